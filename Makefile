@@ -1,0 +1,64 @@
+# `make` lists the targets. Needs Python 3.11 or newer, a C++ compiler and a package index; nothing else.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTEST_ARGS ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+export HF_HUB_OFFLINE := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test check lint types spelling floors wheel format lock clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+venv: .venv/.ours ## make .venv from the locked requirements, with this package editable
+
+.venv/.locked: requirements/torch.txt requirements/lock.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed, '$(PYTHON)' is not: make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
+	"$(PYTHON)" -m venv --clear .venv
+	$(PIP) install -q -r requirements/torch.txt -c requirements/lock.txt
+	# deepspeed comes as source only and does not build next to an installed torch; the constraint locks what it builds with
+	PIP_CONSTRAINT=requirements/lock.txt PIP_BUILD_CONSTRAINT=requirements/lock.txt \
+		$(PIP) install -q --no-deps -r requirements/lock.txt
+	touch $@
+
+.venv/.ours: .venv/.locked setup.cfg pyproject.toml trl_opsd/__init__.py
+	$(PIP) install -q --no-deps --no-build-isolation --editable .
+	touch $@
+
+test: venv ## run all tests; PYTEST_ARGS="-k name" to choose
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+check: lint types spelling floors wheel ## everything but the tests
+
+lint: venv ## ruff, rules and format
+	$(BIN)/ruff check --output-format concise
+	$(BIN)/ruff format --check
+
+types: venv ## mypy
+	$(BIN)/mypy
+
+spelling: venv ## codespell
+	$(BIN)/codespell
+
+floors: venv ## which file may import which, and that the environment is whole
+	$(BIN)/pytest -q tests/test_architecture.py
+	$(BIN)/python tools/check_env.py
+
+wheel: venv ## build the wheel, install it into a clean environment, import it there
+	$(BIN)/python tools/check_wheel.py
+
+format: venv ## let ruff repair and format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+lock: ## resolve requirements/direct.txt into requirements/lock.txt
+	"$(PYTHON)" tools/lock.py
+
+clean: ## remove .venv, builds and caches
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

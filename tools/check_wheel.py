@@ -1,0 +1,86 @@
+"""Builds the wheel and imports it as a user would: first alone in an empty environment, then next to the libraries."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SOURCES = ("trl_opsd", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+
+ALONE = """
+import pathlib, sys
+before = set(sys.modules)
+import trl_opsd
+assert pathlib.Path(trl_opsd.__file__).is_relative_to(sys.prefix), trl_opsd.__file__
+foreign = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names - {"trl_opsd"}
+assert not foreign, f"a bare import needs more than the standard library: {foreign}"
+"""
+WITH_LIBRARIES = """
+import pathlib, sys
+import trl_opsd
+assert pathlib.Path(trl_opsd.__file__).is_relative_to(sys.prefix), trl_opsd.__file__
+for name in trl_opsd.__all__:
+    getattr(trl_opsd, name)
+print("imported from the wheel:", *trl_opsd.__all__)
+"""
+
+
+def main() -> None:
+    """Stops at the first thing a user would miss."""
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = build(Path(folder))
+        missing, unwanted = compare_contents(wheel)
+        assert not missing, f"{wheel.name} lacks {sorted(missing)}"
+        assert not unwanted, f"{wheel.name} also holds {sorted(unwanted)}"
+        clean = Path(folder, "clean")
+        venv.create(clean, with_pip=False)
+        python = clean / "bin" / "python"
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+        run(*pip, "install", "-q", "--no-deps", "--no-index", wheel, at=folder)
+        run(python, "-I", "-c", ALONE, at=folder)
+        packages = next(clean.glob("lib/python*/site-packages"))
+        (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        run(python, "-I", "-c", WITH_LIBRARIES, at=folder)
+
+
+def build(folder: Path) -> Path:
+    """Builds from a copy, so that no stale `build/` slips in, and through the source archive, so that it is whole."""
+    copy = folder / "source"
+    copy.mkdir()
+    for name in SOURCES:
+        if (source := REPOSITORY / name).is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, copy)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", copy, at=folder, quiet=True)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    return wheel
+
+
+def compare_contents(wheel: Path) -> tuple[set[str], set[str]]:
+    """What the wheel lacks, and what it holds besides the package and its metadata."""
+    held = set(zipfile.ZipFile(wheel).namelist())
+    package = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "trl_opsd").rglob("*.py")}
+    metadata = {name for name in held if name.partition("/")[0].endswith(".dist-info")}
+    licences = {name for name in metadata if name.endswith("/LICENSE")}
+    return (package | {"trl_opsd/py.typed"} | (set() if licences else {"LICENSE"})) - held, (
+        held - metadata - package - {"trl_opsd/py.typed"}
+    )
+
+
+def run(*command: object, at: str | Path, quiet: bool = False) -> None:
+    """Runs away from the repository, so that nothing is imported from it; prints the output of what failed."""
+    done = subprocess.run([*map(str, command)], cwd=at, capture_output=quiet, text=True)
+    if done.returncode:
+        raise SystemExit(f"{done.stdout or ''}{done.stderr or ''}failed: {' '.join(map(str, command[:4]))}")
+
+
+if __name__ == "__main__":
+    main()

