@@ -1,0 +1,220 @@
+"""Measures the streamed loss beside TRL's and a dense one, in one process, on whatever device there is.
+
+    python benchmarks/loss.py                                  # speed, memory, products and error
+    python benchmarks/loss.py --vocab 151936 --tokens 2048 --peak-only
+
+S is one product with the student's head, T one with the teacher's. Peaks are above the inputs and the head's gradient;
+errors are relative to the largest entry of the float64 oracle; times are medians over interleaved repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+from trl_opsd.losses import (
+    Divergence,
+    ForwardKL,
+    GeneralizedJSD,
+    LazyLogits,
+    OutputHead,
+    ReverseKL,
+    dense_divergence,
+    streamed_divergence,
+)
+
+DIVERGENCES = {"forward_kl": (ForwardKL(), 0.0), "reverse_kl": (ReverseKL(), 1.0), "jsd": (GeneralizedJSD(0.5), 0.5)}
+Program = Callable[[LazyLogits, LazyLogits], Tensor]
+
+
+def trl(student: LazyLogits, teacher: LazyLogits, beta: float) -> Tensor:
+    sides = [(side.hidden, side.head.weight, None) for side in (student, teacher)]
+    return ChunkedDivergenceFunction.apply(*sides[0], *sides[1], beta)[0]
+
+
+def autograd(student: LazyLogits, teacher: LazyLogits, divergence: Divergence) -> Tensor:
+    """What one writes first: all logits, a float32 log-softmax, autograd."""
+    logs = [(side.hidden @ side.head.weight.T).float().log_softmax(-1) for side in (student, teacher)]
+    return divergence.value(*logs)
+
+
+def programs(name: str) -> dict[str, Program]:
+    divergence, beta = DIVERGENCES[name]
+    return {
+        "streamed": lambda student, teacher: streamed_divergence(student, teacher, divergence).divergence,
+        "trl": partial(trl, beta=beta),
+        "dense": partial(autograd, divergence=divergence),
+    }
+
+
+def make_pair(args: argparse.Namespace, tokens: int, frozen: bool) -> tuple[LazyLogits, LazyLogits]:
+    """Two models whose logits have a standard deviation of about 3, as trained ones have."""
+    torch.manual_seed(0)
+
+    def side(width: int) -> LazyLogits:
+        hidden = torch.randn(tokens, width, device=args.device)
+        weight = torch.randn(args.vocab, width, device=args.device).mul_(3 / width**0.5)
+        return LazyLogits(hidden.to(args.dtype), OutputHead(weight.to(args.dtype)))
+
+    student, teacher = side(args.student_width), side(args.teacher_width)
+    student.hidden.requires_grad_()
+    student.head.weight.requires_grad_(not frozen)
+    return student, teacher
+
+
+def step(program: Program, student: LazyLogits, teacher: LazyLogits) -> tuple[Tensor, list[Tensor]]:
+    value = program(student, teacher)
+    wanted = [tensor for tensor in (student.hidden, student.head.weight) if tensor.requires_grad]
+    return value.detach(), list(torch.autograd.grad(value.sum() / max(value.numel(), 1), wanted))
+
+
+def products(program: Program, student: LazyLogits, teacher: LazyLogits) -> str:
+    """The counted FLOPs of a step, as multiples of S and T."""
+
+    def product(total: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
+        return 2 * a[0] * a[1] * b[1]
+
+    def counted(student: LazyLogits, teacher: LazyLogits) -> int:
+        # What the counter leaves out (addmm_) or cannot read (out_dtype=)
+        mapping = {
+            torch.ops.aten.addmm_: product,
+            torch.ops.aten.addmm: product,
+            torch.ops.aten.mm: lambda a, b, *_, **__: 2 * a[0] * a[1] * b[1],
+        }
+        with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+            step(program, student, teacher)
+        return counter.get_total_flops()
+
+    # Two teacher widths give two equations in the numbers of S and of T.
+    unit = 2 * student.hidden.size(0) * student.head.weight.size(0)
+    half = teacher.hidden.size(1) // 2
+    narrow = replace(teacher, hidden=teacher.hidden[:, :half], head=OutputHead(teacher.head.weight[:, :half]))
+    full = counted(student, teacher)
+    of_teacher = (full - counted(student, narrow)) / (unit * (teacher.hidden.size(1) - half))
+    of_student = (full - of_teacher * unit * teacher.hidden.size(1)) / (unit * student.hidden.size(1))
+    return f"{of_student:g}S+{of_teacher:g}T"
+
+
+def peak_bytes(program: Program, student: LazyLogits, teacher: LazyLogits) -> int:
+    """The most bytes allocated at any time of a step, without those of the head's gradient."""
+    gc.collect()
+    if student.hidden.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(program, student, teacher)
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step(program, student, teacher)
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        now = peak = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            now += event.nbytes()
+            peak = max(peak, now)
+    weight = student.head.weight
+    return peak - weight.requires_grad * weight.numel() * weight.element_size()
+
+
+def seconds(name: str, pair: tuple[LazyLogits, LazyLogits], repeats: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {program: [] for program in programs(name)}
+    for repeat in range(repeats + 1):
+        for program, run in programs(name).items():
+            start = time.perf_counter()
+            step(run, *pair)
+            if pair[0].hidden.is_cuda:
+                torch.cuda.synchronize()
+            times[program] += [time.perf_counter() - start] if repeat else []
+    return times
+
+
+def errors(name: str, args: argparse.Namespace, frozen: bool) -> dict[str, list[float]]:
+    """Largest error of the value and of each gradient, relative to the largest entry of the oracle's, on few tokens."""
+    student, teacher = make_pair(args, min(args.tokens, args.error_tokens), frozen)
+    wide = (
+        student.hidden.detach().double().requires_grad_(),
+        student.head.weight.detach().double().requires_grad_(not frozen),
+    )
+
+    def oracle(student: LazyLogits, teacher: LazyLogits) -> Tensor:
+        return dense_divergence(student, teacher, DIVERGENCES[name][0]).divergence
+
+    truth, truths = step(oracle, LazyLogits(wide[0], OutputHead(wide[1])), teacher)
+    result = {}
+    for program, run in programs(name).items():
+        value, gradients = step(run, student, teacher)
+        pairs = zip((value, *gradients), (truth, *truths), strict=True)
+        result[program] = [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs]
+    return result
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for frozen in (False, True):
+        pair = make_pair(args, args.tokens, frozen)
+        for name in args.divergences:
+            error = {} if args.peak_only else errors(name, args, frozen)
+            times = {} if args.peak_only else seconds(name, pair, args.repeats)
+            for program, run in programs(name).items():
+                if program == "dense" and args.peak_only and not args.dense:
+                    continue
+                row = {"divergence": name, "head": "frozen" if frozen else "trainable", "program": program}
+                row["peak_bytes"] = peak_bytes(run, *pair)
+                if not args.peak_only:
+                    row |= {"products": products(run, *pair), "seconds": statistics.median(times[program])}
+                    ratios = [theirs / ours for theirs, ours in zip(times["trl"], times[program], strict=True)]
+                    row |= {"speed_over_trl": statistics.median(ratios), "errors": error[program]}
+                rows.append(row)
+                print(".", end="", flush=True)
+    print()
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'':33}{'peak MB':>9}{'/ TRL':>7}{'products':>10}{'seconds':>9}{'vs TRL':>8}   error: value, dh, dW"]
+    for row in rows:
+        same = [
+            r for r in rows if (r["divergence"], r["head"], r["program"]) == (row["divergence"], row["head"], "trl")
+        ]
+        line = f"{row['divergence']:11}{row['head']:11}{row['program']:11}{row['peak_bytes'] / 1e6:9.1f}"
+        line += f"{row['peak_bytes'] / same[0]['peak_bytes']:7.2f}"
+        if "seconds" in row:
+            line += f"{row['products']:>10}{row['seconds']:9.3f}{row['speed_over_trl']:7.2f}x   "
+            line += ", ".join(f"{error:.0e}" for error in row["errors"])
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--student-width", type=int, default=896)
+    parser.add_argument("--teacher-width", type=int, default=1536)
+    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32, metavar="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--divergences", nargs="+", choices=DIVERGENCES, default=list(DIVERGENCES))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--error-tokens", type=int, default=32, help="tokens on which errors are measured")
+    parser.add_argument("--peak-only", action="store_true", help="measure memory and nothing else")
+    parser.add_argument("--dense", action="store_true", help="with --peak-only: the dense program too, if it fits")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
+    args = parser.parse_args()
+    rows = measure(args)
+    print(json.dumps(rows, indent=2) if args.json else table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What every test may use. The Hub is switched off before anything is imported: nothing can be downloaded.
+
+Tiny tensors are handled fastest by one thread, and tests may share a machine.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from trl_opsd import FixedRollout, OPSDTrainer
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Callable[..., OPSDTrainer]:
+    """Builds a trainer of a tiny student and a wider teacher that replays recorded completions.
+
+    Keyword arguments that the trainer knows go to the trainer, all others to its config.
+    """
+    of_the_trainer = set(inspect.signature(OPSDTrainer.__init__).parameters)
+
+    def make(cls: type[OPSDTrainer] = OPSDTrainer, **given: Any) -> OPSDTrainer:
+        words = tiny.tokenizer()
+        arguments: dict[str, Any] = {
+            "model": given.get("model") or tiny.qwen2(32, seed=0),
+            "teacher_model": tiny.qwen2(48, seed=1) if "teacher_model" not in given else None,
+            "train_dataset": tiny.rows(),
+            "processing_class": words,
+            "rollout": FixedRollout(tiny.recorded(words)),
+            **{name: value for name, value in given.items() if name in of_the_trainer},
+        }
+        options = {name: value for name, value in given.items() if name not in of_the_trainer}
+        arguments.setdefault("args", tiny.config(tmp_path, **options))
+        return cls(**arguments)
+
+    return make

@@ -1,0 +1,86 @@
+"""On the same completions in the same order, OPSDTrainer gives the numbers of the trainer it extends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from trl import DistillationConfig, DistillationTrainer
+
+from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
+
+TOLERANCE = 1e-5
+
+
+class Replaying(DistillationTrainer):
+    """TRL's trainer with recorded completions instead of generated ones."""
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, has_tool_images=False):
+        return FixedRollout(tiny.recorded(self.processing_class)).complete(prompt_ids, 0)
+
+
+def trained(cls: type, config: Any, lora: bool, **kwargs: Any) -> DistillationTrainer:
+    trainer = cls(
+        model=tiny.qwen2(32, seed=0),
+        teacher_model=tiny.qwen2(48, seed=1),
+        args=config,
+        train_dataset=tiny.rows(),
+        processing_class=tiny.tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
+        **kwargs,
+    )
+    trainer.train()
+    return trainer
+
+
+def losses(trainer: DistillationTrainer) -> torch.Tensor:
+    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+
+def largest_gaps(one: DistillationTrainer, other: DistillationTrainer) -> tuple[float, float]:
+    """The largest difference of a logged loss, and of a parameter."""
+    assert len(losses(one)) == 3
+    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+    return (
+        (losses(one) - losses(other)).abs().max().item(),
+        max((mine - theirs).abs().max().item() for mine, theirs in pairs),
+    )
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_three_steps_of_two_micro_steps_give_trls_losses_and_weights(tmp_path, beta, lora, record_property):
+    options = tiny.options(tmp_path, beta=beta, gradient_accumulation_steps=2)
+    trls = trained(Replaying, DistillationConfig(**options), lora)
+    ours = trained(OPSDTrainer, OPSDConfig(**options), lora, rollout=FixedRollout(tiny.recorded(tiny.tokenizer())))
+    loss_gap, weight_gap = largest_gaps(trls, ours)
+    print(f"beta={beta} lora={lora}: loss {loss_gap:.1e}, parameters {weight_gap:.1e}")
+    assert loss_gap <= TOLERANCE
+    assert weight_gap <= TOLERANCE
+    assert losses(trls).std() > 0, "the losses must move for the comparison to mean anything"
+
+
+def test_bf16_autocast_gives_trls_losses(tmp_path):
+    options = tiny.options(tmp_path, beta=0.5, bf16=True)
+    trls = trained(Replaying, DistillationConfig(**options), lora=False)
+    ours = trained(OPSDTrainer, OPSDConfig(**options), False, rollout=FixedRollout(tiny.recorded(tiny.tokenizer())))
+    assert (losses(trls) / losses(ours) - 1).abs().max() <= 5e-3
+
+
+def test_sampled_rollouts_are_the_ones_trl_would_have_sampled(tmp_path):
+    options = tiny.options(tmp_path, beta=1.0, gradient_accumulation_steps=2, temperature=0.7, top_k=50)
+    trls = trained(DistillationTrainer, DistillationConfig(**options), lora=False)
+    ours = trained(OPSDTrainer, OPSDConfig(**options), lora=False, rollout=HFRollout())
+    assert max(largest_gaps(trls, ours)) <= TOLERANCE
+
+
+def test_the_logs_keep_trls_names(tmp_path):
+    options = tiny.options(tmp_path)
+    trls = trained(Replaying, DistillationConfig(**options), lora=False)
+    ours = trained(OPSDTrainer, OPSDConfig(**options), False, rollout=FixedRollout(tiny.recorded(tiny.tokenizer())))
+    assert set(trls.state.log_history[0]) <= set(ours.state.log_history[0])
+    for name in ("entropy", "num_tokens", "completions/mean_length", "completions/clipped_ratio"):
+        assert ours.state.log_history[0][name] == pytest.approx(trls.state.log_history[0][name], rel=1e-5)

@@ -1,0 +1,122 @@
+"""The places where TRL's loop is cut open are where we think they are, and our side of them is really used."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import tiny
+import torch
+from trl import DistillationTrainer
+
+from trl_opsd import FixedRollout, OPSDTrainer
+from trl_opsd._compat.trl import SEAMS, SeamTrainer
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_trls_method_still_has_the_parameters_we_override(name):
+    assert tuple(inspect.signature(getattr(DistillationTrainer, name)).parameters) == SEAMS[name]
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_the_override_takes_what_trls_method_takes(name):
+    assert name in vars(SeamTrainer), "the table names methods that are overridden"
+    assert tuple(inspect.signature(getattr(SeamTrainer, name)).parameters) == SEAMS[name]
+
+
+def test_every_override_of_a_private_method_is_in_the_table():
+    inherited = {name for base in DistillationTrainer.__mro__[:-1] for name in vars(base)}
+    private = {name for name in vars(SeamTrainer) if name.startswith("_") and not name.startswith("__")}
+    functions = {name for name in private & inherited if inspect.isfunction(vars(SeamTrainer)[name])}
+    assert functions <= set(SEAMS)
+
+
+class Counting(OPSDTrainer):
+    """Counts the verbs."""
+
+    def __init__(self, *args, **kwargs):
+        self.calls: list[str] = []
+        super().__init__(*args, **kwargs)
+
+    def complete(self, prompt_ids):
+        self.calls.append("complete")
+        return super().complete(prompt_ids)
+
+    def teach(self, rollout):
+        self.calls.append("teach")
+        return super().teach(rollout)
+
+    def compare(self, student, rollout, targets, num_items):
+        self.calls.append("compare")
+        return super().compare(student, rollout, targets, num_items)
+
+
+def test_each_generation_batch_is_completed_and_taught_once_and_compared_once_for_each_micro_batch(make_trainer):
+    trainer = make_trainer(Counting, gradient_accumulation_steps=2, max_steps=2)
+    trainer.train()
+    assert trainer.calls == ["complete", "teach", "compare", "compare"] * 2
+
+
+def test_the_teacher_reads_every_row_of_a_generation_batch_once(make_trainer, monkeypatch):
+    trainer = make_trainer(gradient_accumulation_steps=4, max_steps=1)
+    read = []
+    forward = trainer.teacher.model.base_model.forward
+    monkeypatch.setattr(
+        trainer.teacher.model.base_model,
+        "forward",
+        # `functools.wraps` keeps the signature, from which the positions are decided
+        __import__("functools").wraps(forward)(
+            lambda **kwargs: read.append(len(kwargs["input_ids"])) or forward(**kwargs)
+        ),
+    )
+    trainer.train()
+    assert read == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("hook", ["complete", "teach", "compare", "check_rows", "check_prompt_ids"])
+def test_a_hook_that_was_not_filled_in_says_so(hook):
+    arguments = [None] * (len(inspect.signature(getattr(SeamTrainer, hook)).parameters) - 1)
+    with pytest.raises(NotImplementedError):
+        getattr(SeamTrainer, hook)(None, *arguments)
+
+
+def test_trls_verbs_work_outside_of_training_and_keep_their_keys(make_trainer):
+    trainer = make_trainer()
+    prompt_ids = tiny.tokenizer()(["2+2="])["input_ids"]
+    assert trainer._generate_single_turn(prompt_ids, None, {}) == [tiny.tokenizer()("4<|im_end|>")["input_ids"]]
+    batch = trainer._generate_and_score_completions([{"prompt": "2+2="}, {"prompt": "x"}])
+    assert {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "num_items_in_batch"} <= set(batch)
+    assert batch["teacher_hidden"].shape == (2, 3, 48)
+    loss, entropy_sum, tokens = trainer._compute_loss(trainer.model, batch, None)
+    assert min(loss, entropy_sum) > 0
+    assert tokens == 5
+
+
+def test_trl_never_builds_an_engine_of_its_own(tmp_path):
+    args = tiny.config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_timeout=0.01)
+    trainer = SeamTrainer(model=tiny.qwen2(), args=args, train_dataset=tiny.rows(), processing_class=tiny.tokenizer())
+    assert args.use_vllm is True
+    assert trainer.use_vllm is False
+    assert not hasattr(trainer, "vllm_generation")
+
+
+def test_an_empty_completion_is_a_masked_row_and_not_a_crash(make_trainer):
+    words = tiny.tokenizer()
+    answers = tiny.recorded(words)
+    answers[tuple(words("x")["input_ids"])] = []
+    trainer = make_trainer(rollout=FixedRollout(answers))
+    both = trainer._generate_and_score_completions([{"prompt": "2+2="}, {"prompt": "x"}])
+    assert both["completion_mask"].tolist() == [[1, 1], [0, 0]]
+    assert both["num_items_in_batch"] == 2
+    alone = trainer._generate_and_score_completions([{"prompt": "2+2="}])
+    (loss, *_), (expected, *_) = (trainer._compute_loss(trainer.model, batch, None) for batch in (both, alone))
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_batch_of_empty_completions_gives_no_loss_and_no_gradient(make_trainer):
+    nothing = {prompt: [] for prompt in tiny.recorded(tiny.tokenizer())}
+    trainer = make_trainer(rollout=FixedRollout(nothing), max_steps=1)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == 0
+    assert all(torch.equal(was, now) for was, now in zip(before, trainer.model.parameters(), strict=True))

@@ -1,0 +1,71 @@
+"""A student that calls tools is trained on what it wrote and not on what the tools answered, as in TRL."""
+
+from __future__ import annotations
+
+import math
+
+import tiny
+from transformers import PreTrainedTokenizerFast
+from trl.chat_template_utils import qwen3_chat_template
+
+from trl_opsd import RolloutBackend
+from trl_opsd.types import Rollout
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
+
+
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: The first number.
+        b: The second number.
+
+    Returns:
+        The sum.
+    """
+    return a + b
+
+
+def words() -> PreTrainedTokenizerFast:
+    made = tiny.tokenizer()
+    made.chat_template = qwen3_chat_template
+    return made
+
+
+class CallsOnce(RolloutBackend):
+    """Calls the tool, then answers; a prompt that holds a tool's answer is the second turn."""
+
+    def bind(self, trainer):
+        self.tokenizer = trainer.processing_class
+
+    def complete(self, prompt_ids, step):
+        turns = ["four<|im_end|>" if "<tool_response>" in self.tokenizer.decode(ids) else CALL for ids in prompt_ids]
+        return self.tokenizer(turns)["input_ids"]
+
+
+def test_the_answer_of_a_tool_is_in_the_completion_but_not_in_the_loss(make_trainer):
+    tokenizer = words()
+    dataset = tiny.rows(4).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    trainer = make_trainer(
+        model=tiny.qwen2(max_position_embeddings=4096),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        rollout=CallsOnce(),
+        tools=[add],
+        max_completion_length=400,
+        max_steps=2,
+    )
+    batch = trainer._generate_and_score_completions([dataset[0], dataset[1]])
+    rollout = Rollout.unpack(batch)
+    text = tokenizer.decode(batch["completion_ids"][0])
+    assert "<tool_response>\n4\n</tool_response>" in text
+    trained_on = tokenizer.decode(batch["completion_ids"][0][rollout.loss_mask[0] == 1])
+    assert trained_on == CALL + "four<|im_end|>"
+    assert batch["num_items_in_batch"] == rollout.loss_mask.sum()
+
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["tools/call_frequency"] == 1.0
+    assert log["tools/failure_frequency"] == 0.0
+    assert 0 < log["loss"] < math.inf

@@ -1,0 +1,42 @@
+"""Run by two processes: trains the student in the given folder under ZeRO-3 and writes down what came of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import tiny
+from peft import LoraConfig
+
+from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
+from trl_opsd.backbone import is_sharded
+
+
+def main(folder: Path) -> None:
+    teacher = tiny.qwen2(48, seed=1)
+    words = tiny.tokenizer()
+    results = {}
+    for name in ("full", "lora", "generated"):
+        trainer = OPSDTrainer(
+            model=str(folder / "student"),
+            teacher_model=teacher,
+            args=tiny.config(folder / name, per_device_train_batch_size=1, gradient_accumulation_steps=2),
+            train_dataset=tiny.rows(),
+            processing_class=words,
+            peft_config=LoraConfig(r=4, target_modules="all-linear") if name == "lora" else None,
+            rollout=HFRollout() if name == "generated" else FixedRollout(tiny.recorded(words)),
+        )
+        assert is_sharded(trainer.model)
+        trainer.train()
+        results[name] = {
+            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+            "processes": trainer.accelerator.num_processes,
+        }
+        main_process = trainer.accelerator.is_main_process
+    if main_process:
+        (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

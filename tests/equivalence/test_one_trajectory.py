@@ -1,0 +1,70 @@
+"""Runs that must be one and the same training: how a batch is cut, padded or tiled may not change what is learned."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+from trl_opsd import OPSDTrainer
+
+
+def weights(trainer: OPSDTrainer) -> torch.Tensor:
+    trainer.train()
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+
+def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Within a tenth of a step of AdamW at lr 1e-4."""
+    assert (one - other).abs().max() <= 1e-5
+
+
+def test_training_moves_the_weights_by_more_than_the_tolerance(make_trainer):
+    trainer = make_trainer()
+    before = torch.cat([parameter.detach().flatten().clone() for parameter in trainer.model.parameters()])
+    assert (weights(trainer) - before).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_four_rows_give_one_step_however_they_are_accumulated(make_trainer, divergence):
+    one_by_four, two_by_two, four_by_one = (
+        weights(
+            make_trainer(
+                per_device_train_batch_size=rows,
+                gradient_accumulation_steps=4 // rows,
+                max_steps=2,
+                divergence=divergence,
+            )
+        )
+        for rows in (1, 2, 4)
+    )
+    assert_same(one_by_four, two_by_two)
+    assert_same(two_by_two, four_by_one)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 1000])
+def test_the_tile_size_of_the_loss_changes_nothing(make_trainer, chunk_tokens):
+    assert_same(weights(make_trainer(loss_chunk_tokens=chunk_tokens)), weights(make_trainer()))
+
+
+@pytest.mark.parametrize("make_model", [tiny.qwen2, tiny.llama, tiny.gemma2, tiny.gpt2])
+def test_the_amount_of_padding_changes_nothing(make_trainer, make_model):
+    short, long = (
+        weights(make_trainer(model=make_model(32, 0), teacher_model=make_model(48, 1), pad_to_multiple_of=multiple))
+        for multiple in (None, 64)
+    )
+    assert_same(short, long)
+
+
+def test_an_end_token_that_is_also_the_padding_stays_in_the_loss(make_trainer):
+    words = tiny.tokenizer()
+    words.pad_token = words.eos_token
+    apart, same = make_trainer(), make_trainer(processing_class=words)
+    assert_same(weights(apart), weights(same))
+    assert [entry.get("num_tokens") for entry in apart.state.log_history] == [
+        entry.get("num_tokens") for entry in same.state.log_history
+    ]
+
+
+def test_gradient_checkpointing_changes_nothing(make_trainer):
+    assert_same(weights(make_trainer(gradient_checkpointing=True)), weights(make_trainer()))

@@ -1,0 +1,137 @@
+"""What the streamed divergence may cost: products, and memory."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL, reduce, streamed_divergence
+
+every_divergence = pytest.mark.parametrize("divergence", [ForwardKL(), ReverseKL(), GeneralizedJSD(0.5)], ids=repr)
+TOKENS, VOCABULARY = 24, 53
+STUDENT, TEACHER = (2 * TOKENS * VOCABULARY * width for width in (5, 8))
+"""FLOP of one product with each head."""
+
+
+@contextmanager
+def counted_flops():
+    addmm = {torch.ops.aten.addmm_: lambda total, a, b, *_, **__: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=addmm) as counter:
+        yield counter
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements of any tensor an operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+class TestProducts:
+    @every_divergence
+    @pytest.mark.parametrize("chunk", [None, 5])
+    @pytest.mark.parametrize("rich", [False, True], ids=["plain", "bias-scale-cap-temperature"])
+    @pytest.mark.parametrize(
+        ("frozen", "expected"),
+        [
+            ((), 3 * STUDENT + TEACHER),
+            (("weight",), 2 * STUDENT + TEACHER),
+            (("hidden",), 2 * STUDENT + TEACHER),
+        ],
+        ids=["trainable head: 3S+1T", "frozen head: 2S+1T", "frozen backbone: 2S+1T"],
+    )
+    def test_no_product_is_computed_twice(self, make_pair, gradients, divergence, chunk, rich, frozen, expected):
+        pair = make_pair(TOKENS, VOCABULARY, rich=rich)
+        with counted_flops() as counter:
+            gradients(streamed_divergence, pair, divergence, chunk_tokens=chunk, frozen=frozen)
+        assert counter.get_total_flops() == expected
+
+    @every_divergence
+    @pytest.mark.parametrize("reason", ["no_grad", "nothing requires a gradient"])
+    def test_evaluation_forms_logits_and_nothing_else(self, make_pair, divergence, reason):
+        student, teacher = make_pair(TOKENS, VOCABULARY)
+        student.hidden.requires_grad_(reason == "no_grad")
+        with counted_flops() as counter, torch.set_grad_enabled(reason != "no_grad"):
+            streamed_divergence(student, teacher, divergence)
+        assert counter.get_total_flops() == STUDENT + TEACHER
+
+    @pytest.mark.parametrize(
+        ("upstream", "expected"),
+        [
+            (lambda d: d.sum() / 3, 3 * STUDENT + TEACHER),
+            (lambda d: d.mean(), 3 * STUDENT + TEACHER),
+            (lambda d: d.square().sum(), 5 * STUDENT + 2 * TEACHER),
+        ],
+        ids=["sum", "mean", "nonlinear"],
+    )
+    def test_only_a_nonuniform_upstream_gradient_pays_for_the_head_again(
+        self, make_pair, gradients, upstream, expected
+    ):
+        with counted_flops() as counter:
+            gradients(streamed_divergence, make_pair(TOKENS, VOCABULARY), ForwardKL(), upstream=upstream)
+        assert counter.get_total_flops() == expected
+
+    def test_reduce_keeps_the_upstream_gradient_recognisable_without_comparing_values(self, make_pair, monkeypatch):
+        monkeypatch.setattr(
+            "trl_opsd.losses.streamed._is_uniform", lambda upstream: seen.append(upstream.stride()) or True
+        )
+        seen: list[tuple[int, ...]] = []
+        student, teacher = make_pair(6)
+        student.head.weight.requires_grad_()
+        per_token = streamed_divergence(student, teacher, ForwardKL())
+        reduce(per_token, torch.ones(2, 3), num_items=torch.tensor(11)).loss.backward()
+        assert seen == [(0,)]
+
+    def test_the_head_is_cast_once_per_call_and_not_per_tile(self, make_pair):
+        casts = []
+
+        class Casts(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if func is torch.ops.aten._to_copy.default and args[0].shape == (VOCABULARY, 5):
+                    casts.append(kwargs["dtype"])
+                return func(*args, **(kwargs or {}))
+
+        student, teacher = make_pair(TOKENS, VOCABULARY)
+        head = replace(student.head, weight=student.head.weight.bfloat16())
+        with Casts():
+            streamed_divergence(
+                replace(student, hidden=student.hidden.bfloat16(), head=head), teacher, ForwardKL(), None, 2
+            )
+        assert casts == [torch.float32]
+
+
+class TestMemory:
+    @every_divergence
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_nothing_is_as_large_as_all_logits(self, make_pair, gradients, divergence, dtype):
+        pair = tuple(
+            replace(side, hidden=side.hidden.to(dtype), head=replace(side.head, weight=side.head.weight.to(dtype)))
+            for side in make_pair(300, 53)
+        )
+        with LargestTensor() as largest:
+            gradients(streamed_divergence, pair, divergence, chunk_tokens=3)
+        assert largest.elements <= 300 * 8  # the teacher's hidden states; all logits would be 300 * 53
+
+    def test_a_tile_left_open_stays_within_its_budget(self, make_pair, gradients, monkeypatch):
+        monkeypatch.setattr("trl_opsd.losses.streamed.TILE_BYTES", 8 * 53 * 10)
+        with LargestTensor() as largest:
+            gradients(streamed_divergence, make_pair(300, 53), ForwardKL())
+        assert largest.elements <= 300 * 8
+
+    def test_a_frozen_head_keeps_no_teacher_alive_for_backward(self, make_pair):
+        student, teacher = make_pair()
+        student.hidden.requires_grad_()
+        divergence = streamed_divergence(student, teacher, ForwardKL()).divergence
+        assert not hasattr(divergence.grad_fn, "fold")
+        assert divergence.grad_fn.saved_tensors == ()

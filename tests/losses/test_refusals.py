@@ -1,0 +1,64 @@
+"""Inputs that cannot be compared are refused with what was given, what was expected and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from trl_opsd.losses import ForwardKL, GeneralizedJSD, dense_divergence, streamed_divergence
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, -0.1, 1.5, float("nan")])
+def test_beta_at_or_beyond_its_ends(beta):
+    with pytest.raises(ValueError, match=rf"beta is {beta}, expected .* between 0 and 1: use ForwardKL\(\)"):
+        GeneralizedJSD(beta)
+
+
+def with_head(side, **changes):
+    return replace(side, head=replace(side.head, **changes))
+
+
+@pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda s, t: (s, with_head(t, weight=torch.zeros(41, 8))),
+            "student vocabulary is 37, teacher vocabulary 41: pass",
+        ),
+        (lambda s, t: (s, replace(t, hidden=torch.zeros(6, 8))), "student has 7 tokens, teacher 6: select"),
+        (
+            lambda s, t: (s, replace(t, hidden=torch.zeros(7, 5))),
+            r"teacher head weight .* \[37, 8\], expected \[V, 5\]",
+        ),
+        (
+            lambda s, t: (replace(s, hidden=torch.zeros(2, 3, 5)), t),
+            r"student hidden .* \[2, 3, 5\], expected \[N, H\]: sel",
+        ),
+        (lambda s, t: (with_head(s, bias=torch.zeros(36)), t), r"student head bias has shape \[36\], expected \[37\]"),
+        (lambda s, t: (s, replace(t, temperature=0.0)), "teacher temperature is 0.0, expected a number above 0"),
+        (
+            lambda s, t: (s, with_head(t, weight=torch.zeros(37, 8, device="meta"))),
+            r"on \['cpu', 'meta'\], expected one",
+        ),
+    ],
+    ids=["vocabulary", "tokens", "width", "dimensions", "bias", "temperature", "device"],
+)
+def test_models_that_do_not_fit(make_pair, compute, change, message):
+    with pytest.raises(ValueError, match=message):
+        compute(*change(*make_pair()), ForwardKL())
+
+
+@pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
+@pytest.mark.parametrize("chunk", [0, -3, 2.5, "8"])
+def test_chunks_that_are_no_number_of_tokens(make_pair, compute, chunk):
+    with pytest.raises(ValueError, match=f"chunk_tokens is {chunk!r}, expected an int of at least 1"):
+        compute(*make_pair(), ForwardKL(), chunk_tokens=chunk)
+
+
+@pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
+def test_weights_that_are_not_one_per_token(make_pair, compute):
+    with pytest.raises(ValueError, match=r"weights have shape \[6\], expected \[7\]: pass one per token"):
+        compute(*make_pair(), ForwardKL(), torch.ones(6))

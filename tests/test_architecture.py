@@ -1,0 +1,146 @@
+"""Who may import whom, read from the source: nothing is imported here, so a mistake shows before it becomes a cycle."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent / "trl_opsd"
+
+FLOORS = {
+    "clock": 0,
+    "types": 0,
+    "rng": 0,
+    "prompts": 1,
+    "backbone": 1,
+    "losses": 1,
+    "_compat": 1,
+    "teacher": 2,
+    "rollout": 2,
+    "config": 3,
+    "arguments": 4,
+    "trainer": 5,
+    "checks": 6,
+    "plan": 6,
+    "report": 6,
+    "cli": 7,
+    "__main__": 8,
+    "__init__": 8,
+}
+"""A file imports its own package and lower floors only. The key is the file, or the folder it lies in."""
+
+OPTIONAL = ("vllm", "deepspeed", "peft", "trl")
+"""Each is imported by one file, under `_compat/`."""
+
+FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+every_file = pytest.mark.parametrize("file", FILES, ids=str)
+
+
+def room(file: Path) -> str:
+    """The key of a file in `FLOORS`."""
+    return file.parts[0].removesuffix(".py")
+
+
+def imports(file: Path, source: str) -> set[str]:
+    """The full names of what a file imports, also inside functions, under `TYPE_CHECKING` and by `import_module`.
+
+    `from trl_opsd import x` and `from . import x` count as `trl_opsd.x`: what is meant is the module, not the package.
+    """
+    package = ("trl_opsd", *file.parent.parts)
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names}
+            case ast.ImportFrom(module=module, names=names, level=level):
+                above = package[: len(package) - level + 1] if level else ()
+                base = ".".join([*above, *([module] if module else [])])
+                found |= {f"{base}.{alias.name}" for alias in names} if base == "trl_opsd" else {base}
+            case ast.Call(
+                func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                found |= {".".join(package) + name if name.startswith(".") else name}
+    return found
+
+
+def rooms_of(file: Path, source: str) -> set[str]:
+    """The rooms of `trl_opsd` a file imports, but for its own; `from trl_opsd import OPSDConfig` is room `__init__`."""
+    names = [name.split(".") for name in imports(file, source)]
+    ours = [parts[1:] for parts in names if parts[0] == "trl_opsd"]
+    rooms = {rest[0] if rest and _exists(rest[0]) else "__init__" for rest in ours}
+    return rooms - {room(file)}
+
+
+def _exists(name: str) -> bool:
+    return name in FLOORS or (ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file()
+
+
+def libraries(file: Path, source: str) -> set[str]:
+    """What a file imports from outside the package and the standard library."""
+    return {name.partition(".")[0] for name in imports(file, source)} - sys.stdlib_module_names - {"trl_opsd"}
+
+
+def too_high(file: Path, source: str) -> set[str]:
+    """The rooms a file imports although they do not lie below its own."""
+    return {other for other in rooms_of(file, source) if FLOORS.get(other, 99) >= FLOORS.get(room(file), 99)}
+
+
+def read(file: Path) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+@every_file
+def test_a_new_file_without_a_floor_is_noticed(file):
+    assert room(file) in FLOORS, (
+        f"trl_opsd/{file} has no floor: give '{room(file)}' one in FLOORS of {Path(__file__).name}"
+    )
+
+
+@every_file
+def test_a_file_that_imports_its_own_or_a_higher_floor_is_noticed(file):
+    assert not too_high(file, read(file)), f"trl_opsd/{file} stands on floor {FLOORS[room(file)]}"
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if room(file) == "losses"], ids=str)
+def test_losses_that_need_more_than_torch_are_noticed(file):
+    assert libraries(file, read(file)) <= {"torch"}
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if room(file) not in ("trainer", "__init__")], ids=str)
+def test_a_file_besides_the_trainer_that_knows_teacher_and_rollout_is_noticed(file):
+    assert not {"teacher", "rollout"} <= rooms_of(file, read(file)) | {room(file)}
+
+
+@pytest.mark.parametrize("library", OPTIONAL)
+def test_an_optional_library_that_leaks_out_of_its_one_file_is_noticed(library):
+    importers = [file for file in FILES if library in libraries(file, read(file))]
+    assert len(importers) <= 1, importers
+    assert all(room(file) == "_compat" for file in importers), importers
+
+
+@every_file
+def test_a_file_that_does_not_say_what_it_is_is_noticed(file):
+    assert ast.get_docstring(ast.parse(read(file)))
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "caught"),
+    [
+        ("types.py", "from trl_opsd.losses import dense", {"losses"}),
+        ("losses/dense.py", "from .streamed import fold\nfrom trl_opsd.losses.reduce import total", set()),
+        ("losses/dense.py", "from .. import rng, prompts", {"prompts"}),
+        ("teacher/frozen.py", "from ..rollout.base import RolloutBackend", {"rollout"}),
+        ("teacher/frozen.py", "def late():\n    import trl_opsd.trainer", {"trainer"}),
+        ("rollout/hf.py", "from trl_opsd import OPSDConfig", {"__init__"}),
+        ("rollout/hf.py", "if TYPE_CHECKING:\n    from trl_opsd.config import OPSDConfig", {"config"}),
+        ("config.py", "import importlib\nimportlib.import_module('trl_opsd.trainer')", {"trainer"}),
+        ("config.py", "from importlib import import_module\nimport_module('.trainer', __package__)", {"trainer"}),
+        ("trainer.py", "from trl_opsd import teacher, rollout\nfrom .config import OPSDConfig", set()),
+    ],
+)
+def test_every_spelling_of_an_import_is_read(file, source, caught):
+    assert too_high(Path(file), source) == caught

@@ -1,0 +1,114 @@
+"""A model's hidden states are read where they predict the completion, and its head is proved before it is believed."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import CohereConfig, GraniteConfig
+
+from trl_opsd.backbone import completion_hidden, prove_head
+from trl_opsd.types import OutputHead, Rollout
+
+FAMILIES = [tiny.qwen2, tiny.llama, tiny.gemma2, tiny.gpt2]
+
+
+def rollout(padding: int = 0) -> Rollout:
+    """Two rows: a prompt of 4 and one of 2, completions of 3 and 2; `padding` more columns of it on either side."""
+    generator = torch.Generator().manual_seed(0)
+    prompt_mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    completion_mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    prompt_ids = torch.randint(3, 259, (2, 4), generator=generator) * prompt_mask
+    completion_ids = torch.randint(3, 259, (2, 3), generator=generator) * completion_mask
+    left, right = torch.zeros(2, padding, dtype=torch.long), torch.zeros(2, padding, dtype=torch.long)
+    completion_mask = torch.cat([completion_mask, right], 1)
+    return Rollout(
+        prompt_ids=torch.cat([left, prompt_ids], 1),
+        prompt_mask=torch.cat([left, prompt_mask], 1),
+        completion_ids=torch.cat([completion_ids, right], 1),
+        completion_mask=completion_mask,
+        loss_mask=completion_mask,
+    )
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_padded_row_is_read_as_it_would_be_alone(make, padding):
+    model = make().eval()
+    padded = rollout(padding)
+    with torch.no_grad():
+        hidden = completion_hidden(model, padded)
+        for row in range(2):
+            prompt = padded.prompt_ids[row][padded.prompt_mask[row] == 1]
+            completion = padded.completion_ids[row][padded.completion_mask[row] == 1]
+            alone = model.base_model(input_ids=torch.cat([prompt, completion])[None]).last_hidden_state[0]
+            expected = alone[len(prompt) - 1 : -1]
+            torch.testing.assert_close(hidden[row, : len(completion)], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_the_head_gives_the_logits_that_predict_the_completion(make):
+    model = make().eval()
+    rows = rollout()
+    with torch.no_grad():
+        head = OutputHead.of(model)
+        logits = completion_hidden(model, rows)[0] @ head.weight.T * head.scale
+        logits = logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+        expected = model(input_ids=rows.input_ids[:1]).logits[0, 3:-1]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def scaled(kind: type, **scale: float) -> torch.nn.Module:
+    return tiny.model(kind(**tiny._sizes(32), **scale))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *[make() for make in FAMILIES],
+        scaled(CohereConfig, logit_scale=0.25),
+        scaled(GraniteConfig, logits_scaling=4.0),
+        tiny.qwen2().to(torch.bfloat16),
+        tiny.gemma2().to(torch.bfloat16),
+        get_peft_model(tiny.qwen2(), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5)),
+        get_peft_model(tiny.qwen2(), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])),
+    ],
+    ids=lambda model: f"{type(model).__name__}-{model.dtype}",
+)
+def test_a_head_of_the_known_form_passes_the_probe(model):
+    model.train()
+    prove_head(model, "student")
+    assert model.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_post_processed_in_an_unknown_way_are_refused_with_the_difference(dtype):
+    model = tiny.qwen2().to(dtype)
+    forward = model.forward
+
+    def shifted(**kwargs):
+        output = forward(**kwargs)
+        output.logits = output.logits * 1.1
+        return output
+
+    model.forward = shifted
+    with pytest.raises(ValueError, match=r"The teacher \(Qwen2ForCausalLM\) does not compute .* a difference of \d"):
+        prove_head(model, "teacher")
+
+
+def test_a_trainer_refuses_a_student_whose_logits_it_cannot_rebuild(make_trainer):
+    student = tiny.gemma2()
+    student.config.final_logit_softcapping = (
+        None  # read by us after the fact, as a family with another name for it would be
+    )
+    cap = student.forward
+
+    def capped(**kwargs):
+        output = cap(**kwargs)
+        output.logits = 5.0 * torch.tanh(output.logits / 5.0)
+        return output
+
+    student.forward = capped
+    with pytest.raises(ValueError, match=r"The student \(Gemma2ForCausalLM\).*softcap=None"):
+        make_trainer(model=student)

@@ -1,0 +1,62 @@
+"""What a user sees before anything runs: the public names, the version, and an import that costs nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+import trl_opsd
+
+PUBLIC = [
+    "FixedRollout",
+    "FrozenTeacher",
+    "HFRollout",
+    "OPSDConfig",
+    "OPSDTrainer",
+    "RolloutBackend",
+    "Teacher",
+]
+"""The public surface. A change here is a change for users: it gets a line in the changelog."""
+
+BARE_IMPORT = """
+import json, sys, time
+before, start = set(sys.modules), time.perf_counter()
+import trl_opsd
+seconds = time.perf_counter() - start
+print(json.dumps({"modules": sorted(set(sys.modules) - before), "seconds": seconds}))
+"""
+
+
+def test_the_public_surface_has_not_changed_unnoticed():
+    assert list(trl_opsd.__all__) == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_leads_to_the_thing_of_that_name(name):
+    assert getattr(trl_opsd, name).__name__ == name
+
+
+def test_a_public_name_shows_in_tab_completion():
+    assert set(PUBLIC) <= set(dir(trl_opsd))
+
+
+def test_a_misspelt_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="OPSDTrianer"):
+        trl_opsd.OPSDTrianer  # noqa: B018
+
+
+def test_the_installed_version_is_the_one_in_the_source():
+    assert trl_opsd.__version__ == version("trl_opsd")
+
+
+def test_a_bare_import_loads_nothing_but_the_standard_library():
+    done = subprocess.run([sys.executable, "-c", BARE_IMPORT], capture_output=True, text=True, check=True)
+    seen = json.loads(done.stdout)
+    print(f"import trl_opsd: {seen['seconds'] * 1e3:.1f} ms, {len(seen['modules'])} modules")
+    loaded = {name.partition(".")[0] for name in seen["modules"]}
+    assert not loaded & {"trl", "vllm", "deepspeed", "peft", "torch", "transformers"}
+    assert loaded - sys.stdlib_module_names == {"trl_opsd"}

@@ -1,0 +1,99 @@
+"""The small values and tools everything else leans on."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from trl_opsd.clock import PhaseClock
+from trl_opsd.rng import preserved_rng
+from trl_opsd.rollout import FixedRollout
+from trl_opsd.rollout.base import cut_after_end
+from trl_opsd.types import Rollout, TeacherTargets
+
+
+def batch(rows: int = 5) -> dict[str, torch.Tensor]:
+    return {
+        "prompt_ids": torch.arange(rows * 3).view(rows, 3),
+        "prompt_mask": torch.ones(rows, 3),
+        "completion_ids": torch.arange(rows * 2).view(rows, 2),
+        "completion_mask": torch.ones(rows, 2),
+    }
+
+
+def test_what_flows_cannot_be_changed_on_the_way():
+    rollout = Rollout.unpack(batch())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rollout.prompt_ids = rollout.completion_ids
+
+
+def test_tokens_of_a_tool_are_read_but_not_trained_on():
+    rollout = Rollout.unpack({**batch(2), "tool_mask": torch.tensor([[1, 0], [1, 1]])})
+    assert rollout.completion_mask.sum() == 4
+    assert rollout.loss_mask.tolist() == [[1, 0], [1, 1]]
+
+
+def test_chunks_put_together_are_the_whole_and_in_order():
+    rollout = Rollout.unpack(batch(5))
+    chunks = list(rollout.chunks(2))
+    assert [len(chunk.prompt_ids) for chunk in chunks] == [2, 2, 1]
+    for field in dataclasses.fields(Rollout):
+        whole = torch.cat([getattr(chunk, field.name) for chunk in chunks])
+        assert torch.equal(whole, getattr(rollout, field.name))
+
+
+def test_targets_survive_the_way_through_a_dict():
+    targets = TeacherTargets(hidden=torch.rand(2, 3, 4))
+    assert TeacherTargets.unpack(targets.pack()).hidden is targets.hidden
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"), [([5, 6], [5, 6]), ([5, 2, 6], [5, 2]), ([5, 3, 2], [5, 3]), ([2], [2]), ([], [])]
+)
+def test_a_completion_keeps_its_first_end_token_and_loses_what_follows(written, kept):
+    assert cut_after_end(written, {2, 3}) == kept
+
+
+def test_a_prompt_nobody_recorded_is_named():
+    with pytest.raises(ValueError, match=r"for 1 of 2 prompts, the first with token ids \[9\]"):
+        FixedRollout({(1,): [2]}).complete([[1], [9]], step=0)
+
+
+def test_a_phase_is_not_billed_for_the_phase_inside_it():
+    clock = PhaseClock()
+    with clock("outer"):
+        time.sleep(0.01)
+        with clock("inner"):
+            time.sleep(0.05)
+    assert clock.seconds["inner"] >= 0.05
+    assert 0.01 <= clock.seconds["outer"] < 0.05
+
+
+def test_a_phase_that_fails_is_timed_too_and_closes():
+    clock = PhaseClock()
+    with pytest.raises(RuntimeError), clock("outer"), clock("inner"):
+        raise RuntimeError
+    with clock("next"):
+        time.sleep(0.01)
+    assert set(clock.seconds) == {"outer", "inner", "next"}
+    assert clock.seconds["outer"] < 0.01
+
+
+def test_randomness_is_given_back_also_after_an_exception():
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+
+    def draw_and_fail():
+        with preserved_rng(torch.device("cpu")):
+            torch.rand(3), random.random(), np.random.rand()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        draw_and_fail()
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    assert (before[2] == np.random.get_state()[1]).all()

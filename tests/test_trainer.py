@@ -1,0 +1,276 @@
+"""What a run promises beyond its loss: a teacher that stays, an evaluation without a trace, modes restored."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from datasets import IterableDataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+import trl_opsd.arguments
+from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer, RolloutBackend
+
+
+def fingerprint(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+def logged(trainer: OPSDTrainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+class TestTeacher:
+    def test_training_leaves_the_teacher_as_it_was(self, make_trainer):
+        trainer = make_trainer()
+        before = fingerprint(trainer.teacher.model)
+        trainer.train()
+        assert same(before, fingerprint(trainer.teacher.model))
+        assert not trainer.teacher.model.training
+        assert not any(parameter.requires_grad for parameter in trainer.teacher.model.parameters())
+
+    @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+    def test_a_teacher_equal_to_the_student_gives_no_loss_and_no_gradient(self, make_trainer, divergence):
+        student = tiny.qwen2()
+        trainer = make_trainer(
+            model=student, teacher_model=copy.deepcopy(student), divergence=divergence, max_steps=1, logging_steps=1
+        )
+        trainer.train()
+        assert logged(trainer, "loss") == [pytest.approx(0, abs=1e-6)]
+        assert logged(trainer, "grad_norm") == [pytest.approx(0, abs=1e-4)]
+
+    def test_a_teacher_is_loaded_from_a_path_in_the_config(self, make_trainer, tmp_path):
+        teacher = tiny.qwen2(48, seed=1)
+        teacher.save_pretrained(tmp_path / "teacher")
+        trainer = make_trainer(teacher_model=None, teacher_model_name_or_path=str(tmp_path / "teacher"))
+        assert same(fingerprint(trainer.teacher.model), fingerprint(teacher))
+
+    def test_lora_trains_the_adapter_and_nothing_else(self, make_trainer):
+        trainer = make_trainer(peft_config=LoraConfig(r=4, target_modules="all-linear"))
+        before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+        trainer.train()
+        moved = {name for name, tensor in trainer.model.state_dict().items() if not torch.equal(before[name], tensor)}
+        assert moved
+        assert all("lora_" in name for name in moved)
+
+
+class TestRollout:
+    def test_dropout_is_off_while_the_student_writes_and_on_again_afterwards(self, make_trainer):
+        student = tiny.gpt2(dropout=0.5)
+        trainer = make_trainer(
+            model=student, teacher_model=tiny.gpt2(48, 1), rollout=HFRollout(), generation_kwargs={"do_sample": False}
+        )
+        student.train()
+        prompt_ids = trainer.tokenize(["The sky is", "2+2="])
+        first, second = trainer.complete(prompt_ids), trainer.complete(prompt_ids)
+        assert first == second
+        assert student.training
+
+        student.eval()
+        for prompt, written in zip(prompt_ids, first, strict=True):
+            plain = student.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=2)
+            assert written == plain[0, len(prompt) :].tolist()
+
+    def test_a_failed_generation_leaves_the_student_as_it_was(self, make_trainer, monkeypatch):
+        trainer = make_trainer(rollout=HFRollout(), gradient_checkpointing=True)
+        trainer.model.gradient_checkpointing_enable()
+        trainer.model.train()
+
+        def fail(*args, **kwargs):
+            assert (trainer.model.training, trainer.model.is_gradient_checkpointing) == (False, False)
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(trainer.model, "generate", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trainer.complete(trainer.tokenize(["2+2="]))
+        assert trainer.model.training
+        assert trainer.model.is_gradient_checkpointing
+
+    def test_a_late_turn_does_not_write_past_the_context(self, make_trainer):
+        trainer = make_trainer(model=tiny.gpt2(), teacher_model=tiny.gpt2(48, 1), rollout=HFRollout())
+        prompt = list(range(3, 3 + 250))
+        assert len(trainer.complete([prompt, [5]])[0]) <= 6
+
+    def test_a_completion_ends_at_the_first_of_all_end_tokens_whatever_the_backend(self, make_trainer):
+        student = tiny.qwen2()
+        student.generation_config.eos_token_id = [2, 7]
+        prompt = tuple(tiny.tokenizer()("2+2=")["input_ids"])
+        trainer = make_trainer(model=student, rollout=FixedRollout({prompt: [5, 7, 9, 2, 5]}))
+        assert trainer.complete([list(prompt)]) == [[5, 7]]
+
+    def test_a_backend_of_ones_own_is_bound_once_and_asked_for_each_generation_batch(self, make_trainer):
+        class Echo(RolloutBackend):
+            bound, steps = 0, []
+
+            def bind(self, trainer):
+                self.bound += 1
+
+            def complete(self, prompt_ids, step):
+                self.steps.append(step)
+                return [ids[:3] for ids in prompt_ids]
+
+        echo = Echo()
+        trainer = make_trainer(rollout=echo, gradient_accumulation_steps=2)
+        trainer.train()
+        assert trainer.rollout is echo
+        assert (echo.bound, echo.steps) == (1, [0, 1, 2])
+
+    def test_a_backend_that_loses_a_completion_is_found_out(self, make_trainer):
+        class Lossy(FixedRollout):
+            def complete(self, prompt_ids, step):
+                return super().complete(prompt_ids, step)[1:]
+
+        trainer = make_trainer(rollout=Lossy(tiny.recorded(tiny.tokenizer())))
+        with pytest.raises(ValueError, match="Lossy returned 1 completions for 2 prompts"):
+            trainer.train()
+
+    def test_what_an_interrupted_run_left_behind_is_not_trained_on(self, make_trainer):
+        class Impatient(FixedRollout):
+            asked = 0
+
+            def complete(self, prompt_ids, step):
+                self.asked += 1
+                return super().complete(prompt_ids, step)
+
+        rollout = Impatient(tiny.recorded(tiny.tokenizer()))
+        trainer = make_trainer(
+            rollout=rollout, gradient_accumulation_steps=4, per_device_train_batch_size=1, max_steps=1
+        )
+        compare, calls = trainer.compare, []
+
+        def interrupted(*args):
+            calls.append(args)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return compare(*args)
+
+        trainer.compare = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.train()
+        assert rollout.asked == 2
+        assert len(calls) == 2 + 4
+
+
+class TestSaving:
+    def test_a_checkpoint_loads_with_plain_transformers_and_training_goes_on_from_it(self, make_trainer, tmp_path):
+        whole = make_trainer(save_strategy="steps", save_steps=2)
+        whole.train()
+        checkpoint = tmp_path / "checkpoint-2"
+        assert "opsd" in (checkpoint.parent / "README.md").read_text()
+        assert AutoModelForCausalLM.from_pretrained(checkpoint).num_parameters() == whole.model.num_parameters()
+        resumed = make_trainer()
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert same(fingerprint(whole.model), fingerprint(resumed.model))
+
+
+class TestEvaluation:
+    def test_it_leaves_no_trace_in_the_randomness_of_training(self, make_trainer):
+        trainer = make_trainer(rollout=HFRollout(), eval_dataset=tiny.rows(4))
+        states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+        first = trainer.evaluate()
+        assert torch.equal(states[0], torch.get_rng_state())
+        assert (states[1] == np.random.get_state()[1]).all()
+        assert states[2] == random.getstate()
+        torch.rand(7)
+        assert trainer.evaluate()["eval_loss"] == first["eval_loss"]
+
+    def test_training_goes_the_same_way_with_and_without_it(self, make_trainer):
+        alone = make_trainer(rollout=HFRollout())
+        alone.train()
+        watched = make_trainer(rollout=HFRollout(), eval_dataset=tiny.rows(4), eval_strategy="steps", eval_steps=1)
+        watched.train()
+        assert logged(alone, "loss") == logged(watched, "loss")
+        assert len(logged(watched, "eval_loss")) == 3
+
+    def test_its_loss_is_the_mean_over_tokens_and_not_over_batches(self, make_trainer):
+        trainer = make_trainer(eval_dataset=tiny.rows(3), per_device_eval_batch_size=2)
+        loss = trainer.evaluate()["eval_loss"]
+        trainer.model.eval()
+        total = tokens = 0.0
+        for prompt in tiny.PROMPTS[:3]:
+            batch = trainer._generate_and_score_completions([{"prompt": prompt}])
+            mean, _, count = trainer._compute_loss(trainer.model, batch, None)
+            total, tokens = total + mean.item() * count.item(), tokens + count.item()
+        assert loss == pytest.approx(total / tokens, rel=1e-5)
+        assert logged(trainer, "eval_divergence/mean") == [pytest.approx(loss)]
+
+    def test_several_datasets_are_reported_by_name(self, make_trainer):
+        trainer = make_trainer(eval_dataset={"short": tiny.rows(2), "long": tiny.rows(4)})
+        assert {"eval_short_loss", "eval_long_loss"} <= set(trainer.evaluate())
+
+
+class TestLogs:
+    def test_each_log_has_the_divergence_both_entropies_and_the_time_of_each_phase(self, make_trainer):
+        trainer = make_trainer(gradient_accumulation_steps=2)
+        trainer.train()
+        entry = trainer.state.log_history[0]
+        assert entry["divergence/mean"] == pytest.approx(entry["loss"], rel=1e-5)
+        assert min(entry["entropy/student"], entry["entropy/teacher"]) > 0
+        phases = [entry[f"time/{phase}"] for phase in ("complete", "teach", "compare")]
+        assert all(seconds > 0 for seconds in phases)
+        assert sum(phases) == pytest.approx(entry["step_time"], rel=0.05)
+        assert entry["tokens_per_second"] > 0
+        for name in ("mean_length", "min_length", "max_length", "clipped_ratio"):
+            assert f"completions/{name}" in entry
+
+    def test_means_are_over_all_tokens_since_the_last_log(self, make_trainer):
+        every, twice = make_trainer(max_steps=2), make_trainer(max_steps=2, logging_steps=2)
+        every.train()
+        twice.train()
+        tokens = np.array(logged(every, "completions/mean_length"))  # two rows in each step, so lengths weigh as tokens
+        expected = (np.array(logged(every, "divergence/mean")) * tokens).sum() / tokens.sum()
+        assert logged(twice, "divergence/mean") == [pytest.approx(expected, rel=1e-5)]
+
+
+class TestData:
+    def test_a_stream_is_trained_on(self, make_trainer):
+        stream = IterableDataset.from_generator(lambda: iter(tiny.rows()))
+        trainer = make_trainer(train_dataset=stream, shuffle_dataset=False)
+        trainer.train()
+        assert len(logged(trainer, "loss")) == 3
+
+    def test_messages_are_rendered_with_the_chat_template(self, make_trainer):
+        words = tiny.tokenizer()
+        chats = [[{"role": "user", "content": text}] for text in tiny.PROMPTS]
+        rendered = words.apply_chat_template(chats, add_generation_prompt=True, tokenize=True)["input_ids"]
+        rollout = FixedRollout({tuple(ids): [5, 6, 2] for ids in rendered})
+        trainer = make_trainer(
+            train_dataset=tiny.rows().map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}),
+            rollout=rollout,
+        )
+        trainer.train()
+        assert len(logged(trainer, "loss")) == 3
+
+    @pytest.mark.parametrize("streamed", [False, True])
+    def test_prompts_that_do_not_fit_are_dropped_if_asked_for(self, make_trainer, streamed):
+        dataset = tiny.rows(6)
+        dataset = dataset.add_item({"prompt": "long " * 100})
+        trainer = make_trainer(
+            train_dataset=dataset.to_iterable_dataset() if streamed else dataset, overlong_prompts="drop", max_steps=3
+        )
+        trainer.train()
+        if not streamed:
+            assert len(trainer.train_dataset) == 6
+        assert trainer.dropped_prompts["train_dataset"] == 1
+
+
+def test_without_arguments_the_config_is_ours_and_named_after_the_student(make_trainer, tmp_path, monkeypatch):
+    # The default is bf16, which needs an accelerator or `use_cpu=True`.
+    on_the_cpu = functools.partial(OPSDConfig, use_cpu=True, report_to="none")
+    monkeypatch.setattr(trl_opsd.arguments, "OPSDConfig", on_the_cpu)
+    monkeypatch.chdir(tmp_path)
+    tiny.qwen2(max_position_embeddings=1024).save_pretrained("student")
+    trainer = make_trainer(model="student", args=None, train_dataset=tiny.rows(64))
+    assert type(trainer.args) is OPSDConfig
+    assert trainer.args.output_dir == "student-OPSD"

@@ -1,0 +1,155 @@
+"""Tiny models, a tokenizer and rows, all made here: nothing is downloaded, and every number has a fixed seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+from trl_opsd import OPSDConfig
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte and three special ones: 259 ids, any text, a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=SPECIAL_TOKENS,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+VOCABULARY = 259
+
+
+def model(config: PretrainedConfig, seed: int = 0, sharpness: float = 12.0) -> PreTrainedModel:
+    """A random model whose predictions are far from uniform, so that a wrong divergence shows."""
+    torch.manual_seed(seed)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        made.get_output_embeddings().weight.mul_(sharpness)
+    return made
+
+
+def qwen2(width: int = 32, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Rotary positions, untied head."""
+    return model(Qwen2Config(**{**_sizes(width), **overrides}), seed)
+
+
+def llama(width: int = 32, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """As Qwen2, without biases."""
+    return model(LlamaConfig(**{**_sizes(width), **overrides}), seed)
+
+
+def gemma2(width: int = 32, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Caps its logits."""
+    special = {"head_dim": 16, "final_logit_softcapping": 5.0, "tie_word_embeddings": True}
+    return model(Gemma2Config(**{**_sizes(width), **special, **overrides}), seed)
+
+
+def gpt2(width: int = 32, seed: int = 0, dropout: float = 0.0, **overrides: Any) -> PreTrainedModel:
+    """Learned absolute positions, a tied head, and dropout if asked for."""
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=256,
+        n_embd=width,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=2,
+        **overrides,
+    )
+    return model(config, seed)
+
+
+def _sizes(width: int) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+
+
+PROMPTS = ["2+2=", "The sky is", "a", "Count: one two", "red, green,", "x", "why?", "Once upon a time"]
+ANSWERS = [
+    "4<|im_end|>",
+    " blue today<|im_end|>",
+    "bc",
+    " three four five<|im_end|>",
+    " blue",
+    "yz<|im_end|>",
+    " so.",
+    " a<|im_end|>",
+]
+
+
+def rows(number: int = 8) -> Dataset:
+    """Prompts of different lengths."""
+    return Dataset.from_dict({"prompt": [PROMPTS[i % len(PROMPTS)] for i in range(number)]})
+
+
+def recorded(words: PreTrainedTokenizerFast) -> dict[tuple[int, ...], list[int]]:
+    """A completion of its own length for each prompt, some without an end token."""
+    prompts, answers = words(PROMPTS)["input_ids"], words(ANSWERS)["input_ids"]
+    return {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
+
+
+def config(folder: Any, **overrides: Any) -> OPSDConfig:
+    """Three optimizer steps of two rows, in float32, quietly."""
+    return OPSDConfig(**options(folder, **overrides))
+
+
+def options(folder: Any, **overrides: Any) -> dict[str, Any]:
+    """The options of [`config`], as TRL's own config takes them too."""
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 3,
+        "max_completion_length": 24,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        **overrides,
+    }

@@ -1,0 +1,45 @@
+"""On-policy distillation for the Hugging Face ecosystem; this file only says where the public names live."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trl_opsd.config import OPSDConfig
+    from trl_opsd.rollout import FixedRollout, HFRollout, RolloutBackend
+    from trl_opsd.teacher import FrozenTeacher, Teacher
+    from trl_opsd.trainer import OPSDTrainer
+
+__version__ = "0.1.0.dev0"
+
+_HOME = {
+    "FixedRollout": "trl_opsd.rollout",
+    "FrozenTeacher": "trl_opsd.teacher",
+    "HFRollout": "trl_opsd.rollout",
+    "OPSDConfig": "trl_opsd.config",
+    "OPSDTrainer": "trl_opsd.trainer",
+    "RolloutBackend": "trl_opsd.rollout",
+    "Teacher": "trl_opsd.teacher",
+}
+
+__all__ = [
+    "FixedRollout",
+    "FrozenTeacher",
+    "HFRollout",
+    "OPSDConfig",
+    "OPSDTrainer",
+    "RolloutBackend",
+    "Teacher",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name when it is first asked for, so that importing the package costs nothing."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,281 @@
+"""Turns the private verbs of TRL's trainer into three public ones; no other file knows an underscore of TRL's.
+
+B rows · P prompt tokens · C completion tokens
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import set_seed
+from torch import Tensor
+from trl import DistillationConfig, DistillationTrainer
+from trl.data_utils import is_conversational
+from trl.models.utils import unwrap_model_for_generation
+from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
+
+from trl_opsd.clock import PhaseClock
+from trl_opsd.rng import preserved_rng
+from trl_opsd.types import LossParts, OutputHead, Rollout, TeacherTargets
+
+__all__ = [
+    "SEAMS",
+    "DistillationConfig",
+    "SeamTrainer",
+    "create_model_from_path",
+    "gathered_head",
+    "get_config_model_id",
+    "is_conversational",
+]
+
+SEAMS: dict[str, tuple[str, ...]] = {
+    "_tokenize_prompts": ("self", "prompts"),
+    "_generate": ("self", "prompts"),
+    "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "has_tool_images"),
+    "_generate_and_score_completions": ("self", "inputs"),
+    "_compute_loss": ("self", "unwrapped_student", "inputs", "num_items_in_batch"),
+    "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+    "training_step": ("self", "model", "inputs", "num_items_in_batch"),
+    "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
+    "log": ("self", "logs", "start_time"),
+}
+"""TRL's methods that are overridden here, with their parameters; a test holds them against the installed TRL."""
+
+
+class SeamTrainer(DistillationTrainer):
+    """TRL's trainer with its loop cut open at three places: `complete`, `teach` and `compare`.
+
+    A subclass fills in those three and two checks; everything it needs to know of a step comes as our own types.
+    TRL builds neither a teacher nor an engine: the subclass brings both.
+    """
+
+    _name = "OPSD"
+    _tag_names: ClassVar = [*DistillationTrainer._tag_names, "opsd"]
+
+    def __init__(self, *, args: DistillationConfig, **kwargs: Any) -> None:
+        # TRL would build an engine of its own, and its tool loop would reach into it.
+        use_vllm, args.use_vllm = args.use_vllm, False
+        try:
+            super().__init__(teacher_model=None, args=args, **kwargs)
+        finally:
+            args.use_vllm = use_vllm
+        self._first_turn = False
+        self._unwritten_rows: list[int] = []
+        self._loss_parts: LossParts | None = None
+        self._clocks = {"train": PhaseClock(), "eval": PhaseClock()}
+        self._totals: dict[str, dict[str, float]] = {"train": defaultdict(float), "eval": defaultdict(float)}
+
+    # ---- What a subclass fills in -------------------------------------------------------------------------------
+
+    def check_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Refuses rows of a dataset that cannot be trained on, before anything is generated."""
+        raise NotImplementedError
+
+    def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
+        """Refuses prompts that the student cannot read, before anything is generated."""
+        raise NotImplementedError
+
+    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """Writes one completion for each prompt; token ids in, token ids out."""
+        raise NotImplementedError
+
+    def teach(self, rollout: Rollout) -> TeacherTargets:
+        """Lets the teacher read a whole generation batch."""
+        raise NotImplementedError
+
+    def compare(
+        self, student: Any, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
+    ) -> LossParts:
+        """Holds the student against the targets. Runs inside the student wrapper's forward: no collectives in it.
+
+        Args:
+            student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+                The student without its distributed wrapper.
+            rollout ([`~types.Rollout`]):
+                One micro-batch.
+            targets ([`~types.TeacherTargets`]):
+                Row-aligned with it.
+            num_items (`torch.Tensor` or `float`, *optional*):
+                Denominator of the loss for the whole optimizer step; `None` means the tokens of this micro-batch.
+        """
+        raise NotImplementedError
+
+    # ---- What a subclass may use --------------------------------------------------------------------------------
+
+    def tokenize(self, prompts: list[Any]) -> list[list[int]]:
+        """Token ids of prompts that may not have been checked yet, as the rollout will see them."""
+        prompt_ids, _, _ = super()._tokenize_prompts(prompts)
+        return list(prompt_ids)
+
+    def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
+        """Left-pads prompts by their length, never by the value of a token, on the accelerator's device."""
+        rows = [torch.tensor(ids) for ids in prompt_ids]
+        tensors = {
+            "input_ids": pad(rows, self._tokenizer.pad_token_id, "left", self.pad_to_multiple_of),
+            "attention_mask": pad([torch.ones_like(row) for row in rows], 0, "left", self.pad_to_multiple_of),
+        }
+        return {name: tensor.to(self.accelerator.device) for name, tensor in tensors.items()}
+
+    @contextmanager
+    def student_for_generation(self) -> Iterator[Any]:
+        """The bare student in eval mode, gathered where it was sharded; all of it is put back on the way out."""
+        was_training = self.model.training
+        self.model.eval()
+        error = None
+        try:
+            with (
+                unwrap_model_for_generation(
+                    self.model_wrapped,
+                    self.accelerator,
+                    gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                    generation_kwargs=self.generation_kwargs,
+                    gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+                ) as student,
+                torch.no_grad(),
+                self._dist.summon_full_params(self.model_wrapped, recurse=False),
+            ):
+                try:
+                    yield student
+                except BaseException as caught:
+                    # Kept from TRL's context, which puts nothing back when an exception passes through it.
+                    error = caught
+        finally:
+            self.model.train(was_training)
+        if error is not None:
+            raise error
+
+    # ---- Where TRL's loop is cut open ---------------------------------------------------------------------------
+
+    def _tokenize_prompts(self, prompts: list) -> tuple:
+        prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
+        self.check_prompt_ids(prompt_ids)
+        return prompt_ids, images, multimodal_fields
+
+    def _generate(self, prompts: list) -> tuple:
+        self._first_turn, self._unwritten_rows = True, []
+        return super()._generate(prompts)
+
+    def _generate_single_turn(
+        self, prompt_ids: list, images: Any, multimodal_fields: dict, has_tool_images: bool = False
+    ) -> list[list[int]]:
+        with self._clocks[self._mode]("complete"):
+            completions = self.complete(prompt_ids)
+        if self._first_turn:
+            # TRL reads the last token of each completion. An empty one travels as a pad token and is masked below.
+            self._first_turn = False
+            self._unwritten_rows = [row for row, ids in enumerate(completions) if not ids]
+            completions = [ids or [self._tokenizer.pad_token_id] for ids in completions]
+        return completions
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self.check_rows(inputs)
+        batch = super()._generate_and_score_completions(inputs)
+        batch["completion_mask"][self._unwritten_rows] = 0
+        rollout = Rollout.unpack(batch)
+        batch["num_items_in_batch"] = self.accelerator.gather(rollout.loss_mask.sum()).sum()
+        with self._clocks[self._mode]("teach"), self.accelerator.autocast():
+            batch.update(self.teach(rollout).pack())
+        self._totals[self._mode]["generation_batches"] += 1
+        return batch
+
+    def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple:
+        parts = self.compare(
+            unwrapped_student, Rollout.unpack(inputs), TeacherTargets.unpack(inputs), num_items_in_batch
+        )
+        self._loss_parts = parts
+        tokens, _, student_entropy, _ = parts.rows.sum(0)
+        return parts.loss, student_entropy, tokens
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        output = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        # No collective may run inside the wrapper's forward, so what this process summed up there is reduced here.
+        parts, self._loss_parts = self._loss_parts, None
+        assert parts is not None, "_compute_loss leaves its parts behind"
+        if self.model.training:
+            sums = self.accelerator.reduce(parts.rows.sum(0), "sum")
+        else:
+            # The last batch repeats rows so that every process has as many; `gather_for_metrics` drops those.
+            sums = self.accelerator.gather_for_metrics(parts.rows).sum(0)
+        for name, value in zip(LossParts.ROW_NAMES, sums.tolist(), strict=True):
+            self._totals[self._mode][name] += value
+        return output
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        with self._clocks["train"]("compare"):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple:
+        with self._clocks["eval"]("compare"):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        # What an interrupted run left behind must not be trained on by the next one.
+        self._buffered_inputs, self._step = None, 0
+        self._start_counting("train")
+        return super().train(*args, **kwargs)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """As TRL's, but with one seed, nothing drawn from training's randomness, and a loss that weighs tokens."""
+        self._start_counting("eval")
+        with preserved_rng(self.accelerator.device):
+            set_seed(self.args.seed, device_specific=True)
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        totals = self._totals["eval"]
+        if totals["tokens"]:
+            output.metrics[f"{metric_key_prefix}_loss"] = totals["divergence"] / totals["tokens"]
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = self._mode
+        if self._totals[mode]["tokens"]:
+            prefix = "eval_" if mode == "eval" else ""
+            logs.update({prefix + name: value for name, value in self._token_metrics(mode).items()})
+            self._start_counting(mode)
+        super().log(logs, start_time)
+
+    # ---- Bookkeeping --------------------------------------------------------------------------------------------
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def _start_counting(self, mode: str) -> None:
+        self._totals[mode].clear()
+        self._clocks[mode].seconds.clear()
+
+    def _token_metrics(self, mode: str) -> dict[str, float]:
+        """Means over every token since the last log, in nats; seconds per optimizer step (of the whole evaluation)."""
+        totals, seconds = self._totals[mode], self._clocks[mode].seconds
+        tokens = totals["tokens"]
+        steps = totals["generation_batches"] if mode == "train" else 1
+        return {
+            "divergence/mean": totals["divergence"] / tokens,
+            "entropy/student": totals["student_entropy"] / tokens,
+            "entropy/teacher": totals["teacher_entropy"] / tokens,
+            **{f"time/{phase}": spent / max(steps, 1) for phase, spent in seconds.items()},
+            "tokens_per_second": tokens / max(sum(seconds.values()), 1e-9),
+        }
+
+
+def gathered_head(head: OutputHead) -> AbstractContextManager[Any]:
+    """Makes a head that ZeRO-3 has split whole for as long as the context lasts; does nothing elsewhere."""
+    split = [part for part in (head.weight, head.bias) if hasattr(part, "ds_status")]
+    context: AbstractContextManager[Any] = maybe_gather_lm_head_ctx(*split)
+    return context

@@ -1,0 +1,103 @@
+"""Looks at the arguments of a trainer together, before a model is loaded; single options are `config.py`'s business."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from trl_opsd._compat.trl import get_config_model_id
+from trl_opsd.config import OPSDConfig
+from trl_opsd.prompts import check_columns
+
+AnyDataset: TypeAlias = Dataset | IterableDataset
+
+
+def checked_args(args: Any, model: Any) -> OPSDConfig:
+    """The options, or the defaults with an output folder named after the student.
+
+    Raises:
+        TypeError: They are of another class.
+    """
+    if args is None:
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        return OPSDConfig(f"{name.split('/')[-1]}-OPSD")
+    if not isinstance(args, OPSDConfig):
+        raise TypeError(
+            f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`, which has every field of TRL's "
+            "`DistillationConfig`; change the class name."
+        )
+    return args
+
+
+def check_processing_class(processing_class: Any) -> None:
+    """Refuses what cannot tokenize text for a student; `None` means that it is not loaded yet.
+
+    Raises:
+        TypeError: It is a processor of images, or nothing that tokenizes.
+        ValueError: It has no end-of-sequence token.
+    """
+    if processing_class is None:
+        return
+    name = type(processing_class).__name__
+    if isinstance(processing_class, ProcessorMixin):
+        raise TypeError(
+            f"`processing_class` is a {name}, a processor for more than text: only tokenizers are supported yet. Pass "
+            "the tokenizer of a text model, or use `trl.DistillationTrainer`, which reads images."
+        )
+    if not isinstance(processing_class, PreTrainedTokenizerBase):
+        raise TypeError(f"`processing_class` is a {name}: expected a tokenizer.")
+    if processing_class.eos_token_id is None:
+        raise ValueError(
+            "The tokenizer has no end-of-sequence token, so no completion could end: set `tokenizer.eos_token`."
+        )
+
+
+def check_datasets(
+    train_dataset: AnyDataset | None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None, args: OPSDConfig
+) -> None:
+    """Checks types, columns and sizes; the rows are read later, when there is a tokenizer.
+
+    Raises:
+        ValueError: There is nothing to train or evaluate on, or not enough, or not in a column `prompt`.
+        TypeError: Something is not a dataset.
+    """
+    if train_dataset is None and eval_dataset is None:
+        raise ValueError("`train_dataset` is None: pass a dataset with a column 'prompt'.")
+    for where, dataset in {"train_dataset": train_dataset, **named(eval_dataset)}.items():
+        if dataset is None:
+            continue
+        if not isinstance(dataset, Dataset | IterableDataset):
+            raise TypeError(
+                f"`{where}` is a {type(dataset).__name__}: expected a `datasets.Dataset` or `IterableDataset`, for "
+                "instance `Dataset.from_list(rows)`."
+            )
+        check_columns(dataset.column_names, where)
+        if where == "train_dataset":
+            check_train_size(dataset, args)
+        elif isinstance(dataset, Dataset) and len(dataset) == 0:
+            raise ValueError(f"`{where}` has no rows: add some, or leave it out.")
+
+
+def named(eval_dataset: AnyDataset | dict[str, AnyDataset] | None) -> dict[str, AnyDataset | None]:
+    """Evaluation datasets by the name a message gives them."""
+    if isinstance(eval_dataset, dict):
+        return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
+    return {"eval_dataset": eval_dataset}
+
+
+def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:
+    """Checks that a dataset fills one generation batch; a stream is as long as it is.
+
+    Raises:
+        ValueError: It does not, so that training would end after 0 steps.
+    """
+    rows, processes, steps = args.per_device_train_batch_size, args.world_size, args.gradient_accumulation_steps
+    needed = rows * processes * steps
+    if isinstance(dataset, Dataset) and len(dataset) < needed:
+        raise ValueError(
+            f"train_dataset has {len(dataset)} rows, but one generation batch takes {needed} = {rows} per device x "
+            f"{processes} processes x {steps} accumulation steps, and rows that do not fill one are dropped, so there "
+            "would be 0 steps: add rows, or lower one of those numbers."
+        )

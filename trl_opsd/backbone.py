@@ -1,0 +1,103 @@
+"""Runs a causal language model up to its last hidden state; what the head makes of it is somebody else's business.
+
+B rows · P prompt tokens · C completion tokens · L = P + C · V vocabulary · H hidden width
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import Tensor, nn
+
+from trl_opsd.types import OutputHead, Rollout
+
+
+def completion_hidden(model: Any, rollout: Rollout) -> Tensor:
+    """The last hidden state at the position that predicts each completion token.
+
+    Equals `model(...).hidden_states[-1][:, P - 1 : -1]` with every token at the position it would have without padding.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            A causal language model, not wrapped for distributed training.
+        rollout ([`~types.Rollout`]):
+            The rows to read.
+
+    Returns:
+        `torch.Tensor`: `[B, C, H]`.
+    """
+    hidden_BLH = _hidden(model, rollout.input_ids, rollout.attention_mask)
+    return hidden_BLH[:, rollout.prompt_ids.size(1) - 1 : -1]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ZeRO-3 has already split the parameters, so that none can be used outside the engine's own forward."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def prove_head(model: Any, role: str) -> None:
+    """Checks by computing both that `model(x).logits` is what [`~types.OutputHead`] makes of the last hidden state.
+
+    The loss never calls the model's own head, so an architecture that post-processes its logits in a way
+    [`~types.OutputHead.of`] cannot read would be trained on a wrong objective without any sign of it.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model to probe, on eight tokens.
+        role (`str`):
+            `"student"` or `"teacher"`, for the message.
+
+    Raises:
+        ValueError: The two differ by more than rounding.
+    """
+    head = OutputHead.of(model)
+    # Spread over the vocabulary, and without drawing from the random state of training.
+    ids_BL = torch.arange(8, device=head.weight.device).mul(model.config.get_text_config().vocab_size // 8)[None]
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            hidden_BLH = _hidden(model, ids_BL, torch.ones_like(ids_BL)).to(head.weight.device)
+            expected_BLV = model(input_ids=ids_BL, use_cache=False).logits.float().to(head.weight.device)
+            actual_BLV = _logits(hidden_BLH, head)
+    finally:
+        model.train(was_training)
+    if expected_BLV.shape != actual_BLV.shape:
+        gap = f"shapes {tuple(expected_BLV.shape)} and {tuple(actual_BLV.shape)}"
+    else:
+        largest = expected_BLV.abs().max()
+        difference = (expected_BLV - actual_BLV).abs().max()
+        # Half precision rounds the logits themselves; single precision only reorders sums.
+        tolerance = 2e-2 if head.weight.dtype in (torch.bfloat16, torch.float16) else 1e-4
+        if difference <= tolerance * largest:
+            return
+        gap = f"a difference of {difference:.3g} where the largest logit is {largest:.3g}"
+    raise ValueError(
+        f"The {role} ({type(model).__name__}) does not compute its logits as `softcap * tanh(scale * (hidden @ "
+        f"weight.T + bias) / softcap)` with scale={head.scale} and softcap={head.softcap}: {gap}. The loss would "
+        "optimise another objective than the model's own. Use an architecture whose head is of this form, "
+        "or report the one that is missing."
+    )
+
+
+def _backbone(model: Any) -> Any:
+    causal_lm = model.base_model.model if is_peft_model(model) else model
+    return causal_lm.base_model
+
+
+def _hidden(model: Any, input_ids_BL: Tensor, attention_mask_BL: Tensor) -> Tensor:
+    backbone = _backbone(model)
+    inputs = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL, "use_cache": False}
+    if "position_ids" in inspect.signature(backbone.forward).parameters:
+        # As `generate` numbers them. Left alone, a model counts the padding too, and learned positions then shift.
+        inputs["position_ids"] = (attention_mask_BL.long().cumsum(-1) - 1).clamp(min=0)
+    hidden_BLH: Tensor = backbone(**inputs).last_hidden_state
+    return hidden_BLH
+
+
+def _logits(hidden_BLH: Tensor, head: OutputHead) -> Tensor:
+    logits_BLV = nn.functional.linear(hidden_BLH.to(head.weight.dtype), head.weight, head.bias).float() * head.scale
+    return logits_BLV if head.softcap is None else head.softcap * torch.tanh(logits_BLV / head.softcap)

@@ -1,0 +1,46 @@
+"""Tells how long each phase of a step took; it knows the names of the phases and nothing of what they do."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch
+
+
+class PhaseClock:
+    """Adds up the seconds of named phases, each without the phases that ran inside it.
+
+    Example:
+
+    ```python
+    >>> clock = PhaseClock()
+    >>> with clock("compare"):
+    ...     with clock("teach"):
+    ...         pass
+    >>> sorted(clock.seconds)
+    ['compare', 'teach']
+    ```
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inside: list[float] = []
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = perf_counter()
+        self._inside.append(0.0)
+        try:
+            yield
+        finally:
+            inside = self._inside.pop()
+            if self._inside and torch.accelerator.is_available():
+                # Work queued by an inner phase must not be billed to the phase around it.
+                torch.accelerator.synchronize()
+            elapsed = perf_counter() - start
+            self.seconds[phase] += elapsed - inside
+            if self._inside:
+                self._inside[-1] += elapsed

@@ -1,0 +1,202 @@
+"""The options of [`OPSDTrainer`], and every check that needs only the options; nothing is loaded to run one."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
+
+from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+
+_SET_BY_OPTION = {
+    "max_new_tokens": "max_completion_length",
+    "max_length": "max_completion_length",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "cache_implementation": "cache_implementation",
+}
+"""Generation options that the trainer's own would silently lose against."""
+
+_CHANGE_THE_RESULT = (
+    "num_return_sequences",
+    "return_dict_in_generate",
+    "eos_token_id",
+    "pad_token_id",
+    "disable_compile",
+)
+"""Generation options after which a completion would no longer be one list of token ids for one prompt."""
+
+
+@dataclass
+class OPSDConfig(DistillationConfig):
+    r"""Configuration of [`OPSDTrainer`]: [`~trl.DistillationConfig`], every field with its name, default and meaning,
+    and the fields below.
+
+    Two defaults differ, for safety: `vllm_server_host` is loopback, and `trust_remote_code` does not cover the teacher.
+
+    Parameters:
+        divergence (`str`, *optional*):
+            The objective by name: `"forward_kl"` is KL(teacher ‖ student), `"reverse_kl"` is KL(student ‖ teacher),
+            `"jsd"` is the generalised Jensen-Shannon divergence with TRL's `beta` where that lies inside (0, 1), and
+            with 0.5 otherwise. When `None`, `beta` alone decides, as in TRL: 0 forward KL, 1 reverse KL, between: JSD.
+        overlong_prompts (`str`, *optional*, defaults to `"error"`):
+            What to do with a prompt that leaves no room for `max_completion_length` tokens in the student's context:
+            `"error"` names the row, `"drop"` leaves it out and counts it.
+        loss_chunk_tokens (`int`, *optional*):
+            Tokens whose logits exist at once in the loss. When `None`, as many as keep both models' logits under
+            0.6 GB. The result does not depend on it.
+        teacher_trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether the teacher may be loaded from a repository that ships Python code of its own.
+
+    Raises:
+        ValueError: An option is out of range, unknown, or contradicts another one.
+
+    Example:
+
+    ```python
+    >>> from trl_opsd import OPSDConfig
+    >>> OPSDConfig("out", divergence="forward_kl", bf16=False).build_divergence()
+    ForwardKL()
+    ```
+    """
+
+    divergence: str | None = field(
+        default=None,
+        metadata={"help": "Objective: 'forward_kl', 'reverse_kl' or 'jsd'. If not set, `beta` decides, as in TRL."},
+    )
+    overlong_prompts: str = field(
+        default="error",
+        metadata={"help": "What to do with a prompt that does not fit the student's context: 'error' or 'drop'."},
+    )
+    loss_chunk_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Tokens whose logits exist at once in the loss. If not set, chosen to stay under 0.6 GB."},
+    )
+    teacher_trust_remote_code: bool = field(
+        default=False,
+        metadata={"help": "Whether the teacher may be loaded from a repository that ships Python code of its own."},
+    )
+    vllm_server_host: str = field(
+        default="127.0.0.1",
+        metadata={"help": "Host of the student vLLM server. Another host than loopback is an explicit choice."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_objective()
+        self._check_sampling()
+        self._check_generation_kwargs()
+        self._check_without_effect()
+
+    def build_divergence(self) -> Divergence:
+        """The objective as a value: what `divergence` names, else what `beta` says."""
+        inside = 0.0 < self.beta < 1.0
+        if self.divergence == "jsd" or (self.divergence is None and inside):
+            return GeneralizedJSD(self.beta if inside else 0.5)
+        if self.divergence == "forward_kl" or (self.divergence is None and self.beta == 0.0):
+            return ForwardKL()
+        return ReverseKL()
+
+    def _check_objective(self) -> None:
+        _one_of("divergence", self.divergence, (None, *DIVERGENCES))
+        _in_range("beta", self.beta, 0.0, 1.0)
+        _one_of("overlong_prompts", self.overlong_prompts, ("error", "drop"))
+        if self.loss_chunk_tokens is not None:
+            _at_least_one("loss_chunk_tokens", self.loss_chunk_tokens)
+        named = {"forward_kl": 0.0, "reverse_kl": 1.0}.get(self.divergence or "")
+        if named is not None and self.beta not in (named, type(self).beta):
+            warnings.warn(
+                f"`divergence={self.divergence!r}` decides the objective; `beta={self.beta}` is ignored: set one.",
+                stacklevel=4,
+            )
+        objective = self.build_divergence()
+        if isinstance(objective, GeneralizedJSD) and not 0.05 <= objective.beta <= 0.95:
+            warnings.warn(
+                f"`beta={self.beta}` is close to an end of (0, 1), where the generalised JSD itself vanishes and so "
+                "does its gradient; it does not become a KL there. For a KL set `divergence='forward_kl'` or "
+                "'reverse_kl'.",
+                stacklevel=4,
+            )
+
+    def _check_sampling(self) -> None:
+        _at_least_one("max_completion_length", self.max_completion_length)
+        _above("temperature", self.temperature, 0.0)
+        _in_range("top_p", self.top_p, 0.0, 1.0, open_below=True)
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ValueError(f"`top_k={self.top_k!r}`: expected an integer of at least 0; 0 keeps every token.")
+        if self.min_p is not None:
+            _in_range("min_p", self.min_p, 0.0, 1.0)
+        _above("repetition_penalty", self.repetition_penalty, 0.0)
+        if self.pad_to_multiple_of is not None:
+            _at_least_one("pad_to_multiple_of", self.pad_to_multiple_of)
+        if self.cache_implementation is not None:
+            _one_of("cache_implementation", self.cache_implementation, tuple(ALL_CACHE_IMPLEMENTATIONS))
+        _one_of("vllm_mode", self.vllm_mode, ("colocate", "server"))
+
+    def _check_generation_kwargs(self) -> None:
+        known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+        for name, value in (self.generation_kwargs or {}).items():
+            given = f"`generation_kwargs={{{name!r}: {value!r}}}`"
+            if name in _SET_BY_OPTION:
+                option = _SET_BY_OPTION[name]
+                raise ValueError(f"{given} would override `{option}` without a word: set `{option}` itself.")
+            if name in _CHANGE_THE_RESULT:
+                raise ValueError(
+                    f"{given} would change what a rollout returns; the trainer needs one completion of token ids for "
+                    "each prompt, ended by the tokenizer's and the model's own end tokens: remove it."
+                )
+            if name not in known and not self.use_vllm:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = (
+                    f"did you mean {close[0]!r}?" if close else "see `transformers.GenerationConfig` for those it has."
+                )
+                raise ValueError(f"{given} is not an option of `generate`: {hint}")
+
+    def _check_without_effect(self) -> None:
+        if self.auto_find_batch_size:
+            raise ValueError(
+                "`auto_find_batch_size=True` would restart with another generation batch after an out-of-memory error: "
+                "set `per_device_train_batch_size` and `gradient_accumulation_steps` to what fits."
+            )
+        if self.label_smoothing_factor:
+            raise ValueError(
+                f"`label_smoothing_factor={self.label_smoothing_factor}` has no effect, there are no labels: remove it."
+            )
+        if self.train_sampling_strategy == "group_by_length":
+            raise ValueError(
+                "`train_sampling_strategy='group_by_length'` has no effect here, completions have no length before "
+                "they are written: remove it."
+            )
+
+
+def _one_of(option: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        close = difflib.get_close_matches(str(value), [str(name) for name in allowed], n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"`{option}={value!r}`: expected one of {', '.join(map(repr, allowed))}.{hint}")
+
+
+def _at_least_one(option: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{option}={value!r}`: expected an integer of at least 1.")
+
+
+def _above(option: str, value: float, bound: float) -> None:
+    if not (math.isfinite(value) and value > bound):
+        raise ValueError(f"`{option}={value!r}`: expected a finite number above {bound:g}.")
+
+
+def _in_range(option: str, value: float, low: float, high: float, open_below: bool = False) -> None:
+    if math.isnan(value) or value < low or value > high or (open_below and value == low):
+        raise ValueError(f"`{option}={value!r}`: expected a number in {'(' if open_below else '['}{low:g}, {high:g}].")

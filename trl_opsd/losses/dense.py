@@ -1,0 +1,45 @@
+"""The divergence as one writes it on a blackboard: all logits, float64, autograd; it defines the streamed one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..types import LazyLogits, PerToken
+from .divergence import Divergence, check_comparable
+
+
+def dense_divergence(
+    student: LazyLogits,
+    teacher: LazyLogits,
+    divergence: Divergence,
+    weights: Tensor | None = None,
+    chunk_tokens: int | None = None,
+) -> PerToken:
+    """What [`streamed_divergence`] must equal, with `N x V` logits of both models in memory and in float64.
+
+    Arguments and errors are those of [`streamed_divergence`]; `chunk_tokens` changes nothing here.
+    """
+    check_comparable(student, teacher, weights, chunk_tokens)
+    log_student_NV = _log_probs(student)
+    log_teacher_NV = _log_probs(teacher).detach()
+    value_N = divergence.value(log_student_NV, log_teacher_NV)
+    return PerToken(
+        divergence=(value_N if weights is None else weights * value_N).float(),
+        student_entropy=_entropy(log_student_NV.detach()),
+        teacher_entropy=_entropy(log_teacher_NV),
+    )
+
+
+def _log_probs(lazy: LazyLogits) -> Tensor:
+    head = lazy.head
+    logits_NV = lazy.hidden.double() @ head.weight.double().T
+    logits_NV = head.scale * (logits_NV if head.bias is None else logits_NV + head.bias.double())
+    if head.softcap is not None:
+        logits_NV = head.softcap * torch.tanh(logits_NV / head.softcap)
+    # A column at -inf has probability 0; a finite floor keeps 0 * log 0 at 0, in the value and in the gradient.
+    return torch.log_softmax((logits_NV / lazy.temperature).clamp(min=torch.finfo(torch.float64).min), dim=-1)
+
+
+def _entropy(log_p_NV: Tensor) -> Tensor:
+    return -(log_p_NV.exp() * log_p_NV).sum(-1).float()

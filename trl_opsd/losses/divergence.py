@@ -1,0 +1,170 @@
+"""How far apart two next-token distributions are, and where that pulls the student's logits; knows no hidden states.
+
+R rows (tokens) · V vocabulary; log-probabilities in nats
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ..types import LazyLogits
+
+
+class Divergence(ABC):
+    """A divergence between the student's and the teacher's next-token distribution, one number per token."""
+
+    @abstractmethod
+    def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
+        """The definition, [R] in nats: plain, differentiable, in any precision. Log-probabilities must be finite."""
+
+    @abstractmethod
+    def value_and_gradient(
+        self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The value, [R], and its gradient with respect to the student's logits, [R, V].
+
+        The four arguments (two log-probabilities, two probabilities) are working storage: they are overwritten, and
+        the gradient may be one of them.
+        """
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ForwardKL(Divergence):
+    """`KL(p_teacher || p_student)`: the student must cover everything the teacher would say (TRL's `beta=0`).
+
+    The gradient with respect to the student's logits is `p_s - p_t`.
+    """
+
+    def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
+        return _kl(log_teacher_RV, log_student_RV)
+
+    def value_and_gradient(
+        self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        value_R = log_teacher_RV.sub_(log_student_RV).mul_(teacher_RV).sum(-1)
+        return value_R, student_RV.sub_(teacher_RV)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReverseKL(Divergence):
+    """`KL(p_student || p_teacher)`: the student must say nothing the teacher would not (TRL's `beta=1`).
+
+    The gradient with respect to the student's logits is `p_s (log p_s - log p_t - KL)`.
+    """
+
+    def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
+        return _kl(log_student_RV, log_teacher_RV)
+
+    def value_and_gradient(
+        self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        term_RV = log_student_RV.sub_(log_teacher_RV).mul_(student_RV)
+        value_R = term_RV.sum(-1)
+        return value_R, term_RV.addcmul_(student_RV, value_R.unsqueeze(-1), value=-1)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GeneralizedJSD(Divergence):
+    """`beta KL(p_t || m) + (1 - beta) KL(p_s || m)` with the mixture `m = (1 - beta) p_s + beta p_t`, as in GKD
+    (arXiv 2306.13649) and in TRL.
+
+    The gradient with respect to the student's logits is `(1 - beta) p_s (log p_s - log m - KL(p_s || m))`.
+
+    Args:
+        beta (`float`):
+            Weight of the teacher in the mixture, strictly between 0 and 1. The divergence itself vanishes at both ends.
+
+    Raises:
+        ValueError: If `beta` is not strictly between 0 and 1.
+    """
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.beta < 1.0:
+            raise ValueError(
+                f"beta is {self.beta}, expected a number strictly between 0 and 1: "
+                "use ForwardKL() for the end at 0 and ReverseKL() for the end at 1."
+            )
+
+    def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
+        student_share = torch.tensor(1 - self.beta, dtype=log_student_RV.dtype).log()
+        teacher_share = torch.tensor(self.beta, dtype=log_student_RV.dtype).log()
+        log_mixture_RV = torch.logaddexp(log_student_RV + student_share, log_teacher_RV + teacher_share)
+        return self.beta * _kl(log_teacher_RV, log_mixture_RV) + (1 - self.beta) * _kl(log_student_RV, log_mixture_RV)
+
+    def value_and_gradient(
+        self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        # log(m / p_s) from the gap d = log p_t - log p_s rather than from m: exactly 0 where the models agree, and
+        # accurate near it, where distillation ends up. Past a gap of 80 nats p_s has no part in m, whatever the gap.
+        gap_RV = log_teacher_RV.sub_(log_student_RV).clamp_(max=80.0)
+        surplus_RV = torch.expm1(gap_RV, out=log_student_RV).mul_(self.beta).log1p_()
+        teacher_part_R = gap_RV.sub_(surplus_RV).mul_(teacher_RV).sum(-1).mul_(self.beta)
+        scaled_RV = student_RV.mul_(self.beta - 1)
+        term_RV = surplus_RV.mul_(scaled_RV)
+        student_part_R = term_RV.sum(-1)
+        gradient_RV = term_RV.addcmul_(scaled_RV, student_part_R.unsqueeze(-1), value=1 / (1 - self.beta))
+        return teacher_part_R.add_(student_part_R), gradient_RV
+
+
+def _kl(log_p_RV: Tensor, log_q_RV: Tensor) -> Tensor:
+    return (log_p_RV.exp() * (log_p_RV - log_q_RV)).sum(-1)
+
+
+def check_comparable(
+    student: LazyLogits, teacher: LazyLogits, weights_N: Tensor | None, chunk_tokens: int | None
+) -> None:
+    """Refuses what cannot be compared, before anything is multiplied.
+
+    Raises:
+        ValueError: If shapes, devices or settings do not fit together.
+    """
+    for name, side in (("student", student), ("teacher", teacher)):
+        hidden_NH, weight_VH, bias_V = side.hidden, side.head.weight, side.head.bias
+        if hidden_NH.ndim != 2:
+            raise ValueError(
+                f"{name} hidden states have shape {list(hidden_NH.shape)}, expected [N, H]: "
+                "select the tokens in the loss first, for example hidden[loss_mask != 0]."
+            )
+        if weight_VH.ndim != 2 or weight_VH.size(1) != hidden_NH.size(1):
+            raise ValueError(
+                f"{name} head weight has shape {list(weight_VH.shape)}, expected [V, {hidden_NH.size(1)}] for hidden "
+                f"states of width {hidden_NH.size(1)}: pass hidden states and head of the same model."
+            )
+        if bias_V is not None and bias_V.shape != weight_VH.shape[:1]:
+            raise ValueError(
+                f"{name} head bias has shape {list(bias_V.shape)}, expected [{weight_VH.size(0)}]: "
+                "pass weight and bias of the same head."
+            )
+        if not side.temperature > 0:
+            raise ValueError(f"{name} temperature is {side.temperature}, expected a number above 0: use 1.0 for none.")
+    if student.hidden.size(0) != teacher.hidden.size(0):
+        raise ValueError(
+            f"student has {student.hidden.size(0)} tokens, teacher {teacher.hidden.size(0)}: "
+            "select the same tokens from both."
+        )
+    if student.head.weight.size(0) != teacher.head.weight.size(0):
+        raise ValueError(
+            f"student vocabulary is {student.head.weight.size(0)}, teacher vocabulary {teacher.head.weight.size(0)}: "
+            "pass a teacher with the same tokenizer, and cut both heads to the ids they share."
+        )
+    tensors = (student.hidden, student.head.weight, teacher.hidden, teacher.head.weight)
+    if len(devices := {str(tensor.device) for tensor in tensors}) > 1:
+        raise ValueError(
+            f"tensors are on {sorted(devices)}, expected one device: move heads and hidden states together."
+        )
+    if weights_N is not None and weights_N.shape != student.hidden.shape[:1]:
+        raise ValueError(
+            f"weights have shape {list(weights_N.shape)}, expected [{student.hidden.size(0)}]: pass one per token."
+        )
+    if chunk_tokens is not None and (not isinstance(chunk_tokens, int) or chunk_tokens < 1):
+        raise ValueError(f"chunk_tokens is {chunk_tokens!r}, expected an int of at least 1: pass None for the default.")

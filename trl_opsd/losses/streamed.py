@@ -1,0 +1,306 @@
+"""Folds a divergence over tiles of a few tokens and the whole vocabulary, so no batch of logits ever exists in full.
+
+N tokens in the loss · C tokens of a tile · G tokens of a group · R rows of a block · V vocabulary · H hidden width
+
+With the whole vocabulary in a tile its normalisers are known at once, so nothing is projected twice: one product per
+model for the logits, one for the hidden states' gradient, one for the head's. That gradient is formed in the forward
+pass, where the logits are; the backward pass only multiplies. (A tile of part of the vocabulary must be projected
+again.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..types import LazyLogits, PerToken
+from .divergence import Divergence, check_comparable
+
+TILE_BYTES = 600_000_000
+"""What all tiles of one call may occupy when `chunk_tokens` is left open, in bytes."""
+_GROUP_TILES = 4
+"""Tiles whose low-precision gradient is collected before it meets the head. Reading and writing the head's gradient
+once per tile would cost more than the product: at 790 TFLOP/s and 4.3 TB/s, for any tile under 735 tokens."""
+_BLOCK_ELEMENTS = {"cpu": 1 << 17}
+"""Logits that go through all elementwise steps before the next ones do: on a CPU, as many as its cache can hold."""
+_BLOCK_ELEMENTS_ELSEWHERE = 1 << 24
+_CUDA_WIDENS = "dtype_out" in torch.ops.aten.addmm.overloads()  # torch 2.8
+_INFINITE = 1e30
+"""Nats that only an excluded token can cause: its logit is the lowest float32."""
+
+
+def streamed_divergence(
+    student: LazyLogits,
+    teacher: LazyLogits,
+    divergence: Divergence,
+    weights: Tensor | None = None,
+    chunk_tokens: int | None = None,
+) -> PerToken:
+    """The divergence of every token between two models whose logits are never formed in full.
+
+    Equals [`dense_divergence`]. Statistics are float32 whatever the inputs' dtype; products run in the hidden states'
+    dtype, or in autocast's, and accumulate in float32. A gradient reaches the student's hidden states, head weight and
+    head bias, each in its own dtype, and never the teacher. What needs no gradient costs no product.
+
+    The gradient of the hidden states serves any upstream gradient. The head's was summed over tokens in the forward
+    pass, so it serves an upstream gradient that is the same for all tokens: that of `divergence.sum()`, however scaled.
+    Any other is right too, but costs the head's gradient a second time (2S + 1T). On an accelerator, where comparing
+    values would wait for the device, only the expanded gradient of `sum` is recognised: write `divergence.sum() / n`
+    for `divergence.mean()`, and pass `weights` here instead of multiplying afterwards.
+
+    Args:
+        student ([`LazyLogits`]):
+            Hidden states [N, H_s] and head [V, H_s].
+        teacher ([`LazyLogits`]):
+            Hidden states [N, H_t] and head [V, H_t]; its width may differ.
+        divergence ([`Divergence`]):
+            [`ForwardKL`], [`ReverseKL`] or [`GeneralizedJSD`].
+        weights (`torch.Tensor`, *optional*):
+            [N], constants that multiply the divergence of each token.
+        chunk_tokens (`int`, *optional*):
+            Tokens whose logits exist at a time. Defaults to what keeps the tiles within 0.6 GB.
+
+    Returns:
+        [`PerToken`]: in nats. Where one model excludes what the other expects the divergence is `inf`.
+
+    Raises:
+        ValueError: If shapes, devices or settings do not fit together.
+    """
+    check_comparable(student, teacher, weights, chunk_tokens)
+    dtypes = _product_dtype(student.hidden), _product_dtype(teacher.hidden)
+    fold = _Fold(student, teacher, divergence, dtypes, chunk_tokens)
+    inputs = (student.hidden, student.head.weight, student.head.bias)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
+        value_N, student_entropy_N, teacher_entropy_N = _Streamed.apply(*inputs, weights, fold)
+    else:
+        with torch.no_grad():
+            (value_N, student_entropy_N, teacher_entropy_N), _ = fold.run(weights, (False, False, False))
+    return PerToken(divergence=value_N, student_entropy=student_entropy_N, teacher_entropy=teacher_entropy_N)
+
+
+class _Streamed(torch.autograd.Function):
+    """Gradient in the forward pass, multiplication in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, fold: _Fold
+    ) -> tuple[Tensor, ...]:
+        statistics, (ctx.hidden_gradient, *ctx.head_gradient) = fold.run(weights, ctx.needs_input_grad[:3])
+        ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+        if any(ctx.needs_input_grad[1:3]):
+            ctx.fold, teacher = fold, fold.teacher
+            ctx.save_for_backward(weights, hidden, weight, bias, teacher.hidden, teacher.head.weight, teacher.head.bias)
+        ctx.mark_non_differentiable(*statistics[1:])
+        return statistics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream_N: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, head = ctx.hidden_gradient, ctx.head_gradient
+        if hidden_NH is not None:
+            hidden_NH = hidden_NH * upstream_N.unsqueeze(-1)
+        if any(ctx.needs_input_grad[1:3]):
+            weights, *_ = ctx.saved_tensors  # raises if an input has changed since the forward pass
+            if head is not None and _is_uniform(upstream_N):
+                # Scaled in place and let go, so that autograd adopts it without a copy; a second backward starts over.
+                ctx.head_gradient = None
+                factor = upstream_N[:1].sum()
+                head = [None if gradient is None else gradient.mul_(factor) for gradient in head]
+            else:
+                weighted_N = upstream_N if weights is None else upstream_N * weights
+                _, (_, *head) = ctx.fold.run(weighted_N, (False, *ctx.needs_input_grad[1:3]))
+        gradients = zip((hidden_NH, *head), ctx.dtypes, strict=True)
+        return *(None if gradient is None else gradient.to(dtype) for gradient, dtype in gradients), None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fold:
+    """One pass over the tokens: everything it needs but the weights."""
+
+    student: LazyLogits
+    teacher: LazyLogits
+    divergence: Divergence
+    dtypes: tuple[torch.dtype, torch.dtype]
+    chunk_tokens: int | None
+
+    def run(
+        self, weights_N: Tensor | None, wanted: tuple[bool, ...]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+        """Divergence and both entropies, each [N], and the gradients of student hidden, weight and bias, if `wanted`.
+
+        The gradients are float32, and those of the sum of the weighted divergences.
+        """
+        student, teacher = _Side.of(self.student, self.dtypes[0]), _Side.of(self.teacher, self.dtypes[1])
+        (tokens, width), vocabulary = student.hidden_NH.shape, student.weight_VH.size(0)
+        device, dtype = student.hidden_NH.device, student.weight_VH.dtype
+
+        # In float32 the gradient is written over the student's logits; products in less want it in their own dtype.
+        in_place = dtype == torch.float32 or not any(wanted)
+        token_bytes = vocabulary * (8 if in_place else 8 + _GROUP_TILES * dtype.itemsize)
+        tile_tokens = max(1, min(tokens, self.chunk_tokens or TILE_BYTES // token_bytes))
+        group_tokens = tile_tokens if in_place else min(tokens, tile_tokens * _GROUP_TILES)
+        student_CV, teacher_CV = torch.empty(2, tile_tokens, vocabulary, device=device)
+        gradient_GV = student_CV if in_place else torch.empty(group_tokens, vocabulary, dtype=dtype, device=device)
+
+        statistics = tuple(torch.empty(tokens, device=device) for _ in range(3))
+        shapes = (tokens, width), (vocabulary, width), (vocabulary,)
+        # The first group overwrites: nothing needs to be zeroed, unless there is no group.
+        new = torch.empty if tokens else torch.zeros
+        gradients = tuple(
+            new(shape, device=device) if want else None for shape, want in zip(shapes, wanted, strict=True)
+        )
+        for group in _spans(0, tokens, max(1, group_tokens)):
+            for tile in _spans(group.start, group.stop, tile_tokens):
+                student.project_(student_CV, tile)
+                teacher.project_(teacher_CV, tile)
+                for rows in _spans(tile.start, tile.stop, _block_rows(student_CV)):
+                    here, weights_R = _shift(rows, -tile.start), None if weights_N is None else weights_N[rows]
+                    block, gradient_RV = self._block(student, teacher, student_CV[here], teacher_CV[here], weights_R)
+                    for statistic_N, statistic_R in zip(statistics, block, strict=True):
+                        statistic_N[rows] = statistic_R
+                    if any(wanted):
+                        gradient_GV[_shift(rows, -group.start)] = gradient_RV
+            student.backproject_(gradient_GV, group, *gradients)
+        statistics[0].masked_fill_(statistics[0] > _INFINITE, torch.inf)
+        return statistics, gradients
+
+    def _block(
+        self, student: _Side, teacher: _Side, student_RV: Tensor, teacher_RV: Tensor, weights_R: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Divergence and both entropies of R rows of products, and the gradient; overwrites the products."""
+        student.finish_(student_RV)
+        teacher.finish_(teacher_RV)
+        bend_RV = student.bend(student_RV)
+        log_student_RV, student_RV, student_entropy_R = _normalise_(student_RV)
+        log_teacher_RV, teacher_RV, teacher_entropy_R = _normalise_(teacher_RV)
+        storage = log_student_RV, log_teacher_RV, student_RV, teacher_RV
+        value_R, gradient_RV = self.divergence.value_and_gradient(*storage)
+        if bend_RV is not None:
+            gradient_RV.mul_(bend_RV)
+        if weights_R is not None:
+            value_R.mul_(weights_R)
+            gradient_RV.mul_(weights_R.unsqueeze(-1))
+        return (value_R, student_entropy_R, teacher_entropy_R), gradient_RV
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One model's hidden states and head in the dtype of their products, its settings folded into three numbers."""
+
+    hidden_NH: Tensor
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    """Already multiplied by `gain`."""
+    gain: float
+    """Multiplier of the product."""
+    cap: float | None
+    """Bound of the finished logits; they are `cap * tanh(product)`, or the product itself without a bound."""
+
+    @classmethod
+    def of(cls, lazy: LazyLogits, dtype: torch.dtype) -> _Side:
+        head = lazy.head
+        gain = head.scale / (lazy.temperature if head.softcap is None else head.softcap)
+        return cls(
+            hidden_NH=_operand(lazy.hidden, dtype),
+            weight_VH=_operand(head.weight, dtype),
+            bias_V=None if head.bias is None else head.bias.float() * gain,
+            gain=gain,
+            cap=None if head.softcap is None else head.softcap / lazy.temperature,
+        )
+
+    def project_(self, out_CV: Tensor, rows: slice) -> None:
+        """Writes the product of some rows into the first rows of a tile."""
+        tile_CV = out_CV[: rows.stop - rows.start]
+        _addmm_(tile_CV, self.hidden_NH[rows], self.weight_VH.T, alpha=self.gain, beta=0)
+
+    def finish_(self, product_RV: Tensor) -> None:
+        """Turns products into logits, in place."""
+        if self.bias_V is not None:
+            # A column excluded by a bias of -inf gets a finite floor: probability 0, and 0 * log 0 = 0.
+            product_RV.add_(self.bias_V).clamp_(min=torch.finfo(torch.float32).min)
+        if self.cap is not None:
+            product_RV.tanh_().mul_(self.cap)
+
+    def bend(self, logits_RV: Tensor) -> Tensor | None:
+        """The derivative of tanh in the finished logits, if they are capped: `1 - tanh^2`."""
+        if self.cap is None:
+            return None
+        return (logits_RV / self.cap).square_().neg_().add_(1.0)
+
+    def backproject_(
+        self,
+        gradient_GV: Tensor,
+        rows: slice,
+        hidden_NH: Tensor | None,
+        weight_VH: Tensor | None,
+        bias_V: Tensor | None,
+    ) -> None:
+        """Carries the gradient of some rows' logits on to hidden states, weight and bias, where these are given."""
+        gradient_GV = gradient_GV[: rows.stop - rows.start]
+        slope, carry = self.gain * (1.0 if self.cap is None else self.cap), float(rows.start > 0)
+        if hidden_NH is not None:
+            _addmm_(hidden_NH[rows], gradient_GV, self.weight_VH, alpha=slope, beta=0)
+        if weight_VH is not None:
+            _addmm_(weight_VH, gradient_GV.T, self.hidden_NH[rows], alpha=slope, beta=carry)
+        if bias_V is not None:
+            sum_V = gradient_GV.sum(0, dtype=torch.float32).mul_(slope)
+            bias_V.copy_(sum_V if rows.start == 0 else sum_V.add_(bias_V))
+
+
+def _normalise_(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Turns logits into log-probabilities, in place; returns these, the probabilities, and the entropy [R].
+
+    By hand because `torch.log_softmax` needs the exponentials a second time for the probabilities, and on a CPU adds
+    them up one after another: over a vocabulary that costs a digit of the gradient.
+    """
+    logits_RV.sub_(logits_RV.amax(-1, keepdim=True))
+    probs_RV = logits_RV.exp()
+    total_R1 = probs_RV.sum(-1, keepdim=True)
+    logits_RV.sub_(total_R1.log())
+    probs_RV.div_(total_R1)
+    return logits_RV, probs_RV, (probs_RV * logits_RV).sum(-1).neg_()
+
+
+def _addmm_(total: Tensor, a: Tensor, b: Tensor, *, alpha: float, beta: float) -> None:
+    """`total = beta * total + alpha * a @ b` in float32, without rounding the product to the factors' dtype first."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b, alpha=alpha, beta=beta)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, alpha=alpha, beta=beta, out=total)
+
+
+def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Only CUDA multiplies low precision into float32; elsewhere the factors are widened, after the same rounding."""
+    tensor = tensor.detach().to(dtype)
+    widens = _CUDA_WIDENS and tensor.is_cuda and dtype in (torch.float16, torch.bfloat16)
+    return tensor if widens else tensor.float()
+
+
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _is_uniform(upstream_N: Tensor) -> bool:
+    """Whether all tokens have one upstream gradient, as far as that can be known without waiting for a device."""
+    if upstream_N.numel() <= 1 or upstream_N.stride(0) == 0:
+        return True
+    return upstream_N.device.type == "cpu" and bool((upstream_N == upstream_N[0]).all())
+
+
+def _block_rows(tile_CV: Tensor) -> int:
+    elements = _BLOCK_ELEMENTS.get(tile_CV.device.type, _BLOCK_ELEMENTS_ELSEWHERE)
+    return max(1, elements // tile_CV.size(1))
+
+
+def _spans(start: int, stop: int, step: int) -> Iterator[slice]:
+    return (slice(at, min(at + step, stop)) for at in range(start, stop, step))
+
+
+def _shift(rows: slice, by: int) -> slice:
+    return slice(rows.start + by, rows.stop + by)

@@ -1,0 +1,45 @@
+"""Replays completions that were written before: the test double, and a way to distil on recorded answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trl_opsd.rollout.base import RolloutBackend
+
+
+class FixedRollout(RolloutBackend):
+    """Answers each prompt with the completion recorded for it.
+
+    Args:
+        completions (`Mapping[tuple[int, ...], Sequence[int]]`):
+            Token ids of the completion by token ids of the prompt.
+
+    Example:
+
+    ```python
+    >>> rollout = FixedRollout({(5, 6): [7, 8]})
+    >>> rollout.complete([[5, 6]], step=0)
+    [[7, 8]]
+    ```
+    """
+
+    def __init__(self, completions: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+        self._completions = completions
+
+    def bind(self, trainer: Any) -> None:
+        """Needs nothing from the trainer."""
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        """Looks the prompts up.
+
+        Raises:
+            ValueError: No completion was recorded for a prompt.
+        """
+        missing = [ids for ids in prompt_ids if tuple(ids) not in self._completions]
+        if missing:
+            raise ValueError(
+                f"No completion is recorded for {len(missing)} of {len(prompt_ids)} prompts, the first with token ids "
+                f"{missing[0]}; record one for each prompt as the tokenizer renders it, chat template included."
+            )
+        return [list(self._completions[tuple(ids)]) for ids in prompt_ids]

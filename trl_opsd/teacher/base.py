@@ -1,0 +1,28 @@
+"""What a trainer needs from a teacher: targets for a rollout, and the head that turns them into logits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from trl_opsd.types import OutputHead, Rollout, TeacherTargets
+
+
+class Teacher(ABC):
+    """Scores rollouts. It never generates, never learns, and does not know the student."""
+
+    @property
+    @abstractmethod
+    def head(self) -> OutputHead:
+        """Turns the hidden states in this teacher's targets into logits."""
+
+    @abstractmethod
+    def targets(self, rollout: Rollout) -> TeacherTargets:
+        """Reads every row of a generation batch once.
+
+        Args:
+            rollout ([`~types.Rollout`]):
+                B rows of at most C completion tokens.
+
+        Returns:
+            [`~types.TeacherTargets`]: row-aligned with the rollout, `[B, C, H_t]`, without a graph.
+        """

@@ -1,0 +1,165 @@
+"""The values that flow through one training step; this file knows shapes and units, and nothing that computes a loss.
+
+B rows · P prompt tokens · C completion tokens · N tokens in the loss · V vocabulary · H hidden width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from operator import itemgetter
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """What the student was asked and what it wrote: prompts padded on the left, completions on the right."""
+
+    prompt_ids: Tensor
+    """[B, P], token ids."""
+    prompt_mask: Tensor
+    """[B, P], 1 where the token is real."""
+    completion_ids: Tensor
+    """[B, C], token ids."""
+    completion_mask: Tensor
+    """[B, C], 1 where the token is real; a model may attend to it."""
+    loss_mask: Tensor
+    """[B, C], 1 where the token counts in the loss: real, and written by the student rather than by a tool."""
+
+    @classmethod
+    def unpack(cls, batch: Mapping[str, Any]) -> Rollout:
+        """Reads a rollout out of the row-aligned tensors TRL passes between generation and loss."""
+        mask = batch["completion_mask"]
+        return cls(
+            prompt_ids=batch["prompt_ids"],
+            prompt_mask=batch["prompt_mask"],
+            completion_ids=batch["completion_ids"],
+            completion_mask=mask,
+            loss_mask=mask * batch["tool_mask"] if batch.get("tool_mask") is not None else mask,
+        )
+
+    @property
+    def input_ids(self) -> Tensor:
+        """[B, P + C], what a model reads."""
+        return torch.cat([self.prompt_ids, self.completion_ids], dim=1)
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """[B, P + C], 1 where a model may look."""
+        return torch.cat([self.prompt_mask, self.completion_mask], dim=1)
+
+    def chunks(self, rows: int) -> Iterator[Rollout]:
+        """Splits along B into rollouts of at most `rows` rows, in order."""
+        for start in range(0, self.prompt_ids.size(0), rows):
+            yield self._each(itemgetter(slice(start, start + rows)))
+
+    def to(self, device: torch.device) -> Rollout:
+        """The same rollout on another device."""
+        return self._each(lambda tensor: tensor.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Rollout:
+        return Rollout(**{field.name: change(getattr(self, field.name)) for field in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherTargets:
+    """What the teacher has to say about a rollout, small enough to keep for a whole generation batch."""
+
+    hidden: Tensor
+    """[B, C, H_t], the teacher's last hidden state at the position that *predicts* each completion token."""
+
+    def pack(self) -> dict[str, Tensor]:
+        """The row-aligned tensors that ride through TRL's shuffle and split."""
+        return {"teacher_hidden": self.hidden}
+
+    @classmethod
+    def unpack(cls, batch: Mapping[str, Any]) -> TeacherTargets:
+        """The inverse of [`~TeacherTargets.pack`], on any subset of the rows."""
+        return cls(hidden=batch["teacher_hidden"])
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """How one model turns hidden states into logits: `softcap * tanh(scale * (h @ weight.T + bias) / softcap)`.
+
+    The cap is left out when `softcap` is `None`.
+    """
+
+    weight: Tensor
+    """[V, H]."""
+    bias: Tensor | None = None
+    """[V], or `None`."""
+    scale: float = 1.0
+    """Multiplier of the product, before the cap."""
+    softcap: float | None = None
+    """Bound of the logits, in logit units."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> OutputHead:
+        """Reads the head of a causal language model of `transformers`, bare or wrapped by `peft`.
+
+        The only place that knows how architectures spell their logit post-processing; that the reading is right is
+        proved by [`~backbone.prove_head`] rather than believed.
+        """
+        layer = model.get_output_embeddings()  # type: ignore[operator]
+        if layer is None:
+            raise ValueError(
+                f"{type(model).__name__} has no output embeddings, so it predicts no tokens: pass a causal language "
+                "model, for instance one loaded with `AutoModelForCausalLM`."
+            )
+        config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        return cls(
+            weight=layer.weight,
+            bias=getattr(layer, "bias", None),
+            scale=_logit_scale(config),
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
+
+
+def _logit_scale(config: Any) -> float:
+    """Architectures multiply their logits under three names, and divide them under a fourth (but for HyperCLOVA X)."""
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if (scale := getattr(config, name, None)) is not None:
+            return float(scale)
+    if (scaling := getattr(config, "logits_scaling", None)) is not None:
+        return float(scaling) if config.model_type == "hyperclovax" else 1.0 / float(scaling)
+    return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LazyLogits:
+    """Logits that are not formed yet: `head(hidden) / temperature`. A loss takes two of these."""
+
+    hidden: Tensor
+    """[N, H], the last hidden states of the tokens in the loss, and of no others."""
+    head: OutputHead
+    temperature: float = 1.0
+    """Softmax temperature, applied after the head's own scale and cap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerToken:
+    """One number per token in the loss, in nats and float32."""
+
+    divergence: Tensor
+    """[N], times the weights when weights were given; carries the gradient to the student."""
+    student_entropy: Tensor
+    """[N], without a gradient."""
+    teacher_entropy: Tensor
+    """[N], without a gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossParts:
+    """What one process contributes to a loss; raw local sums, so that the caller can reduce across processes."""
+
+    ROW_NAMES: ClassVar[tuple[str, ...]] = ("tokens", "divergence", "student_entropy", "teacher_entropy")
+    """What the columns of `rows` add up."""
+
+    loss: Tensor
+    """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
+    rows: Tensor
+    """[B, 4], float32 sums over each row's tokens in the loss, in the order of `ROW_NAMES`: a count, then nats."""
