@@ -3,7 +3,8 @@
     python benchmarks/loss.py                                  # speed, memory, products and error
     python benchmarks/loss.py --vocab 151936 --tokens 2048 --peak-only
 
-S is one product with the student's head, T one with the teacher's. Peaks are above the inputs and the head's gradient;
+S is one product with the student's head, T one with the teacher's. Peaks are above the inputs and the head's gradient
+(understated where the peak comes before that gradient exists, as in the dense program: see its frozen head);
 errors are relative to the largest entry of the float64 oracle; times are medians over interleaved repeats.
 """
 
@@ -13,6 +14,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -177,8 +179,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                     ratios = [theirs / ours for theirs, ours in zip(times["trl"], times[program], strict=True)]
                     row |= {"speed_over_trl": statistics.median(ratios), "errors": error[program]}
                 rows.append(row)
-                print(".", end="", flush=True)
-    print()
+                print(".", end="", flush=True, file=sys.stderr)
     return rows
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -22,6 +22,14 @@ def make_pair() -> Callable[..., Pair]:
 @pytest.fixture
 def gradients() -> Callable[..., tuple[PerToken, list[Tensor]]]:
     return _gradients
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """What is read before it is written is NaN, instead of zero by luck."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def _make_pair(tokens: int = 7, vocabulary: int = 37, *, rich: bool = False, spread: float = 1.0) -> Pair:

@@ -1,10 +1,10 @@
 """The loss: two models' hidden states and heads in, one divergence per token out; torch only."""
 
-from ..types import LazyLogits, OutputHead, PerToken
-from .dense import dense_divergence
-from .divergence import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
-from .reduce import reduce
-from .streamed import streamed_divergence
+from trl_opsd.losses.dense import dense_divergence
+from trl_opsd.losses.divergence import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.losses.reduce import reduce
+from trl_opsd.losses.streamed import streamed_divergence
+from trl_opsd.types import LazyLogits, OutputHead, PerToken
 
 __all__ = [
     "Divergence",

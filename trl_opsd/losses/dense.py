@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..types import LazyLogits, PerToken
-from .divergence import Divergence, check_comparable
+from trl_opsd.losses.divergence import Divergence, check_comparable
+from trl_opsd.types import LazyLogits, PerToken
 
 
 def dense_divergence(

@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..types import LazyLogits
+from trl_opsd.types import LazyLogits
 
 
 class Divergence(ABC):

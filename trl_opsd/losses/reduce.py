@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..types import LossParts, PerToken
+from trl_opsd.types import LossParts, PerToken
 
 
 def reduce(per_token: PerToken, loss_mask: Tensor, num_items: Tensor | float | None) -> LossParts:

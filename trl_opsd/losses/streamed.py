@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..types import LazyLogits, PerToken
-from .divergence import Divergence, check_comparable
+from trl_opsd.losses.divergence import Divergence, check_comparable
+from trl_opsd.types import LazyLogits, PerToken
 
 TILE_BYTES = 600_000_000
 """What all tiles of one call may occupy when `chunk_tokens` is left open, in bytes."""
@@ -29,7 +29,6 @@ once per tile would cost more than the product: at 790 TFLOP/s and 4.3 TB/s, for
 _BLOCK_ELEMENTS = {"cpu": 1 << 17}
 """Logits that go through all elementwise steps before the next ones do: on a CPU, as many as its cache can hold."""
 _BLOCK_ELEMENTS_ELSEWHERE = 1 << 24
-_CUDA_WIDENS = "dtype_out" in torch.ops.aten.addmm.overloads()  # torch 2.8
 _INFINITE = 1e30
 """Nats that only an excluded token can cause: its logit is the lowest float32."""
 
@@ -91,7 +90,6 @@ class _Streamed(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, fold: _Fold
     ) -> tuple[Tensor, ...]:
         statistics, (ctx.hidden_gradient, *ctx.head_gradient) = fold.run(weights, ctx.needs_input_grad[:3])
-        ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
         if any(ctx.needs_input_grad[1:3]):
             ctx.fold, teacher = fold, fold.teacher
             ctx.save_for_backward(weights, hidden, weight, bias, teacher.hidden, teacher.head.weight, teacher.head.bias)
@@ -114,8 +112,7 @@ class _Streamed(torch.autograd.Function):
             else:
                 weighted_N = upstream_N if weights is None else upstream_N * weights
                 _, (_, *head) = ctx.fold.run(weighted_N, (False, *ctx.needs_input_grad[1:3]))
-        gradients = zip((hidden_NH, *head), ctx.dtypes, strict=True)
-        return *(None if gradient is None else gradient.to(dtype) for gradient, dtype in gradients), None, None
+        return hidden_NH, *head, None, None  # float32: autograd casts each to the dtype of its parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +274,7 @@ def _addmm_(total: Tensor, a: Tensor, b: Tensor, *, alpha: float, beta: float) -
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Only CUDA multiplies low precision into float32; elsewhere the factors are widened, after the same rounding."""
     tensor = tensor.detach().to(dtype)
-    widens = _CUDA_WIDENS and tensor.is_cuda and dtype in (torch.float16, torch.bfloat16)
-    return tensor if widens else tensor.float()
+    return tensor if tensor.is_cuda and dtype in (torch.float16, torch.bfloat16) else tensor.float()
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
