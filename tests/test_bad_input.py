@@ -20,7 +20,13 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"divergence": "kl"}, r"`divergence='kl'`: expected one of None, 'forward_kl', 'reverse_kl', 'jsd'"),
     ({"divergence": "reverse-kl"}, "Did you mean 'reverse_kl'"),
     ({"beta": float("nan")}, r"`beta=nan`: expected a number in \[0, 1\]"),
-    ({"beta": 1.5}, r"beta must be in \[0.0, 1.0\], got 1.5"),
+    ({"beta": 1.5}, r"`beta=1.5`: expected a number in \[0, 1\]"),
+    ({"beta": None}, "`beta=None`"),
+    ({"temperature": None}, "`temperature=None`"),
+    ({"temperature": "hot"}, "`temperature='hot'`"),
+    ({"top_p": True}, "`top_p=True`"),
+    ({"generation_kwargs": {"n": 2}, "use_vllm": True}, "would change what a rollout returns"),
+    ({"generation_kwargs": {"disable_compile": True}}, "TRL always sets it"),
     ({"temperature": 0.0}, "`temperature=0.0`: expected a finite number above 0"),
     ({"temperature": float("nan")}, "`temperature=nan`"),
     ({"temperature": float("inf")}, "`temperature=inf`"),
@@ -57,7 +63,17 @@ def test_an_option_out_of_range_is_refused_by_the_config(tmp_path, option, messa
 
 
 @pytest.mark.parametrize(
-    "option", [{"top_k": 0}, {"min_p": 0.0}, {"top_p": 1.0}, {"beta": 0}, {"generation_kwargs": {"do_sample": False}}]
+    "option",
+    [
+        {"top_k": None},
+        {"top_p": None},
+        {"repetition_penalty": None},
+        {"top_k": 0},
+        {"min_p": 0.0},
+        {"top_p": 1.0},
+        {"beta": 0},
+        {"generation_kwargs": {"do_sample": False}},
+    ],
 )
 def test_the_ends_of_the_ranges_are_allowed(tmp_path, option):
     with warnings.catch_warnings():

@@ -74,6 +74,19 @@ def test_a_phase_is_not_billed_for_the_phase_inside_it():
     assert 0.01 <= clock.seconds["outer"] < 0.05
 
 
+def test_queued_work_is_billed_to_the_phase_that_queued_it(monkeypatch):
+    queued = [0.0]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: time.sleep(queued.pop() if queued else 0))
+    clock = PhaseClock()
+    with clock("compare"):
+        queued.append(0.05)
+        with clock("complete"):
+            pass
+    assert clock.seconds["compare"] >= 0.05
+    assert clock.seconds["complete"] < 0.05
+
+
 def test_a_phase_that_fails_is_timed_too_and_closes():
     clock = PhaseClock()
     with pytest.raises(RuntimeError), clock("outer"), clock("inner"):

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from datasets import IterableDataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import trl_opsd.arguments
@@ -62,6 +62,35 @@ class TestTeacher:
         moved = {name for name, tensor in trainer.model.state_dict().items() if not torch.equal(before[name], tensor)}
         assert moved
         assert all("lora_" in name for name in moved)
+
+    def test_a_peft_model_can_teach(self, make_trainer):
+        teacher = get_peft_model(tiny.qwen2(48, seed=1), LoraConfig(r=4, target_modules="all-linear"))
+        trainer = make_trainer(teacher_model=teacher)
+        trainer.train()
+        assert trainer.teacher_model is teacher
+        assert not any(parameter.requires_grad for parameter in teacher.parameters())
+
+    def test_targets_hold_no_more_memory_than_their_own(self, make_trainer):
+        trainer = make_trainer()
+        batch = trainer._generate_and_score_completions([{"prompt": "Once upon a time"}])
+        hidden = batch["teacher_hidden"]
+        assert hidden.untyped_storage().nbytes() == hidden.numel() * hidden.element_size()
+
+    def test_targets_are_let_go_when_their_last_micro_batch_is_done(self, make_trainer):
+        class Watching(FixedRollout):
+            def complete(self, prompt_ids, step):
+                held.append(trainer._buffered_inputs)
+                return super().complete(prompt_ids, step)
+
+        held: list = []
+        trainer = make_trainer(rollout=Watching(tiny.recorded(tiny.tokenizer())), gradient_accumulation_steps=2)
+        trainer.train()
+        assert held == [None] * 3
+        assert trainer._buffered_inputs is None
+
+    def test_a_teacher_of_a_shorter_context_sets_the_limit(self, make_trainer):
+        with pytest.raises(ValueError, match=r"row 1 of train_dataset has 10 tokens; .* the context of 32"):
+            make_trainer(teacher_model=tiny.qwen2(48, 1, max_position_embeddings=32))
 
 
 class TestRollout:
@@ -133,6 +162,18 @@ class TestRollout:
         trainer = make_trainer(rollout=Lossy(tiny.recorded(tiny.tokenizer())))
         with pytest.raises(ValueError, match="Lossy returned 1 completions for 2 prompts"):
             trainer.train()
+
+    @pytest.mark.parametrize(
+        ("written", "message"),
+        [([5] * 300, "Careless wrote 300 tokens after a prompt of"), ([5, 259], "Careless wrote the token id 259")],
+    )
+    def test_a_backend_that_writes_what_no_model_can_read_is_found_out(self, make_trainer, written, message):
+        class Careless(FixedRollout):
+            def complete(self, prompt_ids, step):
+                return [written] * len(prompt_ids)
+
+        with pytest.raises(ValueError, match=message):
+            make_trainer(rollout=Careless({})).train()
 
     def test_what_an_interrupted_run_left_behind_is_not_trained_on(self, make_trainer):
         class Impatient(FixedRollout):
@@ -240,6 +281,17 @@ class TestData:
         trainer.train()
         assert len(logged(trainer, "loss")) == 3
 
+    @pytest.mark.parametrize("form", ["numpy", "pandas"])
+    def test_the_format_of_a_dataset_does_not_matter(self, make_trainer, form):
+        assert len(make_trainer(train_dataset=tiny.rows().with_format(form)).train_dataset) == 8
+
+    def test_a_transform_may_make_the_prompts(self, make_trainer):
+        dataset = tiny.rows().rename_column("prompt", "question")
+        dataset = dataset.with_transform(lambda batch: {"prompt": batch["question"]})
+        trainer = make_trainer(train_dataset=dataset)
+        trainer.train()
+        assert len(logged(trainer, "loss")) == 3
+
     def test_messages_are_rendered_with_the_chat_template(self, make_trainer):
         words = tiny.tokenizer()
         chats = [[{"role": "user", "content": text}] for text in tiny.PROMPTS]
@@ -271,6 +323,7 @@ def test_without_arguments_the_config_is_ours_and_named_after_the_student(make_t
     monkeypatch.setattr(trl_opsd.arguments, "OPSDConfig", on_the_cpu)
     monkeypatch.chdir(tmp_path)
     tiny.qwen2(max_position_embeddings=1024).save_pretrained("student")
-    trainer = make_trainer(model="student", args=None, train_dataset=tiny.rows(64))
+    teacher = tiny.qwen2(48, 1, max_position_embeddings=1024)
+    trainer = make_trainer(model="student", teacher_model=teacher, args=None, train_dataset=tiny.rows(64))
     assert type(trainer.args) is OPSDConfig
     assert trainer.args.output_dir == "student-OPSD"

@@ -73,11 +73,19 @@ def check_datasets(
                 f"`{where}` is a {type(dataset).__name__}: expected a `datasets.Dataset` or `IterableDataset`, for "
                 "instance `Dataset.from_list(rows)`."
             )
-        check_columns(dataset.column_names, where)
+        check_columns(_columns(dataset), where)
         if where == "train_dataset":
             check_train_size(dataset, args)
         elif isinstance(dataset, Dataset) and len(dataset) == 0:
             raise ValueError(f"`{where}` has no rows: add some, or leave it out.")
+
+
+def _columns(dataset: AnyDataset) -> list[str] | None:
+    """The columns as a reader of the rows sees them; a transform may have made them."""
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom" and len(dataset):
+        return list(dataset[0])
+    names: list[str] | None = dataset.column_names
+    return names
 
 
 def named(eval_dataset: AnyDataset | dict[str, AnyDataset] | None) -> dict[str, AnyDataset | None]:

@@ -6,13 +6,17 @@ B rows · P prompt tokens · C completion tokens · L = P + C · V vocabulary ·
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
 
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 
 from trl_opsd.types import OutputHead, Rollout
+
+Gathered: TypeAlias = Callable[[OutputHead], AbstractContextManager[Any]]
 
 
 def completion_hidden(model: Any, rollout: Rollout) -> Tensor:
@@ -33,12 +37,18 @@ def completion_hidden(model: Any, rollout: Rollout) -> Tensor:
     return hidden_BLH[:, rollout.prompt_ids.size(1) - 1 : -1]
 
 
+def context_of(model: Any) -> int | None:
+    """Tokens the model can look at, or `None` where its config states no limit."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether ZeRO-3 has already split the parameters, so that none can be used outside the engine's own forward."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
-def prove_head(model: Any, role: str) -> None:
+def prove_head(model: Any, role: str, gathered: Gathered = nullcontext) -> None:
     """Checks by computing both that `model(x).logits` is what [`~types.OutputHead`] makes of the last hidden state.
 
     The loss never calls the model's own head, so an architecture that post-processes its logits in a way
@@ -49,6 +59,8 @@ def prove_head(model: Any, role: str) -> None:
             The model to probe, on eight tokens.
         role (`str`):
             `"student"` or `"teacher"`, for the message.
+        gathered (`Callable`, *optional*):
+            Makes a head that was split whole, for as long as the context it returns lasts.
 
     Raises:
         ValueError: The two differ by more than rounding.
@@ -62,7 +74,8 @@ def prove_head(model: Any, role: str) -> None:
         with torch.no_grad():
             hidden_BLH = _hidden(model, ids_BL, torch.ones_like(ids_BL)).to(head.weight.device)
             expected_BLV = model(input_ids=ids_BL, use_cache=False).logits.float().to(head.weight.device)
-            actual_BLV = _logits(hidden_BLH, head)
+            with gathered(head):
+                actual_BLV = _logits(hidden_BLH, head)
     finally:
         model.train(was_training)
     if expected_BLV.shape != actual_BLV.shape:

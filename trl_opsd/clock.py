@@ -31,16 +31,20 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self._settle()
         start = perf_counter()
         self._inside.append(0.0)
         try:
             yield
         finally:
             inside = self._inside.pop()
-            if self._inside and torch.accelerator.is_available():
-                # Work queued by an inner phase must not be billed to the phase around it.
-                torch.accelerator.synchronize()
+            self._settle()
             elapsed = perf_counter() - start
             self.seconds[phase] += elapsed - inside
             if self._inside:
                 self._inside[-1] += elapsed
+
+    def _settle(self) -> None:
+        """Waits where an inner phase begins or ends, so that queued work is billed to the phase that queued it."""
+        if self._inside and torch.accelerator.is_available():
+            torch.accelerator.synchronize()

@@ -28,13 +28,7 @@ _SET_BY_OPTION = {
 }
 """Generation options that the trainer's own would silently lose against."""
 
-_CHANGE_THE_RESULT = (
-    "num_return_sequences",
-    "return_dict_in_generate",
-    "eos_token_id",
-    "pad_token_id",
-    "disable_compile",
-)
+_CHANGE_THE_RESULT = ("num_return_sequences", "n", "best_of", "return_dict_in_generate", "eos_token_id", "pad_token_id")
 """Generation options after which a completion would no longer be one list of token ids for one prompt."""
 
 
@@ -93,6 +87,7 @@ class OPSDConfig(DistillationConfig):
     )
 
     def __post_init__(self) -> None:
+        _in_range("beta", self.beta, 0.0, 1.0)  # TRL lets NaN pass
         super().__post_init__()
         self._check_objective()
         self._check_sampling()
@@ -110,7 +105,6 @@ class OPSDConfig(DistillationConfig):
 
     def _check_objective(self) -> None:
         _one_of("divergence", self.divergence, (None, *DIVERGENCES))
-        _in_range("beta", self.beta, 0.0, 1.0)
         _one_of("overlong_prompts", self.overlong_prompts, ("error", "drop"))
         if self.loss_chunk_tokens is not None:
             _at_least_one("loss_chunk_tokens", self.loss_chunk_tokens)
@@ -132,12 +126,15 @@ class OPSDConfig(DistillationConfig):
     def _check_sampling(self) -> None:
         _at_least_one("max_completion_length", self.max_completion_length)
         _above("temperature", self.temperature, 0.0)
-        _in_range("top_p", self.top_p, 0.0, 1.0, open_below=True)
-        if not isinstance(self.top_k, int) or self.top_k < 0:
+        # `generate` takes None for "off".
+        if self.top_p is not None:
+            _in_range("top_p", self.top_p, 0.0, 1.0, open_below=True)
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 0):
             raise ValueError(f"`top_k={self.top_k!r}`: expected an integer of at least 0; 0 keeps every token.")
         if self.min_p is not None:
             _in_range("min_p", self.min_p, 0.0, 1.0)
-        _above("repetition_penalty", self.repetition_penalty, 0.0)
+        if self.repetition_penalty is not None:
+            _above("repetition_penalty", self.repetition_penalty, 0.0)
         if self.pad_to_multiple_of is not None:
             _at_least_one("pad_to_multiple_of", self.pad_to_multiple_of)
         if self.cache_implementation is not None:
@@ -156,6 +153,8 @@ class OPSDConfig(DistillationConfig):
                     f"{given} would change what a rollout returns; the trainer needs one completion of token ids for "
                     "each prompt, ended by the tokenizer's and the model's own end tokens: remove it."
                 )
+            if name == "disable_compile":
+                raise ValueError(f"{given}: TRL always sets it; remove it.")
             if name not in known and not self.use_vllm:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = (
@@ -192,11 +191,15 @@ def _at_least_one(option: str, value: Any) -> None:
         raise ValueError(f"`{option}={value!r}`: expected an integer of at least 1.")
 
 
-def _above(option: str, value: float, bound: float) -> None:
-    if not (math.isfinite(value) and value > bound):
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _above(option: str, value: Any, bound: float) -> None:
+    if not (_is_number(value) and math.isfinite(value) and value > bound):
         raise ValueError(f"`{option}={value!r}`: expected a finite number above {bound:g}.")
 
 
-def _in_range(option: str, value: float, low: float, high: float, open_below: bool = False) -> None:
-    if math.isnan(value) or value < low or value > high or (open_below and value == low):
+def _in_range(option: str, value: Any, low: float, high: float, open_below: bool = False) -> None:
+    if not _is_number(value) or value < low or value > high or (open_below and value == low):
         raise ValueError(f"`{option}={value!r}`: expected a number in {'(' if open_below else '['}{low:g}, {high:g}].")

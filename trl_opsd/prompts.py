@@ -135,7 +135,7 @@ class PromptLimits:
     vocabulary: int
     """Rows of the student's embedding; every token id is smaller."""
     context: int | None
-    """Tokens the student can look at, or `None` where there is no limit."""
+    """Tokens that student and teacher can look at, or `None` where there is no limit."""
     completion: int
     """Tokens to leave free for the answer: `max_completion_length`."""
 
@@ -157,13 +157,27 @@ class PromptLimits:
         if not self.fits(prompt_ids):
             raise ValueError(
                 f"The prompt in {where} has {len(prompt_ids)} tokens; with max_completion_length={self.completion} "
-                f"that is more than the student's context of {self.context}: shorten it, lower max_completion_length, "
+                f"that is more than the context of {self.context}: shorten it, lower max_completion_length, "
                 "or set overlong_prompts='drop'."
             )
         if max(prompt_ids) >= self.vocabulary:
             raise ValueError(
                 f"The prompt in {where} has the token id {max(prompt_ids)}, but the student's embedding has "
                 f"{self.vocabulary} rows: pass the tokenizer the student was trained with."
+            )
+
+    def check_completion(self, prompt_ids: list[int], completion_ids: list[int], backend: str) -> None:
+        """Raises `ValueError` when a rollout wrote what the models cannot read."""
+        length = len(prompt_ids) + len(completion_ids)
+        if self.context is not None and length > self.context:
+            raise ValueError(
+                f"{backend} wrote {len(completion_ids)} tokens after a prompt of {len(prompt_ids)}, but the context is "
+                f"{self.context}: let it write at most max_completion_length={self.completion}."
+            )
+        if completion_ids and max(completion_ids) >= self.vocabulary:
+            raise ValueError(
+                f"{backend} wrote the token id {max(completion_ids)}, but the student's embedding has "
+                f"{self.vocabulary} rows: use the student's own tokenizer."
             )
 
 
@@ -208,7 +222,10 @@ def admit(
     kept: list[int] = []
     number = 0
     kind = None
-    for batch in dataset.select_columns("prompt").iter(batch_size=1000):
+    # A transform may make the prompts out of other columns; any other format is only a way to look at them.
+    made = dataset.format["type"] == "custom"
+    readable = dataset if made else dataset.with_format(None).select_columns("prompt")
+    for batch in readable.iter(batch_size=1000):
         kind = check_prompts(batch["prompt"], where, start=number, kind=kind)
         if kind == "messages" and not has_template:
             raise ValueError(

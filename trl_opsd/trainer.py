@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from trl_opsd._compat.trl import SeamTrainer, gathered_head
 from trl_opsd.arguments import AnyDataset, check_datasets, check_processing_class, check_train_size, checked_args
-from trl_opsd.backbone import completion_hidden, is_sharded, prove_head
+from trl_opsd.backbone import completion_hidden, context_of, is_sharded, prove_head
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import reduce, streamed_divergence
 from trl_opsd.prompts import PromptLimits, admit, check_rows
@@ -38,10 +38,11 @@ class OPSDTrainer(SeamTrainer):
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The student: a path, a model id, or a causal language model.
-        teacher_model (`str` or [`~transformers.PreTrainedModel`] or [`Teacher`], *optional*):
+        teacher_model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`] or [`Teacher`], *optional*):
             The teacher, of the student's vocabulary. A path or model id is loaded with
             `args.teacher_model_init_kwargs`; an object is frozen as it is. When `None`,
-        `args.teacher_model_name_or_path` says where to load it from. args ([`OPSDConfig`], *optional*):
+            `args.teacher_model_name_or_path` says where to load it from.
+        args ([`OPSDConfig`], *optional*):
             The options. When `None`, the defaults, with an output folder named after the student.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Rows with a `"prompt"`: text, or a list of messages. May be `None` for a trainer that only evaluates.
@@ -65,8 +66,9 @@ class OPSDTrainer(SeamTrainer):
     Attributes:
         rollout ([`RolloutBackend`]): what `complete` asks.
         teacher ([`Teacher`]): what `teach` asks.
-        divergence ([`~losses.Divergence`]): what `compare` minimises.
-        limits ([`~prompts.PromptLimits`]): what the student's context allows.
+        divergence ([`~losses.Divergence`]): what `compare` minimises. Assign another to change the objective; TRL's
+            attribute `beta` is read once, at construction.
+        limits ([`~prompts.PromptLimits`]): what the contexts of both models allow.
         dropped_prompts (`Counter`): rows left out of each dataset because they were too long.
 
     Raises:
@@ -129,16 +131,18 @@ class OPSDTrainer(SeamTrainer):
         )
         check_processing_class(self.processing_class)
         self.divergence = args.build_divergence()
-        self._show_progress = self.accelerator.is_main_process and not args.disable_tqdm
+        self.show_progress = self.accelerator.is_main_process and not args.disable_tqdm
         self._student_is_proved = False
         # TRL has seeded generation by now; whatever is built here must not move it.
         with preserved_rng(self.accelerator.device):
             if not is_sharded(self.model):  # else it is whole for the first time when it first writes
                 self._prove(self.model)
-            self._admit_datasets()
+            self._admit_datasets(context_of(self.model))
             self.teacher = build_teacher(
-                teacher_model, self.model, args, self.accelerator.device, progress=self._show_progress
+                teacher_model, self.model, args, self.accelerator.device, progress=self.show_progress
             )
+            self.teacher_model = getattr(self.teacher, "model", None)  # under TRL's name
+            self._heed_teachers_context()
         self.rollout = rollout
         rollout.bind(self)
 
@@ -154,7 +158,10 @@ class OPSDTrainer(SeamTrainer):
                 f"{type(self.rollout).__name__} returned {len(completions)} completions for {len(prompt_ids)} prompts: "
                 "`complete` must return one for each, in order."
             )
-        return [cut_after_end(ids, self.eos_token_ids) for ids in completions]
+        completions = [cut_after_end(ids, self.eos_token_ids) for ids in completions]
+        for prompt, completion in zip(prompt_ids, completions, strict=True):
+            self.limits.check_completion(prompt, completion, type(self.rollout).__name__)
+        return completions
 
     def teach(self, rollout: Rollout) -> TeacherTargets:
         return self.teacher.targets(rollout)
@@ -186,19 +193,24 @@ class OPSDTrainer(SeamTrainer):
     # ---- Construction -------------------------------------------------------------------------------------------
 
     def _prove(self, student: Any) -> None:
-        prove_head(student, "student")
+        prove_head(student, "student", gathered_head)
         self._student_is_proved = True
 
-    def _admit_datasets(self) -> None:
-        text_config = self.model.config.get_text_config()
+    def _heed_teachers_context(self) -> None:
+        mine = self.limits.context
+        theirs = None if self.teacher_model is None else context_of(self.teacher_model)
+        if theirs is not None and (mine is None or theirs < mine):
+            self._admit_datasets(theirs)
+
+    def _admit_datasets(self, context: int | None) -> None:
         self.limits = PromptLimits(
-            vocabulary=text_config.vocab_size,
-            context=getattr(text_config, "max_position_embeddings", None),
+            vocabulary=self.model.config.get_text_config().vocab_size,
+            context=context,
             completion=self.args.max_completion_length,
         )
         if self.limits.context is not None and self.limits.completion >= self.limits.context:
             raise ValueError(
-                f"`max_completion_length={self.limits.completion}` leaves no room for a prompt in the student's "
+                f"`max_completion_length={self.limits.completion}` leaves no room for a prompt in a "
                 f"context of {self.limits.context} tokens: lower it."
             )
         self.dropped_prompts: Counter[str] = Counter()
@@ -223,7 +235,7 @@ class OPSDTrainer(SeamTrainer):
         )
         if dropped := self.dropped_prompts[name]:
             logger.warning(
-                f"{dropped} prompts of {name} are longer than the student's context of {self.limits.context} tokens "
+                f"{dropped} prompts of {name} are longer than the context of {self.limits.context} tokens "
                 f"less max_completion_length={self.limits.completion} and were dropped; {len(admitted)} are left."
             )
         return admitted

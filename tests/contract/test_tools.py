@@ -49,6 +49,7 @@ def test_the_answer_of_a_tool_is_in_the_completion_but_not_in_the_loss(make_trai
     dataset = tiny.rows(4).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     trainer = make_trainer(
         model=tiny.qwen2(max_position_embeddings=4096),
+        teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=4096),
         train_dataset=dataset,
         processing_class=tokenizer,
         rollout=CallsOnce(),

@@ -38,3 +38,4 @@ def test_a_student_split_over_two_processes_has_the_losses_of_a_whole_one(make_t
         assert results[name]["processes"] == 2
         assert results[name]["losses"] == pytest.approx(expected, abs=1e-5)
     assert len(results["generated"]["losses"]) == 3
+    assert results["not_gathered"]["losses"] == pytest.approx(results["generated"]["losses"][:1], abs=1e-5)

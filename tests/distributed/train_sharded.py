@@ -17,15 +17,21 @@ def main(folder: Path) -> None:
     teacher = tiny.qwen2(48, seed=1)
     words = tiny.tokenizer()
     results = {}
-    for name in ("full", "lora", "generated"):
+    for name in ("full", "lora", "generated", "not_gathered"):
         trainer = OPSDTrainer(
             model=str(folder / "student"),
             teacher_model=teacher,
-            args=tiny.config(folder / name, per_device_train_batch_size=1, gradient_accumulation_steps=2),
+            args=tiny.config(
+                folder / name,
+                per_device_train_batch_size=1,
+                gradient_accumulation_steps=2,
+                ds3_gather_for_generation=name != "not_gathered",
+                max_steps=1 if name == "not_gathered" else 3,
+            ),
             train_dataset=tiny.rows(),
             processing_class=words,
             peft_config=LoraConfig(r=4, target_modules="all-linear") if name == "lora" else None,
-            rollout=HFRollout() if name == "generated" else FixedRollout(tiny.recorded(words)),
+            rollout=HFRollout() if name in ("generated", "not_gathered") else FixedRollout(tiny.recorded(words)),
         )
         assert is_sharded(trainer.model)
         trainer.train()

@@ -14,7 +14,6 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor
 from trl import DistillationConfig, DistillationTrainer
-from trl.data_utils import is_conversational
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
 
@@ -29,7 +28,6 @@ __all__ = [
     "create_model_from_path",
     "gathered_head",
     "get_config_model_id",
-    "is_conversational",
 ]
 
 SEAMS: dict[str, tuple[str, ...]] = {
@@ -54,6 +52,7 @@ class SeamTrainer(DistillationTrainer):
     """
 
     _name = "OPSD"
+    _step: int
     _tag_names: ClassVar = [*DistillationTrainer._tag_names, "opsd"]
 
     def __init__(self, *, args: DistillationConfig, **kwargs: Any) -> None:
@@ -122,7 +121,10 @@ class SeamTrainer(DistillationTrainer):
 
     @contextmanager
     def student_for_generation(self) -> Iterator[Any]:
-        """The bare student in eval mode, gathered where it was sharded; all of it is put back on the way out."""
+        """The bare student in eval mode, gathered where it was sharded and the arguments allow it.
+
+        Mode, gradient checkpointing and hooks are put back on the way out, also after an exception.
+        """
         was_training = self.model.training
         self.model.eval()
         error = None
@@ -143,10 +145,11 @@ class SeamTrainer(DistillationTrainer):
                 except BaseException as caught:
                     # Kept from TRL's context, which puts nothing back when an exception passes through it.
                     error = caught
+            if error is not None:
+                raise error
         finally:
             self.model.train(was_training)
-        if error is not None:
-            raise error
+            del error  # it leads back to this frame, and would keep tensors alive
 
     # ---- Where TRL's loop is cut open ---------------------------------------------------------------------------
 
@@ -200,7 +203,8 @@ class SeamTrainer(DistillationTrainer):
         if self.model.training:
             sums = self.accelerator.reduce(parts.rows.sum(0), "sum")
         else:
-            # The last batch repeats rows so that every process has as many; `gather_for_metrics` drops those.
+            # The last batch repeats rows so that every process has as many; `gather_for_metrics` drops those, unless
+            # the dataset is a stream, whose length accelerate does not know.
             sums = self.accelerator.gather_for_metrics(parts.rows).sum(0)
         for name, value in zip(LossParts.ROW_NAMES, sums.tolist(), strict=True):
             self._totals[self._mode][name] += value
@@ -208,7 +212,11 @@ class SeamTrainer(DistillationTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         with self._clocks["train"]("compare"):
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._step % self.args.gradient_accumulation_steps == 0:
+            # Used up: the targets in it must not stay in memory while the student writes again, or is evaluated.
+            self._buffered_inputs = None
+        return loss
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -218,7 +226,8 @@ class SeamTrainer(DistillationTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         # What an interrupted run left behind must not be trained on by the next one.
-        self._buffered_inputs, self._step = None, 0
+        self._buffered_inputs, self._step, self._current_train_step_time = None, 0, 0.0
+        self._metrics["train"].clear()
         self._start_counting("train")
         return super().train(*args, **kwargs)
 

@@ -29,8 +29,8 @@ once per tile would cost more than the product: at 790 TFLOP/s and 4.3 TB/s, for
 _BLOCK_ELEMENTS = {"cpu": 1 << 17}
 """Logits that go through all elementwise steps before the next ones do: on a CPU, as many as its cache can hold."""
 _BLOCK_ELEMENTS_ELSEWHERE = 1 << 24
-_INFINITE = 1e30
-"""Nats that only an excluded token can cause: its logit is the lowest float32."""
+_INFINITE = 1e7
+"""Nats that only an excluded token can cause: its logit is the lowest float32, and no finite logits come near."""
 
 
 def streamed_divergence(
@@ -163,7 +163,6 @@ class _Fold:
                     if any(wanted):
                         gradient_GV[_shift(rows, -group.start)] = gradient_RV
             student.backproject_(gradient_GV, group, *gradients)
-        statistics[0].masked_fill_(statistics[0] > _INFINITE, torch.inf)
         return statistics, gradients
 
     def _block(
@@ -177,10 +176,11 @@ class _Fold:
         log_teacher_RV, teacher_RV, teacher_entropy_R = _normalise_(teacher_RV)
         storage = log_student_RV, log_teacher_RV, student_RV, teacher_RV
         value_R, gradient_RV = self.divergence.value_and_gradient(*storage)
+        value_R.masked_fill_(value_R > _INFINITE, torch.inf)
         if bend_RV is not None:
             gradient_RV.mul_(bend_RV)
         if weights_R is not None:
-            value_R.mul_(weights_R)
+            value_R.mul_(weights_R).masked_fill_(weights_R == 0, 0.0)  # also where it is infinite
             gradient_RV.mul_(weights_R.unsqueeze(-1))
         return (value_R, student_entropy_R, teacher_entropy_R), gradient_RV
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -23,13 +24,14 @@ class HFRollout(RolloutBackend):
         inputs = trainer.pad_prompts(prompt_ids)
         # In a later turn with tools the prompt may already fill most of the context.
         new_tokens = trainer.limits.room(max(map(len, prompt_ids)))
-        show = trainer.accelerator.is_main_process and not trainer.args.disable_tqdm
-        with trainer.student_for_generation() as student, _TokenProgress(new_tokens, show) as progress:
+        config = copy.copy(trainer.generation_config)
+        config.max_new_tokens = new_tokens
+        with (
+            trainer.student_for_generation() as student,
+            _TokenProgress(new_tokens, trainer.show_progress) as progress,
+        ):
             written = student.generate(
-                **inputs,
-                generation_config=trainer.generation_config,
-                max_new_tokens=new_tokens,
-                stopping_criteria=StoppingCriteriaList([progress]),
+                **inputs, generation_config=config, stopping_criteria=StoppingCriteriaList([progress])
             )
         completions: list[list[int]] = written[:, inputs["input_ids"].size(1) :].tolist()
         return completions

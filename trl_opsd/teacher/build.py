@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType, is_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -12,6 +13,7 @@ from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.backbone import is_sharded
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
+from trl_opsd.types import OutputHead
 
 
 def check_teacher(teacher_model: Any, student: Any) -> None:
@@ -28,10 +30,11 @@ def check_teacher(teacher_model: Any, student: Any) -> None:
         )
     if teacher_model is student:
         raise ValueError("`teacher_model` and `model` are the same object: load the teacher as an object of its own.")
-    if not isinstance(teacher_model, str | PreTrainedModel | Teacher):
+    known = isinstance(teacher_model, str | PreTrainedModel | Teacher)
+    if not known and not (isinstance(teacher_model, nn.Module) and is_peft_model(teacher_model)):
         raise TypeError(
-            f"`teacher_model` is a {type(teacher_model).__name__}: expected a path, a `PreTrainedModel` or a "
-            "`trl_opsd.Teacher`."
+            f"`teacher_model` is a {type(teacher_model).__name__}: expected a path, a `PreTrainedModel`, a `PeftModel` "
+            "or a `trl_opsd.Teacher`."
         )
 
 
@@ -92,7 +95,7 @@ def _loaded(path: str, args: Any) -> PreTrainedModel:
         "use_safetensors": True,
         **(args.teacher_model_init_kwargs or {}),
     }
-    if args.world_size > 1:
+    if args.distributed_state.distributed_type != DistributedType.NO:
         kwargs["device_map"] = None
     if kwargs["revision"] is None:
         del kwargs["revision"]
@@ -105,9 +108,15 @@ def _share_parameters(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _check_vocabularies(student: Any, teacher: Any) -> None:
-    mine, yours = (model.config.get_text_config().vocab_size for model in (student, teacher))
+    mine, yours = _head_rows(student), _head_rows(teacher)
     if mine != yours:
         raise ValueError(
             f"The teacher's vocabulary has {yours} tokens, the student's {mine}: the loss compares the two "
             "distributions token by token, so pass a teacher with as many."
         )
+
+
+def _head_rows(model: Any) -> int:
+    """Tokens a model can predict; where its head was split, its config has to be believed."""
+    rows: int = model.config.get_text_config().vocab_size if is_sharded(model) else len(OutputHead.of(model).weight)
+    return rows
