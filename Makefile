@@ -9,7 +9,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test check lint types spelling floors wheel format lock clean
+.PHONY: help venv demo test check lint types spelling floors wheel format lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,9 @@ venv: .venv/.ours ## make .venv from the locked requirements, with this package 
 .venv/.ours: .venv/.locked setup.cfg pyproject.toml trl_opsd/__init__.py
 	$(PIP) install -q --no-deps --no-build-isolation --editable .
 	touch $@
+
+demo: venv ## see on-policy distillation work on this machine, a few minutes on two cores; results in out/demo
+	HF_HUB_DISABLE_PROGRESS_BARS=1 OMP_NUM_THREADS=1 $(BIN)/python examples/quickstart.py --output out/demo
 
 test: venv ## run all tests; PYTEST_ARGS="-k name" to choose
 	$(BIN)/pytest $(PYTEST_ARGS)

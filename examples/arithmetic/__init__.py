@@ -1,0 +1,7 @@
+"""A task small enough for a CPU: integer arithmetic, worked out column by column, with answers that can be checked."""
+
+from pathlib import Path
+
+TEACHER = str(Path(__file__).resolve().parent / "teacher")
+STUDENT = str(Path(__file__).resolve().parent / "student")
+"""Folders that `from_pretrained` takes; `make_models.py` made them."""

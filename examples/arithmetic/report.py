@@ -1,0 +1,111 @@
+"""Watches a training run: a progress bar, one readable line per log, accuracy as it grows, and a table at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback
+
+from arithmetic.evaluate import accuracy
+from arithmetic.task import Problem
+
+
+class Report(ProgressCallback):
+    """Takes the place of the default progress callback, which prints every metric of every log.
+
+    Args:
+        held_out (list of [`Problem`]):
+            What accuracy is measured on.
+        every (`int`):
+            Optimizer steps between two measurements.
+
+    Attributes:
+        accuracy (`dict[int, float]`): by optimizer step, the start included.
+        divergence (`dict[int, float]`): by optimizer step, nats per token, the mean since the last log.
+        completion_tokens (`int`): tokens the student has been trained on.
+        train_seconds (`float`): as the trainer says, measurements included.
+    """
+
+    def __init__(self, held_out: list[Problem], every: int) -> None:
+        super().__init__()
+        self.held_out = held_out
+        self.every = every
+        self.accuracy: dict[int, float] = {}
+        self.divergence: dict[int, float] = {}
+        self.completion_tokens = 0
+        self.train_seconds = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        self._measure(state, **kwargs)
+        self._write(f"{'step':>6}  {'divergence':>10}  {'accuracy':>8}  {'tokens':>8}  {'seconds/step':>12}")
+        self._write(f"{0:6d}  {'':>10}  {self.accuracy[0]:8.3f}  {0:8,d}")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_step_end(args, state, control, **kwargs)
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+            self._measure(state, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        logs = logs or {}
+        self.train_seconds = logs.get("train_runtime", self.train_seconds)
+        if "divergence/mean" not in logs:  # the summary at the end, unless steps were left since the last log
+            return
+        step, last = state.global_step, max(self.divergence, default=0)
+        completions = (step - last) * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self.completion_tokens += round(completions * logs["completions/mean_length"])
+        self.divergence[step] = logs["divergence/mean"]
+        measured = f"{self.accuracy[step]:8.3f}" if step in self.accuracy else " " * 8
+        line = f"{step:6d}  {self.divergence[step]:10.4f}  {measured}  {self.completion_tokens:8,d}"
+        self._write(f"{line}  {logs['step_time']:12.2f}" if "step_time" in logs else line)
+
+    def save(
+        self, folder: str | Path, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    ) -> dict[str, float]:
+        """Writes `metrics.json` and `curves.png`, prints the table, and returns what stands in it."""
+        metrics = {
+            "student_accuracy_before": self.accuracy[0],
+            "student_accuracy_after": self.accuracy[max(self.accuracy)],
+            "teacher_accuracy": accuracy(teacher, tokenizer, self.held_out),
+            "steps": max(self.accuracy),
+            "completion_tokens": self.completion_tokens,
+            "train_seconds": round(self.train_seconds, 1),
+        }
+        (Path(folder) / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+        self._draw(Path(folder) / "curves.png", metrics["teacher_accuracy"])
+        print(_table(metrics, len(self.held_out)))
+        return metrics
+
+    def _measure(self, state: Any, *, model: PreTrainedModel, processing_class: Any, **_: Any) -> None:
+        self.accuracy[state.global_step] = accuracy(model, processing_class, self.held_out)
+
+    def _write(self, line: str) -> None:
+        if self.training_bar is not None:
+            self.training_bar.write(line)
+
+    def _draw(self, path: Path, teacher_accuracy: float) -> None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 3.5), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        left.plot(list(self.divergence), list(self.divergence.values()))
+        left.set(xlabel="optimizer step", ylabel="divergence (nats per token)", ylim=(0, None))
+        right.plot(list(self.accuracy), list(self.accuracy.values()), marker="o", label="student")
+        right.axhline(teacher_accuracy, color="grey", linestyle="--", label="teacher")
+        right.set(xlabel="optimizer step", ylabel="accuracy on held-out problems", ylim=(0, 1.02))
+        right.legend(loc="lower right")
+        figure.savefig(path, dpi=120)
+
+
+def _table(metrics: dict[str, float], problems: int) -> str:
+    return f"""
+accuracy on {problems} held-out problems
+  student before   {metrics["student_accuracy_before"]:.3f}
+  student after    {metrics["student_accuracy_after"]:.3f}
+  teacher          {metrics["teacher_accuracy"]:.3f}
+steps              {metrics["steps"]}
+completion tokens  {metrics["completion_tokens"]:,}
+seconds            {metrics["train_seconds"]:.0f}
+"""

@@ -1,0 +1,112 @@
+"""Sums and differences worked out column by column: problems, worked solutions, the split, and who is right."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass
+
+from datasets import Dataset
+
+DIGITS = (2, 3)
+"""How many digits each number of a problem may have."""
+
+HELD_OUT_SHARE = 10
+"""One problem in so many is held out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A sum, or a difference that is not negative.
+
+    Example:
+
+    ```python
+    >>> problem = Problem(first=47, sign="+", second=85)
+    >>> problem.question, problem.solution
+    ('47+85=', '7+5=12,4+8+1=13;132')
+    ```
+    """
+
+    first: int
+    sign: str
+    second: int
+
+    @property
+    def question(self) -> str:
+        return f"{self.first}{self.sign}{self.second}="
+
+    @property
+    def answer(self) -> int:
+        return self.first + self.second if self.sign == "+" else self.first - self.second
+
+    @property
+    def solution(self) -> str:
+        """Column by column from the right, with what is carried or borrowed written out; then the answer."""
+        return f"{','.join(_columns(self))};{self.answer}"
+
+    @property
+    def is_held_out(self) -> bool:
+        """Never trained on. Turning a sum around does not change it: `85+47` goes where `47+85` goes."""
+        numbers = sorted((self.first, self.second))
+        return zlib.crc32(f"{numbers[0]}{self.sign}{numbers[1]}".encode()) % HELD_OUT_SHARE == 0
+
+    @property
+    def prompt(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self.question}]
+
+    @property
+    def completion(self) -> list[dict[str, str]]:
+        return [{"role": "assistant", "content": self.solution}]
+
+
+def _columns(problem: Problem) -> list[str]:
+    length = max(len(str(problem.first)), len(str(problem.second)))
+    rows = [[int(digit) for digit in f"{number:0{length}}"[::-1]] for number in (problem.first, problem.second)]
+    write = _add_column if problem.sign == "+" else _subtract_column
+    columns, carry = [], 0
+    for above, below in zip(*rows, strict=True):
+        column, carry = write(above, below, carry)
+        columns.append(column)
+    return columns
+
+
+def _add_column(above: int, below: int, carry: int) -> tuple[str, int]:
+    total = above + below + carry
+    return f"{above}+{below}{'+1' * carry}={total}", total // 10
+
+
+def _subtract_column(above: int, below: int, borrowed: int) -> tuple[str, int]:
+    borrow = int(above < below + borrowed)
+    above += 10 * borrow
+    return f"{above}-{below}{'-1' * borrowed}={above - below - borrowed}", borrow
+
+
+def draw(number: int, *, held_out: bool = False, seed: int = 0, digits: tuple[int, ...] = DIGITS) -> list[Problem]:
+    """Distinct problems, all of them held out or none."""
+    source = random.Random(seed)
+    drawn: dict[Problem, None] = {}
+    while len(drawn) < number:
+        problem = _any_problem(source, digits)
+        if problem.is_held_out == held_out:
+            drawn[problem] = None
+    return list(drawn)
+
+
+def _any_problem(source: random.Random, digits: tuple[int, ...]) -> Problem:
+    first, second = (source.randrange(10 ** (length - 1), 10**length) for length in source.choices(digits, k=2))
+    sign = source.choice("+-")
+    if sign == "-" and first < second:
+        first, second = second, first
+    return Problem(first=first, sign=sign, second=second)
+
+
+def prompts(problems: list[Problem]) -> Dataset:
+    """The rows an on-policy trainer needs: questions only."""
+    return Dataset.from_dict({"prompt": [problem.prompt for problem in problems]})
+
+
+def is_right(problem: Problem, completion: str) -> bool:
+    """Whether the number after the last `;` is the answer; how it was reached does not count."""
+    _, found, answer = completion.rpartition(";")
+    return bool(found) and answer.strip() == str(problem.answer)

@@ -1,0 +1,250 @@
+"""An honest comparison: on-policy, off-policy and supervised training of one student, token for token, seed for seed.
+
+    python examples/compare.py --output out/compare
+
+Every run starts from the shipped student and trains on the same number of completions, with the same optimizer and
+schedule. A finished run is kept in the output folder and not repeated, so an interrupted comparison goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from arithmetic import STUDENT, TEACHER
+from arithmetic.evaluate import accuracy, answers
+from arithmetic.task import Problem, draw, prompts
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
+
+SETTINGS = {"many problems": None, "few problems": 200}
+"""How many different problems there are to train on; `None` is a new one for every completion."""
+
+BATCH = 32
+"""Completions in an optimizer step."""
+
+LEFT_OUT = {("on-policy, reverse KL", "few problems"), ("on-policy, JSD", "few problems")}
+"""The second setting asks whose text to learn from, not which divergence: one is enough."""
+
+MEASUREMENTS = 5
+"""Points on a curve after the start."""
+
+
+def on_policy(divergence: str) -> Callable[..., Any]:
+    """The student writes, the teacher corrects what was written."""
+
+    def build(problems: list[Problem], options: dict[str, Any], callback: Curve) -> OPSDTrainer:
+        args = OPSDConfig(divergence=divergence, max_completion_length=40, top_p=0.6, **options)
+        return OPSDTrainer(
+            model=STUDENT, teacher_model=TEACHER, args=args, train_dataset=prompts(problems), callbacks=[callback]
+        )
+
+    return build
+
+
+def off_policy(problems: list[Problem], options: dict[str, Any], callback: Curve) -> OPSDTrainer:
+    """The teacher writes once for each problem, and its whole distribution is copied on what it wrote (forward KL)."""
+    tokenizer = AutoTokenizer.from_pretrained(TEACHER)
+    distinct = list(dict.fromkeys(problems))
+    torch.manual_seed(options["seed"])
+    written = answers(AutoModelForCausalLM.from_pretrained(TEACHER), tokenizer, distinct, temperature=1.0)
+    asked = tokenizer.apply_chat_template([p.prompt for p in distinct], add_generation_prompt=True)["input_ids"]
+    recorded = {tuple(prompt): completion for prompt, completion in zip(asked, written, strict=True)}
+    return OPSDTrainer(
+        model=STUDENT,
+        teacher_model=TEACHER,
+        args=OPSDConfig(divergence="forward_kl", max_completion_length=40, **options),
+        train_dataset=prompts(problems),
+        callbacks=[callback],
+        rollout=FixedRollout(recorded),
+    )
+
+
+def supervised(problems: list[Problem], options: dict[str, Any], callback: Curve) -> SFTTrainer:
+    """Next-token training on correct worked solutions; there is no teacher."""
+    rows = Dataset.from_dict({"prompt": [p.prompt for p in problems], "completion": [p.completion for p in problems]})
+    return SFTTrainer(model=STUDENT, args=SFTConfig(**options), train_dataset=rows, callbacks=[callback])
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "on-policy, reverse KL": on_policy("reverse_kl"),
+    "on-policy, forward KL": on_policy("forward_kl"),
+    "on-policy, JSD": on_policy("jsd"),
+    "off-policy, teacher's completions": off_policy,
+    "supervised, worked solutions": supervised,
+}
+
+
+class Curve(TrainerCallback):
+    """Measures greedy accuracy a few times during training."""
+
+    def __init__(self, held_out: list[Problem], steps: int) -> None:
+        self.held_out = held_out
+        self.every = max(steps // MEASUREMENTS, 1)
+        self.points: dict[int, float] = {}
+        self.lengths: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._measure(state, **kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0:
+            self._measure(state, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "completions/mean_length" in logs:
+            self.lengths.append(logs["completions/mean_length"])
+
+    def _measure(self, state: Any, *, model: Any, processing_class: Any, **_: Any) -> None:
+        self.points[state.global_step] = accuracy(model, processing_class, self.held_out)
+
+
+def training_problems(different: int | None, completions: int, seed: int) -> list[Problem]:
+    """One problem for each completion: all different, or passes over a small pool."""
+    pool = draw(different or completions, seed=1000 + seed)
+    source, problems = random.Random(seed), []
+    while len(problems) < completions:
+        problems += source.sample(pool, len(pool))
+    return problems[:completions]
+
+
+def run(
+    method: str, setting: str, seed: int, steps: int, learning_rate: float, held_out: list[Problem], folder: Path
+) -> dict[str, Any]:
+    """Trains once and says how good the student became."""
+    problems = training_problems(SETTINGS[setting], BATCH * steps, seed)
+    options = {
+        "output_dir": str(folder / "scratch"),
+        "max_steps": steps,
+        "per_device_train_batch_size": BATCH,
+        "learning_rate": learning_rate,
+        "adam_beta2": 0.98,
+        "warmup_steps": min(10, steps),
+        "seed": seed,
+        "logging_steps": 1,
+        "bf16": False,
+        "dataloader_pin_memory": False,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    curve = Curve(held_out, steps)
+    trainer = METHODS[method](problems, options, curve)
+    trainer.remove_callback(PrinterCallback)
+    start = time.perf_counter()
+    trainer.train()
+    return {
+        "method": method,
+        "setting": setting,
+        "seed": seed,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "tokens": round(BATCH * sum(curve.lengths)) or sum(len(problem.solution) + 1 for problem in problems),
+        "curve": curve.points,
+        "greedy": accuracy(trainer.model, trainer.processing_class, held_out),
+        "sampled": accuracy(trainer.model, trainer.processing_class, held_out, temperature=1.0),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def table(results: list[dict[str, Any]], setting: str) -> str:
+    """Mean over the seeds with the lowest and highest, as Markdown."""
+    lines = [
+        "| | greedy accuracy | sampled at temperature 1 | trained tokens |",
+        "|---|---|---|---|",
+    ]
+    for method in METHODS:
+        runs = [result for result in results if (result["method"], result["setting"]) == (method, setting)]
+        if runs:
+            tokens = sum(result["tokens"] for result in runs) / len(runs)
+            lines.append(f"| {method} | {_range(runs, 'greedy')} | {_range(runs, 'sampled')} | {tokens:,.0f} |")
+    return "\n".join(lines)
+
+
+def _range(runs: list[dict[str, Any]], name: str) -> str:
+    values = [result[name] for result in runs]
+    return f"{sum(values) / len(values):.3f} ({min(values):.3f} – {max(values):.3f})"
+
+
+def picture(results: list[dict[str, Any]], path: Path) -> None:
+    """Accuracy over optimizer steps, a panel for each setting: the mean of the seeds, and their range as a band."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(SETTINGS), 4), layout="constrained")
+    for axes, setting in zip(figure.subplots(1, len(SETTINGS), sharey=True), SETTINGS, strict=True):
+        for number, method in enumerate(METHODS):
+            runs = [result for result in results if (result["method"], result["setting"]) == (method, setting)]
+            if runs:
+                color = f"C{number}"
+                steps = [int(step) for step in runs[0]["curve"]]
+                points = list(zip(*(result["curve"].values() for result in runs), strict=True))
+                axes.plot(steps, [sum(values) / len(values) for values in points], color=color, label=method)
+                axes.fill_between(
+                    steps,
+                    [min(values) for values in points],
+                    [max(values) for values in points],
+                    alpha=0.2,
+                    color=color,
+                )
+        axes.set(title=setting, xlabel=f"optimizer step ({BATCH} completions each)", ylim=(0, 1.02))
+    figure.axes[0].set_ylabel("greedy accuracy on held-out problems")
+    figure.axes[0].legend(loc="upper left", fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description="On-policy, off-policy and supervised training, side by side.")
+    parser.add_argument("--output", type=Path, default=Path("out/compare"))
+    parser.add_argument("--steps", type=int, default=100, help=f"optimizer steps of {BATCH} completions")
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--held-out", type=int, default=300, help="problems to measure accuracy on")
+    options = parser.parse_args(arguments)
+
+    held_out = draw(options.held_out, held_out=True)
+    results = [
+        _kept(options.output, method, setting, seed, options.steps, options.learning_rate, held_out)
+        for seed in options.seeds
+        for setting in SETTINGS
+        for method in METHODS
+        if (method, setting) not in LEFT_OUT
+    ]
+    for setting in SETTINGS:
+        print(f"\n{setting}\n\n{table(results, setting)}")
+    picture(results, options.output / "comparison.png")
+    return results
+
+
+def _kept(
+    folder: Path,
+    method: str,
+    setting: str,
+    seed: int,
+    steps: int,
+    learning_rate: float,
+    held_out: list[Problem],
+) -> dict[str, Any]:
+    """The result of a run: of one that was made before, or of one made now."""
+    words = "".join(letter if letter.isalpha() else " " for letter in f"{method} {setting}").split()
+    name = "-".join([*words, f"seed{seed}", f"{steps}steps", f"{learning_rate:g}"])
+    path = folder / f"{name}.json"
+    if not path.exists():
+        result = run(method, setting, seed, steps, learning_rate, held_out, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result) + "\n", encoding="utf-8")
+        print(f"{method} | {setting} | seed {seed}: {result['greedy']:.3f} in {result['seconds']:.0f} s", flush=True)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The built-in task: who is right, what is held out, what the tokenizer makes of it, and what is shipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from arithmetic import STUDENT, TEACHER, make_models
+from arithmetic.evaluate import MAX_COMPLETION, accuracy, answers
+from arithmetic.task import Problem, draw, is_right, prompts
+from arithmetic.tokenizer import make_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SUM = Problem(first=47, sign="+", second=85)
+DIFFERENCE = Problem(first=804, sign="-", second=77)
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return {
+        name: AutoModelForCausalLM.from_pretrained(path) for name, path in (("student", STUDENT), ("teacher", TEACHER))
+    }
+
+
+@pytest.mark.parametrize(
+    ("problem", "solution"),
+    [
+        (SUM, "7+5=12,4+8+1=13;132"),
+        (DIFFERENCE, "14-7=7,10-7-1=2,8-0-1=7;727"),
+        (Problem(first=999, sign="+", second=10), "9+0=9,9+1=10,9+0+1=10;1009"),
+        (Problem(first=35, sign="-", second=35), "5-5=0,3-3=0;0"),
+    ],
+)
+def test_a_worked_solution_that_carries_or_borrows_wrongly_is_noticed(problem, solution):
+    assert problem.solution == solution
+
+
+def test_a_worked_solution_whose_columns_do_not_add_up_is_noticed():
+    for problem in draw(2000):
+        *columns, _ = problem.solution.replace(";", ",").split(",")
+        for column in columns:
+            terms, result = column.split("=")
+            assert sum(int(term) for term in terms.replace("-", "+-").split("+")) == int(result), problem
+
+
+@pytest.mark.parametrize(
+    ("completion", "right"),
+    [
+        (SUM.solution, True),
+        ("nonsense;132", True),
+        ("7+5=12,4+8+1=13;133", False),
+        ("7+5=12,4+8+1=13;1320", False),
+        ("132", False),
+        ("7+5=12;132;", False),
+        ("", False),
+    ],
+)
+def test_an_answer_is_right_only_if_the_last_number_is(completion, right):
+    assert is_right(SUM, completion) is right
+
+
+def test_training_and_held_out_problems_never_meet():
+    train, held_out = draw(30_000, seed=1), draw(3_000, held_out=True, seed=1)
+    assert not set(train) & set(held_out)
+    turned = {Problem(first=p.second, sign="+", second=p.first) for p in train if p.sign == "+"}
+    assert not turned & set(held_out), "a sum turned around is the same sum"
+    assert not any(problem.is_held_out for problem in train)
+
+
+def test_problems_are_distinct_and_the_same_every_time():
+    assert len(set(draw(5_000))) == 5_000
+    assert draw(20) == draw(20) != draw(20, seed=1)
+
+
+def test_the_dataset_shows_questions_and_no_answers():
+    assert prompts([SUM])[0] == {"prompt": [{"role": "user", "content": "47+85="}]}
+
+
+def test_every_solution_survives_the_tokenizer_and_fits():
+    tokenizer = make_tokenizer()
+    for problem in draw(500):
+        ids = tokenizer(problem.solution)["input_ids"]
+        assert tokenizer.decode(ids) == problem.solution
+        assert len(ids) == len(problem.solution) < MAX_COMPLETION
+        assert tokenizer.pad_token_id not in ids, "a character is missing"
+
+
+def test_the_chat_template_ends_where_the_answer_begins():
+    words = make_tokenizer()
+    assert words.apply_chat_template(SUM.prompt, tokenize=False, add_generation_prompt=True) == (
+        "<|user|>47+85=<|end|><|assistant|>"
+    )
+    assert words.apply_chat_template(SUM.prompt + SUM.completion, tokenize=False) == (
+        "<|user|>47+85=<|end|><|assistant|>7+5=12,4+8+1=13;132<|end|>"
+    )
+    assert words.eos_token == "<|end|>"
+
+
+def test_the_shipped_models_are_small_and_the_student_is_at_most_a_third(shipped):
+    assert sum(file.stat().st_size for file in Path(TEACHER).iterdir()) <= 8e6
+    assert 3 * shipped["student"].num_parameters() <= shipped["teacher"].num_parameters()
+    assert list(Path(TEACHER).glob("*.safetensors"))
+    assert list(Path(STUDENT).glob("*.safetensors"))
+    assert shipped["teacher"].config.head_dim >= 32 if hasattr(shipped["teacher"].config, "head_dim") else True
+
+
+def test_the_shipped_tokenizers_are_the_one_in_the_source():
+    for path in (STUDENT, TEACHER):
+        words = AutoTokenizer.from_pretrained(path)
+        assert words.get_vocab() == make_tokenizer().get_vocab()
+        assert words.chat_template == make_tokenizer().chat_template
+        assert words.padding_side == "left"
+
+
+def test_the_teacher_is_right_and_the_student_has_the_form_only(shipped):
+    words, problems = AutoTokenizer.from_pretrained(STUDENT), draw(200, held_out=True)
+    assert accuracy(shipped["teacher"], words, problems) >= 0.9
+    assert accuracy(shipped["student"], words, problems) <= 0.4
+    written = words.batch_decode(answers(shipped["student"], words, problems), skip_special_tokens=True)
+    assert sum(text.count(";") == 1 and "=" in text for text in written) >= 0.9 * len(problems)
+
+
+def test_measuring_leaves_the_model_and_the_randomness_as_they_were(shipped):
+    words, student = AutoTokenizer.from_pretrained(STUDENT), shipped["student"].train()
+    before = torch.get_rng_state()
+    accuracy(student, words, draw(4, held_out=True), temperature=1.0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert student.training
+
+
+def test_the_script_that_made_the_models_still_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["make_models.py", "student", "--steps", "2", "--output", str(tmp_path)])
+    make_models.main()
+    made, shipped = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "student", STUDENT))
+    assert made.num_parameters() == shipped.num_parameters()

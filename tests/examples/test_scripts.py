@@ -1,0 +1,86 @@
+"""Every example runs from end to end, two steps long, and leaves behind what it promises."""
+
+from __future__ import annotations
+
+import json
+
+import compare
+import pytest
+import quickstart
+import torch
+from arithmetic import STUDENT
+from arithmetic.task import draw
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    metrics = quickstart.main(["--output", str(folder), "--steps", "2", "--held-out", "16"])
+    return folder, metrics
+
+
+def test_the_quickstart_writes_the_metrics_it_promises(demo):
+    folder, metrics = demo
+    assert json.loads((folder / "metrics.json").read_text()) == metrics
+    assert set(metrics) == {
+        "student_accuracy_before",
+        "student_accuracy_after",
+        "teacher_accuracy",
+        "steps",
+        "completion_tokens",
+        "train_seconds",
+    }
+    assert metrics["steps"] == 2
+    assert metrics["teacher_accuracy"] > 0.8
+    assert 2 * 64 * 8 < metrics["completion_tokens"] < 2 * 64 * 40
+    assert metrics["train_seconds"] > 0
+
+
+def test_the_quickstart_draws_a_picture(demo):
+    assert (demo[0] / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_model_of_the_quickstart_loads_with_transformers_and_has_learned_something(demo):
+    trained = AutoModelForCausalLM.from_pretrained(demo[0] / "student")
+    start = AutoModelForCausalLM.from_pretrained(STUDENT)
+    assert not torch.equal(trained.lm_head.weight, start.lm_head.weight)
+    assert AutoTokenizer.from_pretrained(demo[0] / "student").chat_template
+
+
+def test_the_quickstart_stays_as_short_as_what_a_user_would_write():
+    with open(quickstart.__file__, encoding="utf-8") as file:
+        assert len(file.readlines()) <= 80
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compare")
+    arguments = ["--output", str(folder), "--steps", "2", "--seeds", "0", "--held-out", "8"]
+    return folder, arguments, compare.main(arguments)
+
+
+def test_the_comparison_runs_every_method_in_every_setting(compared):
+    folder, _, results = compared
+    every = {(method, setting) for method in compare.METHODS for setting in compare.SETTINGS}
+    assert {(one["method"], one["setting"]) for one in results} == every - compare.LEFT_OUT
+    assert every > compare.LEFT_OUT
+    assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_method_of_the_comparison_is_given_more_tokens_than_another(compared):
+    tokens = [one["tokens"] for one in compared[2]]
+    assert max(tokens) < 1.1 * min(tokens)
+
+
+def test_a_finished_comparison_is_read_and_not_repeated(compared, monkeypatch):
+    _, arguments, results = compared
+    monkeypatch.setattr(compare, "run", lambda *_: pytest.fail("a finished run was repeated"))
+    assert [one["greedy"] for one in compare.main(arguments)] == [one["greedy"] for one in results]
+
+
+def test_problems_to_compare_on_are_many_or_few_as_asked_and_never_held_out():
+    many, few = compare.training_problems(None, 640, seed=0), compare.training_problems(50, 640, seed=0)
+    assert len(many) == len(few) == 640
+    assert (len(set(many)), len(set(few))) == (640, 50)
+    assert not set(many + few) & set(draw(2000, held_out=True))
