@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,19 +98,19 @@ class OutputHead:
     """Bound of the logits, in logit units."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> OutputHead:
+    def of(cls, model: Any) -> OutputHead:
         """Reads the head of a causal language model of `transformers`, bare or wrapped by `peft`.
 
         The only place that knows how architectures spell their logit post-processing; that the reading is right is
         proved by [`~backbone.prove_head`] rather than believed.
         """
-        layer = model.get_output_embeddings()  # type: ignore[operator]
+        layer = model.get_output_embeddings()
         if layer is None:
             raise ValueError(
                 f"{type(model).__name__} has no output embeddings, so it predicts no tokens: pass a causal language "
                 "model, for instance one loaded with `AutoModelForCausalLM`."
             )
-        config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        config = model.config.get_text_config()
         return cls(
             weight=layer.weight,
             bias=getattr(layer, "bias", None),
