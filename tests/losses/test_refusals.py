@@ -62,3 +62,10 @@ def test_chunks_that_are_no_number_of_tokens(make_pair, compute, chunk):
 def test_weights_that_are_not_one_per_token(make_pair, compute):
     with pytest.raises(ValueError, match=r"weights have shape \[6\], expected \[7\]: pass one per token"):
         compute(*make_pair(), ForwardKL(), torch.ones(6))
+
+
+@pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
+@pytest.mark.parametrize("vocabulary", [0, 38])
+def test_a_vocabulary_that_is_not_part_of_both_heads(make_pair, compute, vocabulary):
+    with pytest.raises(ValueError, match=f"vocabulary is {vocabulary}, but .* 37 rows .* expected a number from 1 to"):
+        compute(*make_pair(), ForwardKL(), vocabulary=vocabulary)

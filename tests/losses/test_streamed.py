@@ -298,3 +298,35 @@ class TestPrecision:
         rounded = tuple(self.lower(self.lower(side, torch.bfloat16), torch.float32) for side in pair)
         ours = gradients(autocast, pair, ReverseKL(), upstream=squared)
         assert_same(ours, gradients(dense_divergence, rounded, ReverseKL(), upstream=squared), rtol=1e-4, atol=1e-3)
+
+
+def cut(side, rows):
+    head = side.head
+    return replace(
+        side, head=replace(head, weight=head.weight[:rows], bias=None if head.bias is None else head.bias[:rows])
+    )
+
+
+class TestPaddedVocabularies:
+    """64 ids that both models know, in heads of 64 and 80 rows."""
+
+    @every_divergence
+    @pytest.mark.parametrize("rich", [False, True], ids=["plain", "bias-scale-cap-temperature"])
+    @pytest.mark.parametrize("sizes", [(64, 80), (80, 64), (72, 80)], ids="student {0[0]}, teacher {0[1]}".format)
+    def test_ids_only_one_model_knows_are_as_if_cut_off(
+        self, make_pair, gradients, divergence, rich, sizes, nan_in_new_memory
+    ):
+        student, teacher = (cut(side, rows) for side, rows in zip(make_pair(9, 80, rich=rich), sizes, strict=True))
+        oracle, (hidden, *head) = gradients(dense_divergence, (cut(student, 64), cut(teacher, 64)), divergence)
+        padding = sizes[0] - 64
+        expected = [hidden, *(torch.cat([part, part.new_zeros(padding, *part.shape[1:])]) for part in head)]
+        for compute in (streamed_divergence, dense_divergence):
+            ours = gradients(compute, (student, teacher), divergence, chunk_tokens=4, vocabulary=64)
+            assert_same(ours, (oracle, expected), rtol=1e-4, atol=2e-6)
+
+    @every_divergence
+    def test_an_upstream_gradient_of_its_own_for_each_token(self, make_pair, gradients, divergence):
+        student, teacher = make_pair(9, 80, rich=True)
+        pair, upstream = (student, cut(teacher, 64)), UPSTREAMS["different for each token"]
+        ours = gradients(streamed_divergence, pair, divergence, upstream=upstream, vocabulary=64)
+        assert_same(ours, gradients(dense_divergence, pair, divergence, upstream=upstream, vocabulary=64), **CLOSE)

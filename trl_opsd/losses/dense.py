@@ -15,14 +15,15 @@ def dense_divergence(
     divergence: Divergence,
     weights: Tensor | None = None,
     chunk_tokens: int | None = None,
+    vocabulary: int | None = None,
 ) -> PerToken:
     """What [`streamed_divergence`] must equal, with `N x V` logits of both models in memory and in float64.
 
     Arguments and errors are those of [`streamed_divergence`]; `chunk_tokens` changes nothing here.
     """
-    check_comparable(student, teacher, weights, chunk_tokens)
-    log_student_NV = _log_probs(student)
-    log_teacher_NV = _log_probs(teacher).detach()
+    check_comparable(student, teacher, weights, chunk_tokens, vocabulary)
+    log_student_NV = _log_probs(student, vocabulary)
+    log_teacher_NV = _log_probs(teacher, vocabulary).detach()
     value_N = divergence.value(log_student_NV, log_teacher_NV)
     return PerToken(
         divergence=(value_N if weights is None else weights * value_N).float(),
@@ -31,14 +32,15 @@ def dense_divergence(
     )
 
 
-def _log_probs(lazy: LazyLogits) -> Tensor:
+def _log_probs(lazy: LazyLogits, vocabulary: int | None) -> Tensor:
     head = lazy.head
     logits_NV = lazy.hidden.double() @ head.weight.double().T
     logits_NV = head.scale * (logits_NV if head.bias is None else logits_NV + head.bias.double())
     if head.softcap is not None:
         logits_NV = head.softcap * torch.tanh(logits_NV / head.softcap)
     # A column at -inf has probability 0; a finite floor keeps 0 * log 0 at 0, in the value and in the gradient.
-    return torch.log_softmax((logits_NV / lazy.temperature).clamp(min=torch.finfo(torch.float64).min), dim=-1)
+    logits_NV = logits_NV[:, :vocabulary] / lazy.temperature
+    return torch.log_softmax(logits_NV.clamp(min=torch.finfo(torch.float64).min), dim=-1)
 
 
 def _entropy(log_p_NV: Tensor) -> Tensor:

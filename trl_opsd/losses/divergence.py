@@ -121,7 +121,11 @@ def _kl(log_p_RV: Tensor, log_q_RV: Tensor) -> Tensor:
 
 
 def check_comparable(
-    student: LazyLogits, teacher: LazyLogits, weights_N: Tensor | None, chunk_tokens: int | None
+    student: LazyLogits,
+    teacher: LazyLogits,
+    weights_N: Tensor | None,
+    chunk_tokens: int | None,
+    vocabulary: int | None,
 ) -> None:
     """Refuses what cannot be compared, before anything is multiplied.
 
@@ -152,10 +156,16 @@ def check_comparable(
             f"student has {student.hidden.size(0)} tokens, teacher {teacher.hidden.size(0)}: "
             "select the same tokens from both."
         )
-    if student.head.weight.size(0) != teacher.head.weight.size(0):
+    mine, yours = student.head.weight.size(0), teacher.head.weight.size(0)
+    if vocabulary is None and mine != yours:
         raise ValueError(
-            f"student vocabulary is {student.head.weight.size(0)}, teacher vocabulary {teacher.head.weight.size(0)}: "
-            "pass a teacher with the same tokenizer, and cut both heads to the ids they share."
+            f"student vocabulary is {mine}, teacher vocabulary {yours}: pass a teacher with the same tokenizer, and "
+            "say with `vocabulary` how many ids they share."
+        )
+    if vocabulary is not None and not 1 <= vocabulary <= min(mine, yours):
+        raise ValueError(
+            f"vocabulary is {vocabulary}, but the student's head has {mine} rows and the teacher's {yours}: expected "
+            f"a number from 1 to {min(mine, yours)}, the ids that both models know."
         )
     tensors = (student.hidden, student.head.weight, teacher.hidden, teacher.head.weight)
     if len(devices := {str(tensor.device) for tensor in tensors}) > 1:

@@ -39,6 +39,7 @@ def streamed_divergence(
     divergence: Divergence,
     weights: Tensor | None = None,
     chunk_tokens: int | None = None,
+    vocabulary: int | None = None,
 ) -> PerToken:
     """The divergence of every token between two models whose logits are never formed in full.
 
@@ -63,6 +64,10 @@ def streamed_divergence(
             [N], constants that multiply the divergence of each token.
         chunk_tokens (`int`, *optional*):
             Tokens whose logits exist at a time. Defaults to what keeps the tiles within 0.6 GB.
+        vocabulary (`int`, *optional*):
+            Token ids both models know: the first rows of both heads. The others, which one tokenizer's models may be
+            padded with, have probability 0 on both sides and a gradient of 0: as if both heads ended there. When
+            `None`, both heads have one row for each token.
 
     Returns:
         [`PerToken`]: in nats. Where one model excludes what the other expects the divergence is `inf`.
@@ -70,9 +75,9 @@ def streamed_divergence(
     Raises:
         ValueError: If shapes, devices or settings do not fit together.
     """
-    check_comparable(student, teacher, weights, chunk_tokens)
+    check_comparable(student, teacher, weights, chunk_tokens, vocabulary)
     dtypes = _product_dtype(student.hidden), _product_dtype(teacher.hidden)
-    fold = _Fold(student, teacher, divergence, dtypes, chunk_tokens)
+    fold = _Fold(student, teacher, divergence, dtypes, chunk_tokens, vocabulary)
     inputs = (student.hidden, student.head.weight, student.head.bias)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         value_N, student_entropy_N, teacher_entropy_N = _Streamed.apply(*inputs, weights, fold)
@@ -124,6 +129,7 @@ class _Fold:
     divergence: Divergence
     dtypes: tuple[torch.dtype, torch.dtype]
     chunk_tokens: int | None
+    vocabulary: int | None
 
     def run(
         self, weights_N: Tensor | None, wanted: tuple[bool, ...]
@@ -132,7 +138,8 @@ class _Fold:
 
         The gradients are float32, and those of the sum of the weighted divergences.
         """
-        student, teacher = _Side.of(self.student, self.dtypes[0]), _Side.of(self.teacher, self.dtypes[1])
+        student = _Side.of(self.student, self.dtypes[0], self.vocabulary)
+        teacher = _Side.of(self.teacher, self.dtypes[1], self.vocabulary)
         (tokens, width), vocabulary = student.hidden_NH.shape, student.weight_VH.size(0)
         device, dtype = student.hidden_NH.device, student.weight_VH.dtype
 
@@ -145,12 +152,15 @@ class _Fold:
         gradient_GV = student_CV if in_place else torch.empty(group_tokens, vocabulary, dtype=dtype, device=device)
 
         statistics = tuple(torch.empty(tokens, device=device) for _ in range(3))
-        shapes = (tokens, width), (vocabulary, width), (vocabulary,)
-        # The first group overwrites: nothing needs to be zeroed, unless there is no group.
-        new = torch.empty if tokens else torch.zeros
+        head_rows = self.student.head.weight.size(0)
+        shapes = (tokens, width), (head_rows, width), (head_rows,)
+        # The first group overwrites: nothing needs to be zeroed, unless there is no group, or a row in no product.
+        new = torch.empty if tokens and head_rows == vocabulary else torch.zeros
         gradients = tuple(
             new(shape, device=device) if want else None for shape, want in zip(shapes, wanted, strict=True)
         )
+        hidden_NH, *head = gradients
+        shared = [None if gradient is None else gradient[:vocabulary] for gradient in head]
         for group in _spans(0, tokens, max(1, group_tokens)):
             for tile in _spans(group.start, group.stop, tile_tokens):
                 student.project_(student_CV, tile)
@@ -162,7 +172,7 @@ class _Fold:
                         statistic_N[rows] = statistic_R
                     if any(wanted):
                         gradient_GV[_shift(rows, -group.start)] = gradient_RV
-            student.backproject_(gradient_GV, group, *gradients)
+            student.backproject_(gradient_GV, group, hidden_NH, *shared)
         return statistics, gradients
 
     def _block(
@@ -199,13 +209,13 @@ class _Side:
     """Bound of the finished logits; they are `cap * tanh(product)`, or the product itself without a bound."""
 
     @classmethod
-    def of(cls, lazy: LazyLogits, dtype: torch.dtype) -> _Side:
+    def of(cls, lazy: LazyLogits, dtype: torch.dtype, vocabulary: int | None) -> _Side:
         head = lazy.head
         gain = head.scale / (lazy.temperature if head.softcap is None else head.softcap)
         return cls(
             hidden_NH=_operand(lazy.hidden, dtype),
-            weight_VH=_operand(head.weight, dtype),
-            bias_V=None if head.bias is None else head.bias.float() * gain,
+            weight_VH=_operand(head.weight[:vocabulary], dtype),
+            bias_V=None if head.bias is None else head.bias[:vocabulary].float() * gain,
             gain=gain,
             cap=None if head.softcap is None else head.softcap / lazy.temperature,
         )
