@@ -140,17 +140,17 @@ BAD_DATASETS: list[tuple[Any, type[Exception], str]] = [
     (Dataset.from_dict({"prompt": ["a", "b"], "image": ["", ""]}), ValueError, "has a column 'image'"),
     (prompts("a", ""), ValueError, "The prompt in row 1 of train_dataset is empty"),
     (prompts("a", None), TypeError, "The prompt in row 1 of train_dataset is None"),
-    (prompts(1, 2), TypeError, "row 0 of train_dataset is 1 of type int"),
+    (prompts(1, 2), TypeError, "The prompt in row 0 of train_dataset is of type int: expected a string"),
     (prompts(GOOD, []), ValueError, "row 1 of train_dataset is a list without messages"),
-    (prompts([{"content": "a"}], GOOD), ValueError, "message 0 of the prompt in row 0"),
+    (prompts([{"content": "a"}], GOOD), ValueError, "prompt in row 0 of train_dataset: message 0"),
     (prompts([{"role": "user"}], [{"role": "user"}]), ValueError, "expected a dict with 'role' and 'content'"),
-    (prompts(["hi"], ["ho"]), ValueError, "message 0 of the prompt in row 0 of train_dataset is 'hi'"),
+    (prompts(["hi"], ["ho"]), ValueError, "row 0 of train_dataset: message 0 is of type str: expected"),
     (
         prompts(*[[{"role": "user", "content": [{"type": "image", "text": "x"}]}]] * 2),
         ValueError,
         "only text is supported yet",
     ),
-    (prompts("a", "long " * 100), ValueError, "row 1 of train_dataset has 500 tokens; with max_completion_length=24"),
+    (prompts("a", "long " * 100), ValueError, "row 1 of train_dataset has 500 tokens; with a completion of 24"),
 ]
 
 
@@ -166,8 +166,8 @@ def test_the_last_row_of_a_large_dataset_is_read_too(make_trainer):
 
 
 def test_text_and_messages_may_not_be_mixed():
-    with pytest.raises(ValueError, match="row 1 of it is messages, those before it are text"):
-        check_prompts(["a", GOOD], "it")
+    with pytest.raises(ValueError, match="The second is messages, those before it are text"):
+        check_prompts([("a", "The first"), (GOOD, "The second")])
 
 
 def test_messages_need_a_chat_template(make_trainer):
@@ -208,7 +208,7 @@ def test_a_prompt_without_tokens_is_refused(make_trainer):
 
 def test_a_token_beyond_the_embedding_is_refused(make_trainer):
     small = tiny.qwen2(vocab_size=200)
-    with pytest.raises(ValueError, match="but the student's embedding has 200 rows"):
+    with pytest.raises(ValueError, match="but the models know 200 ids"):
         make_trainer(model=small, teacher_model=tiny.qwen2(48, 1, vocab_size=200))
 
 
@@ -274,8 +274,8 @@ def test_a_teacher_that_shares_weights_with_the_student_is_refused(make_trainer)
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(make_trainer):
-    with pytest.raises(ValueError, match="The teacher's vocabulary has 300 tokens, the student's 259"):
-        make_trainer(teacher_model=tiny.qwen2(48, 1, vocab_size=300))
+    with pytest.raises(ValueError, match=r"The head of the teacher has 200 rows, but the tokenizer has 259 tokens"):
+        make_trainer(teacher_model=tiny.qwen2(48, 1, vocab_size=200))
 
 
 def test_a_model_that_predicts_no_tokens_is_refused(make_trainer):

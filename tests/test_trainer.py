@@ -165,7 +165,10 @@ class TestRollout:
 
     @pytest.mark.parametrize(
         ("written", "message"),
-        [([5] * 300, "Careless wrote 300 tokens after a prompt of"), ([5, 259], "Careless wrote the token id 259")],
+        [
+            ([5] * 300, "Careless wrote 300 tokens after a prompt of"),
+            ([5, 259], "What Careless wrote has the token id 259"),
+        ],
     )
     def test_a_backend_that_writes_what_no_model_can_read_is_found_out(self, make_trainer, written, message):
         class Careless(FixedRollout):

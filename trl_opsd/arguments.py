@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, TypeAlias
 
 from datasets import Dataset, IterableDataset
@@ -55,12 +56,28 @@ def check_processing_class(processing_class: Any) -> None:
 
 
 def check_datasets(
-    train_dataset: AnyDataset | None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None, args: OPSDConfig
+    train_dataset: AnyDataset | None,
+    eval_dataset: AnyDataset | dict[str, AnyDataset] | None,
+    args: OPSDConfig,
+    teachers: Collection[str] = (),
+    needs_privilege: bool = False,
 ) -> None:
     """Checks types, columns and sizes; the rows are read later, when there is a tokenizer.
 
+    Args:
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
+            What is trained on.
+        eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or a `dict` of them, *optional*):
+            What is evaluated on.
+        args ([`OPSDConfig`]):
+            Says how many rows make a batch.
+        teachers (`Collection[str]`, *optional*):
+            Names of the teachers, when there are several.
+        needs_privilege (`bool`, *optional*, defaults to `False`):
+            Whether the columns have to tell the teacher more than the student.
+
     Raises:
-        ValueError: There is nothing to train or evaluate on, or not enough, or not in a column `prompt`.
+        ValueError: There is nothing to train or evaluate on, or not enough, or a column is missing.
         TypeError: Something is not a dataset.
     """
     if train_dataset is None and eval_dataset is None:
@@ -73,14 +90,21 @@ def check_datasets(
                 f"`{where}` is a {type(dataset).__name__}: expected a `datasets.Dataset` or `IterableDataset`, for "
                 "instance `Dataset.from_list(rows)`."
             )
-        check_columns(_columns(dataset), where)
+        columns = columns_of(dataset)
+        check_columns(columns, where, teachers)
+        if needs_privilege and columns is not None and not {"teacher_prompt", "privileged_context"} & set(columns):
+            raise ValueError(
+                f"The student teaches itself (`teacher_model_kind={args.teacher_model_kind!r}`), but {where} tells the "
+                f"teacher nothing that the student does not see; it has only {columns}. Add a column "
+                "'privileged_context' or 'teacher_prompt', or pass `teacher_prompt_fn`."
+            )
         if where == "train_dataset":
             check_train_size(dataset, args)
         elif isinstance(dataset, Dataset) and len(dataset) == 0:
             raise ValueError(f"`{where}` has no rows: add some, or leave it out.")
 
 
-def _columns(dataset: AnyDataset) -> list[str] | None:
+def columns_of(dataset: AnyDataset) -> list[str] | None:
     """The columns as a reader of the rows sees them; a transform may have made them."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom" and len(dataset):
         return list(dataset[0])

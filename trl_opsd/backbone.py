@@ -49,7 +49,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def prove_head(model: Any, role: str, gathered: Gathered = nullcontext) -> None:
-    """Checks by computing both that `model(x).logits` is what [`~types.OutputHead`] makes of the last hidden state.
+    """Checks that the head has the rows the config says, and that `model(x).logits` is what [`~types.OutputHead`] makes of the last hidden state.
 
     The loss never calls the model's own head, so an architecture that post-processes its logits in a way
     [`~types.OutputHead.of`] cannot read would be trained on a wrong objective without any sign of it.
@@ -63,11 +63,17 @@ def prove_head(model: Any, role: str, gathered: Gathered = nullcontext) -> None:
             Makes a head that was split whole, for as long as the context it returns lasts.
 
     Raises:
-        ValueError: The two differ by more than rounding.
+        ValueError: Two of them differ by more than rounding; the message gives both.
     """
     head = OutputHead.of(model)
+    rows, said = head.shape[0], model.config.get_text_config().vocab_size
+    if rows != said:
+        raise ValueError(
+            f"The head of the {role} ({type(model).__name__}) has {rows} rows, but its config says vocab_size={said}: "
+            "resize with `model.resize_token_embeddings(n)`, which changes both, or repair the config."
+        )
     # Spread over the vocabulary, and without drawing from the random state of training.
-    ids_BL = torch.arange(8, device=head.weight.device).mul(model.config.get_text_config().vocab_size // 8)[None]
+    ids_BL = torch.arange(8, device=head.weight.device).mul(rows // 8)[None]
     was_training = model.training
     model.eval()
     try:

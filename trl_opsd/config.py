@@ -6,13 +6,14 @@ import difflib
 import math
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.teacher_prompts import TEMPLATE, check_template
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 
@@ -52,6 +53,20 @@ class OPSDConfig(DistillationConfig):
             0.6 GB. The result does not depend on it.
         teacher_trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether the teacher may be loaded from a repository that ships Python code of its own.
+        teacher_model_kind (`str`, *optional*):
+            Lets the student be its own teacher, which then has to read more than the student: `"base"` is the student
+            as it was handed in (with LoRA: without its adapter, so there is no second copy), `"ema"` its exponential
+            moving average (with LoRA: of the adapter), `"live"` the student as it is now. As in TRL's `SDFTConfig`,
+            but off by default.
+        teacher_update_rate (`float`, *optional*, defaults to `0.05`):
+            Share of the student in an update of the `"ema"` teacher, in (0, 1].
+        teacher_sync_steps (`int`, *optional*, defaults to `1`):
+            Optimizer steps between updates of the `"ema"` teacher.
+        teacher_prompt_template (`str`, *optional*, defaults to `"{prompt}\n\n{privileged_context}"`):
+            Joins the prompt and the column `privileged_context` into what the teacher reads; of messages, it becomes
+            the last one of the user.
+        teacher_chat_template_kwargs (`dict` or `str`, *optional*):
+            Arguments of the chat template that differ for the teacher, for instance `{"enable_thinking": True}`.
 
     Raises:
         ValueError: An option is out of range, unknown, or contradicts another one.
@@ -81,15 +96,38 @@ class OPSDConfig(DistillationConfig):
         default=False,
         metadata={"help": "Whether the teacher may be loaded from a repository that ships Python code of its own."},
     )
+    teacher_model_kind: str | None = field(
+        default=None,
+        metadata={"help": "The student as its own teacher: 'base', 'ema' or 'live'."},
+    )
+    teacher_update_rate: float = field(
+        default=0.05,
+        metadata={"help": "Share of the student in an update of the 'ema' teacher."},
+    )
+    teacher_sync_steps: int = field(
+        default=1,
+        metadata={"help": "Optimizer steps between updates of the 'ema' teacher."},
+    )
+    teacher_prompt_template: str = field(
+        default=TEMPLATE,
+        metadata={"help": "Joins the student's prompt and the column 'privileged_context' into the teacher's prompt."},
+    )
+    teacher_chat_template_kwargs: dict | str | None = field(
+        default=None,
+        metadata={"help": "Arguments of the chat template that differ for the teacher, for instance to let it think."},
+    )
     vllm_server_host: str = field(
         default="127.0.0.1",
         metadata={"help": "Host of the student vLLM server. Another host than loopback is an explicit choice."},
     )
 
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*DistillationConfig._VALID_DICT_FIELDS, "teacher_chat_template_kwargs"]
+
     def __post_init__(self) -> None:
         _in_range("beta", self.beta, 0.0, 1.0)  # TRL lets NaN pass
         super().__post_init__()
         self._check_objective()
+        self._check_teacher()
         self._check_sampling()
         self._check_generation_kwargs()
         self._check_without_effect()
@@ -102,6 +140,12 @@ class OPSDConfig(DistillationConfig):
         if self.divergence == "forward_kl" or (self.divergence is None and self.beta == 0.0):
             return ForwardKL()
         return ReverseKL()
+
+    @property
+    def teacher_template_kwargs(self) -> dict[str, Any]:
+        """Arguments of the chat template that differ for the teacher; none by default."""
+        assert not isinstance(self.teacher_chat_template_kwargs, str), "parsed and checked at construction"
+        return dict(self.teacher_chat_template_kwargs or {})
 
     def _check_objective(self) -> None:
         _one_of("divergence", self.divergence, (None, *DIVERGENCES))
@@ -122,6 +166,15 @@ class OPSDConfig(DistillationConfig):
                 "'reverse_kl'.",
                 stacklevel=4,
             )
+
+    def _check_teacher(self) -> None:
+        _one_of("teacher_model_kind", self.teacher_model_kind, (None, "base", "ema", "live"))
+        _in_range("teacher_update_rate", self.teacher_update_rate, 0.0, 1.0, open_below=True)
+        _at_least_one("teacher_sync_steps", self.teacher_sync_steps)
+        check_template(self.teacher_prompt_template)
+        kwargs = self.teacher_chat_template_kwargs
+        if kwargs is not None and not isinstance(kwargs, dict):
+            raise ValueError(f"`teacher_chat_template_kwargs={kwargs!r}`: expected a dict of template arguments.")
 
     def _check_sampling(self) -> None:
         _at_least_one("max_completion_length", self.max_completion_length)

@@ -1,22 +1,30 @@
-"""Decides which rows of a dataset can be answered; it knows what a prompt looks like and nothing of models."""
+"""Checks what stands in a dataset row before anybody reads it; it knows what a prompt looks like and nothing of models.
+
+Messages name the row and say of what kind a wrong value is, but never show it: a row may hold what is not to be logged.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
-
-from datasets import IterableDataset
 
 _HOW_TO_NAME_IT = "rename the column that holds the prompts, for instance `dataset.rename_column('question', 'prompt')`"
 
 
-def check_columns(columns: Iterable[str] | None, where: str) -> None:
+def check_columns(columns: Iterable[str] | None, where: str, teachers: Collection[str] = ()) -> None:
     """Checks the names of the columns; `None` means that they are not known before the first row is read.
 
+    Args:
+        columns (`Iterable[str]`, *optional*):
+            The names.
+        where (`str`):
+            What they belong to, for the message.
+        teachers (`Collection[str]`, *optional*):
+            Names of the teachers, when each row says which of them is its own.
+
     Raises:
-        ValueError: There is no `prompt`, or there are images.
+        ValueError: There is no `prompt`, or there are images, or no `teacher` where there are several.
     """
     if columns is None:
         return
@@ -29,6 +37,11 @@ def check_columns(columns: Iterable[str] | None, where: str) -> None:
                 f"{where} has a column {name!r}, but prompts with images are not supported yet: remove the column, or "
                 "use `trl.DistillationTrainer`, which reads them."
             )
+    if teachers and "teacher" not in names:
+        raise ValueError(
+            f"There are several teachers, but {where} has no column 'teacher', only {names}: add one that names one of "
+            f"{sorted(teachers)} in each row."
+        )
 
 
 def check_prompt(prompt: Any, where: str) -> str:
@@ -36,9 +49,9 @@ def check_prompt(prompt: Any, where: str) -> str:
 
     Args:
         prompt (`Any`):
-            What stands in the `prompt` column.
+            What somebody is to read.
         where (`str`):
-            Where it stands, for the message.
+            What it is and where it stands, for the message: `"The prompt in row 3 of train_dataset"`.
 
     Returns:
         `str`: `"text"` or `"messages"`.
@@ -49,69 +62,52 @@ def check_prompt(prompt: Any, where: str) -> str:
     """
     if isinstance(prompt, str):
         if not prompt:
-            raise ValueError(
-                f"The prompt in {where} is empty: give the student something to answer, or remove the row."
-            )
+            raise ValueError(f"{where} is empty: give the model something to answer, or remove the row.")
         return "text"
     if not isinstance(prompt, list):
         raise TypeError(
-            f"The prompt in {where} is {prompt!r} of type {type(prompt).__name__}: expected a string or a list of "
-            "messages such as [{'role': 'user', 'content': '...'}]; fill in or remove the row."
+            f"{where} is {_kind(prompt)}: expected a string or a list of messages such as "
+            "[{'role': 'user', 'content': '...'}]; fill in or remove the row."
         )
     if not prompt:
-        raise ValueError(f"The prompt in {where} is a list without messages: add one, or remove the row.")
+        raise ValueError(f"{where} is a list without messages: add one, or remove the row.")
     for position, message in enumerate(prompt):
-        _check_message(message, f"message {position} of the prompt in {where}")
+        _check_message(message, f"{where}: message {position}")
     return "messages"
 
 
-def check_prompts(prompts: list[Any], where: str, start: int = 0, kind: str | None = None) -> str | None:
+def check_prompts(prompts: Iterable[tuple[Any, str]], kind: str | None = None) -> str | None:
     """Checks many prompts, and that they are all of one kind.
 
     Args:
-        prompts (`list`):
-            What stands in the `prompt` column.
-        where (`str`):
-            What the rows belong to, for the message.
-        start (`int`, *optional*, defaults to `0`):
-            Number of the first row.
+        prompts (`Iterable[tuple[Any, str]]`):
+            Each with what [`check_prompt`] is to call it.
         kind (`str`, *optional*):
-            What the rows before these were: `"text"` or `"messages"`.
+            What the ones before these were: `"text"` or `"messages"`.
 
     Returns:
-        `str`, *optional*: the kind of all of them; `None` when there was no row yet.
+        `str`, *optional*: the kind of all of them; `None` when there was none yet.
 
     Raises:
-        ValueError: As [`check_prompt`], naming the row; or text and messages are mixed.
+        ValueError: As [`check_prompt`]; or text and messages are mixed.
         TypeError: As [`check_prompt`].
     """
-    for number, prompt in enumerate(prompts, start):
-        found = check_prompt(prompt, f"row {number} of {where}")
+    for prompt, where in prompts:
+        found = check_prompt(prompt, where)
         if kind is None:
             kind = found
         elif found != kind:
             raise ValueError(
-                f"The prompt in row {number} of {where} is {found}, those before it are {kind}: a dataset holds "
-                "prompts of one kind; turn the texts into messages, or the messages into text."
+                f"{where} is {found}, those before it are {kind}: all have to be of one kind; turn the texts into "
+                "messages, or the messages into text."
             )
     return kind
 
 
-def check_rows(rows: list[dict[str, Any]], where: str) -> None:
-    """Checks rows just before they are used: those of a stream have not been seen before.
-
-    Raises:
-        ValueError: As [`check_columns`] and [`check_prompts`].
-        TypeError: As [`check_prompt`].
-    """
-    for number, row in enumerate(rows):
-        check_columns(row, f"row {number} of {where}")
-    check_prompts([row["prompt"] for row in rows], where)
-
-
 def _check_message(message: Any, where: str) -> None:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-        raise ValueError(f"{where} is {message!r}: expected a dict with 'role' and 'content'.")
+        found = f"a dict with {sorted(map(str, message))}" if isinstance(message, dict) else _kind(message)
+        raise ValueError(f"{where} is {found}: expected a dict with 'role' and 'content'.")
     content = message["content"]
     if content is None and message.get("tool_calls"):
         return
@@ -125,17 +121,21 @@ def _check_message(message: Any, where: str) -> None:
             f"{where} holds parts of type {sorted(map(str, kinds))}: only text is supported yet; "
             "use `trl.DistillationTrainer` for prompts with images."
         )
-    raise ValueError(f"{where} has the content {content!r}: expected text.")
+    raise ValueError(f"{where} has {_kind(content)} as its content: expected text.")
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLimits:
-    """What a tokenized prompt must keep to so that the student can read it and answer."""
+    """What a tokenized prompt must keep to so that a model can read it and what follows."""
 
     vocabulary: int
-    """Rows of the student's embedding; every token id is smaller."""
+    """Every token id is smaller: those that student and teacher know."""
     context: int | None
-    """Tokens that student and teacher can look at, or `None` where there is no limit."""
+    """Tokens that can be looked at, or `None` where there is no limit."""
     completion: int
     """Tokens to leave free for the answer: `max_completion_length`."""
 
@@ -147,24 +147,31 @@ class PromptLimits:
         """Tokens that may follow so many, as far as a completion and the context go."""
         return self.completion if self.context is None else min(self.completion, self.context - prompt_tokens)
 
+    def covers(self, other: PromptLimits) -> bool:
+        """Whether what keeps to the other limits keeps to these."""
+        wide = self.context is None or (other.context is not None and other.context <= self.context)
+        return wide and other.vocabulary <= self.vocabulary and other.completion >= self.completion
+
+    def check_room(self, reader: str) -> None:
+        """Raises `ValueError` when a completion alone fills the context."""
+        if self.context is not None and self.completion >= self.context:
+            raise ValueError(
+                f"`max_completion_length={self.completion}` leaves no room for a prompt in the context of {reader}, "
+                f"{self.context} tokens: lower it."
+            )
+
     def check(self, prompt_ids: list[int], where: str) -> None:
-        """Raises `ValueError` when the prompt is empty, does not fit, or has a token the student does not know."""
+        """Raises `ValueError` when the prompt is empty, does not fit, or has a token that a model does not know."""
         if not prompt_ids:
             raise ValueError(
-                f"The prompt in {where} has no tokens after tokenization: give the student something to answer, or "
-                "remove the row."
+                f"{where} has no tokens after tokenization: give the model something to answer, or remove the row."
             )
         if not self.fits(prompt_ids):
             raise ValueError(
-                f"The prompt in {where} has {len(prompt_ids)} tokens; with max_completion_length={self.completion} "
-                f"that is more than the context of {self.context}: shorten it, lower max_completion_length, "
-                "or set overlong_prompts='drop'."
+                f"{where} has {len(prompt_ids)} tokens; with a completion of {self.completion} that is more than the "
+                f"context of {self.context}: shorten it, lower max_completion_length, or set overlong_prompts='drop'."
             )
-        if max(prompt_ids) >= self.vocabulary:
-            raise ValueError(
-                f"The prompt in {where} has the token id {max(prompt_ids)}, but the student's embedding has "
-                f"{self.vocabulary} rows: pass the tokenizer the student was trained with."
-            )
+        self._check_known(max(prompt_ids), where)
 
     def check_completion(self, prompt_ids: list[int], completion_ids: list[int], backend: str) -> None:
         """Raises `ValueError` when a rollout wrote what the models cannot read."""
@@ -174,82 +181,11 @@ class PromptLimits:
                 f"{backend} wrote {len(completion_ids)} tokens after a prompt of {len(prompt_ids)}, but the context is "
                 f"{self.context}: let it write at most max_completion_length={self.completion}."
             )
-        if completion_ids and max(completion_ids) >= self.vocabulary:
+        self._check_known(max(completion_ids, default=0), f"What {backend} wrote")
+
+    def _check_known(self, largest_id: int, where: str) -> None:
+        if largest_id >= self.vocabulary:
             raise ValueError(
-                f"{backend} wrote the token id {max(completion_ids)}, but the student's embedding has "
-                f"{self.vocabulary} rows: use the student's own tokenizer."
+                f"{where} has the token id {largest_id}, but the models know {self.vocabulary} ids: use the tokenizer "
+                "the student was trained with."
             )
-
-
-Tokenize = Callable[[list[Any]], list[list[int]]]
-
-
-def admit(
-    dataset: Any,
-    where: str,
-    *,
-    tokenize: Tokenize,
-    limits: PromptLimits,
-    has_template: bool,
-    dropped: Counter[str] | None,
-) -> Any:
-    """Reads a whole dataset before training starts, as far as it can be read.
-
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            A stream cannot be read ahead: its rows are checked when they are used, and filtered here if asked for.
-        where (`str`):
-            Its name, for the messages.
-        tokenize (`Callable[[list], list[list[int]]]`):
-            Turns prompts into token ids, chat template included.
-        limits ([`PromptLimits`]):
-            What every prompt must keep to.
-        has_template (`bool`):
-            Whether the tokenizer has a chat template.
-        dropped (`Counter`, *optional*):
-            Leave out prompts that do not fit and count them here under the name of the dataset, those of a stream as it
-            is read. When `None`, such a prompt is an error.
-
-    Returns:
-        The dataset without the dropped rows.
-
-    Raises:
-        ValueError: A row cannot be trained on; the message names it.
-        TypeError: As [`check_prompt`].
-    """
-    if isinstance(dataset, IterableDataset):
-        return dataset if dropped is None else dataset.filter(_stays(where, tokenize, limits, dropped))
-    kept: list[int] = []
-    number = 0
-    kind = None
-    # A transform may make the prompts out of other columns; any other format is only a way to look at them.
-    made = dataset.format["type"] == "custom"
-    readable = dataset if made else dataset.with_format(None).select_columns("prompt")
-    for batch in readable.iter(batch_size=1000):
-        kind = check_prompts(batch["prompt"], where, start=number, kind=kind)
-        if kind == "messages" and not has_template:
-            raise ValueError(
-                f"{where} holds messages, but the tokenizer has no chat template: set `tokenizer.chat_template`, or "
-                "give the prompts as text."
-            )
-        for prompt_ids in tokenize(batch["prompt"]):
-            if dropped is None or limits.fits(prompt_ids):
-                limits.check(prompt_ids, f"row {number} of {where}")
-                kept.append(number)
-            number += 1
-    if dropped is None or len(kept) == number:
-        return dataset
-    dropped[where] = number - len(kept)
-    return dataset.select(kept)
-
-
-def _stays(where: str, tokenize: Tokenize, limits: PromptLimits, dropped: Counter[str]) -> Callable[[Any], bool]:
-    """Whether a row of a stream stays in it."""
-
-    def stays(row: dict[str, Any]) -> bool:
-        check_rows([row], f"what {where} streams")
-        fits = limits.fits(tokenize([row["prompt"]])[0])
-        dropped[where] += not fits
-        return fits
-
-    return stays

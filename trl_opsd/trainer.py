@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from trl_opsd._compat.trl import SeamTrainer, gathered_head
-from trl_opsd.arguments import AnyDataset, check_datasets, check_processing_class, check_train_size, checked_args
+from trl_opsd.admission import Reader, admit
+from trl_opsd.arguments import (
+    AnyDataset,
+    check_datasets,
+    check_processing_class,
+    check_train_size,
+    checked_args,
+    columns_of,
+)
 from trl_opsd.backbone import completion_hidden, context_of, is_sharded, prove_head
 from trl_opsd.config import OPSDConfig
+from trl_opsd.guards import check_sums
 from trl_opsd.losses import reduce, streamed_divergence
-from trl_opsd.prompts import PromptLimits, admit, check_rows
+from trl_opsd.prompts import PromptLimits
+from trl_opsd.readers import Readers
 from trl_opsd.rng import preserved_rng
 from trl_opsd.rollout import HFRollout, RolloutBackend
 from trl_opsd.rollout.base import cut_after_end
 from trl_opsd.teacher import Teacher
-from trl_opsd.teacher.build import build_teacher, check_teacher
+from trl_opsd.teacher.build import (
+    TeacherLike,
+    build_own_teacher,
+    build_teacher,
+    check_teachers,
+    teacher_tokenizer,
+)
+from trl_opsd.teacher.routed import shares, targets_of
+from trl_opsd.teacher_prompts import COLUMNS, TeacherPrompts, teacher_of
 from trl_opsd.types import LazyLogits, LossParts, OutputHead, Rollout, TeacherTargets
+from trl_opsd.vocabulary import check_token_maps, shared_vocabulary
 
 logger = get_logger(__name__)
 
@@ -90,6 +110,7 @@ class OPSDTrainer(SeamTrainer):
     ```
     """
 
+    row_columns = ("prompt", *COLUMNS)
     args: OPSDConfig
     train_dataset: AnyDataset | None
     eval_dataset: AnyDataset | dict[str, AnyDataset] | None
@@ -97,7 +118,7 @@ class OPSDTrainer(SeamTrainer):
     def __init__(
         self,
         model: Any,
-        teacher_model: str | PreTrainedModel | Teacher | None = None,
+        teacher_model: TeacherLike | Mapping[str, TeacherLike] | None = None,
         args: OPSDConfig | None = None,
         train_dataset: AnyDataset | None = None,
         eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
@@ -109,13 +130,23 @@ class OPSDTrainer(SeamTrainer):
         tools: list[Callable] | None = None,
         *,
         rollout: RolloutBackend | None = None,
+        teacher_processing_class: PreTrainedTokenizerBase | Mapping[str, PreTrainedTokenizerBase] | None = None,
+        teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
     ) -> None:
         args = checked_args(args, model)
         teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
-        check_teacher(teacher_model, model)
+        check_teachers(teacher_model, model, args.teacher_model_kind)
+        models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {"teacher": teacher_model}
         rollout = _picked_rollout(rollout, args)
         check_processing_class(processing_class)
-        check_datasets(train_dataset, eval_dataset, args)
+        teacher_template = args.teacher_template_kwargs
+        check_datasets(
+            train_dataset,
+            eval_dataset,
+            args,
+            teachers=tuple(models) if len(models) > 1 else (),
+            needs_privilege=args.teacher_model_kind is not None and teacher_prompt_fn is None and not teacher_template,
+        )
 
         super().__init__(
             model=model,
@@ -133,16 +164,23 @@ class OPSDTrainer(SeamTrainer):
         self.divergence = args.build_divergence()
         self.show_progress = self.accelerator.is_main_process and not args.disable_tqdm
         self._student_is_proved = False
+        self.dropped_prompts: Counter[str] = Counter()
         # TRL has seeded generation by now; whatever is built here must not move it.
         with preserved_rng(self.accelerator.device):
             if not is_sharded(self.model):  # else it is whole for the first time when it first writes
                 self._prove(self.model)
-            self._admit_datasets(context_of(self.model))
-            self.teacher = build_teacher(
-                teacher_model, self.model, args, self.accelerator.device, progress=self.show_progress
+            self.readers = Readers(
+                teachers=tuple(models),
+                prompts=TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn),
+                tokenize=self.tokenize,
+                template=teacher_template,
+                has_template=bool(self.processing_class.chat_template),
+                student_limits=self._student_limits(),
             )
-            self.teacher_model = getattr(self.teacher, "model", None)  # under TRL's name
-            self._heed_teachers_context()
+            self._admit_datasets(self.readers.student)
+            self._check_tokenizers(models, teacher_processing_class)
+            self._build_teachers(models)
+            self._heed_teachers()
         self.rollout = rollout
         rollout.bind(self)
 
@@ -163,32 +201,61 @@ class OPSDTrainer(SeamTrainer):
             self.limits.check_completion(prompt, completion, type(self.rollout).__name__)
         return completions
 
-    def teach(self, rollout: Rollout) -> TeacherTargets:
-        return self.teacher.targets(rollout)
+    def teach(self, rollout: Rollout, rows: list[dict[str, Any]]) -> TeacherTargets:
+        names = [
+            teacher_of(row, f"Row {number} of this batch", tuple(self.teachers)) for number, row in enumerate(rows)
+        ]
+        return targets_of(self.teachers, self._as_the_teacher_reads(rollout, rows), names)
+
+    def _as_the_teacher_reads(self, rollout: Rollout, rows: list[dict[str, Any]]) -> Rollout:
+        """The same completions, token by token, after the teacher's prompts."""
+        if all(map(self.readers.are_alike, rows)):
+            return rollout
+        lengths = rollout.completion_mask.sum(1).tolist()
+        written = [ids[:length] for ids, length in zip(rollout.completion_ids.tolist(), lengths, strict=True)]
+        texts = self.processing_class.batch_decode(written, skip_special_tokens=True)
+        padded = self.pad_prompts(self.readers.teacher_prompt_ids(rows, texts, lengths))
+        return replace(rollout, prompt_ids=padded["input_ids"], prompt_mask=padded["attention_mask"])
 
     def compare(
         self, student: Any, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
     ) -> LossParts:
-        head, teacher_head = OutputHead.of(student), self.teacher.head
+        head = OutputHead.of(student)
         hidden_BCH = completion_hidden(student, rollout)
         counts_BC = rollout.loss_mask != 0
-        with gathered_head(head), gathered_head(teacher_head):
-            per_token = streamed_divergence(
-                LazyLogits(_select(hidden_BCH, counts_BC, head), head, self.temperature),
-                LazyLogits(_select(targets.hidden, counts_BC, teacher_head), teacher_head, self.temperature),
-                self.divergence,
-                chunk_tokens=self.args.loss_chunk_tokens,
-            )
-        return reduce(per_token, rollout.loss_mask, num_items)
+        if num_items is None:
+            num_items = counts_BC.sum().clamp(min=1)
+        parts: LossParts | None = None
+        with gathered_head(head, *(teacher.head for teacher in self.teachers.values())):
+            for teacher, teacher_BCH, theirs_BC in shares(self.teachers, targets, counts_BC):
+                per_token = streamed_divergence(
+                    LazyLogits(_select(hidden_BCH, theirs_BC, head), head, self.temperature),
+                    LazyLogits(_select(teacher_BCH, theirs_BC, teacher.head), teacher.head, self.temperature),
+                    self.divergence,
+                    chunk_tokens=self.args.loss_chunk_tokens,
+                    vocabulary=self._shared_vocabulary,
+                )
+                part = reduce(per_token, theirs_BC, num_items)
+                parts = part if parts is None else parts + part
+        assert parts is not None, "there is a teacher"
+        return parts
 
     # ---- What is refused before it costs anything ------------------------------------------------------------------
 
     def check_rows(self, rows: list[dict[str, Any]]) -> None:
-        check_rows(rows, "this batch")
+        self.readers.student.prompts(rows, [f"row {number} of this batch" for number in range(len(rows))])
 
     def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
         for number, ids in enumerate(prompt_ids):
-            self.limits.check(ids, f"row {number} of this batch")
+            self.limits.check(ids, f"The prompt in row {number} of this batch")
+
+    def check_sums(self, sums: dict[str, float]) -> None:
+        check_sums(sums, self.limits.vocabulary)
+
+    @property
+    def limits(self) -> PromptLimits:
+        """What prompts and completions of the student keep to."""
+        return self.readers.student_limits
 
     # ---- Construction -------------------------------------------------------------------------------------------
 
@@ -196,47 +263,84 @@ class OPSDTrainer(SeamTrainer):
         prove_head(student, "student", gathered_head)
         self._student_is_proved = True
 
-    def _heed_teachers_context(self) -> None:
-        mine = self.limits.context
-        theirs = None if self.teacher_model is None else context_of(self.teacher_model)
-        if theirs is not None and (mine is None or theirs < mine):
-            self._admit_datasets(theirs)
+    def _check_tokenizers(self, models: dict[str, Any], given: Any) -> None:
+        for name, model in models.items():
+            tokenizer = given[name] if isinstance(given, Mapping) else given
+            if tokenizer is None:
+                tokenizer = teacher_tokenizer(model, self.args)
+            if tokenizer is not None:
+                check_token_maps(self.processing_class, tokenizer, name)
 
-    def _admit_datasets(self, context: int | None) -> None:
-        self.limits = PromptLimits(
-            vocabulary=self.model.config.get_text_config().vocab_size,
-            context=context,
+    def _build_teachers(self, models: dict[str, Any]) -> None:
+        device, average = self.accelerator.device, None
+        self.teachers: dict[str, Teacher] = {}
+        for name, model in models.items():
+            if model is None:
+                self.teachers[name], average = build_own_teacher(self.model, self.args, device, self.show_progress)
+            else:
+                self.teachers[name] = build_teacher(model, self.model, self.args, device, self.show_progress)
+        self.teacher = next(iter(self.teachers.values())) if len(self.teachers) == 1 else None
+        self.teacher_model = getattr(self.teacher, "model", None)  # under TRL's name
+        self._average = average
+        if average is not None:
+            self.add_callback(average)
+
+    def save_state(self, folder: str) -> None:
+        if self._average is not None and self.args.should_save:
+            self._average.save(folder)
+
+    def load_state(self, folder: str) -> None:
+        if self._average is not None:
+            self._average.load(folder)
+
+    def _student_limits(self) -> PromptLimits:
+        limits = PromptLimits(
+            vocabulary=OutputHead.of(self.model).shape[0],
+            context=context_of(self.model),
             completion=self.args.max_completion_length,
         )
-        if self.limits.context is not None and self.limits.completion >= self.limits.context:
-            raise ValueError(
-                f"`max_completion_length={self.limits.completion}` leaves no room for a prompt in a "
-                f"context of {self.limits.context} tokens: lower it."
-            )
-        self.dropped_prompts: Counter[str] = Counter()
+        limits.check_room("the student")
+        return limits
+
+    def _heed_teachers(self) -> None:
+        """What only the teachers, loaded by now, can tell: which tokens they know, and how much they can read."""
+        rows = {name: teacher.head.shape[0] for name, teacher in self.teachers.items()}
+        self._shared_vocabulary = shared_vocabulary(self.limits.vocabulary, rows, self.processing_class)
+        limits = replace(self.limits, vocabulary=self._shared_vocabulary or self.limits.vocabulary)
+        theirs = {name: replace(limits, context=teacher.context) for name, teacher in self.teachers.items()}
+        for name, one in theirs.items():
+            one.check_room(name)
+        self.readers = replace(self.readers, student_limits=limits, teacher_limits=theirs)
+        self._admit_datasets(self.readers.teacher, self.readers.may_differ)
+        columns = None if self.train_dataset is None else columns_of(self.train_dataset)
+        if len(theirs) == 1 and self.readers.are_alike(columns or ()):
+            # With tools a conversation grows until the context is full, and the teacher has to read all of it.
+            contexts = [one.context for one in (limits, *theirs.values()) if one.context is not None]
+            self.readers = replace(self.readers, student_limits=replace(limits, context=min(contexts, default=None)))
+
+    def _admit_datasets(
+        self, reader: Reader, if_needed: Callable[[list[str] | None], bool] = lambda columns: True
+    ) -> None:
+        def admitted(dataset: AnyDataset, name: str) -> AnyDataset:
+            return self._admit(dataset, name, reader) if if_needed(columns_of(dataset)) else dataset
+
         if self.train_dataset is not None:
-            self.train_dataset = self._admit(self.train_dataset, "train_dataset")
+            self.train_dataset = admitted(self.train_dataset, "train_dataset")
             check_train_size(self.train_dataset, self.args)
         if isinstance(self.eval_dataset, dict):
-            self.eval_dataset = {
-                name: self._admit(dataset, f"eval_dataset[{name!r}]") for name, dataset in self.eval_dataset.items()
-            }
+            named = {name: admitted(dataset, f"eval_dataset[{name!r}]") for name, dataset in self.eval_dataset.items()}
+            self.eval_dataset = named
         elif self.eval_dataset is not None:
-            self.eval_dataset = self._admit(self.eval_dataset, "eval_dataset")
+            self.eval_dataset = admitted(self.eval_dataset, "eval_dataset")
 
-    def _admit(self, dataset: AnyDataset, name: str) -> AnyDataset:
-        admitted = admit(
-            dataset,
-            name,
-            tokenize=self.tokenize,
-            limits=self.limits,
-            has_template=bool(self.processing_class.chat_template),
-            dropped=self.dropped_prompts if self.args.overlong_prompts == "drop" else None,
-        )
-        if dropped := self.dropped_prompts[name]:
+    def _admit(self, dataset: AnyDataset, name: str, reader: Reader) -> AnyDataset:
+        before = self.dropped_prompts[name]
+        dropped = self.dropped_prompts if self.args.overlong_prompts == "drop" else None
+        admitted = admit(dataset, name, reader, dropped)
+        if count := self.dropped_prompts[name] - before:
             logger.warning(
-                f"{dropped} prompts of {name} are longer than the context of {self.limits.context} tokens "
-                f"less max_completion_length={self.limits.completion} and were dropped; {len(admitted)} are left."
+                f"{count} prompts of {name} leave no room for max_completion_length={self.limits.completion} tokens "
+                f"in the context and were dropped; {len(admitted)} are left."
             )
         return admitted
 

@@ -51,6 +51,10 @@ class Rollout:
         """[B, P + C], 1 where a model may look."""
         return torch.cat([self.prompt_mask, self.completion_mask], dim=1)
 
+    def select(self, rows: list[int]) -> Rollout:
+        """Some of the rows, in the given order."""
+        return self._each(itemgetter(rows))
+
     def chunks(self, rows: int) -> Iterator[Rollout]:
         """Splits along B into rollouts of at most `rows` rows, in order."""
         for start in range(0, self.prompt_ids.size(0), rows):
@@ -69,16 +73,22 @@ class TeacherTargets:
     """What the teacher has to say about a rollout, small enough to keep for a whole generation batch."""
 
     hidden: Tensor
-    """[B, C, H_t], the teacher's last hidden state at the position that *predicts* each completion token."""
+    """[B, C, H_t], the teacher's last hidden state at the position that *predicts* each completion token.
+
+    Where several teachers share a batch, H_t is the largest of their widths, and a narrower one's states end in zeros.
+    """
+    teacher: Tensor | None = None
+    """[B], which teacher has read the row, as a number; `None` where there is only one."""
 
     def pack(self) -> dict[str, Tensor]:
         """The row-aligned tensors that ride through TRL's shuffle and split."""
-        return {"teacher_hidden": self.hidden}
+        packed = {"teacher_hidden": self.hidden}
+        return packed if self.teacher is None else {**packed, "teacher_number": self.teacher}
 
     @classmethod
     def unpack(cls, batch: Mapping[str, Any]) -> TeacherTargets:
         """The inverse of [`~TeacherTargets.pack`], on any subset of the rows."""
-        return cls(hidden=batch["teacher_hidden"])
+        return cls(hidden=batch["teacher_hidden"], teacher=batch.get("teacher_number"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +106,12 @@ class OutputHead:
     """Multiplier of the product, before the cap."""
     softcap: float | None = None
     """Bound of the logits, in logit units."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """V and H, also where ZeRO-3 has split the weight."""
+        rows, width = getattr(self.weight, "ds_shape", self.weight.shape)
+        return rows, width
 
     @classmethod
     def of(cls, model: Any) -> OutputHead:
@@ -163,3 +179,7 @@ class LossParts:
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
     """[B, 4], float32 sums over each row's tokens in the loss, in the order of `ROW_NAMES`: a count, then nats."""
+
+    def __add__(self, other: LossParts) -> LossParts:
+        """The parts of two groups of tokens of the same rows, divided by the same denominator."""
+        return LossParts(loss=self.loss + other.loss, rows=self.rows + other.rows)

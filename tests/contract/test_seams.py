@@ -42,9 +42,9 @@ class Counting(OPSDTrainer):
         self.calls.append("complete")
         return super().complete(prompt_ids)
 
-    def teach(self, rollout):
+    def teach(self, rollout, rows):
         self.calls.append("teach")
-        return super().teach(rollout)
+        return super().teach(rollout, rows)
 
     def compare(self, student, rollout, targets, num_items):
         self.calls.append("compare")

@@ -35,11 +35,14 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_generate": ("self", "prompts"),
     "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "has_tool_images"),
     "_generate_and_score_completions": ("self", "inputs"),
+    "_set_signature_columns_if_needed": ("self",),
     "_compute_loss": ("self", "unwrapped_student", "inputs", "num_items_in_batch"),
     "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
     "log": ("self", "logs", "start_time"),
+    "_save_optimizer_and_scheduler": ("self", "output_dir"),
+    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
 }
 """TRL's methods that are overridden here, with their parameters; a test holds them against the installed TRL."""
 
@@ -47,12 +50,16 @@ SEAMS: dict[str, tuple[str, ...]] = {
 class SeamTrainer(DistillationTrainer):
     """TRL's trainer with its loop cut open at three places: `complete`, `teach` and `compare`.
 
-    A subclass fills in those three and two checks; everything it needs to know of a step comes as our own types.
+    A subclass fills in those three and three checks; everything it needs to know of a step comes as our own types.
     TRL builds neither a teacher nor an engine: the subclass brings both.
     """
 
+    row_columns: ClassVar[tuple[str, ...]] = ("prompt",)
+    """Columns of a dataset that `remove_unused_columns` has to leave."""
     _name = "OPSD"
     _step: int
+    _signature_columns: list[str] | None
+    chat_template_kwargs: dict[str, Any]
     _tag_names: ClassVar = [*DistillationTrainer._tag_names, "opsd"]
 
     def __init__(self, *, args: DistillationConfig, **kwargs: Any) -> None:
@@ -82,8 +89,8 @@ class SeamTrainer(DistillationTrainer):
         """Writes one completion for each prompt; token ids in, token ids out."""
         raise NotImplementedError
 
-    def teach(self, rollout: Rollout) -> TeacherTargets:
-        """Lets the teacher read a whole generation batch."""
+    def teach(self, rollout: Rollout, rows: list[dict[str, Any]]) -> TeacherTargets:
+        """Lets the teacher read a whole generation batch; the dataset rows it came from are aligned with it."""
         raise NotImplementedError
 
     def compare(
@@ -103,11 +110,27 @@ class SeamTrainer(DistillationTrainer):
         """
         raise NotImplementedError
 
+    def check_sums(self, sums: dict[str, float]) -> None:
+        """Refuses a loss, before its gradient exists, by its sums over all processes."""
+        raise NotImplementedError
+
     # ---- What a subclass may use --------------------------------------------------------------------------------
 
-    def tokenize(self, prompts: list[Any]) -> list[list[int]]:
-        """Token ids of prompts that may not have been checked yet, as the rollout will see them."""
-        prompt_ids, _, _ = super()._tokenize_prompts(prompts)
+    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
+        """Token ids of prompts that may not have been checked yet, as the rollout will see them.
+
+        Args:
+            prompts (`list`):
+                Texts, or lists of messages.
+            **chat_template_kwargs (`Any`):
+                Arguments of the chat template that differ from those of the config.
+        """
+        ours = self.chat_template_kwargs
+        self.chat_template_kwargs = {**ours, **chat_template_kwargs}
+        try:
+            prompt_ids, _, _ = super()._tokenize_prompts(prompts)
+        finally:
+            self.chat_template_kwargs = ours
         return list(prompt_ids)
 
     def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
@@ -153,6 +176,10 @@ class SeamTrainer(DistillationTrainer):
 
     # ---- Where TRL's loop is cut open ---------------------------------------------------------------------------
 
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = list(self.row_columns)
+
     def _tokenize_prompts(self, prompts: list) -> tuple:
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
         self.check_prompt_ids(prompt_ids)
@@ -181,7 +208,7 @@ class SeamTrainer(DistillationTrainer):
         rollout = Rollout.unpack(batch)
         batch["num_items_in_batch"] = self.accelerator.gather(rollout.loss_mask.sum()).sum()
         with self._clocks[self._mode]("teach"), self.accelerator.autocast():
-            batch.update(self.teach(rollout).pack())
+            batch.update(self.teach(rollout, inputs).pack())
         self._totals[self._mode]["generation_batches"] += 1
         return batch
 
@@ -206,7 +233,9 @@ class SeamTrainer(DistillationTrainer):
             # The last batch repeats rows so that every process has as many; `gather_for_metrics` drops those, unless
             # the dataset is a stream, whose length accelerate does not know.
             sums = self.accelerator.gather_for_metrics(parts.rows).sum(0)
-        for name, value in zip(LossParts.ROW_NAMES, sums.tolist(), strict=True):
+        named = dict(zip(LossParts.ROW_NAMES, sums.tolist(), strict=True))
+        self.check_sums(named)
+        for name, value in named.items():
             self._totals[self._mode][name] += value
         return output
 
@@ -251,6 +280,21 @@ class SeamTrainer(DistillationTrainer):
             output.metrics[f"{metric_key_prefix}_loss"] = totals["divergence"] / totals["tokens"]
         return output
 
+    def save_state(self, folder: str) -> None:
+        """Writes what a checkpoint needs besides model, optimizer and scheduler. Every process calls it."""
+
+    def load_state(self, folder: str) -> None:
+        """The inverse of [`save_state`], when training resumes."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        self.save_state(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.load_state(checkpoint)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode
         if self._totals[mode]["tokens"]:
@@ -283,8 +327,9 @@ class SeamTrainer(DistillationTrainer):
         }
 
 
-def gathered_head(head: OutputHead) -> AbstractContextManager[Any]:
-    """Makes a head that ZeRO-3 has split whole for as long as the context lasts; does nothing elsewhere."""
-    split = [part for part in (head.weight, head.bias) if hasattr(part, "ds_status")]
+def gathered_head(*heads: OutputHead) -> AbstractContextManager[Any]:
+    """Makes heads that ZeRO-3 has split whole for as long as the context lasts; does nothing elsewhere."""
+    parts = [part for head in heads for part in (head.weight, head.bias) if hasattr(part, "ds_status")]
+    split = list({id(part): part for part in parts}.values())  # a teacher may have the student's own head
     context: AbstractContextManager[Any] = maybe_gather_lm_head_ctx(*split)
     return context

@@ -15,6 +15,11 @@ class Teacher(ABC):
     def head(self) -> OutputHead:
         """Turns the hidden states in this teacher's targets into logits."""
 
+    @property
+    @abstractmethod
+    def context(self) -> int | None:
+        """Tokens this teacher can look at, prompt and completion; `None` where there is no limit."""
+
     @abstractmethod
     def targets(self, rollout: Rollout) -> TeacherTargets:
         """Reads every row of a generation batch once.

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-from tqdm import tqdm
-
-from trl_opsd.backbone import completion_hidden, prove_head
+from trl_opsd.backbone import context_of, prove_head
 from trl_opsd.teacher.base import Teacher
+from trl_opsd.teacher.forward import read
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
@@ -39,20 +36,10 @@ class FrozenTeacher(Teacher):
     def head(self) -> OutputHead:
         return OutputHead.of(self.model)
 
+    @property
+    def context(self) -> int | None:
+        return context_of(self.model)
+
     def targets(self, rollout: Rollout) -> TeacherTargets:
         device = next(self.model.parameters()).device
-        chunks = list(rollout.chunks(self._rows_per_pass))
-        passes = tqdm(chunks, desc="teach", unit="pass", delay=5, leave=False, disable=not self._progress)
-        hidden_BCH: Tensor | None = None
-        read = 0
-        with torch.no_grad():
-            for chunk in passes:
-                chunk_hidden = completion_hidden(self.model, chunk.to(device))
-                if hidden_BCH is None:
-                    shape = (*rollout.completion_ids.shape, chunk_hidden.size(-1))
-                    hidden_BCH = chunk_hidden.new_empty(shape, device=rollout.completion_ids.device)
-                # Copied, because the chunk is a view that would keep the hidden states of the prompts alive.
-                hidden_BCH[read : read + len(chunk_hidden)] = chunk_hidden
-                read += len(chunk_hidden)
-        assert hidden_BCH is not None, "a generation batch has rows"
-        return TeacherTargets(hidden=hidden_BCH)
+        return TeacherTargets(hidden=read(self.model, rollout, self._rows_per_pass, device, self._progress))

@@ -1,0 +1,112 @@
+"""One tokenizer, heads of two sizes: the ids both models know count, the others are never expected nor sampled."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from trl_opsd import HFRollout
+from trl_opsd.vocabulary import check_token_maps, shared_vocabulary
+
+PADDED = tiny.VOCABULARY + 13
+
+
+def padded(model, rows=PADDED):
+    """The same model with rows for ids that stand for nothing, but which it would like to say."""
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[tiny.VOCABULARY :] = 3.0
+    return model
+
+
+def trained(trainer):
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("larger", ["student", "teacher"])
+def test_padding_of_either_head_changes_neither_losses_nor_weights(make_trainer, larger, divergence):
+    losses, weights = trained(make_trainer(divergence=divergence))
+    models = {"student": tiny.qwen2(32, seed=0), "teacher": tiny.qwen2(48, seed=1)}
+    models[larger] = padded(models[larger])
+    trainer = make_trainer(model=models["student"], teacher_model=models["teacher"], divergence=divergence)
+    with_padding, padded_weights = trained(trainer)
+    assert with_padding == pytest.approx(losses, abs=1e-6)
+    for name, expected in weights.items():
+        torch.testing.assert_close(padded_weights[name][: len(expected)], expected, rtol=0, atol=1e-6)
+    assert trainer.limits.vocabulary == tiny.VOCABULARY
+
+
+def test_heads_of_one_size_are_compared_whole(make_trainer):
+    trainer = make_trainer(model=padded(tiny.qwen2(32, 0)), teacher_model=padded(tiny.qwen2(48, 1)))
+    assert trainer.limits.vocabulary == PADDED
+
+
+def test_an_engine_that_samples_an_id_only_the_student_knows_is_found_out(make_trainer):
+    class Careless(HFRollout):
+        def complete(self, prompt_ids, step):
+            return [[5, tiny.VOCABULARY]] * len(prompt_ids)
+
+    trainer = make_trainer(model=padded(tiny.qwen2(32, 0)), rollout=Careless())
+    with pytest.raises(ValueError, match="Careless wrote has the token id 259, but the models know 259 ids"):
+        trainer.train()
+
+
+def permuted():
+    """The same tokens, two of them with each other's id."""
+    words = tiny.tokenizer()
+    described = words.backend_tokenizer.to_str().replace('"!":3,', '"!":4,').replace('"\\"":4', '"\\"":3')
+    words._tokenizer = Tokenizer.from_str(described)
+    return words
+
+
+def test_a_permuted_token_map_is_refused_with_the_first_differing_ids(make_trainer):
+    message = "differ: id 3 is '\"' for the teacher and '!' for the student; id 4 is '!' for the teacher and '\"' for"
+    with pytest.raises(ValueError, match=message):
+        make_trainer(teacher_processing_class=permuted())
+
+
+def test_the_tokenizer_beside_a_teacher_is_compared_before_the_teacher_is_loaded(make_trainer, tmp_path, monkeypatch):
+    permuted().save_pretrained(tmp_path / "teacher")
+    monkeypatch.setattr("trl_opsd.teacher.build.create_model_from_path", pytest.fail)
+    with pytest.raises(ValueError, match="id 3 is .* The loss compares the two distributions id by id"):
+        make_trainer(teacher_model=str(tmp_path / "teacher"))
+
+
+def test_a_teacher_beside_the_students_tokenizer_is_taken(make_trainer, tmp_path):
+    tiny.qwen2(48, 1).save_pretrained(tmp_path / "teacher")
+    tiny.tokenizer().save_pretrained(tmp_path / "teacher")
+    assert AutoTokenizer.from_pretrained(tmp_path / "teacher").get_vocab() == tiny.tokenizer().get_vocab()
+    make_trainer(teacher_model=str(tmp_path / "teacher")).train()
+
+
+def test_a_token_one_side_lacks_is_named():
+    more = tiny.tokenizer()
+    more.add_tokens(["extra", "more", "and", "another"])
+    with pytest.raises(ValueError, match="id 259 is 'extra' for the teacher and nothing for the student.*; and 1 more"):
+        check_token_maps(tiny.tokenizer(), more)
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "shared"), [(259, 259, None), (300, 300, None), (259, 300, 259), (320, 300, 259)]
+)
+def test_ids_behind_the_tokenizers_last_are_shared_only_where_the_heads_are_of_one_size(student, teacher, shared):
+    assert shared_vocabulary(student, {"teacher": teacher}, tiny.tokenizer()) == shared
+
+
+def test_a_head_with_fewer_rows_than_the_tokenizer_has_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"head of the big one has 258 rows, .* 259 tokens \(rows of all heads: stud"):
+        shared_vocabulary(300, {"big one": 258}, tiny.tokenizer())
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_a_head_unlike_its_config_is_refused_with_both_numbers(make_trainer, role):
+    models = {"student": tiny.qwen2(32, 0), "teacher": tiny.qwen2(48, 1)}
+    models[role].lm_head = torch.nn.Linear(models[role].config.hidden_size, 280, bias=False)
+    with pytest.raises(ValueError, match=rf"head of the {role} \(Qwen2ForCausalLM\) has 280 rows, .* vocab_size=259"):
+        make_trainer(model=models["student"], teacher_model=models["teacher"])

@@ -1,0 +1,99 @@
+"""Keeps an exponential moving average of the student's parameters, for a teacher that follows slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import TrainerCallback
+
+FILE = "ema_teacher.safetensors"
+"""Where a checkpoint keeps the average."""
+
+
+@final
+class Average(TrainerCallback):
+    """`teacher = (1 - rate) * teacher + rate * student`, after every `every` optimizer steps.
+
+    The average itself is float32: in half precision a step of 5 % of a small difference is rounded away, and the
+    teacher would stand still.
+
+    Args:
+        student (`Mapping[str, torch.Tensor]`):
+            The parameters to follow, by name.
+        teacher (`Mapping[str, torch.Tensor]`):
+            Tensors of the same names that hold the average in the teacher's dtype, wherever they live. They start as
+            what they are.
+        rate (`float`):
+            Share of the student in an update, in (0, 1].
+        every (`int`):
+            Optimizer steps between updates.
+    """
+
+    def __init__(self, student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], rate: float, every: int) -> None:
+        self._student = student
+        self._teacher = teacher
+        self._average = {name: tensor.detach().float() for name, tensor in teacher.items()}
+        self._rate = rate
+        self._every = every
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self._every == 0:
+            self.update()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Moves the average toward the student."""
+        for name, average in self._average.items():
+            average.lerp_(self._student[name].to(average), self._rate)
+        self._hand_over()
+
+    @contextmanager
+    def in_student(self) -> Iterator[None]:
+        """The averages stand in the student's parameters for as long as the context lasts."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the average into a checkpoint."""
+        tensors = {name: average.contiguous() for name, average in self._average.items()}
+        save_file(tensors, Path(folder) / FILE)
+
+    @torch.no_grad()
+    def load(self, folder: str | Path) -> None:
+        """Takes the average of a checkpoint.
+
+        Raises:
+            ValueError: The checkpoint has none, or one of other parameters.
+        """
+        path = Path(folder) / FILE
+        if not path.is_file():
+            raise ValueError(
+                f"{folder} has no {FILE}: it was not written with teacher_model_kind='ema'; resume from one that was."
+            )
+        saved = load_file(path)
+        if {name: tensor.shape for name, tensor in saved.items()} != {
+            name: average.shape for name, average in self._average.items()
+        }:
+            raise ValueError(f"{path} holds the average of other parameters: resume with the model it was written for.")
+        for name, average in self._average.items():
+            average.copy_(saved[name])
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        for name, average in self._average.items():
+            if average.data_ptr() != self._teacher[name].data_ptr():
+                self._teacher[name].copy_(average)
+
+    def _swap(self) -> None:
+        for name, tensor in self._teacher.items():
+            parameter = self._student[name]
+            parameter.data, tensor.data = tensor.data, parameter.data

@@ -1,0 +1,34 @@
+"""Notices a teacher that says nothing: what it says would still give a loss that falls."""
+
+from __future__ import annotations
+
+import torch
+
+from trl_opsd.types import Rollout, TeacherTargets
+
+
+def check_depends_on_input(rollout: Rollout, targets: TeacherTargets, teacher: str) -> None:
+    """Checks that the teacher's hidden states are not the same everywhere, as those of zeroed weights are.
+
+    Args:
+        rollout ([`~types.Rollout`]):
+            What the teacher has read.
+        targets ([`~types.TeacherTargets`]):
+            What it made of that, row-aligned.
+        teacher (`str`):
+            Its name, for the message.
+
+    Raises:
+        ValueError: They are the same after different tokens.
+    """
+    counts_BC = rollout.loss_mask != 0
+    read_BC = torch.cat([rollout.prompt_ids[:, -1:], rollout.completion_ids[:, :-1]], dim=1)
+    read_N = read_BC[counts_BC]
+    if not read_N.numel() or (read_N == read_N[0]).all():
+        return
+    hidden_NH = targets.hidden[counts_BC.to(targets.hidden.device)]
+    if (hidden_NH == hidden_NH[0]).all():
+        raise ValueError(
+            f"The {teacher} has the same hidden state at all {len(hidden_NH)} tokens of a generation batch, whatever "
+            "it reads: its weights are zeroed or were not loaded; load it again. The student was not changed."
+        )

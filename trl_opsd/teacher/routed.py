@@ -1,0 +1,80 @@
+"""Gives each row of a generation batch to its own teacher, one teacher after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from trl_opsd.teacher.base import Teacher
+from trl_opsd.teacher.guards import check_depends_on_input
+from trl_opsd.types import Rollout, TeacherTargets
+
+
+def targets_of(teachers: Mapping[str, Teacher], rollout: Rollout, names: Sequence[str]) -> TeacherTargets:
+    """What each row's teacher has to say about it.
+
+    Args:
+        teachers (`Mapping[str, Teacher]`):
+            The teachers by name.
+        rollout ([`~types.Rollout`]):
+            B rows.
+        names (`Sequence[str]`):
+            B names, the teacher of each row.
+
+    Returns:
+        [`~types.TeacherTargets`]: [B, C, H_t], where H_t is the width of the widest teacher.
+    """
+    if len(teachers) == 1:
+        ((name, teacher),) = teachers.items()
+        return _checked(teacher, rollout, name)
+    number_of = {name: number for number, name in enumerate(teachers)}
+    numbers_B = torch.tensor([number_of[name] for name in names])
+    hidden_BCH: Tensor | None = None
+    for name in dict.fromkeys(names):  # one at a time, so that one of them at a time has to be resident
+        rows = numbers_B == number_of[name]
+        theirs = _checked(teachers[name], rollout.select(rows.nonzero().flatten().tolist()), name).hidden
+        if hidden_BCH is None:
+            width = max(teacher.head.shape[1] for teacher in teachers.values())
+            dtype = torch.float32 if len(_dtypes(teachers)) > 1 else theirs.dtype
+            hidden_BCH = theirs.new_zeros(len(names), theirs.size(1), width, dtype=dtype)
+        hidden_BCH[rows.to(hidden_BCH.device), :, : theirs.size(2)] = theirs.to(hidden_BCH)
+    assert hidden_BCH is not None, "a generation batch has rows"
+    return TeacherTargets(hidden=hidden_BCH, teacher=numbers_B.to(hidden_BCH.device))
+
+
+def shares(
+    teachers: Mapping[str, Teacher], targets: TeacherTargets, counts_BC: Tensor
+) -> Iterator[tuple[Teacher, Tensor, Tensor]]:
+    """Splits the tokens in a loss by teacher.
+
+    Args:
+        teachers (`Mapping[str, Teacher]`):
+            As for [`targets_of`].
+        targets ([`~types.TeacherTargets`]):
+            What it returned, for these rows.
+        counts_BC (`torch.Tensor`):
+            [B, C], whether the token counts in the loss.
+
+    Yields:
+        A teacher, its hidden states [B, C, H] in its own width, and whether a token counts and is its own
+        [B, C]. Teachers without a token are left out, but for the first, so that there is always a loss.
+    """
+    for number, teacher in enumerate(teachers.values()):
+        if targets.teacher is None:
+            yield teacher, targets.hidden, counts_BC
+            continue
+        theirs_BC = counts_BC & (targets.teacher == number).to(counts_BC.device).unsqueeze(-1)
+        if number == 0 or theirs_BC.any():
+            yield teacher, targets.hidden[..., : teacher.head.shape[1]], theirs_BC
+
+
+def _checked(teacher: Teacher, rollout: Rollout, name: str) -> TeacherTargets:
+    targets = teacher.targets(rollout)
+    check_depends_on_input(rollout, targets, name)
+    return targets
+
+
+def _dtypes(teachers: Mapping[str, Teacher]) -> set[torch.dtype]:
+    return {teacher.head.weight.dtype for teacher in teachers.values()}
