@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from trl_opsd import OPSDConfig
+from trl_opsd.types import Rollout
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -127,6 +128,17 @@ def recorded(words: PreTrainedTokenizerFast) -> dict[tuple[int, ...], list[int]]
     """A completion of its own length for each prompt, some without an end token."""
     prompts, answers = words(PROMPTS)["input_ids"], words(ANSWERS)["input_ids"]
     return {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
+
+
+def rollout(prompt_ids: torch.Tensor, completion_ids: torch.Tensor, mask: torch.Tensor) -> Rollout:
+    """Whole prompts, and completions of which every real token counts."""
+    return Rollout(
+        prompt_ids=prompt_ids,
+        prompt_mask=torch.ones_like(prompt_ids),
+        completion_ids=completion_ids,
+        completion_mask=mask,
+        loss_mask=mask,
+    )
 
 
 def config(folder: Any, **overrides: Any) -> OPSDConfig:

@@ -49,7 +49,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def prove_head(model: Any, role: str, gathered: Gathered = nullcontext) -> None:
-    """Checks that the head has the rows the config says, and that `model(x).logits` is what [`~types.OutputHead`] makes of the last hidden state.
+    """Checks by computing both that `model(x).logits` is what [`~types.OutputHead`] makes of the last hidden state,
+    and that the head has as many rows as the config says.
 
     The loss never calls the model's own head, so an architecture that post-processes its logits in a way
     [`~types.OutputHead.of`] cannot read would be trained on a wrong objective without any sign of it.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
@@ -145,7 +146,7 @@ class OPSDTrainer(SeamTrainer):
             eval_dataset,
             args,
             teachers=tuple(models) if len(models) > 1 else (),
-            needs_privilege=args.teacher_model_kind is not None and teacher_prompt_fn is None and not teacher_template,
+            needs_privilege=_teaches_itself(model, args) and teacher_prompt_fn is None and not teacher_template,
         )
 
         super().__init__(
@@ -343,6 +344,12 @@ class OPSDTrainer(SeamTrainer):
                 f"in the context and were dropped; {len(admitted)} are left."
             )
         return admitted
+
+
+def _teaches_itself(student: Any, args: OPSDConfig) -> bool:
+    """Whether teacher and student start as one; without the adapter it came with, a student is somebody else."""
+    kind = args.teacher_model_kind
+    return kind is not None and not (kind == "base" and not isinstance(student, str) and is_peft_model(student))
 
 
 def _picked_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutBackend:

@@ -1,0 +1,95 @@
+"""A teacher that says nothing, or nonsense, stops training before the student is changed by it."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+from trl_opsd import FixedRollout
+
+
+def weights(trainer):
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def broken(change):
+    teacher = tiny.qwen2(48, seed=1)
+    with torch.no_grad():
+        change(teacher)
+    return teacher
+
+
+def poison_embedding(value):
+    def change(model):
+        model.model.embed_tokens.weight[50:120] = value
+
+    return change
+
+
+CASES = [
+    (poison_embedding(float("nan")), FloatingPointError, "The teacher's logits are NaN or infinite"),
+    (poison_embedding(float("-inf")), FloatingPointError, "The teacher's logits are NaN or infinite"),
+    (lambda model: model.lm_head.weight[7].fill_(float("-inf")), FloatingPointError, "The teacher's logits are NaN"),
+    (
+        lambda model: model.lm_head.weight.zero_(),
+        ValueError,
+        "gives all 259 tokens the same probability",
+    ),
+    (lambda model: model.model.norm.weight.zero_(), ValueError, "The teacher has the same hidden state at all"),
+    (lambda model: [p.zero_() for p in model.parameters()], ValueError, "The teacher has the same hidden state at all"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), CASES, ids=range(len(CASES)))
+def test_the_side_is_named_and_the_student_stays_as_it_was(make_trainer, monkeypatch, change, error, message):
+    monkeypatch.setattr("trl_opsd.teacher.frozen.prove_head", lambda *args: None)  # it would be found at the start
+    trainer = make_trainer(teacher_model=broken(change), gradient_accumulation_steps=2)
+    before = weights(trainer)
+    with pytest.raises(error, match=message):
+        trainer.train()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(before, weights(trainer), strict=True))
+
+
+def test_a_teacher_that_breaks_during_training_keeps_what_was_learned_before(make_trainer):
+    trainer = make_trainer(max_steps=3)
+    seen = []
+    targets = trainer.teacher.targets
+
+    def breaks(rollout):
+        seen.append(weights(trainer))
+        found = targets(rollout)
+        if len(seen) == 3:
+            found.hidden[0, 0, 0] = float("nan")
+        return found
+
+    trainer.teacher.targets = breaks
+    with pytest.raises(FloatingPointError, match="The teacher's logits are NaN"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert not torch.equal(seen[0][0], seen[2][0])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(seen[2], weights(trainer), strict=True))
+
+
+def test_a_student_that_breaks_is_named(make_trainer):
+    trainer = make_trainer()
+    with torch.no_grad():
+        trainer.model.model.norm.weight[0] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"The student's logits are NaN or infinite.* Lower the learning rate"):
+        trainer.train()
+
+
+def test_evaluation_is_guarded_too(make_trainer):
+    trainer = make_trainer(eval_dataset=tiny.rows())
+    with torch.no_grad():
+        trainer.teacher.model.lm_head.weight.zero_()
+    with pytest.raises(ValueError, match="same probability"):
+        trainer.evaluate()
+
+
+def test_the_same_token_over_and_over_is_no_broken_teacher(make_trainer):
+    """Rotary positions are relative: after equal tokens the states may well be equal."""
+    trainer = make_trainer()
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    trainer.rollout = FixedRollout({tuple(prompt): [68, 68, 68] for prompt in prompts})
+    trainer.train()

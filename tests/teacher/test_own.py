@@ -1,0 +1,205 @@
+"""The student as its own teacher: without its adapter, averaged, or as it is now."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+from trl_opsd import FixedRollout
+from trl_opsd.teacher.average import FILE, Average
+
+LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3)
+
+
+def told() -> Dataset:
+    return tiny.rows().map(lambda row, number: {"privileged_context": f"hint {number}"}, with_indices=True)
+
+
+@pytest.fixture
+def make_own(make_trainer):
+    """A student that teaches itself, with a learning rate that matters."""
+
+    def make(kind, **given):
+        given = {"learning_rate": 1e-2, "max_grad_norm": 100.0, "train_dataset": told(), **given}
+        return make_trainer(teacher_model=None, teacher_model_kind=kind, **given)
+
+    return make
+
+
+def read(teacher):
+    """What a teacher says about two rows of its own prompts."""
+    ids = torch.arange(20).reshape(2, 10) + 40
+    ones = torch.ones(2, 6, dtype=torch.long)
+    rollout = tiny.rollout(ids[:, :4], ids[:, 4:], ones)
+    with torch.no_grad():
+        return teacher.targets(rollout).hidden @ teacher.head.weight.T
+
+
+def plain_logits(model):
+    """What `read` has to give for this model in eval mode."""
+    ids = torch.arange(20).reshape(2, 10) + 40
+    model.eval()
+    with torch.no_grad():
+        return model(ids).logits[:, 3:-1]
+
+
+class TestBase:
+    def test_with_lora_it_is_the_model_under_the_adapter_and_no_second_copy(self, make_own):
+        before = plain_logits(tiny.qwen2(32, seed=0))
+        trainer = make_own("base", peft_config=LORA)
+        trainer.train()
+        torch.testing.assert_close(read(trainer.teacher), before, rtol=1e-5, atol=1e-5)
+        assert trainer.teacher.model is trainer.model
+        assert trainer.model.training
+        assert (plain_logits(trainer.model) - before).abs().max() > 0.1
+
+    def test_with_lora_the_base_weights_stay_bit_identical(self, make_own):
+        trainer = make_own("base", peft_config=LORA)
+        before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+        trainer.train()
+        moved = [name for name, tensor in trainer.model.state_dict().items() if not torch.equal(before[name], tensor)]
+        assert moved
+        assert all("lora_" in name for name in moved)
+
+    def test_a_module_trained_whole_beside_the_adapter_teaches_as_it_was(self, make_own):
+        before = plain_logits(tiny.qwen2(32, seed=0))
+        lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        trainer = make_own("base", peft_config=lora)
+        trainer.train()
+        torch.testing.assert_close(read(trainer.teacher), before, rtol=1e-5, atol=1e-5)
+        assert trainer.state.log_history[0]["loss"] > 0
+
+    def test_with_full_fine_tuning_it_is_a_copy_of_the_weights_handed_in(self, make_own):
+        before = plain_logits(tiny.qwen2(32, seed=0))
+        trainer = make_own("base")
+        trainer.train()
+        torch.testing.assert_close(read(trainer.teacher), before, rtol=1e-5, atol=1e-5)
+        assert (plain_logits(trainer.model) - before).abs().max() > 0.1
+
+    def test_a_student_that_came_with_an_adapter_may_go_back_without_being_told_more(self, make_own):
+        lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        student = get_peft_model(tiny.qwen2(32, 0), lora)
+        trainer = make_own("base", model=student, train_dataset=tiny.rows())
+        trainer.train()
+        assert trainer.state.log_history[0]["loss"] > 0.01
+
+
+class TestLive:
+    @pytest.mark.parametrize("lora", [None, LORA])
+    def test_it_is_the_student_as_it_is_now(self, make_own, lora):
+        trainer = make_own("live", peft_config=lora)
+        trainer.train()
+        torch.testing.assert_close(read(trainer.teacher), plain_logits(trainer.model), rtol=1e-5, atol=1e-5)
+
+    def test_it_reads_more_than_the_student_and_without_dropout(self, make_own):
+        trainer = make_own("live", peft_config=LORA)
+        trainer.train()
+        assert trainer.state.log_history[0]["loss"] > 0
+        assert torch.equal(read(trainer.teacher), read(trainer.teacher))
+
+
+def averaged(weights, rate, every):
+    """The average after each optimizer step, given the student's weights before the first and after each step."""
+    average = weights[0]
+    for step, student in enumerate(weights[1:], start=1):
+        if step % every == 0:
+            average = {name: (1 - rate) * average[name] + rate * student[name] for name in average}
+    return average
+
+
+class Recording(FixedRollout):
+    """Keeps the student's weights each time it writes."""
+
+    def bind(self, trainer):
+        self.trainer, self.weights = trainer, []
+
+    def complete(self, prompt_ids, step):
+        self.weights.append(copy.deepcopy(self.trainer.model.state_dict()))
+        return super().complete(prompt_ids, step)
+
+
+class TestEma:
+    @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+    @pytest.mark.parametrize(("rate", "every"), [(0.25, 1), (0.5, 2), (1.0, 3)])
+    def test_it_is_the_average_of_the_student(self, make_own, lora, rate, every):
+        recording = Recording(tiny.recorded(tiny.tokenizer()))
+        options = {"teacher_update_rate": rate, "teacher_sync_steps": every, "rollout": recording, "max_steps": 4}
+        trainer = make_own("ema", peft_config=lora, **options)
+        trainer.train()
+        expected = averaged([*recording.weights, trainer.model.state_dict()], rate, every)
+        after = plain_logits(trainer.model)
+        ours = read(trainer.teacher)
+        trainer.model.load_state_dict(expected)
+        torch.testing.assert_close(ours, plain_logits(trainer.model), rtol=1e-4, atol=1e-4)
+        assert (ours - after).abs().max() > 1e-2
+
+    @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+    def test_a_resumed_run_goes_on_with_the_same_average(self, make_own, lora, tmp_path):
+        saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "teacher_update_rate": 0.3}
+        whole = make_own("ema", peft_config=lora, **saving)
+        whole.train()
+        again = make_own("ema", peft_config=lora, **saving)
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert torch.equal(read(whole.teacher), read(again.teacher))
+        for mine, theirs in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+    def test_with_lora_a_checkpoint_holds_the_average_of_the_adapter_only(self, make_own, tmp_path):
+        trainer = make_own("ema", peft_config=LORA, save_strategy="steps", save_steps=3)
+        trainer.train()
+        saved = load_file(tmp_path / "checkpoint-3" / FILE)
+        assert set(saved) == {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+
+    def test_a_checkpoint_without_an_average_is_refused(self, make_own, tmp_path):
+        options = {"save_strategy": "steps", "save_steps": 2, "peft_config": LORA}
+        make_own("base", **options).train()
+        with pytest.raises(ValueError, match="was not written with teacher_model_kind='ema'"):
+            make_own("ema", **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+    def test_half_precision_does_not_stand_still(self):
+        student = {"w": torch.full((4,), 1.0078125, dtype=torch.bfloat16)}  # the next number after 1
+        teacher = {"w": torch.ones(4, dtype=torch.bfloat16)}
+        average = Average(student, teacher, rate=0.05, every=1)
+        for _ in range(100):
+            average.update()
+        assert torch.equal(teacher["w"], student["w"])
+
+    def test_more_than_an_adapter_is_refused(self, make_own):
+        lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        with pytest.raises(ValueError, match=r"averages LoRA weights only, but '.*lm_head.*' is trained too"):
+            make_own("ema", peft_config=lora)
+
+
+class TestRefusals:
+    def test_a_teacher_that_knows_no_more_than_the_student(self, make_own):
+        with pytest.raises(ValueError, match=r"tells the teacher nothing .* only \['prompt'\]. Add a column 'priv"):
+            make_own("base", train_dataset=tiny.rows())
+
+    def test_two_teachers(self, make_trainer):
+        with pytest.raises(ValueError, match=r"There are two teachers: .* `teacher_model_kind='base'`: leave one"):
+            make_trainer(teacher_model=tiny.qwen2(48, 1), teacher_model_kind="base")
+
+    def test_none(self, make_trainer):
+        with pytest.raises(
+            ValueError, match=r"There is no teacher: .* or `teacher_model_kind='base'`"
+        ):
+            make_trainer(teacher_model=None)
+
+    @pytest.mark.parametrize(
+        ("option", "message"),
+        [
+            ({"teacher_model_kind": "bse"}, "Did you mean 'base'"),
+            ({"teacher_update_rate": 0.0}, r"`teacher_update_rate=0.0`: expected a number in \(0, 1\]"),
+            ({"teacher_sync_steps": 0}, "`teacher_sync_steps=0`: expected an integer of at least 1"),
+            ({"teacher_chat_template_kwargs": "[1]"}, "expected a dict of template arguments"),
+        ],
+    )
+    def test_an_option_out_of_range(self, tmp_path, option, message):
+        with pytest.raises(ValueError, match=message):
+            tiny.config(tmp_path, **option)

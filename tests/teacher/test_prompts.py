@@ -1,0 +1,270 @@
+"""What a teacher reads before a completion, and that its targets stand at the positions that predict each token."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset, IterableDataset
+
+from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
+
+TEXTS = ["2+2=", "The sky is"]
+CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
+ANSWERS = ["4<|im_end|>", " blue today<|im_end|>"]
+
+
+def make(tmp_path, rows, conversational=False, teacher=None, **given):
+    """A trainer of two rows, each answered with a recorded completion."""
+    words = tiny.tokenizer()
+    prompts = CHATS if conversational else TEXTS
+    ids_of = partial(words.apply_chat_template, add_generation_prompt=True) if conversational else words
+    asked = [ids_of(prompt)["input_ids"] for prompt in prompts]
+    answers = {tuple(prompt): words(answer)["input_ids"] for prompt, answer in zip(asked, ANSWERS, strict=True)}
+    options = {name: value for name, value in given.items() if name in OPSDConfig.__dataclass_fields__}
+    return OPSDTrainer(
+        model=tiny.qwen2(32, 0),
+        teacher_model=teacher or tiny.qwen2(48, 1),
+        args=tiny.config(tmp_path, **options),
+        train_dataset=Dataset.from_list([{"prompt": p, **row} for p, row in zip(prompts, rows, strict=True)]),
+        processing_class=words,
+        rollout=FixedRollout(answers),
+        **{name: value for name, value in given.items() if name not in options},
+    )
+
+
+def targets(trainer):
+    """What the teacher says about both rows, token by token."""
+    rows = list(trainer.train_dataset)
+    batch = trainer._generate_and_score_completions(rows)
+    lengths = batch["completion_mask"].sum(1).tolist()
+    return [hidden[:length] for hidden, length in zip(batch["teacher_hidden"], lengths, strict=True)]
+
+
+def direct(trainer, teacher_prompts):
+    """The teacher run on each prompt and answer alone, without padding."""
+    found = []
+    for prompt, answer in zip(teacher_prompts, ANSWERS, strict=True):
+        completion = trainer.processing_class(answer)["input_ids"]
+        with torch.no_grad():
+            states = trainer.teacher.model(torch.tensor([prompt + completion]), output_hidden_states=True).hidden_states
+        found.append(states[-1][0, len(prompt) - 1 : -1])
+    return found
+
+
+def same(ours, expected):
+    for mine, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)
+
+
+LONGER = [0, 1, 50]
+
+
+@pytest.mark.parametrize("more", LONGER)
+def test_targets_equal_a_direct_forward_over_teacher_prompt_and_completion(tmp_path, more):
+    written = [text + "h" * more for text in TEXTS]
+    trainer = make(tmp_path, [{"teacher_prompt": text} for text in written])
+    same(targets(trainer), direct(trainer, trainer.processing_class(written)["input_ids"]))
+
+
+@pytest.mark.parametrize("more", LONGER)
+def test_the_same_when_conversational(tmp_path, more):
+    secret = "h" * more
+    trainer = make(tmp_path, [{"privileged_context": secret}] * 2, conversational=True)
+    chats = [[{"role": "user", "content": f"{text}\n\n{secret}"}] for text in TEXTS]
+    ids = trainer.processing_class.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
+    same(targets(trainer), direct(trainer, ids))
+
+
+def test_the_student_never_reads_what_the_teacher_reads(tmp_path):
+    plain = make(tmp_path, [{}, {}])
+    told = make(tmp_path, [{"privileged_context": "it is 4"}] * 2)
+    batches = [trainer._generate_and_score_completions(list(trainer.train_dataset)) for trainer in (plain, told)]
+    for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"):
+        assert torch.equal(batches[0][name], batches[1][name])
+    assert not torch.equal(batches[0]["teacher_hidden"], batches[1]["teacher_hidden"])
+
+
+def test_the_template_joins_prompt_and_context(tmp_path):
+    template = "{{hint}} {privileged_context} | {prompt}"
+    trainer = make(tmp_path, [{"privileged_context": 4}, {"privileged_context": 5}], teacher_prompt_template=template)
+    ids = trainer.processing_class(["{hint} 4 | 2+2=", "{hint} 5 | The sky is"])["input_ids"]
+    same(targets(trainer), direct(trainer, ids))
+
+
+def test_the_context_joins_the_last_message_of_the_user_and_leaves_the_others(tmp_path):
+    prompt = [
+        {"role": "user", "content": "first"},
+        {"role": "user", "content": [{"type": "text", "text": "last"}]},
+        {"role": "assistant", "content": "so"},
+    ]
+    trainer = make(tmp_path, [{}, {}])
+    row = {"prompt": prompt, "privileged_context": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}
+    assert trainer.readers.prompts.of(row, "it") == [
+        prompt[0],
+        {"role": "user", "content": [{"type": "text", "text": "last\n\na\nb"}]},
+        prompt[2],
+    ]
+    assert prompt[1]["content"][0]["text"] == "last"
+
+
+def test_a_function_makes_the_prompt_out_of_row_and_completion(tmp_path):
+    seen = []
+
+    def hindsight(row, completion_text):
+        seen.append((row["prompt"], completion_text))
+        return f"{row['prompt']} Not {completion_text}. "
+
+    trainer = make(tmp_path, [{}, {}], teacher_prompt_fn=hindsight)
+    ours = targets(trainer)
+    assert seen == [("2+2=", "4"), ("The sky is", " blue today")]
+    ids = trainer.processing_class(["2+2= Not 4. ", "The sky is Not  blue today. "])["input_ids"]
+    same(ours, direct(trainer, ids))
+
+
+def test_the_template_of_the_chat_may_differ_for_the_teacher(tmp_path):
+    words = tiny.tokenizer()
+    words.chat_template += "{% if enable_thinking %}<think>{% endif %}"
+    given = {"teacher_chat_template_kwargs": '{"enable_thinking": true}', "conversational": True}
+    trainer = make(tmp_path, [{}, {}], **given)
+    trainer.processing_class.chat_template = words.chat_template
+    trainer.chat_template = words.chat_template
+    plain = words.apply_chat_template(CHATS, add_generation_prompt=True)["input_ids"]
+    thinking = words.apply_chat_template(CHATS, add_generation_prompt=True, enable_thinking=True)["input_ids"]
+    assert len(thinking[0]) == len(plain[0]) + len("<think>")
+    same(targets(trainer), direct(trainer, thinking))
+    assert trainer.tokenize(CHATS) == plain
+
+
+def test_completion_ids_are_never_decoded_and_encoded_again(tmp_path):
+    trainer = make(tmp_path, [{"privileged_context": "x"}] * 2)
+    odd = [[200, 201, 202, 2], [130, 131, 2]]  # bytes that are no text
+    prompts = map(tuple, trainer.processing_class(TEXTS)["input_ids"])
+    trainer.rollout = FixedRollout(dict(zip(prompts, odd, strict=True)))
+    read = []
+    reading = trainer.teacher.targets
+    trainer.teacher.targets = lambda rollout: read.append(rollout) or reading(rollout)
+    trainer._generate_and_score_completions(list(trainer.train_dataset))
+    assert [ids[ids != 0].tolist() for ids in read[0].completion_ids] == odd
+
+
+def test_the_columns_survive_the_removal_of_unused_ones(tmp_path):
+    rows = [{"privileged_context": "it is 4", "other": 1}] * 2
+    losses = []
+    for remove in (False, True):
+        trainer = make(tmp_path, rows, remove_unused_columns=remove)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1] != []
+
+
+def test_what_only_the_teacher_may_see_is_not_logged(tmp_path, caplog, capsys):
+    with caplog.at_level(logging.DEBUG):
+        trainer = make(tmp_path, [{"privileged_context": "SECRET"}] * 2, log_completions=True)
+        trainer.train()
+    printed = capsys.readouterr()
+    assert "SECRET" not in caplog.text + printed.out + printed.err + repr(trainer.state.log_history)
+    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert files
+    assert not any(b"SECRET" in content for content in files)
+
+
+REFUSED = [
+    ({"teacher_prompt": None}, TypeError, "The teacher_prompt in row 1 of train_dataset is None"),
+    ({"teacher_prompt": ""}, ValueError, "The teacher_prompt in row 1 of train_dataset is empty"),
+    (
+        {"privileged_context": None},
+        TypeError,
+        "The privileged_context in row 1 of train_dataset is None",
+    ),
+    (
+        {"teacher_prompt": "x" * 240},
+        ValueError,
+        "The prompt in row 1 of train_dataset has 240 tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "error", "message"), REFUSED, ids=[message[4:50] for *_, message in REFUSED])
+def test_a_row_the_teacher_cannot_read_is_named_at_construction(tmp_path, row, error, message):
+    with pytest.raises(error, match=message):
+        make(tmp_path, [dict.fromkeys(row, "fine"), row])
+
+
+def test_both_columns_at_once_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="has a 'teacher_prompt' and a 'privileged_context'"):
+        make(tmp_path, [{"teacher_prompt": "a", "privileged_context": "b"}] * 2)
+
+
+def test_a_wrong_value_is_not_shown_in_the_error(tmp_path):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        make(tmp_path, [{"privileged_context": [{"role": "user", "content": {"SECRET": 1}}]}] * 2)
+    assert "SECRET" not in str(caught.value)
+
+
+def test_a_context_without_a_message_of_the_user_to_join_is_refused(tmp_path):
+    trainer = make(tmp_path, [{}, {}])
+    with pytest.raises(ValueError, match="row 7 has no user message, which `teacher_prompt_template` could add"):
+        trainer.readers.prompts.of({"prompt": [{"role": "system", "content": "a"}], "privileged_context": "b"}, "row 7")
+
+
+def test_too_long_for_the_teacher_alone_is_dropped_when_asked(tmp_path):
+    rows = [{"prompt": "a", "teacher_prompt": "b" * length} for length in (5, 240, 7)]
+    trainer = OPSDTrainer(
+        model=tiny.qwen2(32, 0),
+        teacher_model=tiny.qwen2(48, 1),
+        args=tiny.config(tmp_path, overlong_prompts="drop"),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tiny.tokenizer(),
+    )
+    assert [len(row["teacher_prompt"]) for row in trainer.train_dataset] == [5, 7]
+    assert trainer.dropped_prompts["train_dataset"] == 1
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "message"),
+    [
+        (None, TypeError, "What `teacher_prompt_fn` made of row 0 of this batch is None"),
+        (
+            "x" * 255,
+            ValueError,
+            "What the teacher reads for row 0 of this batch has 255 tokens",
+        ),
+    ],
+)
+def test_what_a_function_makes_is_checked(tmp_path, made, error, message):
+    trainer = make(tmp_path, [{}, {}], teacher_prompt_fn=lambda row, text: made)
+    with pytest.raises(error, match=message):
+        trainer._generate_and_score_completions(list(trainer.train_dataset))
+
+
+def test_a_stream_is_checked_row_by_row(tmp_path):
+    stream = IterableDataset.from_generator(lambda: iter([{"prompt": "a", "privileged_context": None}] * 4))
+    trainer = OPSDTrainer(
+        model=tiny.qwen2(32, 0),
+        teacher_model=tiny.qwen2(48, 1),
+        args=tiny.config(tmp_path),
+        train_dataset=stream,
+        processing_class=tiny.tokenizer(),
+    )
+    with pytest.raises(TypeError, match="The privileged_context in row 0 of this batch is None"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{prompt}", "has no `{privileged_context}`"),
+        ("{privileged_context}", "has no `{prompt}`"),
+        ("{prompt} {privileged_context} {hint}", r"has \['hint'\] in braces"),
+        ("{prompt} {privileged_context", "expected text with `{prompt}`"),
+        ("{prompt.__class__} {prompt} {privileged_context}", "in braces"),
+        (None, "expected text with"),
+    ],
+)
+def test_a_template_without_its_placeholders_is_refused(tmp_path, template, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.config(tmp_path, teacher_prompt_template=template)

@@ -1,0 +1,125 @@
+"""Several teachers: each row is read by its own, and by nobody else."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+
+NAMES = ["math", "prose", "prose", "math", "prose", "math", "math", "prose"]
+
+
+def rows() -> Dataset:
+    return tiny.rows().add_column("teacher", NAMES)
+
+
+def teachers():
+    """Two, of different width and family."""
+    return {"math": tiny.qwen2(48, 1), "prose": tiny.llama(64, 2)}
+
+
+def history(trainer, name="loss"):
+    trainer.train()
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_losses_and_gradients_are_those_of_each_row_with_its_own_teacher(make_trainer, divergence):
+    trainer = make_trainer(teacher_model=teachers(), train_dataset=rows(), per_device_train_batch_size=8, max_steps=1)
+    trainer.divergence = make_trainer(divergence=divergence).divergence
+    batch = list(trainer.train_dataset)
+    inputs = trainer._generate_and_score_completions(batch)
+    parts = trainer._compute_loss(trainer.model, inputs, torch.tensor(50.0))[0]
+    parts.backward()
+    routed = [parameter.grad.clone() for parameter in trainer.model.parameters()]
+    expected_loss, expected = 0.0, [torch.zeros_like(gradient) for gradient in routed]
+    for name, teacher in teachers().items():
+        theirs = [{"prompt": row["prompt"]} for row in batch if row["teacher"] == name]
+        alone = make_trainer(teacher_model=teacher)
+        alone.divergence = trainer.divergence
+        loss = alone._compute_loss(alone.model, alone._generate_and_score_completions(theirs), torch.tensor(50.0))[0]
+        loss.backward()
+        expected_loss += loss.item()
+        for total, parameter in zip(expected, alone.model.parameters(), strict=True):
+            total += parameter.grad
+    assert parts.item() == pytest.approx(expected_loss, abs=1e-6)
+    torch.testing.assert_close(routed, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_each_teacher_reads_its_rows_once_and_one_after_the_other(make_trainer):
+    trainer = make_trainer(
+        teacher_model=teachers(),
+        train_dataset=rows(),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        max_steps=1,
+    )
+    read = []
+
+    def watch(name, teacher):
+        reading = teacher.targets
+        teacher.targets = lambda rollout: read.append((name, len(rollout.prompt_ids))) or reading(rollout)
+
+    for name, teacher in trainer.teachers.items():
+        watch(name, teacher)
+    trainer.train()
+    assert sorted(read) == [("math", 4), ("prose", 4)]
+
+
+def test_a_name_for_the_same_teacher_twice_is_as_one_teacher(make_trainer):
+    once = history(make_trainer())
+    twins = {"math": tiny.qwen2(48, 1), "prose": tiny.qwen2(48, 1)}
+    twice = history(make_trainer(teacher_model=twins, train_dataset=rows()))
+    assert twice == pytest.approx(once, abs=1e-6)
+
+
+def test_training_and_evaluation_with_half_precision_beside_single(make_trainer):
+    models = teachers()
+    models["prose"] = models["prose"].to(torch.bfloat16)
+    trainer = make_trainer(
+        teacher_model=models, train_dataset=rows(), eval_dataset=rows(), gradient_accumulation_steps=2
+    )
+    assert all(loss > 0 for loss in history(trainer))
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_a_batch_of_one_teachers_rows_only(make_trainer):
+    trainer = make_trainer(teacher_model=teachers(), train_dataset=rows().filter(lambda row: row["teacher"] == "prose"))
+    assert all(loss > 0 for loss in history(trainer))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("maths", r"row 3 of train_dataset names the teacher 'maths': expected one of \['math', 'prose'\]"),
+        (None, "row 3 of train_dataset names no teacher in the column 'teacher'"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_known_ones_before_a_teacher_is_loaded(
+    make_trainer, monkeypatch, name, message
+):
+    monkeypatch.setattr("trl_opsd.teacher.build.create_model_from_path", pytest.fail)
+    names = [*NAMES[:3], name, *NAMES[4:]]
+    with pytest.raises(ValueError, match=message):
+        make_trainer(
+            teacher_model={"math": "one/path", "prose": "another/path"},
+            train_dataset=tiny.rows().add_column("teacher", names),
+        )
+
+
+def test_a_missing_column_is_refused(make_trainer):
+    with pytest.raises(ValueError, match=r"There are several teachers, but train_dataset has no column 'teacher'"):
+        make_trainer(teacher_model=teachers())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"math": tiny.qwen2(48, 1)}, ValueError, "a dict with 1 teachers: expected at least two names"),
+        ({"math": tiny.qwen2(48, 1), "prose": 3}, TypeError, r"`teacher_model\['prose'\]` is a int: expected a path"),
+    ],
+)
+def test_a_dict_that_names_no_teachers_is_refused(make_trainer, given, error, message):
+    with pytest.raises(error, match=message):
+        make_trainer(teacher_model=given, train_dataset=rows())
