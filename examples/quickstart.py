@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from arithmetic import STUDENT, TEACHER
+from arithmetic.evaluate import accuracy
 from arithmetic.report import Report
 from arithmetic.task import draw, prompts
 from transformers import ProgressCallback
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     trainer.train()
 
     trainer.save_model(str(options.output / "student"))  # loads with `AutoModelForCausalLM.from_pretrained`
-    return report.save(options.output, trainer.teacher.model, trainer.processing_class)
+    return report.save(options.output, accuracy(trainer.teacher.model, trainer.processing_class, report.held_out))
 
 
 if __name__ == "__main__":

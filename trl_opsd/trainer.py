@@ -59,14 +59,16 @@ class OPSDTrainer(SeamTrainer):
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The student: a path, a model id, or a causal language model.
-        teacher_model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`] or [`Teacher`], *optional*):
-            The teacher, of the student's vocabulary. A path or model id is loaded with
-            `args.teacher_model_init_kwargs`; an object is frozen as it is. When `None`,
-            `args.teacher_model_name_or_path` says where to load it from.
+        teacher_model (`str`, [`~transformers.PreTrainedModel`], [`PeftModel`], [`Teacher`] or `dict`, *optional*):
+            The teacher, with the student's tokenizer. A path or model id is loaded with
+            `args.teacher_model_init_kwargs`; an object is frozen as it is. A dict holds several by name, and the column
+            `"teacher"` says whose a row is. When `None`, `args.teacher_model_name_or_path` says where to load it from,
+            or `args.teacher_model_kind` makes the student its own teacher.
         args ([`OPSDConfig`], *optional*):
             The options. When `None`, the defaults, with an output folder named after the student.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Rows with a `"prompt"`: text, or a list of messages. May be `None` for a trainer that only evaluates.
+            Rows with a `"prompt"`: text, or a list of messages; for the teacher's eyes only a `"teacher_prompt"` or a
+            `"privileged_context"`. May be `None` for a trainer that only evaluates.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or a `dict` of them, *optional*):
             As `train_dataset`.
         processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
@@ -83,10 +85,17 @@ class OPSDTrainer(SeamTrainer):
             Functions the student may call; what they return stays out of the loss.
         rollout ([`RolloutBackend`], *optional*):
             Who lets the student write. When `None`, `transformers` does.
+        teacher_processing_class ([`~transformers.PreTrainedTokenizerBase`] or a `dict` of them by name, *optional*):
+            The tokenizer of a teacher that is given as an object, to be compared with the student's. When `None`, the
+            one beside the teacher's path is compared, and that of an object is taken to be the student's.
+        teacher_prompt_fn (`Callable`, *optional*):
+            Takes a row and the text of the student's completion, and returns what the teacher reads before that
+            completion: text or messages. Goes before the columns.
 
     Attributes:
         rollout ([`RolloutBackend`]): what `complete` asks.
-        teacher ([`Teacher`]): what `teach` asks.
+        teachers (`dict[str, Teacher]`): whom `teach` asks, by name.
+        teacher ([`Teacher`]): the only one; `None` where there are several.
         divergence ([`~losses.Divergence`]): what `compare` minimises. Assign another to change the objective; TRL's
             attribute `beta` is read once, at construction.
         limits ([`~prompts.PromptLimits`]): what the contexts of both models allow.
@@ -266,7 +275,7 @@ class OPSDTrainer(SeamTrainer):
 
     def _check_tokenizers(self, models: dict[str, Any], given: Any) -> None:
         for name, model in models.items():
-            tokenizer = given[name] if isinstance(given, Mapping) else given
+            tokenizer = given.get(name) if isinstance(given, Mapping) else given
             if tokenizer is None:
                 tokenizer = teacher_tokenizer(model, self.args)
             if tokenizer is not None:

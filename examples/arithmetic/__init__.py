@@ -4,4 +4,7 @@ from pathlib import Path
 
 TEACHER = str(Path(__file__).resolve().parent / "teacher")
 STUDENT = str(Path(__file__).resolve().parent / "student")
+READER = str(Path(__file__).resolve().parent / "reader")
+ADDER = str(Path(__file__).resolve().parent / "adder")
+SUBTRACTER = str(Path(__file__).resolve().parent / "subtracter")
 """Folders that `from_pretrained` takes; `make_models.py` made them."""

@@ -18,8 +18,12 @@ def answers(
     *,
     batch_size: int = 256,
     temperature: float = 0.0,
+    told: bool = False,
 ) -> list[list[int]]:
-    """Token ids of one completion for each problem, with its end token; greedy at temperature 0."""
+    """Token ids of one completion for each problem, with its end token; greedy at temperature 0.
+
+    `told` shows the model the worked solution behind the question.
+    """
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     config = GenerationConfig(
         max_new_tokens=MAX_COMPLETION,
@@ -31,7 +35,7 @@ def answers(
     model.eval()
     written: list[list[int]] = []
     for start in range(0, len(problems), batch_size):
-        batch = [problem.prompt for problem in problems[start : start + batch_size]]
+        batch = [problem.told if told else problem.prompt for problem in problems[start : start + batch_size]]
         inputs = tokenizer.apply_chat_template(
             batch, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         ).to(model.device)
@@ -42,12 +46,16 @@ def answers(
 
 
 def accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], temperature: float = 0.0
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: list[Problem],
+    temperature: float = 0.0,
+    told: bool = False,
 ) -> float:
-    """The share of problems answered exactly right."""
+    """The share of problems answered exactly right; see [`answers`]."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        completions = answers(model, tokenizer, problems, temperature=temperature)
+        completions = answers(model, tokenizer, problems, temperature=temperature, told=told)
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     return sum(map(is_right, problems, texts)) / len(problems)
 

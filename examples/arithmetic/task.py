@@ -56,6 +56,11 @@ class Problem:
         return [{"role": "user", "content": self.question}]
 
     @property
+    def told(self) -> list[dict[str, str]]:
+        """The prompt with the worked solution behind the question."""
+        return [{"role": "user", "content": self.question + self.solution}]
+
+    @property
     def completion(self) -> list[dict[str, str]]:
         return [{"role": "assistant", "content": self.solution}]
 
@@ -104,6 +109,11 @@ def _any_problem(source: random.Random, digits: tuple[int, ...]) -> Problem:
 def prompts(problems: list[Problem]) -> Dataset:
     """The rows an on-policy trainer needs: questions only."""
     return Dataset.from_dict({"prompt": [problem.prompt for problem in problems]})
+
+
+def told(problems: list[Problem]) -> Dataset:
+    """The same rows with the worked solution, for a teacher's eyes only."""
+    return prompts(problems).add_column("privileged_context", [problem.solution for problem in problems])
 
 
 def is_right(problem: Problem, completion: str) -> bool:

@@ -186,9 +186,7 @@ class TestRefusals:
             make_trainer(teacher_model=tiny.qwen2(48, 1), teacher_model_kind="base")
 
     def test_none(self, make_trainer):
-        with pytest.raises(
-            ValueError, match=r"There is no teacher: .* or `teacher_model_kind='base'`"
-        ):
+        with pytest.raises(ValueError, match=r"There is no teacher: .* or `teacher_model_kind='base'`"):
             make_trainer(teacher_model=None)
 
     @pytest.mark.parametrize(
