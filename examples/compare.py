@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,9 +60,10 @@ BATCH = 32
 """Completions in an optimizer step."""
 
 LEFT_OUT = {
-    (method, setting)
+    (method, name)
+    for name, setting in SETTINGS.items()
     for method in ("on-policy, reverse KL", "on-policy, JSD")
-    for setting in ("few problems", "few problems, practised student")
+    if setting.different
 }
 """With few problems the question is whose text to learn from, not which divergence: one is enough."""
 
@@ -174,19 +176,17 @@ def practised(folder: Path) -> str:
     return str(path)
 
 
-def run(
-    method: str, setting: str, seed: int, steps: int, learning_rate: float, held_out: list[Problem], folder: Path
-) -> dict[str, Any]:
+def run(method: str, setting: str, seed: int, asked: argparse.Namespace, held_out: list[Problem]) -> dict[str, Any]:
     """Trains once and says how good the student became."""
     what = SETTINGS[setting]
-    problems = training_problems(what.different, BATCH * steps, seed)
+    problems = training_problems(what.different, BATCH * asked.steps, seed)
     options = {
-        "output_dir": str(folder / "scratch"),
-        "max_steps": steps,
+        "output_dir": str(asked.output / "scratch"),
+        "max_steps": asked.steps,
         "per_device_train_batch_size": BATCH,
-        "learning_rate": learning_rate,
+        "learning_rate": what.learning_rate or asked.learning_rate,
         "adam_beta2": 0.98,
-        "warmup_steps": min(10, steps),
+        "warmup_steps": min(10, asked.steps),
         "seed": seed,
         "logging_steps": 1,
         "bf16": False,
@@ -196,8 +196,8 @@ def run(
         "report_to": "none",
         "disable_tqdm": True,
     }
-    curve = Curve(held_out, steps)
-    student = practised(folder) if what.practised else STUDENT
+    curve = Curve(held_out, asked.steps)
+    student = practised(asked.output) if what.practised else STUDENT
     job = Job(student=student, problems=problems, top_p=what.top_p, options=options, curve=curve)
     trainer = METHODS[method](job)
     trainer.remove_callback(PrinterCallback)
@@ -207,8 +207,8 @@ def run(
         "method": method,
         "setting": setting,
         "seed": seed,
-        "steps": steps,
-        "learning_rate": learning_rate,
+        "steps": asked.steps,
+        "learning_rate": options["learning_rate"],
         "tokens": round(BATCH * sum(curve.lengths)) or sum(len(problem.solution) + 1 for problem in problems),
         "curve": curve.points,
         "greedy": accuracy(trainer.model, trainer.processing_class, held_out),
@@ -219,16 +219,17 @@ def run(
 
 def table(results: list[dict[str, Any]], setting: str) -> str:
     """Mean over the seeds with the lowest and highest, as Markdown."""
-    lines = [
-        "| | greedy accuracy | sampled at temperature 1 | trained tokens |",
-        "|---|---|---|---|",
-    ]
-    for method in METHODS:
-        runs = [result for result in results if (result["method"], result["setting"]) == (method, setting)]
-        if runs:
-            tokens = sum(result["tokens"] for result in runs) / len(runs)
-            lines.append(f"| {method} | {_range(runs, 'greedy')} | {_range(runs, 'sampled')} | {tokens:,.0f} |")
+    lines = ["| | greedy accuracy | sampled at temperature 1 | trained tokens |", "|---|---|---|---|"]
+    for method, runs in _by_method(results, setting).items():
+        tokens = sum(result["tokens"] for result in runs) / len(runs)
+        lines.append(f"| {method} | {_range(runs, 'greedy')} | {_range(runs, 'sampled')} | {tokens:,.0f} |")
     return "\n".join(lines)
+
+
+def _by_method(results: list[dict[str, Any]], setting: str) -> dict[str, list[dict[str, Any]]]:
+    here = [result for result in results if result["setting"] == setting]
+    runs = {method: [result for result in here if result["method"] == method] for method in METHODS}
+    return {method: some for method, some in runs.items() if some}
 
 
 def _range(runs: list[dict[str, Any]], name: str) -> str:
@@ -240,25 +241,20 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
     """Accuracy over optimizer steps, a panel for each setting: the mean of the seeds, and their range as a band."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * len(SETTINGS), 4), layout="constrained")
-    for axes, setting in zip(figure.subplots(1, len(SETTINGS), sharey=True), SETTINGS, strict=True):
-        for number, method in enumerate(METHODS):
-            runs = [result for result in results if (result["method"], result["setting"]) == (method, setting)]
-            if runs:
-                color = f"C{number}"
-                steps = [int(step) for step in runs[0]["curve"]]
-                points = list(zip(*(result["curve"].values() for result in runs), strict=True))
-                axes.plot(steps, [sum(values) / len(values) for values in points], color=color, label=method)
-                axes.fill_between(
-                    steps,
-                    [min(values) for values in points],
-                    [max(values) for values in points],
-                    alpha=0.2,
-                    color=color,
-                )
+    colors = {method: f"C{number}" for number, method in enumerate(METHODS)}
+    settings = list(dict.fromkeys(result["setting"] for result in results))
+    figure = Figure(figsize=(5 * len(settings), 4), layout="constrained")
+    panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
+    for axes, setting in zip(panels, settings, strict=True):
+        for method, runs in _by_method(results, setting).items():
+            steps = [int(step) for step in runs[0]["curve"]]
+            points = list(zip(*(result["curve"].values() for result in runs), strict=True))
+            means, low, high = ([of(values) for values in points] for of in (statistics.mean, min, max))
+            axes.plot(steps, means, color=colors[method], label=method)
+            axes.fill_between(steps, low, high, alpha=0.2, color=colors[method])
         axes.set(title=setting, xlabel=f"optimizer step ({BATCH} completions each)", ylim=(0, 1.02))
-    figure.axes[0].set_ylabel("greedy accuracy on held-out problems")
-    figure.axes[0].legend(loc="upper left", fontsize="small")
+    panels[0].set_ylabel("greedy accuracy on held-out problems")
+    panels[0].legend(loc="upper left", fontsize="small")
     figure.savefig(path, dpi=120)
 
 
@@ -270,39 +266,30 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--held-out", type=int, default=300, help="problems to measure accuracy on")
-    options = parser.parse_args(arguments)
+    asked = parser.parse_args(arguments)
 
-    held_out = draw(options.held_out, held_out=True)
+    held_out = draw(asked.held_out, held_out=True)
     results = [
-        _kept(options.output, method, setting, seed, options.steps, rate, held_out)
-        for seed in options.seeds
-        for setting in options.settings
+        _kept(method, setting, seed, asked, held_out)
+        for seed in asked.seeds
+        for setting in asked.settings
         for method in METHODS
         if (method, setting) not in LEFT_OUT
-        for rate in [SETTINGS[setting].learning_rate or options.learning_rate]
     ]
-    for setting in options.settings:
+    for setting in asked.settings:
         print(f"\n{setting}\n\n{table(results, setting)}")
-    picture(results, options.output / "comparison.png")
+    picture(results, asked.output / "comparison.png")
     return results
 
 
-def _kept(
-    folder: Path,
-    method: str,
-    setting: str,
-    seed: int,
-    steps: int,
-    learning_rate: float,
-    held_out: list[Problem],
-) -> dict[str, Any]:
+def _kept(method: str, setting: str, seed: int, asked: argparse.Namespace, held_out: list[Problem]) -> dict[str, Any]:
     """The result of a run: of one that was made before, or of one made now."""
     words = "".join(letter if letter.isalpha() else " " for letter in f"{method} {setting}").split()
-    name = "-".join([*words, f"seed{seed}", f"{steps}steps", f"{learning_rate:g}"])
-    path = folder / f"{name}.json"
+    rate = SETTINGS[setting].learning_rate or asked.learning_rate
+    path = asked.output / ("-".join([*words, f"seed{seed}", f"{asked.steps}steps", f"{rate:g}"]) + ".json")
     if not path.exists():
-        result = run(method, setting, seed, steps, learning_rate, held_out, folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        result = run(method, setting, seed, asked, held_out)
+        asked.output.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result) + "\n", encoding="utf-8")
         print(f"{method} | {setting} | seed {seed}: {result['greedy']:.3f} in {result['seconds']:.0f} s", flush=True)
     return json.loads(path.read_text(encoding="utf-8"))
