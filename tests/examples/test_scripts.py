@@ -89,7 +89,7 @@ def test_a_setting_can_be_run_alone_and_has_its_own_panel_only(compared, tmp_pat
     assert _width(tmp_path / "all.png") == 3 * _width(folder / "comparison.png")
 
 
-def test_a_practised_student_starts_ahead_of_the_shipped_one_and_not_in_place_of_it(compared):
+def test_a_practised_student_is_another_one_and_all_methods_of_a_setting_start_from_the_same(compared):
     practised = AutoModelForCausalLM.from_pretrained(compared[0] / "practised-student")
     start = AutoModelForCausalLM.from_pretrained(STUDENT)
     assert not torch.equal(practised.lm_head.weight, start.lm_head.weight)
@@ -109,7 +109,7 @@ def test_a_setting_trains_at_its_own_learning_rate_where_it_has_one(compared):
 def test_a_student_that_is_to_make_all_its_mistakes_samples_from_all_tokens(compared):
     job = compare.Job(
         student=STUDENT,
-        problems=draw(4),
+        problems=draw(8),
         top_p=1.0,
         options={"output_dir": str(compared[0] / "scratch"), "max_steps": 1, "bf16": False, "report_to": "none"},
         curve=compare.Curve(draw(4, held_out=True), steps=1),
