@@ -106,12 +106,12 @@ def test_a_setting_trains_at_its_own_learning_rate_where_it_has_one(compared):
     assert len(set(rates.values())) == 2
 
 
-def test_a_student_that_is_to_make_all_its_mistakes_samples_from_all_tokens(compared):
+def test_a_student_that_is_to_make_all_its_mistakes_samples_from_all_tokens(tmp_path):
     job = compare.Job(
         student=STUDENT,
         problems=draw(8),
         top_p=1.0,
-        options={"output_dir": str(compared[0] / "scratch"), "max_steps": 1, "bf16": False, "report_to": "none"},
+        options={"output_dir": str(tmp_path), "max_steps": 1, "bf16": False, "report_to": "none"},
         curve=compare.Curve(draw(4, held_out=True), steps=1),
     )
     assert compare.on_policy("jsd")(job).args.top_p == 1.0
