@@ -2,8 +2,8 @@
 
     python examples/compare.py --output out/compare
 
-Every run starts from the shipped student and trains on the same number of completions, with the same optimizer and
-schedule. A finished run is kept in the output folder and not repeated, so an interrupted comparison goes on.
+All runs of a setting start from the same student and train on the same number of completions, with the same optimizer
+and schedule. A finished run is kept in the output folder and not repeated, so an interrupted comparison goes on.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from arithmetic import STUDENT, TEACHER
 from arithmetic.evaluate import accuracy, answers
+from arithmetic.make_models import supervise
 from arithmetic.task import Problem, draw, prompts
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
@@ -26,56 +29,101 @@ from trl import SFTConfig, SFTTrainer
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 
-SETTINGS = {"many problems": None, "few problems": 200}
-"""How many different problems there are to train on; `None` is a new one for every completion."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What the methods are compared on."""
+
+    different: int | None = None
+    """Different problems to train on, in several passes; `None` is a new one for every completion."""
+
+    practised: bool = False
+    """Whether the student practises on all kinds of problems first, until it is right more often than not."""
+
+    learning_rate: float | None = None
+    """In place of the one given on the command line."""
+
+    top_p: float = 0.6
+    """For what the student writes: 1 lets it make all its mistakes."""
+
+
+SETTINGS = {
+    "many problems": Setting(),
+    "few problems": Setting(different=200),
+    "few problems, practised student": Setting(different=50, practised=True, learning_rate=3e-4, top_p=1.0),
+}
+
+PRACTICE = 200
+"""Optimizer steps of 64 worked solutions, which take the shipped student from 0.3 to 0.9."""
 
 BATCH = 32
 """Completions in an optimizer step."""
 
-LEFT_OUT = {("on-policy, reverse KL", "few problems"), ("on-policy, JSD", "few problems")}
-"""The second setting asks whose text to learn from, not which divergence: one is enough."""
+LEFT_OUT = {
+    (method, name)
+    for name, setting in SETTINGS.items()
+    for method in ("on-policy, reverse KL", "on-policy, JSD")
+    if setting.different
+}
+"""With few problems the question is whose text to learn from, not which divergence: one is enough."""
 
 MEASUREMENTS = 5
 """Points on a curve after the start."""
 
 
-def on_policy(divergence: str) -> Callable[..., Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One training run, before a method is chosen."""
+
+    student: str
+    problems: list[Problem]
+    top_p: float
+    options: dict[str, Any]
+    """For the configuration of any trainer."""
+    curve: Curve
+
+
+def on_policy(divergence: str) -> Callable[[Job], OPSDTrainer]:
     """The student writes, the teacher corrects what was written."""
 
-    def build(problems: list[Problem], options: dict[str, Any], callback: Curve) -> OPSDTrainer:
-        args = OPSDConfig(divergence=divergence, max_completion_length=40, top_p=0.6, **options)
+    def build(job: Job) -> OPSDTrainer:
         return OPSDTrainer(
-            model=STUDENT, teacher_model=TEACHER, args=args, train_dataset=prompts(problems), callbacks=[callback]
+            model=job.student,
+            teacher_model=TEACHER,
+            args=OPSDConfig(divergence=divergence, max_completion_length=40, top_p=job.top_p, **job.options),
+            train_dataset=prompts(job.problems),
+            callbacks=[job.curve],
         )
 
     return build
 
 
-def off_policy(problems: list[Problem], options: dict[str, Any], callback: Curve) -> OPSDTrainer:
+def off_policy(job: Job) -> OPSDTrainer:
     """The teacher writes once for each problem, and its whole distribution is copied on what it wrote (forward KL)."""
     tokenizer = AutoTokenizer.from_pretrained(TEACHER)
-    distinct = list(dict.fromkeys(problems))
-    torch.manual_seed(options["seed"])
+    distinct = list(dict.fromkeys(job.problems))
+    torch.manual_seed(job.options["seed"])
     written = answers(AutoModelForCausalLM.from_pretrained(TEACHER), tokenizer, distinct, temperature=1.0)
     asked = tokenizer.apply_chat_template([p.prompt for p in distinct], add_generation_prompt=True)["input_ids"]
     recorded = {tuple(prompt): completion for prompt, completion in zip(asked, written, strict=True)}
     return OPSDTrainer(
-        model=STUDENT,
+        model=job.student,
         teacher_model=TEACHER,
-        args=OPSDConfig(divergence="forward_kl", max_completion_length=40, **options),
-        train_dataset=prompts(problems),
-        callbacks=[callback],
+        args=OPSDConfig(divergence="forward_kl", max_completion_length=40, **job.options),
+        train_dataset=prompts(job.problems),
+        callbacks=[job.curve],
         rollout=FixedRollout(recorded),
     )
 
 
-def supervised(problems: list[Problem], options: dict[str, Any], callback: Curve) -> SFTTrainer:
+def supervised(job: Job) -> SFTTrainer:
     """Next-token training on correct worked solutions; there is no teacher."""
-    rows = Dataset.from_dict({"prompt": [p.prompt for p in problems], "completion": [p.completion for p in problems]})
-    return SFTTrainer(model=STUDENT, args=SFTConfig(**options), train_dataset=rows, callbacks=[callback])
+    rows = {"prompt": [p.prompt for p in job.problems], "completion": [p.completion for p in job.problems]}
+    args = SFTConfig(**job.options)
+    return SFTTrainer(model=job.student, args=args, train_dataset=Dataset.from_dict(rows), callbacks=[job.curve])
 
 
-METHODS: dict[str, Callable[..., Any]] = {
+METHODS: dict[str, Callable[[Job], Any]] = {
     "on-policy, reverse KL": on_policy("reverse_kl"),
     "on-policy, forward KL": on_policy("forward_kl"),
     "on-policy, JSD": on_policy("jsd"),
@@ -117,18 +165,28 @@ def training_problems(different: int | None, completions: int, seed: int) -> lis
     return problems[:completions]
 
 
-def run(
-    method: str, setting: str, seed: int, steps: int, learning_rate: float, held_out: list[Problem], folder: Path
-) -> dict[str, Any]:
+def practised(folder: Path) -> str:
+    """The shipped student after some practice, made once for an output folder."""
+    path = folder / "practised-student"
+    if not (path / "config.json").exists():
+        tokenizer, model = AutoTokenizer.from_pretrained(STUDENT), AutoModelForCausalLM.from_pretrained(STUDENT)
+        supervise(model, tokenizer, draw(50_000, seed=5), steps=PRACTICE, learning_rate=1e-3)
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def run(method: str, setting: str, seed: int, asked: argparse.Namespace, held_out: list[Problem]) -> dict[str, Any]:
     """Trains once and says how good the student became."""
-    problems = training_problems(SETTINGS[setting], BATCH * steps, seed)
+    what = SETTINGS[setting]
+    problems = training_problems(what.different, BATCH * asked.steps, seed)
     options = {
-        "output_dir": str(folder / "scratch"),
-        "max_steps": steps,
+        "output_dir": str(asked.output / "scratch"),
+        "max_steps": asked.steps,
         "per_device_train_batch_size": BATCH,
-        "learning_rate": learning_rate,
+        "learning_rate": what.learning_rate or asked.learning_rate,
         "adam_beta2": 0.98,
-        "warmup_steps": min(10, steps),
+        "warmup_steps": min(10, asked.steps),
         "seed": seed,
         "logging_steps": 1,
         "bf16": False,
@@ -138,8 +196,10 @@ def run(
         "report_to": "none",
         "disable_tqdm": True,
     }
-    curve = Curve(held_out, steps)
-    trainer = METHODS[method](problems, options, curve)
+    curve = Curve(held_out, asked.steps)
+    student = practised(asked.output) if what.practised else STUDENT
+    job = Job(student=student, problems=problems, top_p=what.top_p, options=options, curve=curve)
+    trainer = METHODS[method](job)
     trainer.remove_callback(PrinterCallback)
     start = time.perf_counter()
     trainer.train()
@@ -147,8 +207,8 @@ def run(
         "method": method,
         "setting": setting,
         "seed": seed,
-        "steps": steps,
-        "learning_rate": learning_rate,
+        "steps": asked.steps,
+        "learning_rate": options["learning_rate"],
         "tokens": round(BATCH * sum(curve.lengths)) or sum(len(problem.solution) + 1 for problem in problems),
         "curve": curve.points,
         "greedy": accuracy(trainer.model, trainer.processing_class, held_out),
@@ -159,16 +219,17 @@ def run(
 
 def table(results: list[dict[str, Any]], setting: str) -> str:
     """Mean over the seeds with the lowest and highest, as Markdown."""
-    lines = [
-        "| | greedy accuracy | sampled at temperature 1 | trained tokens |",
-        "|---|---|---|---|",
-    ]
-    for method in METHODS:
-        runs = [result for result in results if (result["method"], result["setting"]) == (method, setting)]
-        if runs:
-            tokens = sum(result["tokens"] for result in runs) / len(runs)
-            lines.append(f"| {method} | {_range(runs, 'greedy')} | {_range(runs, 'sampled')} | {tokens:,.0f} |")
+    lines = ["| | greedy accuracy | sampled at temperature 1 | trained tokens |", "|---|---|---|---|"]
+    for method, runs in _by_method(results, setting).items():
+        tokens = sum(result["tokens"] for result in runs) / len(runs)
+        lines.append(f"| {method} | {_range(runs, 'greedy')} | {_range(runs, 'sampled')} | {tokens:,.0f} |")
     return "\n".join(lines)
+
+
+def _by_method(results: list[dict[str, Any]], setting: str) -> dict[str, list[dict[str, Any]]]:
+    here = [result for result in results if result["setting"] == setting]
+    runs = {method: [result for result in here if result["method"] == method] for method in METHODS}
+    return {method: some for method, some in runs.items() if some}
 
 
 def _range(runs: list[dict[str, Any]], name: str) -> str:
@@ -180,25 +241,20 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
     """Accuracy over optimizer steps, a panel for each setting: the mean of the seeds, and their range as a band."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * len(SETTINGS), 4), layout="constrained")
-    for axes, setting in zip(figure.subplots(1, len(SETTINGS), sharey=True), SETTINGS, strict=True):
-        for number, method in enumerate(METHODS):
-            runs = [result for result in results if (result["method"], result["setting"]) == (method, setting)]
-            if runs:
-                color = f"C{number}"
-                steps = [int(step) for step in runs[0]["curve"]]
-                points = list(zip(*(result["curve"].values() for result in runs), strict=True))
-                axes.plot(steps, [sum(values) / len(values) for values in points], color=color, label=method)
-                axes.fill_between(
-                    steps,
-                    [min(values) for values in points],
-                    [max(values) for values in points],
-                    alpha=0.2,
-                    color=color,
-                )
+    colors = {method: f"C{number}" for number, method in enumerate(METHODS)}
+    settings = list(dict.fromkeys(result["setting"] for result in results))
+    figure = Figure(figsize=(5 * len(settings), 4), layout="constrained")
+    panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
+    for axes, setting in zip(panels, settings, strict=True):
+        for method, runs in _by_method(results, setting).items():
+            steps = [int(step) for step in runs[0]["curve"]]
+            points = list(zip(*(result["curve"].values() for result in runs), strict=True))
+            means, low, high = ([of(values) for values in points] for of in (statistics.mean, min, max))
+            axes.plot(steps, means, color=colors[method], label=method)
+            axes.fill_between(steps, low, high, alpha=0.2, color=colors[method])
         axes.set(title=setting, xlabel=f"optimizer step ({BATCH} completions each)", ylim=(0, 1.02))
-    figure.axes[0].set_ylabel("greedy accuracy on held-out problems")
-    figure.axes[0].legend(loc="upper left", fontsize="small")
+    panels[0].set_ylabel("greedy accuracy on held-out problems")
+    panels[0].legend(loc="upper left", fontsize="small")
     figure.savefig(path, dpi=120)
 
 
@@ -208,39 +264,32 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--steps", type=int, default=100, help=f"optimizer steps of {BATCH} completions")
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--held-out", type=int, default=300, help="problems to measure accuracy on")
-    options = parser.parse_args(arguments)
+    asked = parser.parse_args(arguments)
 
-    held_out = draw(options.held_out, held_out=True)
+    held_out = draw(asked.held_out, held_out=True)
     results = [
-        _kept(options.output, method, setting, seed, options.steps, options.learning_rate, held_out)
-        for seed in options.seeds
-        for setting in SETTINGS
+        _kept(method, setting, seed, asked, held_out)
+        for seed in asked.seeds
+        for setting in asked.settings
         for method in METHODS
         if (method, setting) not in LEFT_OUT
     ]
-    for setting in SETTINGS:
+    for setting in asked.settings:
         print(f"\n{setting}\n\n{table(results, setting)}")
-    picture(results, options.output / "comparison.png")
+    picture(results, asked.output / "comparison.png")
     return results
 
 
-def _kept(
-    folder: Path,
-    method: str,
-    setting: str,
-    seed: int,
-    steps: int,
-    learning_rate: float,
-    held_out: list[Problem],
-) -> dict[str, Any]:
+def _kept(method: str, setting: str, seed: int, asked: argparse.Namespace, held_out: list[Problem]) -> dict[str, Any]:
     """The result of a run: of one that was made before, or of one made now."""
     words = "".join(letter if letter.isalpha() else " " for letter in f"{method} {setting}").split()
-    name = "-".join([*words, f"seed{seed}", f"{steps}steps", f"{learning_rate:g}"])
-    path = folder / f"{name}.json"
+    rate = SETTINGS[setting].learning_rate or asked.learning_rate
+    path = asked.output / ("-".join([*words, f"seed{seed}", f"{asked.steps}steps", f"{rate:g}"]) + ".json")
     if not path.exists():
-        result = run(method, setting, seed, steps, learning_rate, held_out, folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        result = run(method, setting, seed, asked, held_out)
+        asked.output.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result) + "\n", encoding="utf-8")
         print(f"{method} | {setting} | seed {seed}: {result['greedy']:.3f} in {result['seconds']:.0f} s", flush=True)
     return json.loads(path.read_text(encoding="utf-8"))

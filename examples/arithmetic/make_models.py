@@ -1,9 +1,10 @@
-"""Trains the teacher and warm-starts the student on worked solutions; run it to remake both folders beside it.
+"""Trains the models of the examples on worked solutions; run it to remake the folders beside it.
 
     python examples/arithmetic/make_models.py
 
 The teacher learns until it is nearly always right. The student is a quarter of its size and is stopped early, when it
-writes the right form but mostly wrong answers.
+writes the right form but mostly wrong answers. Three more start from the student: the reader learns to copy a solution
+it is shown, the adder and the subtracter each learn one of the two signs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,8 +31,27 @@ SIZES = {
     "teacher": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6},
     "student": {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 3},
 }
-STEPS = {"teacher": 800, "student": 270}
-"""Optimizer steps. The student's are few on purpose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """How a model is made."""
+
+    steps: int
+    learning_rate: float = 2e-3
+    signs: str = "+-"
+    told: float = 0.0
+    """Share of the problems that come with their solution."""
+
+
+LESSONS = {
+    "teacher": Lesson(steps=800),
+    "student": Lesson(steps=270),  # few on purpose
+    "reader": Lesson(steps=200, learning_rate=1e-3, told=0.8),
+    "adder": Lesson(steps=400, signs="+"),
+    "subtracter": Lesson(steps=400, signs="-"),
+}
+"""Models with a size of their own start at random, the others from the student."""
 
 
 def make_model(name: str, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> PreTrainedModel:
@@ -58,12 +79,18 @@ def supervise(
     steps: int,
     batch_size: int = 64,
     learning_rate: float = 2e-3,
+    told: float = 0.0,
     seed: int = 0,
 ) -> None:
-    """Next-token training on worked solutions, with a warm-up and a linear decay."""
+    """Next-token training on worked solutions, with a warm-up and a linear decay.
+
+    A share `told` of the problems is shown with its solution behind the question.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 100, 1 - step / steps))
-    batches = _batches(tokenizer, problems, batch_size, seed)
+    shown = round(told * len(problems))
+    questions = [problem.told for problem in problems[:shown]] + [problem.prompt for problem in problems[shown:]]
+    batches = _batches(tokenizer, questions, [problem.solution for problem in problems], batch_size, seed)
     model.train()
     for step in (bar := trange(steps, unit="step")):
         loss = model(**next(batches)).loss
@@ -77,34 +104,41 @@ def supervise(
 
 
 def _batches(
-    tokenizer: PreTrainedTokenizerBase, problems: list[Problem], batch_size: int, seed: int
+    tokenizer: PreTrainedTokenizerBase,
+    questions: list[list[dict[str, str]]],
+    answers: list[str],
+    batch_size: int,
+    seed: int,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Endless random batches; only the solution and its end token count in the loss."""
-    prompts = [tokenizer.apply_chat_template(p.prompt, add_generation_prompt=True)["input_ids"] for p in problems]
-    solutions = [[*tokenizer(p.solution)["input_ids"], tokenizer.eos_token_id] for p in problems]
+    """Endless random batches; only the answer and its end token count in the loss."""
+    prompts = tokenizer.apply_chat_template(questions, add_generation_prompt=True)["input_ids"]
+    solutions = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(answers)["input_ids"]]
     width = max(len(prompt) + len(solution) for prompt, solution in zip(prompts, solutions, strict=True))
-    ids = torch.full((len(problems), width), tokenizer.pad_token_id)
+    ids = torch.full((len(prompts), width), tokenizer.pad_token_id)
     labels = torch.full_like(ids, -100)
     for row, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
         ids[row, : len(prompt) + len(solution)] = torch.tensor([*prompt, *solution])
         labels[row, len(prompt) : len(prompt) + len(solution)] = torch.tensor(solution)
     source = torch.Generator().manual_seed(seed)
     while True:
-        chosen = torch.randint(len(problems), (batch_size,), generator=source)
+        chosen = torch.randint(len(prompts), (batch_size,), generator=source)
         yield {"input_ids": ids[chosen], "labels": labels[chosen]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(SIZES), help="which to make: teacher, student")
+    parser.add_argument("names", nargs="*", default=list(LESSONS), help=f"which to make: {', '.join(LESSONS)}")
     parser.add_argument("--steps", type=int, help="optimizer steps instead of those that are shipped")
     parser.add_argument("--output", type=Path, default=HERE)
     options = parser.parse_args()
     tokenizer = make_tokenizer()
     held_out = draw(500, held_out=True)
     for name in options.names:
-        start, model = time.perf_counter(), make_model(name, tokenizer)
-        supervise(model, tokenizer, draw(50_000), steps=options.steps or STEPS[name])
+        start, lesson = time.perf_counter(), LESSONS[name]
+        model = make_model(name, tokenizer) if name in SIZES else Qwen2ForCausalLM.from_pretrained(HERE / "student")
+        problems = [problem for problem in draw(50_000) if problem.sign in lesson.signs]
+        steps = options.steps or lesson.steps
+        supervise(model, tokenizer, problems, steps=steps, learning_rate=lesson.learning_rate, told=lesson.told)
         model.save_pretrained(options.output / name)
         tokenizer.save_pretrained(options.output / name)
         print(

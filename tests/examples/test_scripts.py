@@ -57,7 +57,9 @@ def test_the_quickstart_stays_as_short_as_what_a_user_would_write():
 def compared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare")
     arguments = ["--output", str(folder), "--steps", "2", "--seeds", "0", "--held-out", "8"]
-    return folder, arguments, compare.main(arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "PRACTICE", 2)
+        return folder, arguments, compare.main(arguments)
 
 
 def test_the_comparison_runs_every_method_in_every_setting(compared):
@@ -77,6 +79,51 @@ def test_a_finished_comparison_is_read_and_not_repeated(compared, monkeypatch):
     _, arguments, results = compared
     monkeypatch.setattr(compare, "run", lambda *_: pytest.fail("a finished run was repeated"))
     assert [one["greedy"] for one in compare.main(arguments)] == [one["greedy"] for one in results]
+
+
+def test_a_setting_can_be_run_alone_and_has_its_own_panel_only(compared, tmp_path):
+    folder, arguments, results = compared
+    alone = compare.main([*arguments, "--settings", "few problems"])
+    assert alone == [one for one in results if one["setting"] == "few problems"]
+    compare.picture(results, tmp_path / "all.png")
+    assert _width(tmp_path / "all.png") == 3 * _width(folder / "comparison.png")
+
+
+def test_a_practised_student_is_another_one_and_all_methods_of_a_setting_start_from_the_same(compared):
+    practised = AutoModelForCausalLM.from_pretrained(compared[0] / "practised-student")
+    start = AutoModelForCausalLM.from_pretrained(STUDENT)
+    assert not torch.equal(practised.lm_head.weight, start.lm_head.weight)
+    by_setting = {
+        setting: {one["curve"]["0"] for one in compared[2] if one["setting"] == setting} for setting in compare.SETTINGS
+    }
+    assert by_setting["many problems"] == by_setting["few problems"]
+    assert all(len(starts) == 1 for starts in by_setting.values()), "all methods of a setting start from one student"
+
+
+def test_a_setting_trains_at_its_own_learning_rate_where_it_has_one(compared):
+    rates = {one["setting"]: one["learning_rate"] for one in compared[2]}
+    assert rates == {name: setting.learning_rate or 5e-4 for name, setting in compare.SETTINGS.items()}
+    assert len(set(rates.values())) == 2
+
+
+def test_a_student_that_is_to_make_all_its_mistakes_samples_from_all_tokens(tmp_path):
+    job = compare.Job(
+        student=STUDENT,
+        problems=draw(8),
+        top_p=1.0,
+        options={"output_dir": str(tmp_path), "max_steps": 1, "bf16": False, "report_to": "none"},
+        curve=compare.Curve(draw(4, held_out=True), steps=1),
+    )
+    assert compare.on_policy("jsd")(job).args.top_p == 1.0
+    assert {name: setting.top_p for name, setting in compare.SETTINGS.items()} == {
+        "many problems": 0.6,
+        "few problems": 0.6,
+        "few problems, practised student": 1.0,
+    }
+
+
+def _width(path):
+    return int.from_bytes(path.read_bytes()[16:20], "big")
 
 
 def test_problems_to_compare_on_are_many_or_few_as_asked_and_never_held_out():
