@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from arithmetic import STUDENT, TEACHER, make_models
+from arithmetic import ADDER, READER, STUDENT, SUBTRACTER, TEACHER, make_models
 from arithmetic.evaluate import MAX_COMPLETION, accuracy, answers
-from arithmetic.task import Problem, draw, is_right, prompts
+from arithmetic.task import Problem, draw, is_right, prompts, told
 from arithmetic.tokenizer import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -73,8 +73,11 @@ def test_problems_are_distinct_and_the_same_every_time():
     assert draw(20) == draw(20) != draw(20, seed=1)
 
 
-def test_the_dataset_shows_questions_and_no_answers():
-    assert prompts([SUM])[0] == {"prompt": [{"role": "user", "content": "47+85="}]}
+def test_the_dataset_shows_questions_and_no_answers_but_to_a_teacher():
+    question = {"prompt": [{"role": "user", "content": "47+85="}]}
+    assert prompts([SUM])[0] == question
+    assert told([SUM])[0] == {**question, "privileged_context": "7+5=12,4+8+1=13;132"}
+    assert SUM.told == [{"role": "user", "content": "47+85=7+5=12,4+8+1=13;132"}]
 
 
 def test_every_solution_survives_the_tokenizer_and_fits():
@@ -106,7 +109,7 @@ def test_the_shipped_models_are_small_and_the_student_is_at_most_a_third(shipped
 
 
 def test_the_shipped_tokenizers_are_the_one_in_the_source():
-    for path in (STUDENT, TEACHER):
+    for path in (STUDENT, TEACHER, READER, ADDER, SUBTRACTER):
         words = AutoTokenizer.from_pretrained(path)
         assert words.get_vocab() == make_tokenizer().get_vocab()
         assert words.chat_template == make_tokenizer().chat_template

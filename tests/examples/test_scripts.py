@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import compare
 import pytest
 import quickstart
+import self_distillation
 import torch
-from arithmetic import STUDENT
+import two_teachers
+from arithmetic import READER, STUDENT
 from arithmetic.task import draw
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -48,9 +52,28 @@ def test_the_model_of_the_quickstart_loads_with_transformers_and_has_learned_som
     assert AutoTokenizer.from_pretrained(demo[0] / "student").chat_template
 
 
-def test_the_quickstart_stays_as_short_as_what_a_user_would_write():
-    with open(quickstart.__file__, encoding="utf-8") as file:
+@pytest.mark.parametrize("script", [quickstart, self_distillation, two_teachers], ids=lambda script: script.__name__)
+def test_a_script_stays_as_short_as_what_a_user_would_write(script):
+    with open(script.__file__, encoding="utf-8") as file:
         assert len(file.readlines()) <= 80
+
+
+def test_self_distillation_trains_an_adapter_that_loads_and_no_second_model(tmp_path):
+    metrics = self_distillation.main(["--output", str(tmp_path), "--steps", "2", "--held-out", "64"])
+    assert metrics["teacher_accuracy"] > 0.9 > 0.6 > metrics["student_accuracy_before"]
+    base = AutoModelForCausalLM.from_pretrained(READER)
+    adapted = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter")
+    assert any(parameter.any() for name, parameter in adapted.named_parameters() if "lora_B" in name)
+    for name, parameter in adapted.get_base_model().named_parameters():
+        if "lora_" not in name:
+            assert torch.equal(parameter, base.get_parameter(name.replace(".base_layer", "")))
+
+
+def test_two_teachers_know_a_domain_each_and_teach_one_student(tmp_path):
+    table = two_teachers.main(["--output", str(tmp_path), "--steps", "2", "--held-out", "64"])
+    assert table["sums"]["sums"] > 0.9 > 0.1 > table["sums"]["differences"]
+    assert table["differences"]["differences"] > 0.9 > 0.1 > table["differences"]["sums"]
+    assert set(table) == {"sums", "differences", "student before", "student after"}
 
 
 @pytest.fixture(scope="module")
