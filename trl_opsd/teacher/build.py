@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, is_peft_model
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from trl_opsd._compat.deepspeed import loading, reader_config
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.backbone import is_sharded
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
+from trl_opsd.teacher.hosted import Hosted
+from trl_opsd.teacher.placement import Placement
+from trl_opsd.teacher.resident import Resident
+from trl_opsd.teacher.sharded import Sharded
+from trl_opsd.teacher.streamed import Streamed
 from trl_opsd.types import OutputHead
+
+_PLACEMENTS: dict[str, Callable[[Any, torch.device], Placement]] = {
+    "none": Resident,
+    "cpu": Hosted,
+    "stream": Streamed,
+    "zero3": Sharded,
+}
+"""What each `teacher_offload` means."""
 
 
 def check_teacher(teacher_model: Any, student: Any) -> None:
@@ -45,7 +60,7 @@ def build_teacher(
     device: torch.device,
     progress: bool = False,
 ) -> Teacher:
-    """A teacher on the device, frozen.
+    """A teacher where `args.teacher_offload` wants it, frozen.
 
     Args:
         teacher_model (`str` or [`~transformers.PreTrainedModel`] or [`Teacher`]):
@@ -53,41 +68,47 @@ def build_teacher(
         student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The student, loaded.
         args ([`OPSDConfig`]):
-            Says how to load a teacher from a path, and how many rows to read at once.
+            Says how to load a teacher from a path, and where it and its targets shall be.
         device (`torch.device`):
-            Where the teacher will live, unless it was loaded with a device map.
+            Where the teacher reads, unless it was loaded with a device map.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar while the teacher reads, if that takes long.
 
     Raises:
-        ValueError: The teacher cannot teach this student; the message says why.
+        ValueError: The teacher cannot teach this student, or not from there; the message says why.
     """
     if isinstance(teacher_model, Teacher):
+        if args.teacher_offload != "none":
+            raise ValueError(
+                f"`teacher_offload={args.teacher_offload!r}` cannot move a {type(teacher_model).__name__}, which "
+                "decides itself where its weights are: remove the option, or pass the model itself."
+            )
         return teacher_model
     if isinstance(teacher_model, str):
-        teacher_model = _loaded(teacher_model, args)
+        teacher_model = _loaded(teacher_model, args, device)
     elif args.teacher_model_init_kwargs:
         raise ValueError(
             "`teacher_model_init_kwargs` says how to load a teacher, but the teacher is given as an object: remove it, "
             "or pass the path of the teacher."
         )
-    if is_sharded(teacher_model):
+    elif is_sharded(teacher_model):
         raise ValueError(
-            "The teacher was split over the processes by ZeRO-3 while it was loaded, which is not supported yet: load "
-            "it before the config is built, and pass the object; each process then keeps a whole teacher."
+            "The teacher was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
+            "path, which is loaded as `teacher_offload` says, or load it before the config is built."
         )
+    _check_movable(teacher_model, args.teacher_offload)
     if _share_parameters(teacher_model, student):
         raise ValueError(
             "The teacher shares parameters with the student, so it would learn with it: load the teacher as an object "
             "of its own."
         )
     _check_vocabularies(student, teacher_model)
-    if getattr(teacher_model, "hf_device_map", None) is None:
-        teacher_model = teacher_model.to(device)
-    return FrozenTeacher(teacher_model, rows_per_pass=args.per_device_train_batch_size, progress=progress)
+    placement = _PLACEMENTS[args.teacher_offload](teacher_model, device)
+    return FrozenTeacher(placement, cache_device=args.teacher_cache_device, progress=progress)
 
 
-def _loaded(path: str, args: Any) -> PreTrainedModel:
+def _loaded(path: str, args: Any, device: torch.device) -> PreTrainedModel:
+    """A teacher from a path, read straight to where it will live."""
     kwargs = {
         "dtype": None,
         "revision": args.teacher_model_revision,
@@ -95,11 +116,40 @@ def _loaded(path: str, args: Any) -> PreTrainedModel:
         "use_safetensors": True,
         **(args.teacher_model_init_kwargs or {}),
     }
-    if args.distributed_state.distributed_type != DistributedType.NO:
-        kwargs["device_map"] = None
     if kwargs["revision"] is None:
         del kwargs["revision"]
-    return create_model_from_path(path, **kwargs)
+    if args.teacher_offload != "none":
+        kwargs["device_map"] = None
+    elif args.distributed_state.distributed_type != DistributedType.NO:
+        kwargs["device_map"] = {"": device}
+    config = None
+    if args.teacher_offload == "zero3":
+        theirs = AutoConfig.from_pretrained(path, **_of_the_config(kwargs))
+        dtype = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None) or theirs.dtype or torch.float32
+        config = reader_config(dtype, theirs.get_text_config().hidden_size, device)
+    with loading(config):
+        return create_model_from_path(path, **kwargs)
+
+
+def _of_the_config(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
+
+
+def _check_movable(teacher: Any, offload: str) -> None:
+    if offload == "none":
+        return
+    if getattr(teacher, "is_quantized", False):
+        raise ValueError(
+            f"`teacher_offload={offload!r}` with a quantised teacher: quantised weights carry state that belongs to "
+            "the device they were made on, and moving them would not keep it. Leave `teacher_offload='none'`, which "
+            "its size allows sooner, or load the teacher without `quantization_config`."
+        )
+    if getattr(teacher, "hf_device_map", None) is not None:
+        raise ValueError(
+            f"`teacher_offload={offload!r}` with a teacher that was loaded with a device map "
+            f"({teacher.hf_device_map}): accelerate already moves its weights. Load it without `device_map`, or leave "
+            "`teacher_offload='none'`."
+        )
 
 
 def _share_parameters(one: nn.Module, other: nn.Module) -> bool:

@@ -1,4 +1,7 @@
-"""A teacher that is a causal language model held whole on the device, frozen for good."""
+"""A teacher that is a causal language model, frozen for good; where its weights are is its placement's business.
+
+B rows · P prompt tokens · C completion tokens · L = P + C · H hidden width
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,27 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from trl_opsd._compat.trl import gathered_head
 from trl_opsd.backbone import completion_hidden, prove_head
 from trl_opsd.teacher.base import Teacher
+from trl_opsd.teacher.placement import Placement
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
+
+PASS_BYTES = 2_000_000_000
+"""What the activations of one pass may take, in bytes; about what makes a pass long enough to hide streamed layers."""
+CACHE_BYTES = 1_000_000_000
+"""Targets of a generation batch that stay on the accelerator when the choice is ours, in bytes."""
 
 
 class FrozenTeacher(Teacher):
-    """Freezes a model and reads rollouts with it, a few rows at a time.
+    """Freezes a model and reads rollouts with it, as many rows at a time as fit a memory budget.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The teacher. It is put into eval mode and its parameters stop requiring gradients, for good. It stays on
-            the device where it is.
-        rows_per_pass (`int`):
-            Rows of a generation batch read in one forward pass.
+        placement ([`~placement.Placement`]):
+            Keeps the model, for instance `Resident(model, device)`. The model is put into eval mode and its parameters
+            stop requiring gradients, for good.
+        cache_device (`str`, *optional*, defaults to `"auto"`):
+            Where targets are kept until they are used up: see `OPSDConfig.teacher_cache_device`.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
 
@@ -29,30 +39,56 @@ class FrozenTeacher(Teacher):
         ValueError: The model's logits cannot be rebuilt from its hidden states.
     """
 
-    def __init__(self, model: Any, rows_per_pass: int, progress: bool = False) -> None:
-        self.model: Any = model.eval().requires_grad_(False)
-        self._rows_per_pass = rows_per_pass
+    def __init__(self, placement: Placement, cache_device: str = "auto", progress: bool = False) -> None:
+        self.placement = placement
+        self.model: Any = placement.model.eval().requires_grad_(False)
+        self._cache_device = cache_device
         self._progress = progress
-        prove_head(model, "teacher")
+        with placement.reading(passes=2) as run:
+            run(prove_head, "teacher", gathered_head)
 
     @property
     def head(self) -> OutputHead:
-        return OutputHead.of(self.model)
+        return self.placement.head
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
-        device = next(self.model.parameters()).device
-        chunks = list(rollout.chunks(self._rows_per_pass))
-        passes = tqdm(chunks, desc="teach", unit="pass", delay=5, leave=False, disable=not self._progress)
+        rows = rollout.prompt_ids.size(0)
+        passes = self.placement.agreed(-(-rows // rows_per_pass(self.model, rollout.input_ids.size(1))))
+        chunks = list(rollout.chunks(-(-rows // passes)))
+        bar = tqdm(chunks, desc="teach", unit="pass", delay=5, leave=False, disable=not self._progress)
         hidden_BCH: Tensor | None = None
         read = 0
-        with torch.no_grad():
-            for chunk in passes:
-                chunk_hidden = completion_hidden(self.model, chunk.to(device))
+        with torch.no_grad(), self.placement.reading(passes) as run:
+            for chunk in bar:
+                chunk_hidden = run(completion_hidden, chunk.to(self.placement.device))
                 if hidden_BCH is None:
                     shape = (*rollout.completion_ids.shape, chunk_hidden.size(-1))
-                    hidden_BCH = chunk_hidden.new_empty(shape, device=rollout.completion_ids.device)
+                    hidden_BCH = self._empty(shape, like=chunk_hidden, accelerator=rollout.completion_ids.device)
                 # Copied, because the chunk is a view that would keep the hidden states of the prompts alive.
                 hidden_BCH[read : read + len(chunk_hidden)] = chunk_hidden
                 read += len(chunk_hidden)
+            for _ in range(passes - len(chunks)):
+                # Others have more rows and need this process for each of their passes: one row, for nothing.
+                run(completion_hidden, next(rollout.chunks(1)).to(self.placement.device))
         assert hidden_BCH is not None, "a generation batch has rows"
         return TeacherTargets(hidden=hidden_BCH)
+
+    def _empty(self, shape: tuple[int, ...], like: Tensor, accelerator: torch.device) -> Tensor:
+        targets = like.new_empty(shape, device="meta")
+        here = self._cache_device == "accelerator" or (self._cache_device == "auto" and targets.nbytes <= CACHE_BYTES)
+        return torch.empty_like(targets, device=accelerator if here else "cpu")
+
+
+def rows_per_pass(model: Any, length: int) -> int:
+    """Rows of `length` tokens whose activations fit [`PASS_BYTES`], at least one.
+
+    An estimate from the model's config alone, so that it does not depend on where the model is: per token ten vectors
+    of the hidden width (residuals, norms in float32, attention) and three of the inner width live at once, and one byte
+    of the attention mask for each token of the row; eager attention also keeps its scores, twice in float32.
+    """
+    config = model.config.get_text_config()
+    width = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
+    per_pair = 8 * config.num_attention_heads if config._attn_implementation == "eager" else 1
+    per_token = model.dtype.itemsize * (10 * width + 3 * inner) + per_pair * length
+    return int(max(1, PASS_BYTES // (length * per_token)))
