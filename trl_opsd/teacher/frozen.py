@@ -45,7 +45,7 @@ class FrozenTeacher(Teacher):
         self._cache_device = cache_device
         self._progress = progress
         with placement.reading(passes=2) as run:
-            run(prove_head, "teacher", gathered_head)
+            prove_head(self.model, "teacher", gathered_head, run)
 
     @property
     def head(self) -> OutputHead:

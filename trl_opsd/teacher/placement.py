@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
+from trl_opsd.backbone import Run
 from trl_opsd.types import OutputHead
-
-Run: TypeAlias = Callable[..., Any]
-"""`run(function, *args)` equals `function(model, *args)`, on the device."""
 
 
 class Placement(ABC):
@@ -41,14 +38,10 @@ class Placement(ABC):
                 Forward passes that will be made; nothing is fetched for one more.
 
         Returns:
-            `ContextManager`: gives [`Run`], through which every pass has to go.
+            `ContextManager`: gives `run`, where `run(function, *args)` equals `function(model, *args)`; every pass has to go
+            through it.
         """
 
     @abstractmethod
     def agreed(self, passes: int) -> int:
         """How many passes to make where this process needs `passes`: more, if others need more and all must join in."""
-
-
-def call(model: Any, function: Run, *args: Any) -> Any:
-    """`function(model, *args)`: a [`Run`] once the model is bound."""
-    return function(model, *args)

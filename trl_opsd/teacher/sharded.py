@@ -10,7 +10,8 @@ import torch
 from torch import distributed
 
 from trl_opsd._compat.deepspeed import Reader, reader_config
-from trl_opsd.teacher.placement import Placement, Run
+from trl_opsd.backbone import Run
+from trl_opsd.teacher.placement import Placement
 from trl_opsd.types import OutputHead
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trl_opsd.backbone import Run, call
 from trl_opsd.teacher.dock import Dock, Pack
 from trl_opsd.teacher.hosted import HeadOnDevice
 from trl_opsd.teacher.parts import parts_of
-from trl_opsd.teacher.placement import Placement, Run, call
+from trl_opsd.teacher.placement import Placement
 from trl_opsd.types import OutputHead
 
 
