@@ -29,6 +29,8 @@ _PLACEMENTS: dict[str, Callable[[Any, torch.device], Placement]] = {
     "zero3": Sharded,
 }
 """What each `teacher_offload` means."""
+_OF_THE_CONFIG = ("revision", "trust_remote_code")
+"""Options for loading a model that its config is loaded with too."""
 
 
 def check_teacher(teacher_model: Any, student: Any) -> None:
@@ -118,31 +120,29 @@ def _loaded(path: str, args: Any, device: torch.device) -> PreTrainedModel:
     }
     if kwargs["revision"] is None:
         del kwargs["revision"]
+    config = None
     if args.teacher_offload != "none":
         kwargs["device_map"] = None
+        theirs = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in _OF_THE_CONFIG if name in kwargs})
+        _check_movable(theirs, args.teacher_offload)
+        if args.teacher_offload == "zero3":
+            asked = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None)
+            config = reader_config(asked or theirs.dtype or torch.float32, theirs.get_text_config().hidden_size, device)
     elif args.distributed_state.distributed_type != DistributedType.NO:
         kwargs["device_map"] = {"": device}
-    config = None
-    if args.teacher_offload == "zero3":
-        theirs = AutoConfig.from_pretrained(path, **_of_the_config(kwargs))
-        dtype = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None) or theirs.dtype or torch.float32
-        config = reader_config(dtype, theirs.get_text_config().hidden_size, device)
     with loading(config):
         return create_model_from_path(path, **kwargs)
 
 
-def _of_the_config(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
-
-
 def _check_movable(teacher: Any, offload: str) -> None:
+    """Looks at a model, or at a config before there is a model."""
     if offload == "none":
         return
-    if getattr(teacher, "is_quantized", False):
+    if getattr(teacher, "is_quantized", False) or getattr(teacher, "quantization_config", None) is not None:
         raise ValueError(
             f"`teacher_offload={offload!r}` with a quantised teacher: quantised weights carry state that belongs to "
-            "the device they were made on, and moving them would not keep it. Leave `teacher_offload='none'`, which "
-            "its size allows sooner, or load the teacher without `quantization_config`."
+            "the device they were made on, and moving them would not keep it. Leave `teacher_offload='none'`, for "
+            "which it is small enough sooner, or take a teacher that is not quantised."
         )
     if getattr(teacher, "hf_device_map", None) is not None:
         raise ValueError(

@@ -32,6 +32,8 @@ class FrozenTeacher(Teacher):
             stop requiring gradients, for good.
         cache_device (`str`, *optional*, defaults to `"auto"`):
             Where targets are kept until they are used up: see `OPSDConfig.teacher_cache_device`.
+        pass_bytes (`int`, *optional*, defaults to 2 GB):
+            What the activations of one pass may take.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
 
@@ -39,10 +41,13 @@ class FrozenTeacher(Teacher):
         ValueError: The model's logits cannot be rebuilt from its hidden states.
     """
 
-    def __init__(self, placement: Placement, cache_device: str = "auto", progress: bool = False) -> None:
+    def __init__(
+        self, placement: Placement, cache_device: str = "auto", pass_bytes: int = PASS_BYTES, progress: bool = False
+    ) -> None:
         self.placement = placement
         self.model: Any = placement.model.eval().requires_grad_(False)
         self._cache_device = cache_device
+        self._pass_bytes = pass_bytes
         self._progress = progress
         with placement.reading(passes=2) as run:
             prove_head(self.model, "teacher", gathered_head, run)
@@ -52,8 +57,8 @@ class FrozenTeacher(Teacher):
         return self.placement.head
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
-        rows = rollout.prompt_ids.size(0)
-        passes = self.placement.agreed(-(-rows // rows_per_pass(self.model, rollout.input_ids.size(1))))
+        rows, length = rollout.input_ids.shape
+        passes = self.placement.agreed(-(-rows // rows_per_pass(self.model, length, self._pass_bytes)))
         chunks = list(rollout.chunks(-(-rows // passes)))
         bar = tqdm(chunks, desc="teach", unit="pass", delay=5, leave=False, disable=not self._progress)
         hidden_BCH: Tensor | None = None
@@ -62,8 +67,7 @@ class FrozenTeacher(Teacher):
             for chunk in bar:
                 chunk_hidden = run(completion_hidden, chunk.to(self.placement.device))
                 if hidden_BCH is None:
-                    shape = (*rollout.completion_ids.shape, chunk_hidden.size(-1))
-                    hidden_BCH = self._empty(shape, like=chunk_hidden, accelerator=rollout.completion_ids.device)
+                    hidden_BCH = self._room_for(rollout, chunk_hidden)
                 # Copied, because the chunk is a view that would keep the hidden states of the prompts alive.
                 hidden_BCH[read : read + len(chunk_hidden)] = chunk_hidden
                 read += len(chunk_hidden)
@@ -73,14 +77,21 @@ class FrozenTeacher(Teacher):
         assert hidden_BCH is not None, "a generation batch has rows"
         return TeacherTargets(hidden=hidden_BCH)
 
-    def _empty(self, shape: tuple[int, ...], like: Tensor, accelerator: torch.device) -> Tensor:
-        targets = like.new_empty(shape, device="meta")
-        here = self._cache_device == "accelerator" or (self._cache_device == "auto" and targets.nbytes <= CACHE_BYTES)
-        return torch.empty_like(targets, device=accelerator if here else "cpu")
+    def _room_for(self, rollout: Rollout, like: Tensor) -> Tensor:
+        rows, tokens = rollout.completion_ids.shape
+        nbytes = rows * tokens * like.size(-1) * like.element_size()
+        device = targets_device(self._cache_device, nbytes, rollout.completion_ids.device)
+        return like.new_empty(rows, tokens, like.size(-1), device=device)
 
 
-def rows_per_pass(model: Any, length: int) -> int:
-    """Rows of `length` tokens whose activations fit [`PASS_BYTES`], at least one.
+def targets_device(choice: str, nbytes: int, accelerator: torch.device) -> torch.device:
+    """Where targets of `nbytes` wait: `choice` is what `OPSDConfig.teacher_cache_device` says."""
+    on_accelerator = choice == "accelerator" or (choice == "auto" and nbytes <= CACHE_BYTES)
+    return accelerator if on_accelerator else torch.device("cpu")
+
+
+def rows_per_pass(model: Any, length: int, pass_bytes: int = PASS_BYTES) -> int:
+    """Rows of `length` tokens whose activations fit `pass_bytes`, at least one.
 
     An estimate from the model's config alone, so that it does not depend on where the model is: per token ten vectors
     of the hidden width (residuals, norms in float32, attention) and three of the inner width live at once, and one byte
@@ -91,4 +102,4 @@ def rows_per_pass(model: Any, length: int) -> int:
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
     per_pair = 8 * config.num_attention_heads if config._attn_implementation == "eager" else 1
     per_token = model.dtype.itemsize * (10 * width + 3 * inner) + per_pair * length
-    return int(max(1, PASS_BYTES // (length * per_token)))
+    return int(max(1, pass_bytes // (length * per_token)))

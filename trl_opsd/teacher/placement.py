@@ -38,8 +38,7 @@ class Placement(ABC):
                 Forward passes that will be made; nothing is fetched for one more.
 
         Returns:
-            `ContextManager`: gives `run`, where `run(function, *args)` equals `function(model, *args)`; every pass has to go
-            through it.
+            `ContextManager`: gives a [`~backbone.Run`], through which every pass has to go.
         """
 
     @abstractmethod
