@@ -25,12 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from trl_opsd.backbone import completion_hidden
-from trl_opsd.teacher import FrozenTeacher
+from trl_opsd.teacher import FrozenTeacher, Hosted, Resident, Streamed
 from trl_opsd.teacher.frozen import PASS_BYTES, rows_per_pass
-from trl_opsd.teacher.hosted import Hosted
 from trl_opsd.teacher.parts import parts_of, tensors_of
-from trl_opsd.teacher.resident import Resident
-from trl_opsd.teacher.streamed import Streamed
 from trl_opsd.types import Rollout
 
 SHAPES = {  # hidden, inner, layers, heads, key-value heads, vocabulary, tied

@@ -19,12 +19,10 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 from trl_opsd import FrozenTeacher, OPSDConfig, Teacher
 from trl_opsd._compat.deepspeed import loading, reader_config
+from trl_opsd.teacher import Hosted, Resident, Streamed
 from trl_opsd.teacher.dock import Dock
 from trl_opsd.teacher.frozen import rows_per_pass, targets_device
-from trl_opsd.teacher.hosted import Hosted
 from trl_opsd.teacher.parts import parts_of, tensors_of
-from trl_opsd.teacher.resident import Resident
-from trl_opsd.teacher.streamed import Streamed
 from trl_opsd.types import Rollout
 
 CPU = torch.device("cpu")
