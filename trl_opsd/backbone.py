@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +18,13 @@ from torch import Tensor, nn
 from trl_opsd.types import OutputHead, Rollout
 
 Gathered: TypeAlias = Callable[[OutputHead], AbstractContextManager[Any]]
+Run: TypeAlias = Callable[..., Any]
+"""`run(function, *args)` equals `function(model, *args)`, wherever the model is."""
+
+
+def call(model: Any, function: Run, *args: Any) -> Any:
+    """`function(model, *args)`: a [`Run`] once the model is bound."""
+    return function(model, *args)
 
 
 def completion_hidden(model: Any, rollout: Rollout) -> Tensor:
@@ -48,7 +56,7 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
-def prove_head(model: Any, role: str, gathered: Gathered = nullcontext) -> None:
+def prove_head(model: Any, role: str, gathered: Gathered = nullcontext, run: Run | None = None) -> None:
     """Checks by computing both that `model(x).logits` is what [`~types.OutputHead`] makes of the last hidden state,
     and that the head has as many rows as the config says.
 
@@ -62,6 +70,8 @@ def prove_head(model: Any, role: str, gathered: Gathered = nullcontext) -> None:
             `"student"` or `"teacher"`, for the message.
         gathered (`Callable`, *optional*):
             Makes a head that was split whole, for as long as the context it returns lasts.
+        run (`Callable`, *optional*):
+            `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called as it is.
 
     Raises:
         ValueError: Two of them differ by more than rounding; the message gives both.
@@ -73,14 +83,15 @@ def prove_head(model: Any, role: str, gathered: Gathered = nullcontext) -> None:
             f"The head of the {role} ({type(model).__name__}) has {rows} rows, but its config says vocab_size={said}: "
             "resize with `model.resize_token_embeddings(n)`, which changes both, or repair the config."
         )
+    run = run or partial(call, model)
     # Spread over the vocabulary, and without drawing from the random state of training.
     ids_BL = torch.arange(8, device=head.weight.device).mul(rows // 8)[None]
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            hidden_BLH = _hidden(model, ids_BL, torch.ones_like(ids_BL)).to(head.weight.device)
-            expected_BLV = model(input_ids=ids_BL, use_cache=False).logits.float().to(head.weight.device)
+            hidden_BLH = run(_hidden, ids_BL, torch.ones_like(ids_BL)).to(head.weight.device)
+            expected_BLV = run(_own_logits, ids_BL).to(head.weight.device)
             with gathered(head):
                 actual_BLV = _logits(hidden_BLH, head)
     finally:
@@ -116,6 +127,11 @@ def _hidden(model: Any, input_ids_BL: Tensor, attention_mask_BL: Tensor) -> Tens
         inputs["position_ids"] = (attention_mask_BL.long().cumsum(-1) - 1).clamp(min=0)
     hidden_BLH: Tensor = backbone(**inputs).last_hidden_state
     return hidden_BLH
+
+
+def _own_logits(model: Any, input_ids_BL: Tensor) -> Tensor:
+    logits_BLV: Tensor = model(input_ids=input_ids_BL, use_cache=False).logits.float()
+    return logits_BLV
 
 
 def _logits(hidden_BLH: Tensor, head: OutputHead) -> Tensor:

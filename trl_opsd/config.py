@@ -10,12 +10,21 @@ from typing import Any, ClassVar
 
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.teacher_prompts import TEMPLATE, check_template
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+TEACHER_OFFLOADS = ("none", "cpu", "stream", "zero3")
+
+_ONLY_RESIDENT = {
+    "quantization_config": "quantised weights carry state that belongs to the device they were made on",
+    "device_map": "accelerate would already move the weights",
+    "tp_plan": "the weights would already be split",
+}
+"""Options for loading a teacher after which it can only stay where it was loaded."""
 
 _SET_BY_OPTION = {
     "max_new_tokens": "max_completion_length",
@@ -67,6 +76,14 @@ class OPSDConfig(DistillationConfig):
             the last one of the user.
         teacher_chat_template_kwargs (`dict` or `str`, *optional*):
             Arguments of the chat template that differ for the teacher, for instance `{"enable_thinking": True}`.
+        teacher_offload (`str`, *optional*, defaults to `"none"`):
+            Where the teacher lives while it does not read; the numbers are the same. `"none"`: on the device. `"cpu"`:
+            in host memory, on the device only while it reads. `"stream"`: in host memory, and on the device layer by
+            layer. `"zero3"`: split over the processes, in host memory; needs a launch with DeepSpeed ZeRO-3.
+        teacher_cache_device (`str`, *optional*, defaults to `"auto"`):
+            Where what the teacher said of a generation batch waits to be used: `"accelerator"`, `"cpu"`, or `"auto"`,
+            which is the accelerator up to 1 GB and the host beyond: the whole batch has to wait while the student
+            learns, and coming back in micro-batches costs far less than the memory is worth.
 
     Raises:
         ValueError: An option is out of range, unknown, or contradicts another one.
@@ -116,6 +133,14 @@ class OPSDConfig(DistillationConfig):
         default=None,
         metadata={"help": "Arguments of the chat template that differ for the teacher, for instance to let it think."},
     )
+    teacher_offload: str = field(
+        default="none",
+        metadata={"help": "Where the teacher lives while it does not read: 'none', 'cpu', 'stream' or 'zero3'."},
+    )
+    teacher_cache_device: str = field(
+        default="auto",
+        metadata={"help": "Where the teacher's targets wait to be used: 'auto', 'cpu' or 'accelerator'."},
+    )
     vllm_server_host: str = field(
         default="127.0.0.1",
         metadata={"help": "Host of the student vLLM server. Another host than loopback is an explicit choice."},
@@ -128,6 +153,7 @@ class OPSDConfig(DistillationConfig):
         super().__post_init__()
         self._check_objective()
         self._check_teacher()
+        self._check_teacher_placement()
         self._check_sampling()
         self._check_generation_kwargs()
         self._check_without_effect()
@@ -175,6 +201,25 @@ class OPSDConfig(DistillationConfig):
         kwargs = self.teacher_chat_template_kwargs
         if kwargs is not None and not isinstance(kwargs, dict):
             raise ValueError(f"`teacher_chat_template_kwargs={kwargs!r}`: expected a dict of template arguments.")
+
+    def _check_teacher_placement(self) -> None:
+        _one_of("teacher_offload", self.teacher_offload, TEACHER_OFFLOADS)
+        _one_of("teacher_cache_device", self.teacher_cache_device, ("auto", "cpu", "accelerator"))
+        if self.teacher_offload == "none":
+            return
+        offload = f"`teacher_offload={self.teacher_offload!r}`"
+        for name, reason in _ONLY_RESIDENT.items():
+            if (self.teacher_model_init_kwargs or {}).get(name) is not None:
+                raise ValueError(
+                    f"{offload} with `{name}` in `teacher_model_init_kwargs`: {reason}: remove it, or leave "
+                    "`teacher_offload='none'`."
+                )
+        if self.teacher_offload == "zero3" and not is_deepspeed_zero3_enabled():
+            raise ValueError(
+                f"{offload}: this process was not launched with DeepSpeed ZeRO-3, so there is nobody to share the "
+                "teacher with: start with `accelerate launch` and a config of `zero_stage: 3`, or set "
+                "`teacher_offload='stream'`."
+            )
 
     def _check_sampling(self) -> None:
         _at_least_one("max_completion_length", self.max_completion_length)

@@ -145,7 +145,7 @@ class OPSDTrainer(SeamTrainer):
     ) -> None:
         args = checked_args(args, model)
         teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
-        check_teachers(teacher_model, model, args.teacher_model_kind)
+        check_teachers(teacher_model, model, args)
         models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {"teacher": teacher_model}
         rollout = _picked_rollout(rollout, args)
         check_processing_class(processing_class)

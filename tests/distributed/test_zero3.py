@@ -20,6 +20,8 @@ SECONDS = 240
 @pytest.mark.timeout(SECONDS + 30)
 def test_a_student_split_over_two_processes_has_the_losses_of_a_whole_one(make_trainer, tmp_path):
     tiny.qwen2(32, seed=0).save_pretrained(tmp_path / "student")
+    teacher = tiny.qwen2(48, seed=1)
+    teacher.save_pretrained(tmp_path / "teacher")
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", HERE / "zero3_two_processes.yaml"]
     path = os.pathsep.join([str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
     finished = subprocess.run(
@@ -39,3 +41,10 @@ def test_a_student_split_over_two_processes_has_the_losses_of_a_whole_one(make_t
         assert results[name]["losses"] == pytest.approx(expected, abs=1e-5)
     assert len(results["generated"]["losses"]) == 3
     assert results["not_gathered"]["losses"] == pytest.approx(results["generated"]["losses"][:1], abs=1e-5)
+    for name in ("teacher_zero3", "teacher_none", "teacher_stream"):
+        assert results[name]["losses"] == pytest.approx(results["full"]["losses"], abs=1e-5), name
+    share = results["teacher_zero3"]
+    assert share["share"] == pytest.approx(sum(one.numel() for one in teacher.parameters()) / 2, rel=0.01)
+    assert share["devices"] == ["cpu"]
+    assert share["gathered_between"] == 0
+    assert share["agreed"] == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import tiny
 from peft import LoraConfig
@@ -17,16 +18,18 @@ def main(folder: Path) -> None:
     teacher = tiny.qwen2(48, seed=1)
     words = tiny.tokenizer()
     results = {}
-    for name in ("full", "lora", "generated", "not_gathered"):
+    placements = {"teacher_zero3": "zero3", "teacher_none": "none", "teacher_stream": "stream"}
+    for name in ("full", "lora", "generated", "not_gathered", *placements):
         trainer = OPSDTrainer(
             model=str(folder / "student"),
-            teacher_model=teacher,
+            teacher_model=str(folder / "teacher") if name in placements else teacher,
             args=tiny.config(
                 folder / name,
                 per_device_train_batch_size=1,
                 gradient_accumulation_steps=2,
                 ds3_gather_for_generation=name != "not_gathered",
                 max_steps=1 if name == "not_gathered" else 3,
+                teacher_offload=placements.get(name, "none"),
             ),
             train_dataset=tiny.rows(),
             processing_class=words,
@@ -34,14 +37,29 @@ def main(folder: Path) -> None:
             rollout=HFRollout() if name in ("generated", "not_gathered") else FixedRollout(tiny.recorded(words)),
         )
         assert is_sharded(trainer.model)
+        assert is_sharded(trainer.teacher.model) == (name == "teacher_zero3")
         trainer.train()
         results[name] = {
             "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
             "processes": trainer.accelerator.num_processes,
         }
+        if name == "teacher_zero3":
+            results[name] |= sharded_teacher(trainer)
         main_process = trainer.accelerator.is_main_process
     if main_process:
         (folder / "results.json").write_text(json.dumps(results))
+
+
+def sharded_teacher(trainer: OPSDTrainer) -> dict[str, Any]:
+    """What this process keeps of the teacher, and how often it reads when it has fewer rows than the other."""
+    shares = [parameter.ds_tensor for parameter in trainer.teacher.model.parameters()]
+    gathered = [parameter.numel() for parameter in trainer.teacher.model.parameters() if parameter.dim() > 1]
+    return {
+        "share": sum(share.numel() for share in shares),
+        "devices": sorted({str(share.device) for share in shares}),
+        "gathered_between": sum(gathered),
+        "agreed": trainer.teacher.placement.agreed(1 + trainer.accelerator.process_index),
+    }
 
 
 if __name__ == "__main__":

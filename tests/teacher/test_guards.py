@@ -43,7 +43,9 @@ CASES = [
 
 @pytest.mark.parametrize(("change", "error", "message"), CASES, ids=range(len(CASES)))
 def test_the_side_is_named_and_the_student_stays_as_it_was(make_trainer, monkeypatch, change, error, message):
-    monkeypatch.setattr("trl_opsd.teacher.frozen.prove_head", lambda *args: None)  # it would be found at the start
+    monkeypatch.setattr(
+        "trl_opsd.teacher.frozen.prove_head", lambda *args, **kwargs: None
+    )  # it would be found at the start
     trainer = make_trainer(teacher_model=broken(change), gradient_accumulation_steps=2)
     before = weights(trainer)
     with pytest.raises(error, match=message):

@@ -170,6 +170,15 @@ class TestEma:
             average.update()
         assert torch.equal(teacher["w"], student["w"])
 
+    @pytest.mark.parametrize("offload", ["cpu", "stream"])
+    def test_the_copy_may_live_in_host_memory(self, make_own, offload):
+        near, far = (make_own("ema", teacher_update_rate=0.3, teacher_offload=where) for where in ("none", offload))
+        near.train()
+        far.train()
+        assert torch.equal(read(near.teacher), read(far.teacher))
+        for mine, theirs in zip(near.model.parameters(), far.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
     def test_more_than_an_adapter_is_refused(self, make_own):
         lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
         with pytest.raises(ValueError, match=r"averages LoRA weights only, but '.*lm_head.*' is trained too"):
@@ -180,6 +189,11 @@ class TestRefusals:
     def test_a_teacher_that_knows_no_more_than_the_student(self, make_own):
         with pytest.raises(ValueError, match=r"tells the teacher nothing .* only \['prompt'\]. Add a column 'priv"):
             make_own("base", train_dataset=tiny.rows())
+
+    @pytest.mark.parametrize("given", [{"kind": "base", "peft_config": LORA}, {"kind": "live"}])
+    def test_moving_weights_that_are_the_students_own(self, make_own, given):
+        with pytest.raises(ValueError, match="`teacher_offload='cpu'` has nothing to move: with `teacher_model_kind="):
+            make_own(**given, teacher_offload="cpu")
 
     def test_two_teachers(self, make_trainer):
         with pytest.raises(ValueError, match=r"There are two teachers: .* `teacher_model_kind='base'`: leave one"):

@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, is_peft_model
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from trl_opsd._compat.deepspeed import loading, reader_config
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.backbone import is_sharded
 from trl_opsd.teacher.average import Average
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
+from trl_opsd.teacher.hosted import Hosted
 from trl_opsd.teacher.own import OwnTeacher
+from trl_opsd.teacher.placement import Placement
+from trl_opsd.teacher.resident import Resident
+from trl_opsd.teacher.sharded import Sharded
+from trl_opsd.teacher.streamed import Streamed
 
 logger = get_logger(__name__)
 
 TeacherLike: TypeAlias = str | PreTrainedModel | Teacher
 """A path or model id, a model, or a teacher of the user's own."""
 
+_PLACEMENTS: dict[str, Callable[[Any, torch.device], Placement]] = {
+    "none": Resident,
+    "cpu": Hosted,
+    "stream": Streamed,
+    "zero3": Sharded,
+}
+"""What each `teacher_offload` means."""
+_OF_THE_CONFIG = ("revision", "trust_remote_code")
+"""Options for loading a model that its config is loaded with too."""
 
-def check_teachers(teacher_model: Any, student: Any, kind: str | None) -> None:
+
+def check_teachers(teacher_model: Any, student: Any, args: Any) -> None:
     """What can be said before anything is loaded.
 
     Args:
@@ -35,13 +52,14 @@ def check_teachers(teacher_model: Any, student: Any, kind: str | None) -> None:
             A [`TeacherLike`], several by name, or `None`.
         student (`Any`):
             The student, a path or a model.
-        kind (`str`, *optional*):
-            In which of its states the student is its own teacher.
+        args ([`OPSDConfig`]):
+            Says whether the student is its own teacher, and where a teacher lives.
 
     Raises:
         ValueError: There is no teacher, or it is the student, or there are two ways to get one.
         TypeError: It is nothing that can teach.
     """
+    kind = args.teacher_model_kind
     if teacher_model is None and kind is None:
         raise ValueError(
             "There is no teacher: pass `teacher_model`, a model or a path, or set `teacher_model_name_or_path` in the "
@@ -57,6 +75,11 @@ def check_teachers(teacher_model: Any, student: Any, kind: str | None) -> None:
             raise ValueError(
                 f"`teacher_model` is a dict with {len(teacher_model)} teachers: expected at least two names, or pass "
                 "the teacher itself."
+            )
+        if args.teacher_offload == "zero3":
+            raise ValueError(
+                "`teacher_offload='zero3'` with several teachers: all processes read with a sharded teacher together, "
+                "but one of them may have no row of it. Set `teacher_offload='stream'`."
             )
         for name, one in teacher_model.items():
             _check_one(one, student, f"`teacher_model[{name!r}]`")
@@ -85,7 +108,7 @@ def build_teacher(
     device: torch.device,
     progress: bool = False,
 ) -> Teacher:
-    """A teacher on the device, frozen.
+    """A teacher where `args.teacher_offload` wants it, frozen.
 
     Args:
         teacher_model (`str` or [`~transformers.PreTrainedModel`] or [`Teacher`]):
@@ -93,29 +116,35 @@ def build_teacher(
         student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The student, loaded.
         args ([`OPSDConfig`]):
-            Says how to load a teacher from a path, and how many rows to read at once.
+            Says how to load a teacher from a path, and where it and its targets shall be.
         device (`torch.device`):
-            Where the teacher will live, unless it was loaded with a device map.
+            Where the teacher reads, unless it was loaded with a device map.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar while the teacher reads, if that takes long.
 
     Raises:
-        ValueError: The teacher cannot teach this student; the message says why.
+        ValueError: The teacher cannot teach this student, or not from there; the message says why.
     """
     if isinstance(teacher_model, Teacher):
+        if args.teacher_offload != "none":
+            raise ValueError(
+                f"`teacher_offload={args.teacher_offload!r}` cannot move a {type(teacher_model).__name__}, which "
+                "decides itself where its weights are: remove the option, or pass the model itself."
+            )
         return teacher_model
     if isinstance(teacher_model, str):
-        teacher_model = _loaded(teacher_model, args)
+        teacher_model = _loaded(teacher_model, args, device)
     elif args.teacher_model_init_kwargs:
         raise ValueError(
             "`teacher_model_init_kwargs` says how to load a teacher, but the teacher is given as an object: remove it, "
             "or pass the path of the teacher."
         )
-    if is_sharded(teacher_model):
+    elif is_sharded(teacher_model):
         raise ValueError(
-            "The teacher was split over the processes by ZeRO-3 while it was loaded, which is not supported yet: load "
-            "it before the config is built, and pass the object; each process then keeps a whole teacher."
+            "The teacher was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
+            "path, which is loaded as `teacher_offload` says, or load it before the config is built."
         )
+    _check_movable(teacher_model, args.teacher_offload)
     if _share_parameters(teacher_model, student):
         raise ValueError(
             "The teacher shares parameters with the student, so it would learn with it: load the teacher as an object "
@@ -142,11 +171,17 @@ def build_own_teacher(
     Raises:
         ValueError: This student cannot be its own teacher in that way; the message says why.
     """
-    kind, rows = args.teacher_model_kind, args.per_device_train_batch_size
+    kind = args.teacher_model_kind
+    if (kind == "live" or is_peft_model(student)) and args.teacher_offload != "none":
+        raise ValueError(
+            f"`teacher_offload={args.teacher_offload!r}` has nothing to move: with `teacher_model_kind={kind!r}` this "
+            "student teaches with its own weights. Leave `teacher_offload='none'`."
+        )
+    own = partial(OwnTeacher, student, cache_device=args.teacher_cache_device, progress=progress)
     if kind == "live":
-        return OwnTeacher(student, nullcontext, rows, progress), None
+        return own(nullcontext), None
     if kind == "base" and is_peft_model(student):
-        return OwnTeacher(student, student.disable_adapter, rows, progress), None
+        return own(student.disable_adapter), None
     if is_sharded(student):
         raise ValueError(
             f"`teacher_model_kind={kind!r}` keeps a copy of the student's weights, but ZeRO-3 has already split them: "
@@ -160,7 +195,7 @@ def build_own_teacher(
                 "`LoraConfig`, or 'base' or 'live'."
             )
         average = _average(followed, {name: tensor.detach().clone() for name, tensor in followed.items()}, args)
-        return OwnTeacher(student, average.in_student, rows, progress), average
+        return own(average.in_student), average
     teacher = _frozen(copy.deepcopy(student), args, device, progress)
     if kind == "base":
         return teacher, None
@@ -191,12 +226,12 @@ def _average(student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], args:
 
 
 def _frozen(model: Any, args: Any, device: torch.device, progress: bool) -> FrozenTeacher:
-    if getattr(model, "hf_device_map", None) is None:
-        model = model.to(device)
-    return FrozenTeacher(model, rows_per_pass=args.per_device_train_batch_size, progress=progress)
+    placement = _PLACEMENTS[args.teacher_offload](model, device)
+    return FrozenTeacher(placement, cache_device=args.teacher_cache_device, progress=progress)
 
 
-def _loaded(path: str, args: Any) -> PreTrainedModel:
+def _loaded(path: str, args: Any, device: torch.device) -> PreTrainedModel:
+    """A teacher from a path, read straight to where it will live."""
     kwargs = {
         "dtype": None,
         "revision": args.teacher_model_revision,
@@ -204,11 +239,38 @@ def _loaded(path: str, args: Any) -> PreTrainedModel:
         "use_safetensors": True,
         **(args.teacher_model_init_kwargs or {}),
     }
-    if args.distributed_state.distributed_type != DistributedType.NO:
-        kwargs["device_map"] = None
     if kwargs["revision"] is None:
         del kwargs["revision"]
-    return create_model_from_path(path, **kwargs)
+    config = None
+    if args.teacher_offload != "none":
+        kwargs["device_map"] = None
+        theirs = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in _OF_THE_CONFIG if name in kwargs})
+        _check_movable(theirs, args.teacher_offload)
+        if args.teacher_offload == "zero3":
+            asked = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None)
+            config = reader_config(asked or theirs.dtype or torch.float32, theirs.get_text_config().hidden_size, device)
+    elif args.distributed_state.distributed_type != DistributedType.NO:
+        kwargs["device_map"] = {"": device}
+    with loading(config):
+        return create_model_from_path(path, **kwargs)
+
+
+def _check_movable(teacher: Any, offload: str) -> None:
+    """Looks at a model, or at a config before there is a model."""
+    if offload == "none":
+        return
+    if getattr(teacher, "is_quantized", False) or getattr(teacher, "quantization_config", None) is not None:
+        raise ValueError(
+            f"`teacher_offload={offload!r}` with a quantised teacher: quantised weights carry state that belongs to "
+            "the device they were made on, and moving them would not keep it. Leave `teacher_offload='none'`, for "
+            "which it is small enough sooner, or take a teacher that is not quantised."
+        )
+    if getattr(teacher, "hf_device_map", None) is not None:
+        raise ValueError(
+            f"`teacher_offload={offload!r}` with a teacher that was loaded with a device map "
+            f"({teacher.hf_device_map}): accelerate already moves its weights. Load it without `device_map`, or leave "
+            "`teacher_offload='none'`."
+        )
 
 
 def _share_parameters(one: nn.Module, other: nn.Module) -> bool:

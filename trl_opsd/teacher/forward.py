@@ -1,47 +1,109 @@
-"""Reads a generation batch with a causal language model, a few rows at a time, each row once; nothing keeps a graph."""
+"""Reads a generation batch with a causal language model in as few passes as fit, each row once, without a graph.
+
+B rows · P prompt tokens · C completion tokens · L = P + C · H hidden width
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from tqdm import tqdm
 
-from trl_opsd.backbone import completion_hidden
+from trl_opsd.backbone import Run, completion_hidden
 from trl_opsd.types import Rollout
 
+PASS_BYTES = 2_000_000_000
+"""What the activations of one pass may take, in bytes; about what makes a pass long enough to hide streamed layers."""
+CACHE_BYTES = 1_000_000_000
+"""Targets of a generation batch that stay on the accelerator when the choice is ours, in bytes."""
 
-def read(model: Any, rollout: Rollout, rows_per_pass: int, device: torch.device, progress: bool = False) -> Tensor:
+
+def read(
+    run: Run,
+    rollout: Rollout,
+    passes: int,
+    device: torch.device,
+    cache_device: str = "auto",
+    progress: bool = False,
+) -> Tensor:
     """The last hidden state at the position that predicts each completion token.
 
     Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            A causal language model.
+        run (`Callable`):
+            `run(function, *args)` calls `function(model, *args)`.
         rollout ([`~types.Rollout`]):
             B rows of at most C completion tokens.
-        rows_per_pass (`int`):
-            Rows read in one forward pass.
+        passes (`int`):
+            Forward passes to make. Those that are more than there are rows read one row for nothing: other processes
+            may need this one for each of theirs.
         device (`torch.device`):
             Where the model expects its inputs.
+        cache_device (`str`, *optional*, defaults to `"auto"`):
+            Where the result waits to be used: see `OPSDConfig.teacher_cache_device`.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
 
     Returns:
-        `torch.Tensor`: `[B, C, H]`, on the rollout's device.
+        `torch.Tensor`: `[B, C, H]`.
     """
-    chunks = list(rollout.chunks(rows_per_pass))
-    passes = tqdm(chunks, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
+    chunks = list(rollout.chunks(-(-len(rollout.input_ids) // passes)))
+    bar = tqdm(chunks, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
     hidden_BCH: Tensor | None = None
     start = 0
     with torch.no_grad():
-        for chunk in passes:
-            chunk_hidden = completion_hidden(model, chunk.to(device))
+        for chunk in bar:
+            chunk_hidden = run(completion_hidden, chunk.to(device))
             if hidden_BCH is None:
-                shape = (*rollout.completion_ids.shape, chunk_hidden.size(-1))
-                hidden_BCH = chunk_hidden.new_empty(shape, device=rollout.completion_ids.device)
+                hidden_BCH = _room_for(rollout, chunk_hidden, cache_device)
             # Copied, because the chunk is a view that would keep the hidden states of the prompts alive.
             hidden_BCH[start : start + len(chunk_hidden)] = chunk_hidden
             start += len(chunk_hidden)
+        for _ in range(passes - len(chunks)):
+            run(completion_hidden, next(rollout.chunks(1)).to(device))
     assert hidden_BCH is not None, "a generation batch has rows"
     return hidden_BCH
+
+
+def passes_needed(model: Any, rollout: Rollout, pass_bytes: int = PASS_BYTES) -> int:
+    """Passes whose activations fit `pass_bytes` each."""
+    rows, length = rollout.input_ids.shape
+    return -(-rows // rows_per_pass(model, length, pass_bytes))
+
+
+def most_of_all(passes: int, device: torch.device) -> int:
+    """The largest number any process has; all of them have to ask."""
+    if not distributed.is_initialized():
+        return passes
+    most = torch.tensor(passes, device=device)
+    distributed.all_reduce(most, op=distributed.ReduceOp.MAX)
+    return int(most)
+
+
+def targets_device(choice: str, nbytes: int, accelerator: torch.device) -> torch.device:
+    """Where targets of `nbytes` wait: `choice` is what `OPSDConfig.teacher_cache_device` says."""
+    on_accelerator = choice == "accelerator" or (choice == "auto" and nbytes <= CACHE_BYTES)
+    return accelerator if on_accelerator else torch.device("cpu")
+
+
+def rows_per_pass(model: Any, length: int, pass_bytes: int = PASS_BYTES) -> int:
+    """Rows of `length` tokens whose activations fit `pass_bytes`, at least one.
+
+    An estimate from the model's config alone, so that it does not depend on where the model is: per token ten vectors
+    of the hidden width (residuals, norms in float32, attention) and three of the inner width live at once, and one byte
+    of the attention mask for each token of the row; eager attention also keeps its scores, twice in float32.
+    """
+    config = model.config.get_text_config()
+    width = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
+    per_pair = 8 * config.num_attention_heads if config._attn_implementation == "eager" else 1
+    per_token = model.dtype.itemsize * (10 * width + 3 * inner) + per_pair * length
+    return int(max(1, pass_bytes // (length * per_token)))
+
+
+def _room_for(rollout: Rollout, like: Tensor, cache_device: str) -> Tensor:
+    rows, tokens = rollout.completion_ids.shape
+    nbytes = rows * tokens * like.size(-1) * like.element_size()
+    device = targets_device(cache_device, nbytes, rollout.completion_ids.device)
+    return like.new_empty(rows, tokens, like.size(-1), device=device)

@@ -1,24 +1,28 @@
-"""A teacher that is a causal language model held whole on the device, frozen for good."""
+"""A teacher that is a causal language model, frozen for good; where its weights are is its placement's business."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from trl_opsd._compat.trl import gathered_head
 from trl_opsd.backbone import context_of, prove_head
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.forward import read
+from trl_opsd.teacher.forward import PASS_BYTES, passes_needed, read
+from trl_opsd.teacher.placement import Placement
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
 class FrozenTeacher(Teacher):
-    """Freezes a model and reads rollouts with it, a few rows at a time.
+    """Freezes a model and reads rollouts with it, as many rows at a time as fit a memory budget.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The teacher. It is put into eval mode and its parameters stop requiring gradients, for good. It stays on
-            the device where it is.
-        rows_per_pass (`int`):
-            Rows of a generation batch read in one forward pass.
+        placement ([`~placement.Placement`]):
+            Keeps the model, for instance `Resident(model, device)`. The model is put into eval mode and its parameters
+            stop requiring gradients, for good.
+        cache_device (`str`, *optional*, defaults to `"auto"`):
+            Where targets are kept until they are used up: see `OPSDConfig.teacher_cache_device`.
+        pass_bytes (`int`, *optional*, defaults to 2 GB):
+            What the activations of one pass may take.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
 
@@ -26,20 +30,27 @@ class FrozenTeacher(Teacher):
         ValueError: The model's logits cannot be rebuilt from its hidden states.
     """
 
-    def __init__(self, model: Any, rows_per_pass: int, progress: bool = False) -> None:
-        self.model: Any = model.eval().requires_grad_(False)
-        self._rows_per_pass = rows_per_pass
+    def __init__(
+        self, placement: Placement, cache_device: str = "auto", pass_bytes: int = PASS_BYTES, progress: bool = False
+    ) -> None:
+        self.placement = placement
+        self.model: Any = placement.model.eval().requires_grad_(False)
+        self._cache_device = cache_device
+        self._pass_bytes = pass_bytes
         self._progress = progress
-        prove_head(model, "teacher")
+        with placement.reading(passes=2) as run:
+            prove_head(self.model, "teacher", gathered_head, run)
 
     @property
     def head(self) -> OutputHead:
-        return OutputHead.of(self.model)
+        return self.placement.head
 
     @property
     def context(self) -> int | None:
         return context_of(self.model)
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
-        device = next(self.model.parameters()).device
-        return TeacherTargets(hidden=read(self.model, rollout, self._rows_per_pass, device, self._progress))
+        passes = self.placement.agreed(passes_needed(self.model, rollout, self._pass_bytes))
+        device = self.placement.device
+        with self.placement.reading(passes) as run:
+            return TeacherTargets(hidden=read(run, rollout, passes, device, self._cache_device, self._progress))

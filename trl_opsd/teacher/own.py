@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, final
 
-from trl_opsd.backbone import context_of
+from trl_opsd.backbone import call, context_of
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.forward import read
+from trl_opsd.teacher.forward import most_of_all, passes_needed, read
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
@@ -24,8 +25,8 @@ class OwnTeacher(Teacher):
         as_teacher (`Callable`):
             Makes a context in which the student's parameters are the teacher's: `student.disable_adapter` for the
             model the adapter was put on, `contextlib.nullcontext` for the student as it is now.
-        rows_per_pass (`int`):
-            Rows of a generation batch read in one forward pass.
+        cache_device (`str`, *optional*, defaults to `"auto"`):
+            Where targets are kept until they are used up: see `OPSDConfig.teacher_cache_device`.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
     """
@@ -34,12 +35,12 @@ class OwnTeacher(Teacher):
         self,
         student: Any,
         as_teacher: Callable[[], AbstractContextManager[Any]],
-        rows_per_pass: int,
+        cache_device: str = "auto",
         progress: bool = False,
     ) -> None:
         self.model = student
         self._as_teacher = as_teacher
-        self._rows_per_pass = rows_per_pass
+        self._cache_device = cache_device
         self._progress = progress
 
     @property
@@ -55,8 +56,11 @@ class OwnTeacher(Teacher):
         was_training = self.model.training
         self.model.eval()
         try:
+            device = rollout.completion_ids.device
+            # A student that is split over processes reads with all of them, so all have to read equally often.
+            passes = most_of_all(passes_needed(self.model, rollout), device)
+            run = partial(call, self.model)
             with self._as_teacher():
-                device = rollout.completion_ids.device
-                return TeacherTargets(hidden=read(self.model, rollout, self._rows_per_pass, device, self._progress))
+                return TeacherTargets(hidden=read(run, rollout, passes, device, self._cache_device, self._progress))
         finally:
             self.model.train(was_training)

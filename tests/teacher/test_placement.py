@@ -1,0 +1,406 @@
+"""Where the teacher lives changes how much memory it takes, and no number."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, Qwen2Config
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+from trl_opsd import FrozenTeacher, OPSDConfig, Teacher
+from trl_opsd._compat.deepspeed import loading, reader_config
+from trl_opsd.teacher import Hosted, Resident, Streamed
+from trl_opsd.teacher.dock import Dock
+from trl_opsd.teacher.forward import rows_per_pass, targets_device
+from trl_opsd.teacher.parts import parts_of, tensors_of
+from trl_opsd.types import Rollout
+
+CPU = torch.device("cpu")
+TEACHERS = {
+    "qwen2": lambda: tiny.qwen2(48, 1, num_hidden_layers=5),
+    "qwen2_tied": lambda: tiny.qwen2(48, 1, num_hidden_layers=3, tie_word_embeddings=True),
+    "gpt2": lambda: tiny.gpt2(48, 1),
+    "gemma2": lambda: tiny.gemma2(48, 1, num_hidden_layers=4),
+}
+
+
+def rollout(rows: int = 6, prompt: int = 9, completion: int = 7, seed: int = 0) -> Rollout:
+    """Random tokens, the prompts padded on the left by different amounts."""
+    torch.manual_seed(seed)
+    mask = torch.ones(rows, completion, dtype=torch.long)
+    return Rollout(
+        prompt_ids=torch.randint(3, tiny.VOCABULARY, (rows, prompt)),
+        prompt_mask=(torch.arange(prompt) >= torch.arange(rows)[:, None] % 4).long(),
+        completion_ids=torch.randint(3, tiny.VOCABULARY, (rows, completion)),
+        completion_mask=mask,
+        loss_mask=mask,
+    )
+
+
+def weights_of(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def addresses(model: nn.Module) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors_of(model)]
+
+
+def storages(model: nn.Module) -> dict[int, int]:
+    """Bytes of each piece of memory that a model's tensors lie in."""
+    return {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in tensors_of(model))}
+
+
+def few_rows(model: nn.Module, rows: int, length: int = 16) -> int:
+    """A budget for the activations of that many rows, and half of one more."""
+    one = 10**12 // rows_per_pass(model, length, 10**12)
+    return rows * one + one // 2
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        ("teacher", "lora"), [("qwen2", False), ("qwen2", True), ("gpt2", False), ("gemma2", False)]
+    )
+    def test_a_placement_that_changes_losses_or_weights(self, make_trainer, teacher, lora):
+        outcomes = {}
+        for offload in ("none", "cpu", "stream"):
+            trainer = make_trainer(
+                teacher_model=TEACHERS[teacher](),
+                teacher_offload=offload,
+                max_steps=5,
+                learning_rate=1e-2,
+                peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
+            )
+            before, untrained = weights_of(trainer.teacher.model), weights_of(trainer.model)
+            trainer.train()
+            assert all(map(torch.equal, weights_of(trainer.teacher.model), before)), "the teacher was trained"
+            assert not all(map(torch.equal, weights_of(trainer.model), untrained))
+            # The metric, because the log rounds the loss
+            losses = [entry["divergence/mean"] for entry in trainer.state.log_history[:5]]
+            outcomes[offload] = losses, weights_of(trainer.model)
+        losses, weights = outcomes["none"]
+        assert len(set(losses)) == 5
+        for offload in ("cpu", "stream"):
+            assert outcomes[offload][0] == losses, offload
+            assert all(map(torch.equal, outcomes[offload][1], weights)), offload
+
+    @pytest.mark.parametrize("teacher", TEACHERS)
+    @pytest.mark.parametrize("placement", [Hosted, Streamed])
+    @pytest.mark.parametrize("rows", [1, 2, 6])
+    def test_targets_that_depend_on_the_placement(self, teacher, placement, rows):
+        make = TEACHERS[teacher]
+        expected, actual = (
+            FrozenTeacher(where(make(), CPU), pass_bytes=few_rows(make(), rows)).targets(rollout())
+            for where in (Resident, placement)
+        )
+        assert torch.equal(expected.hidden, actual.hidden)
+
+    @pytest.mark.parametrize("placement", [Hosted, Streamed])
+    def test_an_update_in_place_that_the_next_reading_does_not_see(self, placement):
+        teachers = [FrozenTeacher(where(TEACHERS["qwen2"](), CPU)) for where in (Resident, placement)]
+        for teacher in teachers:
+            teacher.targets(rollout())
+            with torch.no_grad():
+                for parameter in teacher.model.parameters():
+                    parameter.lerp_(torch.ones_like(parameter), 0.1)
+        expected, actual = (teacher.targets(rollout()).hidden for teacher in teachers)
+        assert torch.equal(expected, actual)
+        assert torch.equal(teachers[0].head.weight, teachers[1].head.weight)
+
+    def test_layers_that_come_out_of_turn(self):
+        def looped() -> Any:
+            model = tiny.llama(48, 1, num_hidden_layers=3)
+            first, second, third = model.model.layers
+            model.model.layers = nn.ModuleList([first, third, second, third, third, first])
+            model.config.num_hidden_layers = 6
+            return model
+
+        expected, actual = (FrozenTeacher(where(looped(), CPU)).targets(rollout()) for where in (Resident, Streamed))
+        assert torch.equal(expected.hidden, actual.hidden)
+
+    def test_a_layer_that_only_shares_its_weights_with_another(self):
+        model = tiny.llama(48, 1, num_hidden_layers=3)
+        model.model.layers[2].mlp = model.model.layers[0].mlp
+        shared = {id(parameter) for parameter in model.model.layers[0].mlp.parameters()}
+        assert shared <= {id(tensor) for tensor in parts_of(model).rest}
+        expected = FrozenTeacher(Resident(model, CPU)).targets(rollout())
+        assert torch.equal(expected.hidden, FrozenTeacher(Streamed(model, CPU)).targets(rollout()).hidden)
+
+
+class TestBytes:
+    @pytest.mark.parametrize("teacher", TEACHERS)
+    def test_a_streamer_that_holds_more_than_two_layers_and_the_head(self, teacher):
+        model = TEACHERS[teacher]()
+        parts = parts_of(model)
+        layer = max(sum(tensor.nbytes for tensor in own) for _, own in parts.layers)
+        head = sum(tensor.nbytes for tensor in parts.head)
+        rest = sum(tensor.nbytes for tensor in parts.rest)
+        padding = 256 * len(tensors_of(model))
+        streamed = FrozenTeacher(Streamed(model, CPU))
+        dock = streamed.placement.dock
+        assert head <= dock.held_bytes <= head + padding
+        streamed.targets(rollout())
+        assert 2 * layer + head + rest <= dock.peak_bytes <= 2 * layer + head + rest + padding
+        assert dock.held_bytes <= head + padding
+        whole = sum(tensor.nbytes for tensor in tensors_of(model))
+        assert len(parts.layers) == 2 or dock.peak_bytes < whole - layer / 2
+
+    def test_a_meter_that_misses_what_is_allocated(self):
+        model = tiny.qwen2(128, 1, num_hidden_layers=6)
+        streamed = FrozenTeacher(Streamed(model, CPU))
+        dock = streamed.placement.dock
+        head = dock.held_bytes
+        one = rollout(rows=1, prompt=2, completion=2)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            streamed.targets(one)
+        now = peak = 0
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            now += event.nbytes()
+            peak = max(peak, now)
+        activations = 100_000  # four tokens; a layer has 590 kB
+        assert dock.peak_bytes - head <= peak <= dock.peak_bytes - head + activations
+
+    def test_between_readings_more_on_the_device_than_the_head(self):
+        hosted = FrozenTeacher(Hosted(TEACHERS["qwen2"](), CPU))
+        whole = sum(tensor.nbytes for tensor in tensors_of(hosted.model))
+        hosted.targets(rollout())
+        assert hosted.placement.dock.peak_bytes >= whole
+        assert hosted.placement.dock.held_bytes <= hosted.head.weight.nbytes + 256
+
+    @pytest.mark.parametrize("passes", [1, 3])
+    def test_a_layer_that_is_moved_more_than_once_a_pass(self, passes):
+        model = TEACHERS["qwen2"]()
+        teacher = FrozenTeacher(Streamed(model, CPU), pass_bytes=few_rows(model, 6 // passes))
+        dock = teacher.placement.dock
+        before = dock.moved_bytes
+        teacher.targets(rollout())
+        parts = parts_of(model)
+        layers = sum(tensor.nbytes for _, own in parts.layers for tensor in own)
+        once = sum(tensor.nbytes for tensor in (*parts.head, *parts.rest))
+        padding = 256 * len(tensors_of(model)) * passes
+        assert passes * layers + once <= dock.moved_bytes - before <= passes * layers + once + padding
+
+    @pytest.mark.parametrize("offload", ["none", "cpu", "stream"])
+    def test_a_row_that_is_read_more_than_once_an_optimizer_step(self, make_trainer, offload):
+        trainer = make_trainer(
+            train_dataset=tiny.rows(32), teacher_offload=offload, gradient_accumulation_steps=8, max_steps=2
+        )
+        read: list[int] = []
+        trainer.teacher.model.model.register_forward_pre_hook(
+            lambda _, __, inputs: read.append(len(inputs["input_ids"])), with_kwargs=True
+        )
+        trainer.train()
+        assert sum(read) == 2 * 16, "rows read in two optimizer steps of 2 rows x 8 micro-steps"
+        assert len(read) == 2, "passes"
+
+    def test_targets_of_more_than_two_bytes_for_each_hidden_unit(self, make_trainer):
+        trainer = make_trainer(teacher_model=tiny.qwen2(48, 1).bfloat16())
+        targets = trainer.teacher.targets(rollout())
+        assert targets.hidden.dtype == torch.bfloat16
+        assert targets.hidden.nbytes == 6 * 7 * 2 * 48
+
+    def test_masters_that_are_lost_when_a_pass_fails(self):
+        for placement in (Hosted, Streamed):
+            teacher = FrozenTeacher(placement(TEACHERS["qwen2"](), CPU))
+            before, held = addresses(teacher.model), teacher.placement.dock.held_bytes
+            expected = teacher.targets(rollout()).hidden
+            broken = rollout()
+            broken.completion_ids[3, 2] = tiny.VOCABULARY + 5  # no such embedding
+            with pytest.raises(IndexError):
+                teacher.targets(broken)
+            stop = teacher.model.model.layers[2].register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                teacher.targets(rollout())
+            stop.remove()
+            assert addresses(teacher.model) == before
+            assert teacher.placement.dock.held_bytes == held
+            assert torch.equal(teacher.targets(rollout()).hidden, expected)
+
+    def test_a_reading_that_computes_on_the_masters(self):
+        """Where the device is the host, only separate buffers make the other tests mean anything."""
+        for placement in (Hosted, Streamed):
+            teacher = FrozenTeacher(placement(TEACHERS["qwen2"](), CPU))
+            masters, seen = set(addresses(teacher.model)), []
+            for layer in teacher.model.model.layers:
+                layer.mlp.register_forward_hook(lambda module, *_, seen=seen: seen.extend(addresses(module)))
+            teacher.targets(rollout())
+            assert len(seen) == 5 * 3
+            assert not masters.intersection(seen)
+            assert set(addresses(teacher.model)) == masters
+
+    def test_a_model_that_is_in_host_memory_twice(self):
+        model = TEACHERS["qwen2"]()
+        held = storages(model)
+        Hosted(model, CPU)
+        packed = storages(model)
+        assert sum(packed.values()) <= sum(held.values()) + 256 * len(held)
+        assert len(packed) == 5 + 3, "one piece for each layer, the head, the embeddings, the rest"
+
+
+class TestPasses:
+    def config(self, **overrides: Any) -> Any:
+        seven_billion = Qwen2Config(
+            hidden_size=3584, intermediate_size=18944, num_attention_heads=28, attn_implementation="sdpa", **overrides
+        )
+        return SimpleNamespace(config=seven_billion, dtype=torch.bfloat16)
+
+    def test_passes_too_short_to_hide_the_streaming(self):
+        """PERFORMANCE: 9 to 14 thousand tokens, whatever the model's size."""
+        assert 9_000 <= 2048 * rows_per_pass(self.config(), 2048) <= 14_000
+
+    def test_a_row_too_long_for_the_budget_that_is_not_read_at_all(self):
+        assert rows_per_pass(self.config(), 100_000) == 1
+
+    def test_eager_attention_whose_scores_are_not_counted(self):
+        eager = self.config()
+        eager.config._attn_implementation = "eager"
+        assert rows_per_pass(eager, 2048) < rows_per_pass(self.config(), 2048)
+
+    @pytest.mark.parametrize(
+        ("choice", "nbytes", "where"),
+        [("auto", 10**9, "cuda"), ("auto", 10**9 + 1, "cpu"), ("accelerator", 10**12, "cuda"), ("cpu", 1, "cpu")],
+    )
+    def test_targets_that_wait_in_the_wrong_place(self, choice, nbytes, where):
+        assert targets_device(choice, nbytes, torch.device("cuda")) == torch.device(where)
+
+    def test_targets_that_are_not_kept_where_the_config_says(self, make_trainer):
+        trainer = make_trainer(teacher_cache_device="cpu")
+        trainer.train()
+        assert trainer.teacher.targets(rollout()).hidden.device == CPU
+
+    def test_a_dock_that_forgets_what_was_returned(self):
+        dock = Dock(CPU)
+        dock.keep(100)
+        with dock.borrow([10, 20]) as (small, large):
+            assert (small.nbytes, large.nbytes, dock.held_bytes) == (10, 20, 130)
+        with dock.borrow([5]):
+            assert (dock.held_bytes, dock.peak_bytes) == (105, 130)
+
+
+class TestLoading:
+    def test_a_students_config_that_is_lost_when_loading_fails(self):
+        students = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+        try:
+            with loading(None):
+                assert not is_deepspeed_zero3_enabled()
+            assert is_deepspeed_zero3_enabled()
+            with pytest.raises(ZeroDivisionError), loading(None):
+                1 / 0  # noqa: B018
+            assert is_deepspeed_zero3_enabled()
+            with loading({"zero_optimization": {"stage": 0}}):
+                assert not is_deepspeed_zero3_enabled()
+            assert is_deepspeed_zero3_enabled()
+        finally:
+            unset_hf_deepspeed_config()
+            del students
+
+    def test_a_config_of_the_teachers_that_trains(self):
+        config = reader_config(torch.bfloat16, 64, torch.device("cuda"))
+        assert not {"optimizer", "scheduler", "gradient_accumulation_steps", "train_batch_size"} & set(config)
+        assert config["bf16"]["enabled"]
+        assert not config["fp16"]["enabled"]
+        assert config["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": True}
+
+    @pytest.mark.parametrize("offload", ["none", "cpu", "stream"])
+    def test_a_teacher_from_a_path_that_is_another_one(self, make_trainer, tmp_path, offload):
+        teacher = tiny.qwen2(48, 1)
+        teacher.save_pretrained(tmp_path / "teacher")
+        trainer = make_trainer(teacher_model=str(tmp_path / "teacher"), teacher_offload=offload)
+        expected = FrozenTeacher(Resident(teacher, CPU)).targets(rollout())
+        assert torch.equal(trainer.teacher.targets(rollout()).hidden, expected.hidden)
+
+
+class _Own(Teacher):
+    head = context = None
+
+    def targets(self, rollout):
+        raise NotImplementedError
+
+
+def _no_layers() -> Any:
+    model = tiny.qwen2(48, 1)
+    layers = model.model.layers
+    model.model.layers = nn.Sequential(*layers)
+    return model
+
+
+def _device_map() -> Any:
+    model = tiny.qwen2(48, 1)
+    model.hf_device_map = {"": "cpu"}
+    return model
+
+
+def _quantised() -> Any:
+    model = tiny.qwen2(48, 1)
+    model.is_quantized = True
+    return model
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"teacher_offload": "streamed"}, "`teacher_offload='streamed'`: expected one of 'none', 'cpu', 'stream'"),
+            ({"teacher_offload": None}, "`teacher_offload=None`: expected one of"),
+            ({"teacher_cache_device": "gpu"}, "`teacher_cache_device='gpu'`: expected one of 'auto', 'cpu'"),
+            ({"teacher_offload": "zero3"}, "was not launched with DeepSpeed ZeRO-3"),
+            (
+                {"teacher_offload": "stream", "teacher_model_init_kwargs": {"quantization_config": {"bits": 4}}},
+                "`teacher_offload='stream'` with `quantization_config`",
+            ),
+            (
+                {"teacher_offload": "cpu", "teacher_model_init_kwargs": {"device_map": "auto"}},
+                "`teacher_offload='cpu'` with `device_map`",
+            ),
+            (
+                {"teacher_offload": "cpu", "teacher_model_init_kwargs": {"tp_plan": "auto"}},
+                "`teacher_offload='cpu'` with `tp_plan`",
+            ),
+        ],
+    )
+    def test_options_that_do_not_go_together(self, tmp_path, options, message):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            tiny.config(tmp_path, **options)
+
+    @pytest.mark.parametrize(
+        ("teacher", "offload", "message"),
+        [
+            (_Own, "cpu", "cannot move a _Own, which decides itself"),
+            (_no_layers, "stream", "keeps its layers in no `torch.nn.ModuleList`"),
+            (_device_map, "cpu", "loaded with a device map ({'': 'cpu'})"),
+            (_device_map, "stream", "loaded with a device map ({'': 'cpu'})"),
+            (_quantised, "cpu", "with a quantised teacher"),
+            (_quantised, "stream", "with a quantised teacher"),
+        ],
+    )
+    def test_a_teacher_that_cannot_be_moved(self, make_trainer, teacher, offload, message):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make_trainer(teacher_model=teacher(), teacher_offload=offload)
+
+    @pytest.mark.parametrize("teacher", [_quantised, _device_map])
+    def test_a_teacher_that_could_stay_where_it_is(self, make_trainer, teacher):
+        model = teacher()
+        model.to = None  # what is quantised must not be moved, not even to where it is
+        trainer = make_trainer(teacher_model=model)
+        assert trainer.teacher.targets(rollout()).hidden.shape == (6, 7, 48)
+
+    def test_a_quantised_checkpoint_whose_own_config_says_so(self, make_trainer, tmp_path):
+        tiny.qwen2(48, 1).save_pretrained(tmp_path / "teacher")
+        path = tmp_path / "teacher" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
+        assert AutoConfig.from_pretrained(tmp_path / "teacher").quantization_config
+        with pytest.raises(ValueError, match="with a quantised teacher"):
+            make_trainer(teacher_model=str(tmp_path / "teacher"), teacher_offload="cpu")
+
+    def test_defaults_that_move_a_teacher(self):
+        assert (OPSDConfig("out", bf16=False).teacher_offload, OPSDConfig.teacher_cache_device) == ("none", "auto")

@@ -1,0 +1,101 @@
+"""A second DeepSpeed beside the student's: for a model that is only read, with a config in which nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations import deepspeed as integration
+
+Config = dict[str, Any]
+
+
+def reader_config(dtype: torch.dtype, width: int, device: torch.device) -> Config:
+    """ZeRO-3 for a frozen model: split over the processes, in host memory, gathered layer by layer while it reads.
+
+    Nothing of the student's config is in it. An optimizer, a scheduler, an accumulation or a batch size of the
+    student's would be built for the teacher too, or be refused.
+
+    Args:
+        dtype (`torch.dtype`):
+            Of the weights; DeepSpeed would read them in float32 otherwise.
+        width (`int`):
+            Hidden width. Tensors of up to ten times as many elements, norms and biases, stay gathered.
+        device (`torch.device`):
+            Where the model reads.
+    """
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 2**62,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "cpu", "pin_memory": device.type != "cpu"},
+            "stage3_param_persistence_threshold": 10 * width,
+            # A layer is not needed again before all others were: keep none.
+            "stage3_max_reuse_distance": 0,
+        },
+    }
+
+
+@contextmanager
+def loading(config: Config | None) -> Iterator[None]:
+    """What `from_pretrained` sees of DeepSpeed: this config, or nothing, whatever the student's is.
+
+    While a ZeRO-3 config is alive, `transformers` splits every model it loads by that config. It is back afterwards,
+    also after an exception.
+    """
+    students = integration._hf_deepspeed_config_weak_ref  # it can be set and unset in public, but not read
+    ours = None
+    try:
+        if config is None:
+            integration.unset_hf_deepspeed_config()
+        else:
+            ours = integration.HfDeepSpeedConfig(config)  # sets itself, and counts for as long as it lives
+        yield
+    finally:
+        integration._hf_deepspeed_config_weak_ref = students
+        del ours
+
+
+class Reader:
+    """Runs functions of a frozen model that DeepSpeed has split, or splits now.
+
+    Args:
+        model (`nn.Module`):
+            The model, whole or loaded under [`loading`].
+        config (`dict`):
+            From [`reader_config`].
+    """
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        from deepspeed import initialize  # slow, and not everybody has it
+
+        self._stage = _Stage(model)
+        self._engine, *_ = initialize(model=self._stage, config=config)
+        self._engine.eval()
+
+    def __call__(self, function: Any, *args: Any) -> Any:
+        """`function(model, *args)`, in the engine's own forward: only there does DeepSpeed bring the weights."""
+        self._stage.task = partial(function, self._stage.model, *args)
+        try:
+            return self._engine()
+        finally:
+            self._stage.task = None
+
+
+class _Stage(nn.Module):
+    """The module the engine wraps. Its forward is whatever is to be done next."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.task: Any = None
+
+    def forward(self) -> Any:
+        return self.task()

@@ -1,0 +1,118 @@
+"""Host memory that weights live in, and the place on a device where copies of them land; models are not known here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 256
+"""Bytes; what allocators align to, so that a kernel sees no difference between a view and a tensor of its own."""
+_WITHOUT_STREAMS = ("cpu", "mps")
+"""Devices that copy at once, and need no pinned memory for it."""
+
+
+class Pack:
+    """Tensors of a model in one piece of host memory, from which one copy moves them all.
+
+    One by one they would cost a call each; and pinned, almost twice their size, because torch rounds every pinned
+    allocation up to a power of two.
+
+    Args:
+        tensors (iterable of `torch.Tensor`):
+            Parameters and buffers, each once. Their data moves here, one after another: what they occupied is free
+            again as soon as they have moved.
+        pinned (`bool`):
+            Whether copies to the device shall run by themselves.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], pinned: bool) -> None:
+        self._tensors = list(tensors)
+        self._starts, self.nbytes = [], 0
+        for tensor in self._tensors:
+            self._starts.append(self.nbytes)
+            self.nbytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._masters = self.views(self._host)
+        for tensor, master in zip(self._tensors, self._masters, strict=True):
+            master.copy_(tensor.data)
+            tensor.data = master
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors as a buffer holds them that this pack was copied to."""
+        spans = [buffer[start : start + one.nbytes] for start, one in zip(self._starts, self._tensors, strict=True)]
+        return [span.view(one.dtype).view(one.shape) for span, one in zip(spans, self._tensors, strict=True)]
+
+    def copy_to(self, buffer: Tensor) -> None:
+        """Copies the masters to the first bytes of a buffer on a device."""
+        buffer[: self.nbytes].copy_(self._host, non_blocking=True)
+
+    def lend(self, buffer: Tensor) -> None:
+        """Lets the model use the copy in a buffer."""
+        for tensor, view in zip(self._tensors, self.views(buffer), strict=True):
+            tensor.data = view
+
+    def take_back(self) -> None:
+        """Lets the model's tensors be the masters again; nothing is copied."""
+        for tensor, master in zip(self._tensors, self._masters, strict=True):
+            tensor.data = master
+
+
+class Dock:
+    """Where copies of packs land on a device, with a meter of what that takes.
+
+    Copies run on a stream of their own where the device has streams.
+
+    Attributes:
+        held_bytes (`int`): occupied by weights now.
+        peak_bytes (`int`): the most that was ever occupied at once.
+        moved_bytes (`int`): copied from the host so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.held_bytes = self.peak_bytes = self.moved_bytes = 0
+        self._stream = None if device.type in _WITHOUT_STREAMS else torch.Stream(device)
+
+    @property
+    def wants_pinned(self) -> bool:
+        """Whether copies can run beside computation, which takes pinned host memory."""
+        return self._stream is not None
+
+    def keep(self, nbytes: int) -> Tensor:
+        """A buffer that stays."""
+        self.held_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    @contextmanager
+    def borrow(self, sizes: list[int]) -> Iterator[list[Tensor]]:
+        """Buffers of these sizes in bytes for as long as the context lasts; no copy is under way when it ends."""
+        try:
+            yield [self.keep(nbytes) for nbytes in sizes]
+        finally:
+            self._finish()
+            self.held_bytes -= sum(sizes)
+
+    def fetch(self, pack: Pack, buffer: Tensor) -> None:
+        """Begins to copy a pack into a buffer, once all work that has been issued so far is done with the buffer."""
+        self.moved_bytes += pack.nbytes
+        if self._stream is None:
+            pack.copy_to(buffer)
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with self._stream:
+            pack.copy_to(buffer)
+
+    def arrive(self) -> None:
+        """Lets whatever is issued from now on wait for the copies begun so far."""
+        if self._stream is not None:
+            torch.accelerator.current_stream(self.device).wait_stream(self._stream)
+
+    def _finish(self) -> None:
+        """Waits, so that buffers can be freed and masters changed."""
+        if self._stream is not None:
+            self.arrive()
+            self._stream.synchronize()

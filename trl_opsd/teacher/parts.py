@@ -1,0 +1,67 @@
+"""Takes a decoder apart by the shape of its module tree; no architecture is known by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from trl_opsd.types import OutputHead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Every parameter and buffer of a causal language model in exactly one list."""
+
+    head: list[Tensor]
+    """Weight and, if there is one, bias of the output head; tied embeddings are here too."""
+    embedding: list[Tensor]
+    """The input embeddings, if they are not the head's."""
+    layers: list[tuple[nn.Module, list[Tensor]]]
+    """The decoder layers in the order they are called, and what only they hold."""
+    rest: list[Tensor]
+    """What belongs to no layer, or to several: the last norm, positions."""
+
+
+def parts_of(model: Any) -> Parts:
+    """Takes a model apart.
+
+    The decoder layers are the `ModuleList` that holds the most bytes.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            A causal language model.
+    """
+    output = OutputHead.of(model)
+    head = [tensor for tensor in (output.weight, output.bias) if tensor is not None]
+    taken = {id(tensor) for tensor in head}
+    layers = _decoder_layers(model)
+    holders = Counter(id(tensor) for layer in layers for tensor in tensors_of(layer))
+    own = [[one for one in tensors_of(layer) if holders[id(one)] == 1 and id(one) not in taken] for layer in layers]
+    taken |= {id(tensor) for tensor in chain.from_iterable(own)}
+    embedding = [tensor for tensor in tensors_of(model.get_input_embeddings()) if id(tensor) not in taken]
+    if len(embedding) < len(tensors_of(model.get_input_embeddings())):
+        embedding = []  # tied: looked up where the head is
+    taken |= {id(tensor) for tensor in embedding}
+    rest = [tensor for tensor in tensors_of(model) if id(tensor) not in taken]
+    return Parts(head=head, embedding=embedding, layers=list(zip(layers, own, strict=True)), rest=rest)
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers of a module and of those inside it, each once."""
+    return _distinct(chain(module.parameters(), module.buffers()))
+
+
+def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    # Of equals the first is the outer one.
+    largest = max(lists, key=lambda one: sum(tensor.nbytes for tensor in tensors_of(one)), default=nn.ModuleList())
+    return _distinct(largest)
+
+
+def _distinct(things: Iterable[Any]) -> list[Any]:
+    return list({id(thing): thing for thing in things}.values())

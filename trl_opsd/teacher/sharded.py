@@ -1,0 +1,44 @@
+"""A teacher that DeepSpeed splits over the processes, in host memory, and gathers layer by layer while it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trl_opsd._compat.deepspeed import Reader, reader_config
+from trl_opsd.backbone import Run
+from trl_opsd.teacher.forward import most_of_all
+from trl_opsd.teacher.placement import Placement
+from trl_opsd.types import OutputHead
+
+
+class Sharded(Placement):
+    """`teacher_offload="zero3"`: each process keeps its share in host memory.
+
+    The head is split like everything else; the loss gathers it.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The teacher, whole or loaded under this placement's own config.
+        device (`torch.device`):
+            Where it reads.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self._read = Reader(model, reader_config(model.dtype, model.config.get_text_config().hidden_size, device))
+
+    @property
+    def head(self) -> OutputHead:
+        return OutputHead.of(self.model)
+
+    @contextmanager
+    def reading(self, passes: int) -> Iterator[Run]:
+        yield self._read
+
+    def agreed(self, passes: int) -> int:
+        # Whoever reads gathers from all others, so all have to read equally often.
+        return most_of_all(passes, self.device)
