@@ -114,18 +114,14 @@ def test_a_missing_column_is_refused(make_trainer):
 
 
 def test_teachers_take_turns_on_the_device(make_trainer):
-    near, far = (
-        make_trainer(teacher_model=teachers(), train_dataset=rows(), teacher_offload=where)
-        for where in ("none", "stream")
-    )
-    assert history(near) == history(far)
+    given = {"teacher_model": teachers(), "train_dataset": rows()}
+    near = history(make_trainer(**given))
+    assert history(make_trainer(**given, teacher_offload="stream")) == near
 
 
-def test_several_sharded_teachers_are_refused(make_trainer, tmp_path, monkeypatch):
+def test_several_sharded_teachers_are_refused(make_trainer, monkeypatch):
     monkeypatch.setattr("trl_opsd.config.is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(
-        ValueError, match="`teacher_offload='zero3'` with several teachers: .* Set `teacher_offload='str"
-    ):
+    with pytest.raises(ValueError, match="`teacher_offload='zero3'` with several teachers"):
         make_trainer(teacher_model=teachers(), train_dataset=rows(), teacher_offload="zero3")
 
 
