@@ -1,9 +1,9 @@
 """Decodes a ragged batch token by token, and lets a row leave the batch once it has ended.
 
-`generate` of `transformers` prepares everything (options, logits processors, stopping criteria, cache) and hands over at its
-`custom_generate` seam; only the loop is ours. It knows token ids, and neither the trainer nor where the model is sharded.
+`generate` of `transformers` prepares everything (logits processors, stopping criteria, cache) and hands over at its
+`custom_generate` seam; only the loop is ours. It knows token ids, and neither the trainer nor how the model is sharded.
 
-B rows to begin with · n places in the batch now · P prompt tokens with padding · L tokens so far, padding included · V logits
+B rows to begin with · n places in the batch now · P prompt tokens, padded · L = P + tokens so far · V logits
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def obstacle(model: Any, config: Any) -> str | None:
 class RaggedDecoding:
     """The decoding loop for `model.generate(custom_generate=...)`, greedy or sampled.
 
-    Writes the tokens that the loop of `generate` writes, from the same random numbers, whichever rows have left: every
-    step draws for all B rows, as `torch.multinomial` does there, and uses what falls to the rows that are still writing.
+    Writes the tokens that the loop of `generate` writes, from the same random numbers, whichever rows have left: each
+    step draws for all B rows, as `torch.multinomial` does there, and uses what falls to those that are still writing.
 
     Args:
         rooms (`Sequence[int]`):
