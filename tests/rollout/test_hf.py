@@ -62,7 +62,7 @@ class TestTokens:
         trainer.limits = replace(trainer.limits, vocabulary=130)  # as if the head were padded with 129 rows
         with torch.no_grad():
             trainer.model.get_output_embeddings().weight[130:] *= 3
-        written = sum(trainer.rollout.complete([[5], [6, 7], [8]] * 4, 0), [])
+        written = [token for ids in trainer.rollout.complete([[5], [6, 7], [8]] * 4, 0) for token in ids]
         assert len(written) > 30
         assert max(written) < 130
 

@@ -142,7 +142,9 @@ class TestSampled:
         config = options(tokens=64, ends=[], do_sample=True, temperature=0.8, top_k=9)
         written = ragged(model, inputs, config, rooms=rooms)
         assert [len(ids) for ids in written] == rooms
-        counts = torch.bincount(torch.tensor(sum(written, [])), minlength=vocabulary).double()
+        counts = torch.bincount(
+            torch.tensor([token for ids in written for token in ids]), minlength=vocabulary
+        ).double()
         draws = counts.sum()
         assert draws == sum(rooms) > 8000
         assert counts[expected == 0].sum() == 0
