@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -136,6 +137,7 @@ def engines(model: Any, args: argparse.Namespace) -> Iterator[tuple[str, Engine]
 
 
 def make_vllm(model: Any, args: argparse.Namespace) -> Engine:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
@@ -147,6 +149,7 @@ def make_vllm(model: Any, args: argparse.Namespace) -> Engine:
             max_model_len=args.prompt_tokens + args.tokens,
             gpu_memory_utilization=0.5,
             enable_prefix_caching=False,
+            enforce_eager=args.device == "cpu",
             disable_log_stats=True,
         )
 
