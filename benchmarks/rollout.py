@@ -138,6 +138,7 @@ def engines(model: Any, args: argparse.Namespace) -> Iterator[tuple[str, Engine]
 
 def make_vllm(model: Any, args: argparse.Namespace) -> Engine:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
