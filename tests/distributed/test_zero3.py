@@ -40,6 +40,9 @@ def test_a_student_split_over_two_processes_has_the_losses_of_a_whole_one(make_t
         assert results[name]["processes"] == 2
         assert results[name]["losses"] == pytest.approx(expected, abs=1e-5)
     assert len(results["generated"]["losses"]) == 3
+    for name in ("generated", "not_gathered"):
+        assert [len(ids) for ids in results[name]["written"]] == [3, 3, 60, 60]
+        assert results[name]["written"] == results[name]["alone"]
     assert results["not_gathered"]["losses"] == pytest.approx(results["generated"]["losses"][:1], abs=1e-5)
     for name in ("teacher_zero3", "teacher_none", "teacher_stream"):
         assert results[name]["losses"] == pytest.approx(results["full"]["losses"], abs=1e-5), name

@@ -1,4 +1,4 @@
-"""Lets the student write with `generate` of `transformers`: one padded batch, sampled as TRL samples it."""
+"""Lets the student write with `generate` of `transformers`, in a batch that rows leave as they end."""
 
 from __future__ import annotations
 
@@ -6,35 +6,128 @@ import copy
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType
 from torch import Tensor
 from tqdm import tqdm
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    CompileConfig,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
+from trl_opsd.backbone import is_sharded
 from trl_opsd.rollout.base import RolloutBackend
+from trl_opsd.rollout.decode import RaggedDecoding, obstacle
+
+logger = get_logger(__name__)
+
+_CACHE_STEP = 256
+"""A static cache is a multiple of so many tokens long, so that prompts of another length do not compile anew."""
 
 
 class HFRollout(RolloutBackend):
-    """Generates with `transformers`: one padded batch of prompts, sampled with the trainer's generation options."""
+    """Generates with `transformers`, sampled with the trainer's generation options from the numbers TRL would draw.
+
+    Rows leave the batch as they end. Options that the decoding loop for this does not know (beams, assisted decoding,
+    offloaded or quantised caches and the like) are left to plain `generate`, which is said once.
+
+    Args:
+        compile (`bool` or [`~transformers.CompileConfig`], *optional*):
+            Whether decoding runs on a static cache as a compiled graph. When `None`, it does on an accelerator, with a
+            model that supports it, that is whole on each device, and with no `cache_implementation` named. A
+            [`~transformers.CompileConfig`] compiles with its options on any device; `True` with the default ones.
+    """
+
+    def __init__(self, compile: bool | CompileConfig | None = None) -> None:
+        self._compile = compile
 
     def bind(self, trainer: Any) -> None:
+        """Takes the trainer.
+
+        Raises:
+            ValueError: `compile` was asked for and the student cannot be compiled.
+        """
         self._trainer = trainer
+        self._is_split = is_sharded(trainer.model) or trainer.accelerator.distributed_type == DistributedType.FSDP
+        if self._compile and (reason := self._why_not_compiled(trainer.model, trainer.args.cache_implementation)):
+            raise ValueError(
+                f"`HFRollout(compile={self._compile!r})`: decoding cannot be compiled, {reason}: leave `compile` out."
+            )
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         trainer = self._trainer
         inputs = trainer.pad_prompts(prompt_ids)
-        # In a later turn with tools the prompt may already fill most of the context.
-        new_tokens = trainer.limits.room(max(map(len, prompt_ids)))
-        config = copy.copy(trainer.generation_config)
-        config.max_new_tokens = new_tokens
-        with (
-            trainer.student_for_generation() as student,
-            _TokenProgress(new_tokens, trainer.show_progress) as progress,
-        ):
-            written = student.generate(
-                **inputs, generation_config=config, stopping_criteria=StoppingCriteriaList([progress])
-            )
-        completions: list[list[int]] = written[:, inputs["input_ids"].size(1) :].tolist()
+        prompt_tokens = inputs["input_ids"].size(1)
+        rooms = [trainer.limits.room(len(ids)) for ids in prompt_ids]
+        with trainer.student_for_generation() as student:
+            config = copy.copy(trainer.generation_config)
+            if reason := obstacle(student, config):
+                logger.warning_once(
+                    f"Rollouts are written by plain `generate`, whose batch runs until its longest row ends: {reason}."
+                )
+                # One length for all; in a later turn with tools a prompt may already fill most of the context.
+                config.max_new_tokens, loop = min(rooms), None
+            else:
+                config.max_new_tokens = max(*rooms, 1)
+                loop = RaggedDecoding(rooms=rooms, context=trainer.limits.context, synced=self._is_synced())
+                if self._compiles(student, config):
+                    self._set_up_compilation(config, prompt_tokens)
+            with _TokenProgress(config.max_new_tokens, trainer.show_progress) as progress:
+                written = student.generate(
+                    **inputs,
+                    generation_config=config,
+                    logits_processor=LogitsProcessorList([_OnlyKnown(trainer.limits.vocabulary)]),
+                    stopping_criteria=StoppingCriteriaList([progress]),
+                    custom_generate=loop,
+                )
+        completions: list[list[int]] = written if loop else written[:, prompt_tokens:].tolist()
         return completions
+
+    def _is_synced(self) -> bool:
+        """Whether each forward pass of the student is collective while it writes."""
+        trainer = self._trainer
+        gathered = is_sharded(trainer.model) and trainer.args.ds3_gather_for_generation
+        return self._is_split and not gathered and trainer.accelerator.num_processes > 1
+
+    def _why_not_compiled(self, model: Any, cache_implementation: str | None) -> str | None:
+        if self._is_split:
+            return "the student is split over devices"
+        if not model._can_compile_fullgraph:
+            return f"{type(model).__name__} does not support it"
+        if cache_implementation not in (None, "static"):
+            return f"`cache_implementation={cache_implementation!r}` is not static"
+        return None
+
+    def _compiles(self, student: Any, config: GenerationConfig) -> bool:
+        if self._compile is not None:
+            return bool(self._compile)
+        on_accelerator = student.device.type not in ("cpu", "mps")
+        return on_accelerator and self._why_not_compiled(student, config.cache_implementation) is None
+
+    def _set_up_compilation(self, config: GenerationConfig, prompt_tokens: int) -> None:
+        """Has `transformers` compile the step: TRL forbids it, and `generate` needs a static cache for it."""
+        config.disable_compile = False
+        config.cache_implementation = "static"
+        tokens = prompt_tokens + config.max_new_tokens
+        config.max_cache_len = -(-tokens // _CACHE_STEP) * _CACHE_STEP
+        if self._compile:  # asked for, so on any device
+            config.compile_config = copy.copy(self._compile) if self._compile is not True else CompileConfig()
+            config.compile_config._compile_all_devices = True
+
+
+class _OnlyKnown(LogitsProcessor):
+    """Leaves no chance to ids that no tokenizer knows: heads are padded to round numbers of rows."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, self._vocabulary :] = -torch.inf
+        return scores
 
 
 class _TokenProgress(StoppingCriteria):

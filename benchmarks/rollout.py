@@ -1,0 +1,247 @@
+"""Measures rollouts of one model on the same prompts, engine beside engine, in one process, on whatever device it has.
+
+    python benchmarks/rollout.py                                   # a small model, batches of 1, 8 and 64
+    python benchmarks/rollout.py --width 896 --layers 24 --heads 14 --key-value-heads 2 --vocab 151936 --dtype bfloat16
+
+"trl" is `generate` as TRL calls it, "ours" is `HFRollout`, "compiled" the same with `compile=True` (measured on an
+accelerator, or with --compiled), "vllm" is left out where it cannot be imported. All sample at temperature 1.
+
+Every engine writes the same lengths: all equal to --tokens ("even"), or geometric with a mean of an eighth of it, cut
+off there ("ragged"). For the engines of `transformers` a logits processor forbids the end token before that and forces
+it then; it finds the length in the row's own prompt, so it does not matter which rows are still there. vLLM gets the
+length as `min_tokens` and `max_tokens`. Times are medians over interleaved repeats after a warm-up; "rows per token"
+counts the rows of every forward pass of the model for each token that is part of a completion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList, Qwen2Config
+from transformers.utils import logging
+
+from trl_opsd import HFRollout
+from trl_opsd.prompts import PromptLimits
+from trl_opsd.rollout.base import cut_after_end
+
+END = 0
+BASE = 1000
+"""A prompt begins with the length of its completion, as two digits of this base."""
+
+Engine = Callable[[list[list[int]]], list[list[int]]]
+
+
+class WantedLength(LogitsProcessor):
+    """Ends a row at the length its own prompt states, and not before."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        wanted = (input_ids[:, 0] - 1) * BASE + input_ids[:, 1] - 1
+        last = input_ids.size(1) - self._prompt_tokens + 1 >= wanted
+        scores[:, END] = -torch.inf
+        scores[last] = -torch.inf
+        scores[last, END] = 0.0
+        return scores
+
+
+def make_model(args: argparse.Namespace) -> Any:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=args.vocab,
+        hidden_size=args.width,
+        intermediate_size=4 * args.width,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.key_value_heads,
+        max_position_embeddings=args.prompt_tokens + args.tokens,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=END,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=args.dtype).to(args.device).eval()
+    processors = model._get_logits_processor
+    ends = LogitsProcessorList([WantedLength(args.prompt_tokens)])
+    model._get_logits_processor = lambda *given, **options: LogitsProcessorList([*processors(*given, **options), *ends])
+    return model
+
+
+def make_prompts(args: argparse.Namespace, batch: int, lengths: str) -> tuple[list[list[int]], list[int]]:
+    generator = torch.Generator().manual_seed(batch)
+    wanted = [args.tokens] * batch
+    if lengths == "ragged":
+        geometric = torch.empty(batch).geometric_(8 / args.tokens, generator=generator)
+        wanted = geometric.clamp(max=args.tokens).int().tolist()
+    words = torch.randint(1, args.vocab, (batch, args.prompt_tokens - 2), generator=generator).tolist()
+    return [[n // BASE + 1, n % BASE + 1, *ids] for n, ids in zip(wanted, words, strict=True)], wanted
+
+
+def trainer_of(model: Any, args: argparse.Namespace) -> SimpleNamespace:
+    """What `HFRollout` asks of a trainer."""
+
+    def pad_prompts(prompt_ids: list[list[int]]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor(prompt_ids, device=args.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    return SimpleNamespace(
+        model=model,
+        args=SimpleNamespace(cache_implementation=None, ds3_gather_for_generation=True),
+        accelerator=Accelerator(cpu=args.device == "cpu"),
+        generation_config=GenerationConfig(
+            max_new_tokens=args.tokens,
+            do_sample=True,
+            top_k=0,
+            eos_token_id=END,
+            pad_token_id=END,
+            disable_compile=True,
+        ),
+        limits=PromptLimits(vocabulary=args.vocab, context=None, completion=args.tokens),
+        pad_prompts=pad_prompts,
+        student_for_generation=lambda: contextlib.nullcontext(model),
+        show_progress=False,
+    )
+
+
+def engines(model: Any, args: argparse.Namespace) -> Iterator[tuple[str, Engine]]:
+    trainer = trainer_of(model, args)
+
+    def trl(prompt_ids: list[list[int]]) -> list[list[int]]:
+        written = model.generate(**trainer.pad_prompts(prompt_ids), generation_config=trainer.generation_config)
+        return [cut_after_end(ids, {END}) for ids in written[:, args.prompt_tokens :].tolist()]
+
+    def ours(compile: bool) -> Engine:
+        rollout = HFRollout(compile=compile)
+        rollout.bind(trainer)
+        return lambda prompt_ids: rollout.complete(prompt_ids, 0)
+
+    yield "trl", trl
+    yield "ours", ours(False)
+    if args.compiled:
+        yield "compiled", ours(True)
+    if args.vllm:
+        yield "vllm", make_vllm(model, args)
+
+
+def make_vllm(model: Any, args: argparse.Namespace) -> Engine:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        engine = LLM(
+            folder,
+            skip_tokenizer_init=True,
+            dtype=args.dtype,
+            max_model_len=args.prompt_tokens + args.tokens,
+            gpu_memory_utilization=0.5,
+            enable_prefix_caching=False,
+            enforce_eager=args.device == "cpu",
+            disable_log_stats=True,
+        )
+
+    def complete(prompt_ids: list[list[int]]) -> list[list[int]]:
+        wanted = [(ids[0] - 1) * BASE + ids[1] - 1 for ids in prompt_ids]
+        how = [SamplingParams(max_tokens=n, min_tokens=n, ignore_eos=True, detokenize=False) for n in wanted]
+        prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
+        return [list(one.outputs[0].token_ids) for one in engine.generate(prompts, how, use_tqdm=False)]
+
+    return complete
+
+
+def timed(engine: Engine, prompt_ids: list[list[int]], wanted: list[int]) -> float:
+    gc.collect()
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    written = engine(prompt_ids)  # lists of ints: the device is done
+    seconds = time.perf_counter() - start
+    assert [len(ids) for ids in written] == wanted, "an engine that writes other lengths is not comparable"
+    return seconds
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    model, rows = make_model(args), []
+    decoded: list[int] = []
+    model.register_forward_pre_hook(
+        lambda module, given, options: decoded.append(len(options["input_ids"])), with_kwargs=True
+    )
+    candidates = dict(engines(model, args))
+    for batch in args.batches:
+        for lengths in ("even", "ragged"):
+            prompt_ids, wanted = make_prompts(args, batch, lengths)
+            times: dict[str, list[float]] = {name: [] for name in candidates}
+            counts: dict[str, int] = {}
+            for repeat in range(args.repeats + 1):
+                for name, engine in candidates.items():
+                    decoded.clear()
+                    seconds = timed(engine, prompt_ids, wanted)
+                    counts[name] = sum(decoded)
+                    times[name] += [seconds] if repeat else []
+            for name in candidates:
+                ratios = [trl / mine for trl, mine in zip(times["trl"], times[name], strict=True)]
+                row = {"batch": batch, "lengths": lengths, "engine": name}
+                row["tokens_per_second"] = sum(wanted) / statistics.median(times[name])
+                row["speed_over_trl"] = statistics.median(ratios)
+                row["rows_per_token"] = counts[name] / sum(wanted) if counts[name] else None
+                rows.append(row)
+                print(".", end="", flush=True, file=sys.stderr)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'batch':>5} {'lengths':8}{'engine':10}{'tokens/s':>10}{'vs TRL':>9}{'rows per token':>16}"]
+    for row in rows:
+        count = "-" if row["rows_per_token"] is None else f"{row['rows_per_token']:.2f}"
+        line = f"{row['batch']:5} {row['lengths']:8}{row['engine']:10}{row['tokens_per_second']:10.0f}"
+        lines.append(f"{line}{row['speed_over_trl']:8.2f}x{count:>16}")
+    return "\n".join(lines)
+
+
+def has_vllm() -> bool:
+    try:
+        import vllm  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--tokens", type=int, default=128, help="the longest completion")
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--key-value-heads", type=int, default=2)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32, metavar="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, help="default: on an accelerator")
+    parser.add_argument("--vllm", action=argparse.BooleanOptionalAction, help="default: where it can be imported")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
+    args = parser.parse_args()
+    args.compiled = args.device != "cpu" if args.compiled is None else args.compiled
+    args.vllm = has_vllm() if args.vllm is None else args.vllm
+    logging.set_verbosity_error()
+    rows = measure(args)
+    print(json.dumps(rows, indent=2) if args.json else table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""A row that leaves the batch changes no token of any other row: the loop against the one of `generate`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import CompileConfig, GenerationConfig
+
+from trl_opsd.rollout.base import cut_after_end
+from trl_opsd.rollout.decode import RaggedDecoding, obstacle
+
+ENDS = list(range(0, tiny.VOCABULARY, 12))
+"""So many end tokens that the rows of a batch end one after the other."""
+
+SAMPLING: dict[str, Any] = {
+    "plain": {"temperature": 1.0, "top_k": 0},
+    "all": {"temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+    "kwargs": {"no_repeat_ngram_size": 2, "min_new_tokens": 3, "typical_p": 0.9, "bad_words_ids": [[5], [6, 7]]},
+}
+
+
+def prompts(rows: int = 12) -> dict[str, torch.Tensor]:
+    """Of 1 to 9 tokens, left-padded."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, tiny.VOCABULARY, (rows, 9), generator=generator)
+    lengths = torch.arange(rows) % 9 + 1
+    mask = (torch.arange(9) >= 9 - lengths[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def options(tokens: int = 24, ends: list[int] = ENDS, **given: Any) -> GenerationConfig:
+    given = {"do_sample": False, "disable_compile": True, **given}
+    return GenerationConfig(max_new_tokens=tokens, eos_token_id=ends, pad_token_id=0, **given)
+
+
+def compiling(**given: Any) -> GenerationConfig:
+    """Through the compiler's frontend on any device, without code generation."""
+    how = CompileConfig(backend="eager")
+    how._compile_all_devices = True
+    return options(**given, disable_compile=False, cache_implementation="static", compile_config=how)
+
+
+def plain(model: Any, inputs: dict[str, torch.Tensor], config: GenerationConfig, seed: int = 0) -> list[list[int]]:
+    torch.manual_seed(seed)
+    written = model.generate(**inputs, generation_config=config)[:, inputs["input_ids"].size(1) :].tolist()
+    return [cut_after_end(ids, config.eos_token_id) for ids in written]
+
+
+def ragged(
+    model: Any, inputs: dict[str, torch.Tensor], config: GenerationConfig, seed: int = 0, **how: Any
+) -> list[list[int]]:
+    torch.manual_seed(seed)
+    rows = len(inputs["input_ids"])
+    loop = RaggedDecoding(**{"rooms": [config.max_new_tokens] * rows, "context": 256, "synced": False, **how})
+    return model.generate(**inputs, generation_config=config, custom_generate=loop)
+
+
+def lora() -> Any:
+    return get_peft_model(tiny.qwen2(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
+MODELS = {
+    "qwen2": tiny.qwen2,
+    "llama": tiny.llama,
+    # A random model with a tied head repeats its last token for ever.
+    "gpt2": lambda: tiny.gpt2(tie_word_embeddings=False),
+    "gemma2": lambda: tiny.gemma2(sliding_window=8, tie_word_embeddings=False),
+    "lora": lora,
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    """The compiler gives up on a function after eight versions of it, and every model is one."""
+    torch._dynamo.reset()
+
+
+def check_raggedness(completions: list[list[int]]) -> None:
+    assert len({len(ids) for ids in completions}) >= 4, "rows must end at different times for this to mean anything"
+
+
+class TestGreedy:
+    @pytest.mark.parametrize("penalty", [1.0, 1.3])
+    @every_model
+    def test_a_row_that_leaves_changes_no_token_of_another(self, name, penalty):
+        model = MODELS[name]().eval()
+        config = options(repetition_penalty=penalty)
+        expected = plain(model, prompts(), config)
+        check_raggedness(expected)
+        assert ragged(model, prompts(), config) == expected
+
+    @pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma2"])
+    def test_a_static_cache_loses_no_row(self, name):
+        model = MODELS[name]().eval()
+        expected = plain(model, prompts(), options())
+        assert ragged(model, prompts(), options(cache_implementation="static")) == expected
+
+    def test_chunked_prefill_writes_the_same(self):
+        model = tiny.qwen2().eval()
+        config = options(prefill_chunk_size=4)
+        assert ragged(model, prompts(), config) == plain(model, prompts(), options())
+
+
+class TestSampled:
+    @pytest.mark.parametrize("name", SAMPLING)
+    def test_the_tokens_and_the_random_state_are_those_of_generate(self, name):
+        model = tiny.qwen2().eval()
+        config = options(do_sample=True, **SAMPLING[name])
+        expected = plain(model, prompts(), config)
+        after = torch.get_rng_state()
+        check_raggedness(expected)
+        assert ragged(model, prompts(), config) == expected
+        assert torch.equal(torch.get_rng_state(), after)
+
+    def test_another_seed_writes_something_else(self):
+        model, config = tiny.qwen2().eval(), options(do_sample=True, top_k=0)
+        assert ragged(model, prompts(), config, seed=0) == ragged(model, prompts(), config, seed=0)
+        assert ragged(model, prompts(), config, seed=0) != ragged(model, prompts(), config, seed=1)
+
+    def test_tokens_come_as_often_as_their_probability_says(self):
+        """Chi-square, over all steps of a batch that rows keep leaving."""
+        vocabulary, rows = 11, 256
+        model = tiny.qwen2(vocab_size=vocabulary).eval()
+        with torch.no_grad():
+            # Every token looks the same, hence every position predicts the same distribution.
+            model.get_input_embeddings().weight[:] = model.get_input_embeddings().weight[1].clone()
+            model.get_output_embeddings().weight.mul_(0.1)
+            logits = model(torch.tensor([[3, 4]])).logits[0, -1].double() / 0.8
+        kept = logits.topk(9).indices
+        expected = torch.zeros(vocabulary, dtype=torch.float64)
+        expected[kept] = logits[kept].softmax(-1)
+
+        inputs = {"input_ids": torch.full((rows, 2), 3), "attention_mask": torch.ones(rows, 2, dtype=torch.long)}
+        rooms = [row % 64 + 1 for row in range(rows)]
+        config = options(tokens=64, ends=[], do_sample=True, temperature=0.8, top_k=9)
+        written = ragged(model, inputs, config, rooms=rooms)
+        assert [len(ids) for ids in written] == rooms
+        counts = torch.bincount(
+            torch.tensor([token for ids in written for token in ids]), minlength=vocabulary
+        ).double()
+        draws = counts.sum()
+        assert draws == sum(rooms) > 8000
+        assert counts[expected == 0].sum() == 0
+        seen = expected > 0
+        chi_square = ((counts - draws * expected)[seen] ** 2 / (draws * expected[seen])).sum()
+        assert seen.sum() == 9
+        assert chi_square < 26.1, "1 in 1000 for 8 degrees of freedom"
+
+
+class TestRooms:
+    def test_a_row_whose_context_is_full_shortens_no_other(self):
+        check_full_row(tiny.gpt2(tie_word_embeddings=False), options)
+
+    def test_a_row_without_room_writes_nothing(self):
+        written = ragged(tiny.qwen2().eval(), prompts(3), options(ends=[]), rooms=[2, 0, 24])
+        assert [len(ids) for ids in written] == [2, 0, 24]
+
+
+def check_full_row(model: Any, make: Callable[..., GenerationConfig]) -> None:
+    """Three rows of a model with 256 positions; the first has 6 of them left."""
+    model.eval()
+    long, short = list(range(3, 253)), [7, 8]
+    mask = torch.ones(3, 250, dtype=torch.long)
+    mask[1:, :-2] = 0
+    inputs = {"input_ids": torch.tensor([long, [0] * 248 + short, [0] * 248 + short]), "attention_mask": mask}
+    full, free = (
+        plain(model, {"input_ids": torch.tensor([prompt])}, options(tokens=tokens, ends=[]))[0]
+        for prompt, tokens in ((long, 6), (short, 24))
+    )
+    assert ragged(model, inputs, make(ends=[]), rooms=[6, 24, 17]) == [full, free, free[:17]]
+
+
+def check_cost(model: Any, config: GenerationConfig) -> list[int]:
+    """Rows decoded at each step of a batch of 64 with geometric lengths, on average an eighth of the maximum."""
+    geometric = torch.empty(64).geometric_(1 / 16, generator=torch.Generator().manual_seed(0))
+    rooms = geometric.clamp(max=128).int().tolist()
+    decoded: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: decoded.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    written = ragged(model.eval(), prompts(64), config, rooms=rooms)
+    hook.remove()
+    assert [len(ids) for ids in written] == rooms
+    assert len(decoded) == max(rooms) > 40
+    print(f"decoded rows per useful token: {sum(decoded) / sum(rooms):.3f}, {len(set(decoded))} sizes")
+    return [*decoded, sum(rooms)]
+
+
+def test_a_row_that_has_ended_is_decoded_no_more():
+    *decoded, useful = check_cost(tiny.qwen2(), options(tokens=128, ends=[]))
+    assert sum(decoded) == useful
+
+
+class TestCompiled:
+    """The step as the compiler traces it, its batch in sizes that come again."""
+
+    @pytest.mark.parametrize("name", ["gemma2", "lora"])
+    def test_idle_places_and_graphs_change_no_token(self, name):
+        model = MODELS[name]().eval()
+        for sampling in ({}, {"do_sample": True, "top_k": 0}):
+            assert ragged(model, prompts(), compiling(**sampling)) == plain(model, prompts(), options(**sampling))
+
+    def test_a_row_that_has_ended_does_not_walk_past_the_last_position(self):
+        check_full_row(tiny.gpt2(tie_word_embeddings=False), compiling)
+
+    def test_few_sizes_are_decoded_and_none_is_compiled_twice(self):
+        model = tiny.qwen2(num_hidden_layers=1)
+        config = compiling(tokens=128, ends=[])
+        *decoded, useful = check_cost(model, config)
+        assert sum(decoded) <= 1.25 * useful
+        assert len(set(decoded)) <= 2 * math.log2(64)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert check_cost(model, config) == [*decoded, useful]
+
+
+class TestTrouble:
+    @pytest.mark.parametrize("do_sample", [False, True])
+    def test_logits_that_are_not_numbers_are_not_sampled_from(self, do_sample):
+        model = tiny.qwen2().eval()
+        with torch.no_grad():
+            model.get_output_embeddings().weight[17] = math.nan
+        with pytest.raises(FloatingPointError, match="token 1 of row 0 hold NaN"):
+            ragged(model, prompts(), options(do_sample=do_sample, top_k=0))
+
+    @pytest.mark.parametrize(
+        ("given", "reason"),
+        [
+            ({"num_beams": 2}, "beam_search"),
+            ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
+            ({"stop_strings": ["x"]}, "stop_strings"),
+            ({"guidance_scale": 1.5}, "guidance_scale"),
+            ({"encoder_repetition_penalty": 1.5}, "encoder_repetition_penalty"),
+            ({"cache_implementation": "quantized"}, "quantized"),
+            ({"cache_implementation": "offloaded"}, "offloaded"),
+            ({"use_cache": False}, "use_cache"),
+        ],
+    )
+    def test_what_the_loop_cannot_do_is_known(self, given, reason):
+        assert reason in obstacle(tiny.qwen2(), options(**given))
+
+    def test_what_the_models_own_generation_config_adds_is_known(self):
+        model = tiny.qwen2()
+        assert obstacle(model, options()) is None
+        model.generation_config.guidance_scale = 2.0
+        assert "guidance_scale" in obstacle(model, options())

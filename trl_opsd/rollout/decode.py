@@ -1,0 +1,234 @@
+"""Decodes a ragged batch token by token, and lets a row leave the batch once it has ended.
+
+`generate` of `transformers` prepares everything (logits processors, stopping criteria, cache) and hands over at its
+`custom_generate` seam; only the loop is ours. It knows token ids, and neither the trainer nor how the model is sharded.
+
+B rows to begin with · n places in the batch now · P prompt tokens, padded · L = P + tokens so far · V logits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+
+_NEEDS_PLAIN_GENERATE = {
+    "stop_strings": "needs a tokenizer",
+    "token_healing": "needs a tokenizer",
+    "guidance_scale": "keeps something of every row",
+    "encoder_repetition_penalty": "keeps something of every row",
+    "encoder_no_repeat_ngram_size": "keeps something of every row",
+    "watermarking_config": "keeps something of every row",
+}
+"""Options of `generate` that do not know which rows have left, and why."""
+
+_OFF = (None, False, 0, 1.0)
+
+_CACHES_WITHOUT_ROWS = ("offloaded", "offloaded_static", "quantized", "paged")
+
+
+def obstacle(model: Any, config: Any) -> str | None:
+    """Why [`RaggedDecoding`] cannot stand in for the loop of `generate`, or `None` where it can.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model that would generate.
+        config ([`~transformers.GenerationConfig`]):
+            The options, as they would be passed to `generate`.
+    """
+    # What the model's own generation config adds counts too.
+    config, _ = model._prepare_generation_config(config)
+    mode = config.get_generation_mode().value
+    if mode not in ("greedy_search", "sample"):
+        return f"decoding is {mode!r}"
+    for option, reason in _NEEDS_PLAIN_GENERATE.items():
+        if getattr(config, option, None) not in _OFF:
+            return f"`{option}` {reason}"
+    if config.cache_implementation in _CACHES_WITHOUT_ROWS:
+        return f"rows cannot leave a cache of `cache_implementation={config.cache_implementation!r}`"
+    if config.use_cache is False:
+        return "`use_cache=False` leaves nothing to go on from"
+    if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
+        return f"{type(model).__name__} keeps a cache of its own kind"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedDecoding:
+    """The decoding loop for `model.generate(custom_generate=...)`, greedy or sampled.
+
+    Writes the tokens that the loop of `generate` writes, from the same random numbers, whichever rows have left: each
+    step draws for all B rows, as `torch.multinomial` does there, and uses what falls to those that are still writing.
+
+    Args:
+        rooms (`Sequence[int]`):
+            Tokens that each row may write. A row without any is read and writes nothing.
+        context (`int`, *optional*):
+            Positions the model has, where that is limited.
+        synced (`bool`):
+            Whether a forward pass is collective, so that a process that is done keeps the others company.
+    """
+
+    rooms: Sequence[int]
+    context: int | None
+    synced: bool
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> list[list[int]]:
+        """Decodes until every row has ended, here and in all other processes.
+
+        Args:
+            model ([`~transformers.PreTrainedModel`]):
+                The model `generate` was called on.
+            input_ids (`torch.Tensor`):
+                `[B, P]`, left-padded.
+            logits_processor ([`~transformers.LogitsProcessorList`]):
+                What `generate` made of the options.
+            stopping_criteria ([`~transformers.StoppingCriteriaList`]):
+                As above. The length of the padded batch is not heeded, `rooms` are.
+            generation_config ([`~transformers.GenerationConfig`]):
+                As above.
+            model_kwargs:
+                Attention mask, positions and cache.
+
+        Returns:
+            `list[list[int]]`: what each row wrote, its end token included.
+
+        Raises:
+            FloatingPointError: The model's logits hold NaN.
+        """
+        criteria = StoppingCriteriaList(one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria))
+        compiled = model._valid_auto_compile_criteria(model_kwargs, generation_config)
+        forward = model.get_compiled_call(generation_config.compile_config) if compiled else model
+        batch = _Batch(input_ids, self.rooms, model_kwargs)
+
+        outputs = model._prefill(input_ids, generation_config, batch.model_kwargs)
+        with model._optimize_model_for_decode():
+            while model._has_unfinished_sequences(not batch.writing, self.synced, device=input_ids.device):
+                if not batch.writing:
+                    model(input_ids=batch.ids[:1, -1:], use_cache=False)
+                    continue
+                if outputs is None:
+                    inputs = model.prepare_inputs_for_generation(
+                        batch.ids, next_sequence_length=1, **batch.model_kwargs
+                    )
+                    outputs = forward(**inputs, return_dict=True)
+                batch.model_kwargs = model._update_model_kwargs_for_generation(outputs, batch.model_kwargs)
+                # A copy: the logits of a whole prompt must not stay, and a CUDA graph writes over its own outputs.
+                logits_nV = outputs.logits[:, -1].to(device=input_ids.device, dtype=torch.float32, copy=True)
+                outputs = None
+                scores_nV = logits_processor(batch.ids, logits_nV)
+                batch.write(*self._pick(scores_nV, batch, generation_config.do_sample), criteria)
+                if batch.writing:
+                    batch.let_go(buckets=compiled)
+                if compiled and self.context is not None and "position_ids" in batch.model_kwargs:
+                    # A row that has ended but keeps its place must not walk past the table of positions.
+                    batch.model_kwargs["position_ids"].clamp_(max=self.context - 1)
+        return batch.completions
+
+    def _pick(self, scores_nV: Tensor, batch: _Batch, do_sample: bool) -> tuple[Tensor, Tensor]:
+        """The next token of each place, and whether its logits were numbers."""
+        if not do_sample:
+            best = scores_nV.max(-1)
+            return best.indices, best.values.isnan()
+        best = scores_nV.softmax(-1).div_(self._clocks(scores_nV, batch)).max(-1)
+        return best.indices, best.values.isnan()
+
+    def _clocks(self, scores_nV: Tensor, batch: _Batch) -> Tensor:
+        """[n, V], exponential: the token whose clock, sped up by its probability, rings first is a sample.
+
+        `torch.multinomial` holds this very race, but it waits for the device, and draws for no other rows than it gets.
+        """
+        every, vocabulary = len(self.rooms), scores_nV.size(-1)
+        if batch.size == every or scores_nV.device.type != "cpu":
+            clocks_BV = scores_nV.new_empty(every, vocabulary).exponential_()
+            return clocks_BV if batch.size == every else clocks_BV[batch.rows]
+        # One thread draws one number after the other here, for 48 ns each. Those of rows that have left are passed over
+        # for 6 ns: a float64 takes as much from the generator as an exponential, and no logarithm.
+        clocks_nV, unused_V = torch.ones_like(scores_nV), torch.empty(vocabulary, dtype=torch.float64)
+        places = {row: place for place, row in batch.writing.items()}
+        for row in range(every):
+            if row in places:
+                clocks_nV[places[row]].exponential_()
+            else:
+                unused_V.uniform_()
+        return clocks_nV
+
+
+class _Batch:
+    """The rows that are still writing, each at a place, and what those that have left wrote."""
+
+    def __init__(self, input_ids: Tensor, rooms: Sequence[int], model_kwargs: dict[str, Any]) -> None:
+        self.ids = input_ids
+        """`[n, L]`."""
+        self.rows = torch.arange(len(rooms), device=input_ids.device)
+        """`[n]`, the row that each place holds."""
+        self.writing = dict(enumerate(range(len(rooms))))
+        """The row of each place that is still writing, by place."""
+        self.model_kwargs = model_kwargs
+        self.completions: list[list[int]] = [[] for _ in rooms]
+        self._rooms = rooms
+        self._prompt_tokens = input_ids.size(1)
+
+    @property
+    def size(self) -> int:
+        """Places, n."""
+        return len(self.rows)
+
+    def write(self, tokens_n: Tensor, broken_n: Tensor, criteria: StoppingCriteriaList) -> None:
+        """Appends a token to each row and marks those that have ended by it."""
+        self.ids = torch.cat([self.ids, tokens_n[:, None]], dim=-1)
+        # One transfer from the device for each step.
+        ended, broken = torch.stack([criteria(self.ids, None), broken_n]).tolist()
+        written = self.ids.size(1) - self._prompt_tokens
+        for place, row in list(self.writing.items()):
+            if broken[place]:
+                raise FloatingPointError(
+                    f"The student's logits for token {written} of row {row} hold NaN: its weights are no longer "
+                    "numbers, or overflow in the precision it generates in; go back to an earlier checkpoint, lower "
+                    "the learning rate, or generate in bfloat16 or float32."
+                )
+            if ended[place] or written >= self._rooms[row]:
+                room = max(self._rooms[row], 0)
+                self.completions[row] = self.ids[place, self._prompt_tokens :][:room].tolist()
+                del self.writing[place]
+
+    def let_go(self, buckets: bool) -> None:
+        """Closes the places of rows that have ended: all of them, or as many as lead to a size used before."""
+        size = min(_bucket(len(self.writing)), self.size) if buckets else len(self.writing)
+        if size == self.size:
+            return
+        idle = [place for place in range(self.size) if place not in self.writing]
+        kept = [*self.writing, *idle[: size - len(self.writing)]]
+        self.writing = dict(enumerate(self.writing.values()))
+        places = torch.tensor(kept, device=self.ids.device)
+        self.ids, self.rows = self.ids[places], self.rows[places]
+        for name, value in self.model_kwargs.items():
+            if isinstance(value, Tensor):  # [n, L], or [.., n, L] where positions have several axes
+                self.model_kwargs[name] = value.index_select(-2, places.to(value.device))
+        self._select_from_cache(places, fixed=buckets)
+
+    def _select_from_cache(self, places: Tensor, fixed: bool) -> None:
+        cache = self.model_kwargs["past_key_values"]
+        cache.reorder_cache(places)
+        if fixed:  # what CUDA graphs write into in place; the cache marked the tensors it had before
+            for layer in cache.layers:
+                torch._dynamo.mark_static_address(layer.keys)
+                torch._dynamo.mark_static_address(layer.values)
+
+
+def _bucket(rows: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that holds so many: few graphs, and at most half of it idle."""
+    power = 1 << (rows - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and rows <= power * 3 // 4 else power
