@@ -61,7 +61,7 @@ class OPSDTrainer(SeamTrainer):
         tools (list of `Callable`, *optional*):
             Functions the student may call; what they return stays out of the loss.
         rollout ([`RolloutBackend`], *optional*):
-            Who lets the student write. When `None`, `transformers` does.
+            Who lets the student write. When `None`, vLLM does with `use_vllm=True`, and `transformers` without.
 
     Attributes:
         rollout ([`RolloutBackend`]): what `complete` asks.
@@ -203,6 +203,8 @@ class OPSDTrainer(SeamTrainer):
             self._admit_datasets(theirs)
 
     def _admit_datasets(self, context: int | None) -> None:
+        if self.args.use_vllm and self.args.vllm_max_model_length is not None:
+            context = min(self.args.vllm_max_model_length, context or self.args.vllm_max_model_length)
         self.limits = PromptLimits(
             vocabulary=self.model.config.get_text_config().vocab_size,
             context=context,
@@ -244,9 +246,9 @@ class OPSDTrainer(SeamTrainer):
 def _picked_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutBackend:
     if rollout is None:
         if args.use_vllm:
-            raise ValueError(
-                "`use_vllm=True`: this version has no vLLM rollout yet; leave it off, or pass a `rollout` of your own."
-            )
+            from trl_opsd.rollout.vllm import VLLMRollout  # imports vLLM, which takes seconds and may be absent
+
+            return VLLMRollout(args)
         return HFRollout()
     if not isinstance(rollout, RolloutBackend):
         raise TypeError(f"`rollout` is a {type(rollout).__name__}: expected a `trl_opsd.RolloutBackend`.")
