@@ -244,7 +244,8 @@ def sampling_options(args: Any, end_ids: list[int]) -> dict[str, Any]:
             A completion ends with the first of these, and with nothing else.
 
     Raises:
-        ValueError: `generation_kwargs` names something vLLM does not know, or that is not for it to decide.
+        ValueError: `generation_kwargs` names something vLLM does not know, or that is not for it to decide, or a value
+            is outside of what vLLM takes.
     """
     given = {
         "temperature": args.temperature,
@@ -264,6 +265,10 @@ def sampling_options(args: Any, end_ids: list[int]) -> dict[str, Any]:
         given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
     if given.get("stop"):
         given["detokenize"] = True
+    try:
+        SamplingParams(**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"vLLM refuses a generation option: {error}") from error
     return given
 
 
