@@ -44,6 +44,7 @@ _checked_version()
 
 from vllm import LLM, SamplingParams  # noqa: E402 (an absent or foreign vLLM is refused with words of ours)
 from vllm.config.lora import MaxLoRARanks  # noqa: E402
+from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.lora.lora_model import LoRAModel  # noqa: E402
 from vllm.lora.lora_weights import LoRALayerWeights  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
@@ -267,7 +268,7 @@ def sampling_options(args: Any, end_ids: list[int]) -> dict[str, Any]:
         given["detokenize"] = True
     try:
         SamplingParams(**given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, VLLMValidationError) as error:
         raise ValueError(f"vLLM refuses a generation option: {error}") from error
     return given
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from trl_opsd._compat.peft import is_peft
 from trl_opsd._compat.vllm import LORA_RANKS, Engine, EngineOptions, sampling_options, why_no_sleep_mode
+from trl_opsd.backbone import context_of
 from trl_opsd.rng import preserved_rng
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.sync_proof import SyncProof
@@ -227,6 +228,11 @@ def _check_student(trainer: Any) -> None:
         raise ValueError(
             "`use_vllm=True` with a quantized student is not supported by this version: load it without "
             "`quantization_config`, or set `use_vllm=False`."
+        )
+    room, context = args.vllm_max_model_length, context_of(model)
+    if room is not None and context is not None and room > context:
+        raise ValueError(
+            f"`vllm_max_model_length={room}`, but the student's context is {context}: lower it, or leave it out."
         )
     path = model.name_or_path
     try:
