@@ -27,7 +27,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, Qwen2Config
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_opsd._compat.vllm import LORA_RANKS, Engine, EngineOptions
@@ -190,9 +191,6 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        from transformers import PreTrainedTokenizerFast
-        from tokenizers import Tokenizer, models
-
         words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
         PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(folder)
         rows = measure(args, Path(folder))

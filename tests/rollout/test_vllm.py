@@ -10,9 +10,11 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_lab import engines_are_shared, gap, make, student  # noqa: F401 (two of them are fixtures)
+from vllm_lab import engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
 
 from trl_opsd import HFRollout
+from trl_opsd._compat.vllm import Engine
+from trl_opsd.rollout import vllm as backend
 from trl_opsd.rollout.base import cut_after_end
 
 pytestmark = pytest.mark.vllm
@@ -124,3 +126,26 @@ def test_a_context_shorter_than_the_models_that_is_not_heeded_is_noticed(make): 
     short = make(vllm_max_model_length=24, overlong_prompts="drop")
     assert short.dropped_prompts["train_dataset"] == 4
     assert all(len(ids) <= 16 for ids in short.complete([[5] * 8]))
+
+
+@pytest.mark.parametrize(("kind", "level"), [("full", 2), ("adapter", 1)])
+def test_a_rollout_with_weights_lost_in_sleep_is_noticed(make, monkeypatch, kind, level):  # noqa: F811
+    """The platform has no sleep mode, so what it would do to the engine is done by hand: level 2 loses the weights."""
+    shared, seen = backend.Engine, []
+
+    def sleep(engine, level):
+        seen.append(level)
+        for part in engine._worker.model_runner.get_model().parameters() if level == 2 else ():
+            part.data.fill_(torch.nan)
+
+    monkeypatch.setattr(backend, "why_no_sleep_mode", lambda: None)
+    monkeypatch.setattr(backend, "Engine", lambda options: shared(replace(options, sleep_mode=False)))
+    monkeypatch.setattr(Engine, "sleep", sleep)
+    monkeypatch.setattr(Engine, "wake", lambda engine, what: seen.append(what))
+    trainer = make(vllm_enable_sleep_mode=True, peft_config=lora(), vllm_weight_sync=kind, top_k=1)
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    expected = by_hf(trainer, prompts)
+
+    assert trainer.complete(prompts) == expected
+    assert trainer.complete(prompts) == expected, "awake again, although no weight has moved"
+    assert seen == [level, "weights", "kv_cache", level]

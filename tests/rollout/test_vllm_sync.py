@@ -307,7 +307,7 @@ def test_an_adapter_vllm_cannot_hold_that_is_not_worked_into_the_weights_is_noti
     with pytest.raises(ValueError, match="vllm_weight_sync='adapter'"):
         weight_sync.chosen_sync("adapter", trainer.model, backend.LORA_RANKS)
     with torch.no_grad():
-        for name, part in trainer.model.named_parameters():
+        for part in trainer.model.parameters():
             if part.requires_grad:
                 part.mul_(1.3)
 

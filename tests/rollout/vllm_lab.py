@@ -8,6 +8,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import dataclasses
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def student(folder: Path, shape: str = "qwen2", tied: bool = False, seed: int = 
 
 def lora(**overrides: Any) -> LoraConfig:
     """An adapter that changes what the student says from the first step on, with a factor that is no power of two."""
-    return LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": False, **overrides})
+    options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": False}
+    return LoraConfig(**{**options, **overrides})
 
 
 class _Engines:
@@ -68,8 +70,8 @@ def make(tmp_path: Path) -> Any:
     """Builds a trainer of a saved student that writes with vLLM. Unknown keyword arguments go to its config."""
 
     def make(shape: str = "qwen2", tied: bool = False, **given: Any) -> OPSDTrainer:
-        names = ("model", "teacher_model", "peft_config", "callbacks", "eval_dataset", "processing_class", "train_dataset")
-        arguments = {name: given.pop(name) for name in names if name in given}
+        names = set(inspect.signature(OPSDTrainer.__init__).parameters) & set(given)
+        arguments = {name: given.pop(name) for name in names}
         model = arguments.pop("model", None) or student(tmp_path / "student", shape, tied)
         options = {"use_vllm": True, "learning_rate": 1e-2, "max_completion_length": 16, **given}
         words = arguments.pop("processing_class", None) or tiny.tokenizer()
@@ -85,7 +87,7 @@ def make(tmp_path: Path) -> Any:
 
 @torch.no_grad()
 def gap(trainer: OPSDTrainer) -> float:
-    """The largest difference, in nats, between the log-probabilities of engine and student for tokens the engine wrote.
+    """The largest difference, in nats, between the log-probabilities of engine and student for what the engine wrote.
 
     Computed apart from the package's own proof: other prompts, each row by itself, nothing but the model's logits.
     """
