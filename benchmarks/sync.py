@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,13 +158,15 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 def proof(student: Any, engine: Engine, args: argparse.Namespace) -> dict[str, float]:
     """Seconds of the proof, and the gap it found."""
-    trainer = SimpleNamespace(
-        model=student,
+    trainer: Any = SimpleNamespace(
+        student_for_generation=lambda: nullcontext(student),
         accelerator=Accelerator(cpu=args.device == "cpu"),
         limits=SimpleNamespace(context=256, vocabulary=args.vocab),
     )
     proof = SyncProof(trainer, engine, args.dtype, isinstance(student, PeftModel))
-    return {"proof_seconds": timed(proof.check, args.repeats), "gap": proof.check()}
+    student.eval()
+    with torch.no_grad():
+        return {"proof_seconds": timed(proof.check, args.repeats), "gap": proof.check()}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

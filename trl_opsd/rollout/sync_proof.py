@@ -83,18 +83,13 @@ class SyncProof:
     def _student(self, ids_RL: Tensor, without_adapter: bool = False) -> tuple[Tensor, float]:
         """The student's log-probabilities of all tokens but the first, [2, L + T - 1], and its largest logit."""
         trainer = self._trainer
-        student = trainer.model
         ids_RL = ids_RL.to(trainer.accelerator.device)
-        was_training = student.training
-        student.eval()
-        off: AbstractContextManager[Any] = student.disable_adapter() if without_adapter else nullcontext()
-        try:
-            with torch.no_grad(), trainer.accelerator.autocast(), off:
+        with trainer.student_for_generation() as student, trainer.accelerator.autocast():
+            off: AbstractContextManager[Any] = student.disable_adapter() if without_adapter else nullcontext()
+            with off:
                 logits_RLV = student(input_ids=ids_RL, attention_mask=torch.ones_like(ids_RL), use_cache=False).logits[
                     :, :-1
                 ]
-        finally:
-            student.train(was_training)
         logprobs_RLV = logits_RLV.float().log_softmax(-1)
         chosen_RL = logprobs_RLV.gather(-1, ids_RL[:, 1:, None])[..., 0]
         return chosen_RL.cpu(), float(logits_RLV.abs().max())

@@ -66,6 +66,7 @@ class VLLMRollout(RolloutBackend):
         self._sampling = sampling_options(self._args, list(trainer.eos_token_ids))
         self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="trl_opsd-tokenizer-")
         trainer.processing_class.save_pretrained(self._tokenizer_folder.name)
+        trainer.model.config.save_pretrained(self._tokenizer_folder.name)  # vLLM looks for one there, twice
         with preserved_rng(trainer.accelerator.device):
             self._engine = Engine(self._engine_options())
         trainer.accelerator.wait_for_everyone()  # else a process still building holds up the others' collectives
