@@ -125,7 +125,7 @@ def trls(student: Any, engine: Engine) -> tuple[Callable[[], None], dict[str, An
 
 
 def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    rows = []
+    rows, engines = [], []  # an engine that is let go takes vLLM's process groups with it, also from its successor
     for what in ("everything", "lora, full", "lora, adapter"):
         student = make_student(args, folder, what != "everything")
         apart = what == "lora, adapter"
@@ -136,6 +136,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             trust_remote_code=False, sleep_mode=False,
             lora_rank=None if rank is None else next(size for size in LORA_RANKS if size >= rank),
         ))  # fmt: skip
+        engines.append(engine)
         if apart:
             base = make_student(args, folder, lora=False)
             engine.load(base.state_dict().items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import tiny
 import torch
@@ -18,11 +19,12 @@ from trl_opsd.rollout.sync_proof import SyncError
 
 def main(folder: Path) -> None:
     weight_sync.BUCKET_BYTES = 2**15  # several buckets
-    results = {}
+    results: dict[str, Any] = {}
+    teacher = tiny.qwen2(48, seed=1)  # before there is a DeepSpeed config, so that it stays whole
     for name in ("full", "adapter"):
         trainer = OPSDTrainer(
             model=str(folder / "student"),
-            teacher_model=tiny.qwen2(48, seed=1),
+            teacher_model=teacher,
             args=tiny.config(folder / name, per_device_train_batch_size=1, use_vllm=True, learning_rate=1e-2),
             train_dataset=tiny.rows(),
             processing_class=tiny.tokenizer(),
