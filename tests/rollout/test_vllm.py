@@ -121,7 +121,7 @@ def test_rollouts_that_move_the_random_state_of_training_at_construction_are_not
 
 
 def test_a_context_shorter_than_the_models_that_is_not_heeded_is_noticed(make):  # noqa: F811
-    with pytest.raises(ValueError, match=r"row 3 of train_dataset has 14 tokens.*context of 24"):
+    with pytest.raises(ValueError, match=r"row 1 of train_dataset has 10 tokens.*context of 24"):
         make(vllm_max_model_length=24)
     short = make(vllm_max_model_length=24, overlong_prompts="drop")
     assert short.dropped_prompts["train_dataset"] == 4
