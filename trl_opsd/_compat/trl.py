@@ -40,6 +40,8 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
     "log": ("self", "logs", "start_time"),
+    "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
+    "_load_best_model": ("self",),
 }
 """TRL's methods that are overridden here, with their parameters; a test holds them against the installed TRL."""
 
@@ -241,8 +243,8 @@ class SeamTrainer(DistillationTrainer):
         self._start_counting("train")
         return super().train(*args, **kwargs)
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_checkpoint(*args, **kwargs)
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.loads += 1
 
     def _load_best_model(self) -> None:
