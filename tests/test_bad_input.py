@@ -234,7 +234,6 @@ class _MustNotLoad:
         ({"teacher_model": 3}, TypeError, "`teacher_model` is a int: expected a path"),
         ({"args": DistillationConfig("out", use_cpu=True)}, TypeError, "expected a `trl_opsd.OPSDConfig`"),
         ({"rollout": lambda prompt_ids: prompt_ids}, TypeError, "`rollout` is a function: expected"),
-        ({"rollout": None, "use_vllm": True}, ValueError, "no vLLM rollout yet"),
         ({"processing_class": "gpt2"}, TypeError, "`processing_class` is a str: expected a tokenizer"),
         ({"train_dataset": prompts("a")}, ValueError, "1 rows, but one generation batch takes 2"),
     ],

@@ -84,6 +84,12 @@ class OPSDConfig(DistillationConfig):
             Where what the teacher said of a generation batch waits to be used: `"accelerator"`, `"cpu"`, or `"auto"`,
             which is the accelerator up to 1 GB and the host beyond: the whole batch has to wait while the student
             learns, and coming back in micro-batches costs far less than the memory is worth.
+        vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
+            What vLLM is sent when a student with a LoRA adapter has moved: `"adapter"` sends the adapter alone, from
+            memory, `"full"` all weights with the adapter worked in, `"auto"` the adapter where vLLM takes it.
+        vllm_sync_check (`str`, *optional*, defaults to `"every"`):
+            After which weight syncs vLLM has to prove, by its log-probabilities, that it writes as the student does:
+            `"every"`, `"first"` or `"never"`.
 
     Raises:
         ValueError: An option is out of range, unknown, or contradicts another one.
@@ -141,6 +147,14 @@ class OPSDConfig(DistillationConfig):
         default="auto",
         metadata={"help": "Where the teacher's targets wait to be used: 'auto', 'cpu' or 'accelerator'."},
     )
+    vllm_weight_sync: str = field(
+        default="auto",
+        metadata={"help": "What a student with a LoRA adapter sends to vLLM: 'auto', 'adapter' or 'full'."},
+    )
+    vllm_sync_check: str = field(
+        default="every",
+        metadata={"help": "After which weight syncs vLLM proves that they arrived: 'every', 'first' or 'never'."},
+    )
     vllm_server_host: str = field(
         default="127.0.0.1",
         metadata={"help": "Host of the student vLLM server. Another host than loopback is an explicit choice."},
@@ -156,6 +170,7 @@ class OPSDConfig(DistillationConfig):
         self._check_teacher_placement()
         self._check_sampling()
         self._check_generation_kwargs()
+        self._check_vllm()
         self._check_without_effect()
 
     def build_divergence(self) -> Divergence:
@@ -237,7 +252,19 @@ class OPSDConfig(DistillationConfig):
             _at_least_one("pad_to_multiple_of", self.pad_to_multiple_of)
         if self.cache_implementation is not None:
             _one_of("cache_implementation", self.cache_implementation, tuple(ALL_CACHE_IMPLEMENTATIONS))
+
+    def _check_vllm(self) -> None:
         _one_of("vllm_mode", self.vllm_mode, ("colocate", "server"))
+        _one_of("vllm_weight_sync", self.vllm_weight_sync, ("auto", "adapter", "full"))
+        _one_of("vllm_sync_check", self.vllm_sync_check, ("every", "first", "never"))
+        _in_range("vllm_gpu_memory_utilization", self.vllm_gpu_memory_utilization, 0.0, 1.0, open_below=True)
+        if self.vllm_max_model_length is not None:
+            _at_least_one("vllm_max_model_length", self.vllm_max_model_length)
+        if self.use_vllm and not self.ds3_gather_for_generation:
+            raise ValueError(
+                "`ds3_gather_for_generation=False` has no place with `use_vllm=True`, the weights have to be gathered "
+                "to be sent to vLLM: remove it."
+            )
 
     def _check_generation_kwargs(self) -> None:
         known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]

@@ -84,7 +84,7 @@ class OPSDTrainer(SeamTrainer):
         tools (list of `Callable`, *optional*):
             Functions the student may call; what they return stays out of the loss.
         rollout ([`RolloutBackend`], *optional*):
-            Who lets the student write. When `None`, `transformers` does.
+            Who lets the student write. When `None`, vLLM does with `use_vllm=True`, and `transformers` without.
         teacher_processing_class ([`~transformers.PreTrainedTokenizerBase`] or a `dict` of them by name, *optional*):
             The tokenizer of a teacher that is given as an object, to be compared with the student's. When `None`, the
             one beside the teacher's path is compared, and that of an object is taken to be the student's.
@@ -304,9 +304,12 @@ class OPSDTrainer(SeamTrainer):
             self._average.load(folder)
 
     def _student_limits(self) -> PromptLimits:
+        context = context_of(self.model)
+        if self.args.use_vllm and self.args.vllm_max_model_length is not None:
+            context = min(self.args.vllm_max_model_length, context or self.args.vllm_max_model_length)
         limits = PromptLimits(
             vocabulary=OutputHead.of(self.model).shape[0],
-            context=context_of(self.model),
+            context=context,
             completion=self.args.max_completion_length,
         )
         limits.check_room("the student")
@@ -364,9 +367,9 @@ def _teaches_itself(student: Any, args: OPSDConfig) -> bool:
 def _picked_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutBackend:
     if rollout is None:
         if args.use_vllm:
-            raise ValueError(
-                "`use_vllm=True`: this version has no vLLM rollout yet; leave it off, or pass a `rollout` of your own."
-            )
+            from trl_opsd.rollout.vllm import VLLMRollout  # imports vLLM, which takes seconds and may be absent
+
+            return VLLMRollout(args)
         return HFRollout()
     if not isinstance(rollout, RolloutBackend):
         raise TypeError(f"`rollout` is a {type(rollout).__name__}: expected a `trl_opsd.RolloutBackend`.")

@@ -183,3 +183,22 @@ class LossParts:
     def __add__(self, other: LossParts) -> LossParts:
         """The parts of two groups of tokens of the same rows, divided by the same denominator."""
         return LossParts(loss=self.loss + other.loss, rows=self.rows + other.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One tensor of a checkpoint of the student, and how to make it; nothing is computed before `made` is called."""
+
+    name: str
+    """As the checkpoint calls it."""
+    base: Tensor
+    """The student's own tensor, without adapters."""
+    parts: tuple[Tensor, ...]
+    """What must not be split across processes while it is made."""
+    made: Callable[[], Tensor]
+    """Returns the tensor; may share memory with the student's, so it is not to be written to."""
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Weight:
+        """A tensor that is sent as it is."""
+        return cls(name, tensor, (tensor,), tensor.detach)

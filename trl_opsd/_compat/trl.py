@@ -43,6 +43,8 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "log": ("self", "logs", "start_time"),
     "_save_optimizer_and_scheduler": ("self", "output_dir"),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+    "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
+    "_load_best_model": ("self",),
 }
 """TRL's methods that are overridden here, with their parameters; a test holds them against the installed TRL."""
 
@@ -69,6 +71,7 @@ class SeamTrainer(DistillationTrainer):
             super().__init__(teacher_model=None, args=args, **kwargs)
         finally:
             args.use_vllm = use_vllm
+        self.loads = 0
         self._first_turn = False
         self._unwritten_rows: list[int] = []
         self._loss_parts: LossParts | None = None
@@ -141,6 +144,15 @@ class SeamTrainer(DistillationTrainer):
             "attention_mask": pad([torch.ones_like(row) for row in rows], 0, "left", self.pad_to_multiple_of),
         }
         return {name: tensor.to(self.accelerator.device) for name, tensor in tensors.items()}
+
+    def record(self, name: str, value: float) -> None:
+        """Adds a number of this process to the next log, which shows the mean; in an evaluation as `eval_<name>`."""
+        self._metrics[self._mode][name].append(value)
+
+    def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
+        """Makes parameters that ZeRO-3 has split whole, to be read, for as long as the context lasts. Collective."""
+        context: AbstractContextManager[Any] = self._dist.gather_params(parameters)
+        return context
 
     @contextmanager
     def student_for_generation(self) -> Iterator[Any]:
@@ -259,6 +271,14 @@ class SeamTrainer(DistillationTrainer):
         self._metrics["train"].clear()
         self._start_counting("train")
         return super().train(*args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.loads += 1
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.loads += 1
 
     def evaluation_loop(
         self,

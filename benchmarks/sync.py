@@ -1,0 +1,205 @@
+"""Measures one weight sync into a colocated vLLM engine beside TRL's, in one process, on whatever device there is.
+
+    python benchmarks/sync.py                                  # a small student on the CPU
+    python benchmarks/sync.py --hidden 896 --layers 24 --vocab 151936 --dtype bfloat16
+
+Calls are calls into the engine, bytes what is handed to it, seconds medians over repeats, each with its prefix cache
+reset and without the proof, whose seconds stand apart. "drift" is the share of the frozen base weights that are no
+longer bit-identical afterwards. Where TRL's sync cannot run, its error stands in its row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from trl.generation.vllm_generation import VLLMGeneration
+
+from trl_opsd._compat.vllm import LORA_RANKS, Engine, EngineOptions
+from trl_opsd.rollout.sync_proof import SyncProof
+from trl_opsd.rollout.weight_sync import Stream, adapter_of, adapter_rank, weights_of
+
+
+def make_student(args: argparse.Namespace, folder: Path, lora: bool) -> Any:
+    """A random student, saved, with an adapter if asked for."""
+    if not (folder / "config.json").exists():
+        config = Qwen2Config(
+            vocab_size=args.vocab, hidden_size=args.hidden, intermediate_size=4 * args.hidden,
+            num_hidden_layers=args.layers, num_attention_heads=args.hidden // 64, num_key_value_heads=2,
+            max_position_embeddings=512,
+        )  # fmt: skip
+        AutoModelForCausalLM.from_config(config, dtype=args.dtype).save_pretrained(folder)
+    student = AutoModelForCausalLM.from_pretrained(folder).to(args.device)
+    if lora:
+        config = LoraConfig(r=args.rank, target_modules="all-linear", init_lora_weights=False)
+        student = get_peft_model(student, config)
+    return student
+
+
+def timed(run: Callable[[], Any], repeats: int) -> float:
+    """Median seconds, after one run that is not counted."""
+    found = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        run()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])
+
+
+def drift(student: Any, before: dict[str, torch.Tensor]) -> float:
+    """Share of the frozen weights that changed."""
+    frozen = {name: part for name, part in student.named_parameters() if not part.requires_grad}
+    changed = sum(int((part != before[name]).sum()) for name, part in frozen.items())
+    return changed / max(sum(part.numel() for part in frozen.values()), 1)
+
+
+def ours(student: Any, engine: Engine, apart: bool, dtype: torch.dtype) -> tuple[Callable[[], None], dict[str, Any]]:
+    """One sync, and what it took: calls and bytes."""
+    took: dict[str, Any] = {}
+
+    def gathered(parameters: list[torch.Tensor]) -> Any:
+        return torch.no_grad()
+
+    def sync() -> None:
+        with torch.no_grad():
+            if apart:
+                layers, took["bytes"] = adapter_of(student, dtype, gathered)
+                engine.load_adapter(layers)
+            else:
+                stream = Stream(weights_of(student), dtype, gathered)
+                engine.load(iter(stream))
+                took["bytes"] = stream.bytes
+            engine.forget_prefixes()
+        took["calls"] = 1
+
+    return sync, took
+
+
+def trls(student: Any, engine: Engine) -> tuple[Callable[[], None], dict[str, Any]]:
+    """TRL's own sync, on the same engine: its class without its constructor, which would build another one."""
+    took: dict[str, Any] = {}
+    runner = engine._worker.model_runner
+    inside = SimpleNamespace(load_weights=None)
+    model = runner.get_model()
+
+    def load_weights(pairs: list[tuple[str, torch.Tensor]]) -> None:
+        took["calls"] += 1
+        took["bytes"] += sum(tensor.nbytes for _, tensor in pairs)
+        model.load_weights(pairs)
+
+    inside.load_weights = load_weights
+    path = SimpleNamespace(model_executor=SimpleNamespace(
+        driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=inside))
+    ))  # fmt: skip
+    generation = VLLMGeneration.__new__(VLLMGeneration)
+    generation.model, generation.accelerator = student, Accelerator(cpu=student.device.type == "cpu")
+    generation.mode, generation.enable_sleep_mode = "colocate", False
+    generation._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda parameters: torch.no_grad())
+    generation.llm = SimpleNamespace(llm_engine=path, reset_prefix_cache=engine.forget_prefixes)
+
+    def sync() -> None:
+        took.update(calls=0, bytes=0)
+        with torch.no_grad():
+            generation.sync_weights()
+
+    return sync, took
+
+
+def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    rows, engines = [], []  # an engine that is let go takes vLLM's process groups with it, also from its successor
+    for what in ("everything", "lora, full", "lora, adapter"):
+        student = make_student(args, folder, what != "everything")
+        apart = what == "lora, adapter"
+        rank = adapter_rank(student) if apart else None
+        engine = Engine(EngineOptions(
+            model=str(folder), revision=None, tokenizer=str(folder), dtype=args.dtype, context=256,
+            vocabulary=args.vocab, sequences=8, seed=0, gpu_memory_utilization=0.3, model_impl="vllm",
+            trust_remote_code=False, sleep_mode=False,
+            lora_rank=None if rank is None else next(size for size in LORA_RANKS if size >= rank),
+        ))  # fmt: skip
+        engines.append(engine)
+        if apart:
+            base = make_student(args, folder, lora=False)
+            engine.load(base.state_dict().items())
+        programs = {"ours": ours(student, engine, apart, args.dtype)}
+        if not apart:
+            programs["trl"] = trls(student, engine)
+        for program, (sync, took) in programs.items():
+            before = {name: part.detach().clone() for name, part in student.named_parameters()}
+            row: dict[str, Any] = {"sent": what, "program": program}
+            try:
+                row["seconds"] = timed(sync, args.repeats)
+                row |= {**took, "drift": drift(student, before)}
+                if program == "ours":
+                    row |= proof(student, engine, args)
+            except (AttributeError, KeyError, RuntimeError, ValueError) as error:
+                row["error"] = f"{type(error).__name__}: {error}"
+            rows.append(row)
+    return rows
+
+
+def proof(student: Any, engine: Engine, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of the proof, and the gap it found."""
+    trainer: Any = SimpleNamespace(
+        student_for_generation=lambda: nullcontext(student),
+        accelerator=Accelerator(cpu=args.device == "cpu"),
+        limits=SimpleNamespace(context=256, vocabulary=args.vocab),
+    )
+    proof = SyncProof(trainer, engine, args.dtype, isinstance(student, PeftModel))
+    student.eval()
+    with torch.no_grad():
+        return {"proof_seconds": timed(proof.check, args.repeats), "gap": proof.check()}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'':22}{'calls':>7}{'MB':>9}{'seconds':>10}{'drift':>8}{'proof s':>10}{'gap':>9}"]
+    for row in rows:
+        line = f"{row['sent']:15}{row['program']:7}"
+        if "error" in row:
+            lines.append(f"{line}   does not run: {row['error']}")
+            continue
+        line += f"{row['calls']:7}{row['bytes'] / 1e6:9.2f}{row['seconds']:10.4f}{row['drift']:8.3f}"
+        line += f"{row['proof_seconds']:10.4f}{row['gap']:9.1e}" if "gap" in row else ""
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32, metavar="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
+        PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(folder)
+        rows = measure(args, Path(folder))
+    print(json.dumps(rows, indent=2) if args.json else table(rows))
+
+
+if __name__ == "__main__":
+    main()

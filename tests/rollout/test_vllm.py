@@ -1,0 +1,151 @@
+"""What vLLM writes is what the student would have written: tokens, end tokens, order, vocabulary, options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm_lab import engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
+
+from trl_opsd import HFRollout
+from trl_opsd._compat.vllm import Engine
+from trl_opsd.rollout import vllm as backend
+from trl_opsd.rollout.base import cut_after_end
+
+pytestmark = pytest.mark.vllm
+
+
+def by_hf(trainer, prompt_ids):
+    """What plain `generate` writes for the same trainer, with its options."""
+    rollout = HFRollout()
+    rollout.bind(trainer)
+    return [cut_after_end(ids, trainer.eos_token_ids) for ids in rollout.complete(prompt_ids, 0)]
+
+
+def ends(trainer, completions):
+    return {ids[-1] for ids in completions if ids[-1] in trainer.eos_token_ids}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("shape", ["qwen2", "llama"])
+def test_greedy_tokens_other_than_those_of_generate_are_noticed(make, shape, tied):  # noqa: F811
+    trainer = make(shape, tied, top_k=1)
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    assert len({len(ids) for ids in prompts}) > 3, "the prompts are ragged"
+    expected = by_hf(trainer, prompts)
+
+    assert trainer.complete(prompts) == expected
+    assert len({tuple(ids) for ids in expected}) == len(prompts), "the prompts can be told apart by their completions"
+    print(f"\n{shape} tied={tied}: {sum(map(len, expected))} greedy tokens equal, gap {gap(trainer):.1e}")
+
+
+def test_a_second_end_token_that_does_not_end_a_completion_is_noticed(make, tmp_path):  # noqa: F811
+    model = student(tmp_path / "student")
+    free = make(model=model, top_k=1)
+    prompts = free.tokenize(tiny.PROMPTS)
+    # Two tokens the student writes in the middle of different completions become its end tokens.
+    unended = free.complete(prompts)
+    first, second = unended[0][3], next(ids[5] for ids in unended[1:] if ids[5] != unended[0][3])
+    words = tiny.tokenizer()
+    words.eos_token = words.convert_ids_to_tokens(first)
+    words.pad_token = words.eos_token
+    model.generation_config.eos_token_id = [first, second]
+
+    trainer = make(model=model, processing_class=words, top_k=1)
+    completions = trainer.rollout.complete(prompts, 0)
+
+    assert trainer.processing_class.pad_token_id == first, "pad is an end token"
+    assert ends(trainer, completions) == {first, second}
+    assert completions == by_hf(trainer, prompts), "ended by the engine itself, not cut afterwards"
+
+
+def test_an_id_beyond_the_vocabulary_that_is_sampled_is_noticed(make, tmp_path):  # noqa: F811
+    model = student(tmp_path / "student", vocab_size=320)
+    with torch.no_grad():
+        model.lm_head.weight[259:] = 8 * model.lm_head.weight[:61]  # the ids without a token are the likeliest
+    trainer = make(model=model, teacher_model=tiny.qwen2(48, seed=1, vocab_size=320))
+    prompts = trainer.tokenize(tiny.PROMPTS) * 4
+    free = trainer.rollout.complete(prompts, 0)
+    assert max(map(max, free)) >= 259, "the student would sample ids that no tokenizer knows"
+
+    trainer.limits = replace(trainer.limits, vocabulary=259)
+    trainer.rollout.bind(trainer)
+
+    assert max(map(max, trainer.rollout.complete(prompts, 0))) < 259
+    assert gap(trainer) < 1e-4, "log-probabilities are those before the mask"
+
+
+def test_sampling_options_that_do_not_reach_vllm_are_noticed(make):  # noqa: F811
+    trainer = make(temperature=1.9, generation_kwargs={"min_tokens": 16})
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    hot, again = trainer.complete(prompts), trainer.complete(prompts)
+
+    assert hot != again, "it samples"
+    assert all(len(ids) == 16 for ids in hot)
+    assert trainer.rollout._sampling["temperature"] == 1.9
+
+
+def test_a_pattern_that_does_not_bind_the_completions_is_noticed(make, tmp_path):  # noqa: F811
+    trainer = make(vllm_structured_outputs_regex="[0-9]{3}")
+
+    completions = trainer.complete(trainer.tokenize(tiny.PROMPTS))
+
+    texts = trainer.processing_class.batch_decode(completions, skip_special_tokens=True)
+    assert all(len(text) == 3 and text.isdigit() for text in texts), texts
+
+
+def test_answers_to_other_prompts_are_noticed(make, monkeypatch):  # noqa: F811
+    trainer = make()
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    trainer.complete(prompts)
+    engine = trainer.rollout._engine
+    write = engine.write
+    monkeypatch.setattr(engine, "write", lambda ids, options: write(ids[::-1], options), raising=False)
+
+    with pytest.raises(RuntimeError, match="vLLM answered another prompt than row 0"):
+        trainer.complete(prompts)
+
+
+def test_rollouts_that_move_the_random_state_of_training_at_construction_are_noticed(make):  # noqa: F811
+    torch.manual_seed(3)
+    make(seed=11, vllm_sync_check="every")
+    with_vllm = torch.rand(1)
+    torch.manual_seed(3)
+    make(seed=11, use_vllm=False)
+    assert torch.equal(torch.rand(1), with_vllm)
+
+
+def test_a_context_shorter_than_the_models_that_is_not_heeded_is_noticed(make):  # noqa: F811
+    with pytest.raises(ValueError, match=r"row 1 of train_dataset has 10 tokens.*context of 24"):
+        make(vllm_max_model_length=24)
+    short = make(vllm_max_model_length=24, overlong_prompts="drop")
+    assert short.dropped_prompts["train_dataset"] == 4
+    assert all(len(ids) <= 16 for ids in short.complete([[5] * 8]))
+
+
+@pytest.mark.parametrize(("kind", "level"), [("full", 2), ("adapter", 1)])
+def test_a_rollout_with_weights_lost_in_sleep_is_noticed(make, monkeypatch, kind, level):  # noqa: F811
+    """The platform has no sleep mode, so what it would do to the engine is done by hand: level 2 loses the weights."""
+    shared, seen = backend.Engine, []
+
+    def sleep(engine, level):
+        seen.append(level)
+        for part in engine._worker.model_runner.get_model().parameters() if level == 2 else ():
+            part.data.fill_(torch.nan)
+
+    monkeypatch.setattr(backend, "why_no_sleep_mode", lambda: None)
+    monkeypatch.setattr(backend, "Engine", lambda options: shared(replace(options, sleep_mode=False)))
+    monkeypatch.setattr(Engine, "sleep", sleep)
+    monkeypatch.setattr(Engine, "wake", lambda engine, what: seen.append(what))
+    trainer = make(vllm_enable_sleep_mode=True, peft_config=lora(), vllm_weight_sync=kind, top_k=1)
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    expected = by_hf(trainer, prompts)
+
+    assert trainer.complete(prompts) == expected
+    assert trainer.complete(prompts) == expected, "awake again, although no weight has moved"
+    assert seen == [level, "weights", "kv_cache", level]

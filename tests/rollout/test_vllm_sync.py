@@ -1,0 +1,331 @@
+"""The engine speaks for the student as it is now, a sync that failed is detected, and the student is never touched."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+pytest.importorskip("vllm")
+
+from transformers import TrainerCallback
+from vllm_lab import engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
+
+from trl_opsd._compat.vllm import Engine
+from trl_opsd.rollout import sync_proof, weight_sync
+from trl_opsd.rollout import vllm as backend
+from trl_opsd.rollout.sync_proof import SyncError
+
+pytestmark = pytest.mark.vllm
+
+KINDS = [
+    pytest.param(kind, tied, id=f"{kind or 'everything'}-{'tied' if tied else 'untied'}")
+    for kind in (None, "adapter", "full")
+    for tied in (False, True)
+]
+"""What is trained and sent: everything, or a LoRA adapter in one of two ways."""
+
+
+def of_kind(make, kind, tied, **given):  # noqa: F811
+    if kind is not None:
+        given.update(peft_config=lora(), vllm_weight_sync=kind)
+    return make(tied=tied, **given)
+
+
+class Watch(TrainerCallback):
+    """Measures the gap when weights have moved but were not sent, and when something was written with them."""
+
+    def attach(self, trainer):
+        self.stale, self.synced, self._trainer, complete = [], [], trainer, trainer.rollout.complete
+
+        def watched(prompt_ids, step):
+            completions = complete(prompt_ids, step)
+            self.synced.append(gap(trainer))
+            return completions
+
+        trainer.rollout.complete = watched
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.stale.append(gap(self._trainer))
+
+
+@pytest.mark.parametrize(("kind", "tied"), KINDS)
+def test_an_engine_that_lags_behind_the_student_is_noticed(make, tmp_path, kind, tied):  # noqa: F811
+    watch = Watch()
+    trainer = of_kind(
+        make, kind, tied, max_steps=5, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+        eval_dataset=tiny.rows(4), load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
+        callbacks=[watch],
+    )  # fmt: skip
+    watch.attach(trainer)
+    trainer.train()
+
+    assert len(watch.stale) == 5
+    assert min(watch.stale) > 1e-2, "every step moves the student so far that an engine without it is found out"
+    assert max(watch.synced) <= 1e-4
+    steps = max(watch.synced)
+
+    assert not trainer.state.best_model_checkpoint.endswith("checkpoint-5")
+    assert gap(trainer) > 1e-2, "the engine holds the last step, the student the best one, and no step lies between"
+    trainer.complete(trainer.tokenize(["a"]))
+    best = gap(trainer)
+    assert best <= 1e-4
+
+    resumed = Watch()
+    again = of_kind(make, kind, tied, max_steps=4, callbacks=[resumed])
+    resumed.attach(again)
+    again.complete(again.tokenize(["a"]))
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
+    assert max(resumed.synced[1:]) <= 1e-4
+    print(f"\n{kind} tied={tied}: 5 steps {steps:.1e}, best model {best:.1e}, resumed {max(resumed.synced[1:]):.1e}")
+
+    # The evaluation after each step is the first to write with the new weights.
+    logged = [row for row in trainer.state.log_history if "eval_sync/bytes" in row]
+    assert len(logged) == 5
+    assert max(row["eval_rollout/logprob_gap"] for row in logged) <= 1e-4
+    assert all(row["eval_sync/seconds"] > 0 and row["eval_sync/proof_seconds"] > 0 for row in logged)
+    if kind == "adapter":
+        size = sum(part.numel() for name, part in trainer.model.named_parameters() if "lora_" in name)
+        assert {row["eval_sync/bytes"] for row in logged} == {4 * size}, "the adapter in float32 and nothing else"
+
+
+def test_weights_exchanged_by_hand_without_a_step_that_are_not_sent_are_noticed(make, tmp_path):  # noqa: F811
+    trainer = make(peft_config=lora())
+    prompt = trainer.tokenize(["why?"])
+    trainer.complete(prompt)
+    trainer.model.save_pretrained(tmp_path / "adapter")
+
+    with torch.no_grad():
+        for name, part in trainer.model.named_parameters():
+            if "lora_B" in name:
+                part.mul_(-1)
+    trainer.complete(prompt)
+    assert gap(trainer) <= 1e-4, "written to in place"
+
+    trainer.model.load_adapter(tmp_path / "adapter", "default")
+    assert gap(trainer) > 1e-2
+    trainer.complete(prompt)
+    assert gap(trainer) <= 1e-4, "an adapter loaded over the old one"
+
+    with torch.no_grad():
+        trainer.model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.mul_(1.5)
+    trainer.complete(prompt)
+    assert gap(trainer) <= 1e-4, "the base under the adapter"
+
+
+def test_a_sync_that_nothing_called_for_is_noticed(make, monkeypatch):  # noqa: F811
+    trainer = make(eval_dataset=tiny.rows(4), per_device_eval_batch_size=1)
+    calls = []
+    load = Engine.load
+    monkeypatch.setattr(Engine, "load", lambda self, weights: calls.append(1) or load(self, weights))
+
+    trainer.evaluate()
+    trainer.evaluate()
+
+    assert len(calls) == 1, "one for eight batches"
+    trainer.rollout.sync_weights()
+    assert len(calls) == 2, "and one that was asked for"
+
+
+def test_a_student_object_whose_checkpoint_is_older_than_it_is_noticed(make, tmp_path):  # noqa: F811
+    model = student(tmp_path / "student")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(3)
+    trainer = make(model=model)
+
+    trainer.complete(trainer.tokenize(["a"]))
+
+    assert gap(trainer) <= 1e-4
+
+
+# ---- Faults -----------------------------------------------------------------------------------------------------
+
+
+def moved(trainer):
+    """A trainer whose engine once held its weights, and which has been trained further."""
+    trainer.complete(trainer.tokenize(["a"]))
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for part in trainer.model.parameters():
+            if part.requires_grad:
+                part.add_(0.1 * torch.randn(part.shape, generator=noise))
+    return trainer
+
+
+def message(trainer):
+    with pytest.raises(SyncError) as error:
+        trainer.complete(trainer.tokenize(["a"]))
+    print("\n", error.value)
+    return str(error.value)
+
+
+def drained(self, weights):
+    for _ in weights:
+        pass
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_sync_that_does_nothing_is_detected(make, monkeypatch, tied):  # noqa: F811
+    trainer = moved(make(tied=tied))
+    monkeypatch.setattr(Engine, "load", drained)
+    assert "It looks stale" in message(trainer)
+    assert trainer.rollout._sent is None, "and it is not taken for sent"
+    monkeypatch.undo()
+
+
+def test_a_first_sync_that_does_nothing_is_detected(make, monkeypatch):  # noqa: F811
+    make().complete([[5, 6]])  # the engine holds what an earlier student was
+    trainer = make()
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(-1)
+    monkeypatch.setattr(Engine, "load", drained)
+    assert "It looks stale" in message(trainer)
+
+
+def test_an_adapter_that_never_arrives_is_detected(make, monkeypatch):  # noqa: F811
+    trainer = make(peft_config=lora())
+    monkeypatch.setattr(Engine, "load_adapter", lambda self, layers: None)
+    assert "It looks like a missing adapter" in message(trainer)
+
+
+def test_an_adapter_that_stays_the_old_one_is_detected(make, monkeypatch):  # noqa: F811
+    trainer = moved(make(peft_config=lora()))
+    monkeypatch.setattr(Engine, "load_adapter", lambda self, layers: None)
+    assert "It looks stale" in message(trainer)
+
+
+def test_an_adapter_left_out_of_a_full_sync_is_detected(make, monkeypatch):  # noqa: F811
+    trainer = make(peft_config=lora(), vllm_weight_sync="full")
+    monkeypatch.setattr(backend, "weights_of", weight_sync.base_weights_of)
+    assert "It looks like a missing adapter" in message(trainer)
+
+
+def test_a_tied_head_that_is_not_sent_is_detected(make, monkeypatch):  # noqa: F811
+    trainer = moved(make(tied=True))
+    load = Engine.load
+
+    def without_head(self, weights):
+        load(self, (pair for pair in weights if pair[0] != "lm_head.weight"))
+
+    monkeypatch.setattr(Engine, "load", without_head)
+    assert "It looks like a tied head" in message(trainer)
+
+
+def test_weights_rounded_on_their_way_are_detected(make, monkeypatch):  # noqa: F811
+    trainer = moved(make())
+    load = Engine.load
+
+    def rounded(self, weights):
+        load(self, ((name, tensor.bfloat16().float()) for name, tensor in weights))
+
+    monkeypatch.setattr(Engine, "load", rounded)
+    assert "It looks like a dtype" in message(trainer)
+
+
+def test_a_prefix_cache_that_survives_a_sync_is_detected(make, monkeypatch):  # noqa: F811
+    trainer = moved(make())
+    monkeypatch.setattr(Engine, "forget_prefixes", lambda self: None)
+    assert "It looks like a stale prefix cache" in message(trainer)
+
+
+@pytest.mark.parametrize(("check", "proofs"), [("every", 3), ("first", 1), ("never", 0)])
+def test_proofs_at_other_times_than_asked_for_are_noticed(make, monkeypatch, check, proofs):  # noqa: F811
+    trainer = make(vllm_sync_check=check)
+    calls = []
+    prove = sync_proof.SyncProof.check
+    monkeypatch.setattr(sync_proof.SyncProof, "check", lambda self: calls.append(1) or prove(self))
+    for _ in range(3):
+        trainer.rollout.sync_weights()
+    assert len(calls) == proofs
+
+
+# ---- LoRA never touches the base --------------------------------------------------------------------------------
+
+
+def half(folder, **overrides):
+    return student(folder, **overrides).bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+def test_a_base_that_syncs_wear_off_is_noticed(make, tmp_path, kind, monkeypatch):  # noqa: F811
+    model = half(tmp_path / "student")
+    trainer = make(model=model, peft_config=lora(), vllm_weight_sync=kind, vllm_sync_check="first")
+    before = {name: part.detach().clone() for name, part in trainer.model.named_parameters()}
+    assert {part.dtype for name, part in before.items() if "lora_" not in name} == {torch.bfloat16}
+
+    for _ in range(50):
+        trainer.rollout.sync_weights()
+    broken = "load_adapter" if kind == "adapter" else "load"
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, broken, fails_halfway(getattr(Engine, broken)))
+        with pytest.raises(RuntimeError, match="the engine broke"):
+            trainer.rollout.sync_weights()
+    for _ in range(50):
+        trainer.rollout.sync_weights()
+
+    for name, part in trainer.model.named_parameters():
+        assert torch.equal(part, before[name]), name
+    assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
+    trainer.rollout._proof.check()  # the engine is well again after the error
+    if kind == "adapter":
+        size = sum(part.numel() for name, part in before.items() if "lora_" in name)
+        sent = trainer._metrics["train"]["sync/bytes"][-1]
+        print(f"\nadapter: {sent:.0f} bytes, P_lora = {size}")
+        assert sent == 2 * size
+
+
+def fails_halfway(sends):
+    def send(self, weights):
+        if isinstance(weights, dict):
+            raise RuntimeError("the engine broke")
+
+        def some():
+            for number, pair in enumerate(weights):
+                if number == 9:
+                    raise RuntimeError("the engine broke")
+                yield pair
+
+        sends(self, some())
+
+    return send
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ({"use_dora": True}, "variant of LoRA such as DoRA"),
+        ({"modules_to_save": ["norm"]}, "`modules_to_save`"),
+        ({"lora_bias": True, "target_modules": ["q_proj"]}, "`lora_bias`"),
+        ({"r": 600}, "rank 600 is larger than the 512"),
+    ],
+    ids=["dora", "modules_to_save", "bias", "rank"],
+)
+def test_an_adapter_vllm_cannot_hold_that_is_not_worked_into_the_weights_is_noticed(make, overrides, why):  # noqa: F811
+    trainer = make(peft_config=lora(**overrides))
+    assert trainer.rollout._mode == "full"
+    assert why in weight_sync.chosen_sync("auto", trainer.model, backend.LORA_RANKS)[1]
+    with pytest.raises(ValueError, match="vllm_weight_sync='adapter'"):
+        weight_sync.chosen_sync("adapter", trainer.model, backend.LORA_RANKS)
+    with torch.no_grad():
+        for part in trainer.model.parameters():
+            if part.requires_grad:
+                part.mul_(1.3)
+
+    trainer.complete(trainer.tokenize(["a"]))
+
+    assert gap(trainer) <= 1e-4
+
+
+def test_ranks_and_factors_of_single_layers_that_get_lost_are_noticed(make):  # noqa: F811
+    config = lora(rank_pattern={"q_proj": 2, "down_proj": 7}, alpha_pattern={"v_proj": 11}, use_rslora=True)
+    trainer = make(peft_config=config)
+    assert trainer.rollout._mode == "adapter"
+    trainer.complete(trainer.tokenize(["a"]))
+    assert gap(trainer) <= 1e-4
+
+
+def test_a_tied_head_without_a_name_of_its_own_is_noticed(tmp_path):
+    model = student(tmp_path / "student", tied=True)
+    names = [weight.name for weight in weight_sync.weights_of(model)]
+    assert names == list(model.state_dict())
+    assert "lm_head.weight" in names

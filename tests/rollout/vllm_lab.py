@@ -1,0 +1,104 @@
+"""Students saved as checkpoints, trainers that write with vLLM, and engines that are started once and handed on."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from trl_opsd import OPSDTrainer
+from trl_opsd._compat.vllm import Engine, EngineOptions
+from trl_opsd.rollout import vllm as backend
+
+SHAPES = {"qwen2": tiny.qwen2, "llama": tiny.llama}
+
+
+def student(folder: Path, shape: str = "qwen2", tied: bool = False, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random student that was saved and loaded again, so that its `name_or_path` is a checkpoint.
+
+    It is 64 wide: vLLM's attention on the CPU takes heads of at least 32.
+    """
+    made = SHAPES[shape](64, seed=seed, tie_word_embeddings=tied, **overrides)
+    made.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def lora(**overrides: Any) -> LoraConfig:
+    """An adapter that changes what the student says from the first step on, with a factor that is no power of two."""
+    options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": False}
+    return LoraConfig(**{**options, **overrides})
+
+
+class _Engines:
+    """Starts an engine once for each kind. A trainer sends all of its weights anyway, so one may follow another."""
+
+    def __init__(self) -> None:
+        self._running: dict[Any, Engine] = {}
+
+    def __call__(self, options: EngineOptions) -> Engine:
+        shape = (Path(options.model) / "config.json").read_text()
+        key = (shape, dataclasses.replace(options, model="", tokenizer=""))
+        if key not in self._running:
+            self._running[key] = Engine(options)
+        return self._running[key]
+
+
+_ENGINES = _Engines()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_are_shared() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "Engine", _ENGINES)
+        yield
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    """Builds a trainer of a saved student that writes with vLLM. Unknown keyword arguments go to its config."""
+
+    def make(shape: str = "qwen2", tied: bool = False, **given: Any) -> OPSDTrainer:
+        names = set(inspect.signature(OPSDTrainer.__init__).parameters) & set(given)
+        arguments = {name: given.pop(name) for name in names}
+        model = arguments.pop("model", None) or student(tmp_path / "student", shape, tied)
+        options = {"use_vllm": True, "learning_rate": 1e-2, "max_completion_length": 16, **given}
+        words = arguments.pop("processing_class", None) or tiny.tokenizer()
+        return OPSDTrainer(
+            model=model,
+            args=tiny.config(tmp_path / "out", **options),
+            processing_class=words,
+            **{"teacher_model": tiny.qwen2(48, seed=1), "train_dataset": tiny.rows(), **arguments},
+        )
+
+    return make
+
+
+@torch.no_grad()
+def gap(trainer: OPSDTrainer) -> float:
+    """The largest difference, in nats, between the log-probabilities of engine and student for what the engine wrote.
+
+    Computed apart from the package's own proof: other prompts, each row by itself, nothing but the model's logits.
+    """
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    options = {"max_tokens": 6, "ignore_eos": True, "detokenize": False, "logprobs": 0, "seed": 5}
+    was_training = trainer.model.training
+    trainer.model.eval()
+    largest = 0.0
+    for row in trainer.rollout._engine.write(prompts, [options] * len(prompts)):
+        ids = torch.tensor([row.prompt_ids + row.completion_ids])
+        logprobs = trainer.model(ids).logits.double().log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+        largest = max(largest, float((logprobs[-6:] - torch.tensor(row.logprobs)).abs().max()))
+    trainer.model.train(was_training)
+    return largest

@@ -1,0 +1,152 @@
+"""Reads a PEFT model without touching it: which tensor of a checkpoint is made of what, and what its adapter is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from peft import PeftModel
+from peft.tuners.lora import Embedding, Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import Tensor
+
+from trl_opsd.types import Weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraFactors:
+    """The adapter of one linear layer: its output gains `scaling * B A x`."""
+
+    name: str
+    """The layer, as a checkpoint of the base model calls it."""
+    a: Tensor
+    """[r, in]."""
+    b: Tensor
+    """[out, r]."""
+    scaling: float
+    rank: int
+
+
+def is_peft(model: Any) -> bool:
+    """Whether the model is wrapped by PEFT."""
+    return isinstance(model, PeftModel)
+
+
+def merged_weights(model: Any) -> Iterator[Weight]:
+    """The weights of a checkpoint of the base model with the active adapters worked in; each is a new tensor.
+
+    Raises:
+        ValueError: An adapter is of a kind that cannot be worked into the weights here.
+    """
+    tuned, saved = _tuned_layers(model), _saved_modules(model)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if layer_name := _inside(name, tuned):
+            kind = name.removeprefix(f"{layer_name}.base_layer.")
+            if kind != name:  # else it belongs to the adapter
+                yield _merged(_plain(f"{layer_name}.{kind}"), tensor, tuned[layer_name], kind)
+        elif module_name := _inside(name, saved):
+            active = f"{module_name}.modules_to_save.{saved[module_name].active_adapter}."
+            if name.startswith(active):
+                yield Weight.of(_plain(f"{module_name}.{name.removeprefix(active)}"), tensor)
+        else:
+            yield Weight.of(_plain(name), tensor)
+
+
+def lora_factors(model: Any) -> list[LoraFactors]:
+    """The active adapter, layer by layer. Meaningful where [`why_not_apart`] finds nothing against it."""
+    (adapter,) = model.active_adapters
+    return [
+        LoraFactors(
+            name=_plain(name),
+            a=layer.lora_A[adapter].weight,
+            b=layer.lora_B[adapter].weight,
+            scaling=layer.scaling[adapter],
+            rank=layer.r[adapter],
+        )
+        for name, layer in _tuned_layers(model).items()
+        if adapter in layer.lora_A
+    ]
+
+
+def why_not_apart(model: Any) -> str | None:
+    """Why the active adapter is more than one pair of factors for each linear layer, or `None` where it is not."""
+    adapters, tuned = model.active_adapters, _tuned_layers(model)
+    if len(adapters) != 1:
+        return f"{len(adapters)} adapters are active"
+    if _saved_modules(model):
+        return "`modules_to_save` trains whole modules besides the adapter"
+    for name, layer in tuned.items():
+        if not isinstance(layer, Linear) or name.endswith(".lm_head"):
+            return f"the adapter reaches {_plain(name)}, which is not a linear layer inside of the model"
+        if adapters[0] in layer.lora_variant:
+            return "the adapter is a variant of LoRA such as DoRA"
+        if layer.lora_bias.get(adapters[0]):
+            return "`lora_bias` gives the adapter biases"
+        if layer.merged:
+            return f"the adapter is already merged into {_plain(name)}"
+    return None
+
+
+def _tuned_layers(model: Any) -> dict[str, Any]:
+    tuned = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    for name, layer in tuned.items():
+        if not isinstance(layer, Linear | Embedding):
+            raise ValueError(
+                f"The adapter of {_plain(name)} is a {type(layer).__name__}: with vLLM only LoRA on linear layers and "
+                "embeddings is supported; use a `LoraConfig`, or set `use_vllm=False`."
+            )
+    return tuned
+
+
+def _saved_modules(model: Any) -> dict[str, Any]:
+    saved = {name: module for name, module in model.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)}
+    for name, module in saved.items():
+        if not isinstance(module, ModulesToSaveWrapper):
+            raise ValueError(
+                f"{_plain(name)} is wrapped in a {type(module).__name__}: with vLLM, besides LoRA, only "
+                "`modules_to_save` is supported; use that, or set `use_vllm=False`."
+            )
+    return saved
+
+
+def _inside(name: str, modules: dict[str, Any]) -> str | None:
+    parts = name.split(".")
+    prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in modules), None)
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("base_model.model.")
+
+
+def _merged(name: str, base: Tensor, layer: Any, kind: str) -> Weight:
+    adapters = [] if layer.merged or layer.disable_adapters else layer.active_adapters
+    adapters = [adapter for adapter in adapters if adapter in layer.scaling]
+    if kind == "weight" and adapters:
+        return Weight(name, base, tuple(layer.parameters()), partial(_merged_weight, layer, base, adapters))
+    if kind == "bias" and any(layer.lora_bias.get(adapter) for adapter in adapters):
+        return Weight(name, base, tuple(layer.parameters()), partial(_merged_bias, layer, base, adapters))
+    return Weight.of(name, base)
+
+
+def _merged_weight(layer: Any, base: Tensor, adapters: list[str]) -> Tensor:
+    """W + sBA. Summed up in float32 and rounded once: rounding each summand would move the weight twice."""
+    weight = base.detach().float()
+    for adapter in adapters:
+        variant = layer.lora_variant.get(adapter)
+        if variant is None:
+            weight = weight + layer.get_delta_weight(adapter).detach().float()
+        else:
+            weight = variant.merge_safe(layer, adapter, weight).detach()
+    return weight
+
+
+def _merged_bias(layer: Any, base: Tensor, adapters: list[str]) -> Tensor:
+    bias = base.detach().float()
+    for adapter in adapters:
+        if layer.lora_bias.get(adapter):
+            bias = bias + layer.lora_B[adapter].bias.detach().float() * layer.scaling[adapter]
+    return bias

