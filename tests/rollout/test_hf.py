@@ -106,7 +106,7 @@ class TestCompile:
         assert compiled.complete(prompt_ids) == expected
         assert calls == ["eager"]
 
-    def test_a_cpu_does_not_compile_by_itself(self, make_writing, monkeypatch):
+    def test_nothing_is_compiled_unasked(self, make_writing, monkeypatch):
         trainer = make_writing()
         monkeypatch.setattr(trainer.model, "get_compiled_call", lambda config: pytest.fail("compiled"))
         trainer.complete(trainer.tokenize(PROMPTS))

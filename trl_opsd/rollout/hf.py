@@ -36,13 +36,13 @@ class HFRollout(RolloutBackend):
     offloaded or quantised caches and the like) are left to plain `generate`, which is said once.
 
     Args:
-        compile (`bool` or [`~transformers.CompileConfig`], *optional*):
-            Whether decoding runs on a static cache as a compiled graph. When `None`, it does on an accelerator, with a
-            model that supports it, that is whole on each device, and with no `cache_implementation` named. A
-            [`~transformers.CompileConfig`] compiles with its options on any device; `True` with the default ones.
+        compile (`bool` or [`~transformers.CompileConfig`], *optional*, defaults to `False`):
+            Whether decoding runs on a static cache as a compiled graph, on any device; a
+            [`~transformers.CompileConfig`] says how. It has been tested on the CPU for the tokens it writes, and not
+            been run on a GPU yet, which is why it has to be asked for.
     """
 
-    def __init__(self, compile: bool | CompileConfig | None = None) -> None:
+    def __init__(self, compile: bool | CompileConfig = False) -> None:
         self._compile = compile
 
     def bind(self, trainer: Any) -> None:
@@ -74,7 +74,7 @@ class HFRollout(RolloutBackend):
             else:
                 config.max_new_tokens = max(*rooms, 1)
                 loop = RaggedDecoding(rooms=rooms, context=trainer.limits.context, synced=self._is_synced())
-                if self._compiles(student, config):
+                if self._compile:
                     self._set_up_compilation(config, prompt_tokens)
             with _TokenProgress(config.max_new_tokens, trainer.show_progress) as progress:
                 written = student.generate(
@@ -102,21 +102,16 @@ class HFRollout(RolloutBackend):
             return f"`cache_implementation={cache_implementation!r}` is not static"
         return None
 
-    def _compiles(self, student: Any, config: GenerationConfig) -> bool:
-        if self._compile is not None:
-            return bool(self._compile)
-        on_accelerator = student.device.type not in ("cpu", "mps")
-        return on_accelerator and self._why_not_compiled(student, config.cache_implementation) is None
-
     def _set_up_compilation(self, config: GenerationConfig, prompt_tokens: int) -> None:
         """Has `transformers` compile the step: TRL forbids it, and `generate` needs a static cache for it."""
         config.disable_compile = False
         config.cache_implementation = "static"
         tokens = prompt_tokens + config.max_new_tokens
         config.max_cache_len = -(-tokens // _CACHE_STEP) * _CACHE_STEP
-        if self._compile:  # asked for, so on any device
-            config.compile_config = copy.copy(self._compile) if self._compile is not True else CompileConfig()
-            config.compile_config._compile_all_devices = True
+        config.compile_config = (
+            copy.copy(self._compile) if isinstance(self._compile, CompileConfig) else CompileConfig()
+        )
+        config.compile_config._compile_all_devices = True
 
 
 class _OnlyKnown(LogitsProcessor):
