@@ -97,6 +97,13 @@ def test_logits_that_are_post_processed_in_an_unknown_way_are_refused_with_the_d
         prove_head(model, "teacher")
 
 
+def test_a_head_that_says_nothing_is_refused():
+    model = tiny.qwen2()
+    model.lm_head.weight.data.zero_()
+    with pytest.raises(ValueError, match=r"The teacher \(Qwen2ForCausalLM\) gives all 259 tokens the same logit"):
+        prove_head(model, "teacher")
+
+
 def test_a_trainer_refuses_a_student_whose_logits_it_cannot_rebuild(make_trainer):
     student = tiny.gemma2()
     student.config.final_logit_softcapping = (

@@ -74,7 +74,7 @@ def prove_head(model: Any, role: str, gathered: Gathered = nullcontext, run: Run
             `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called as it is.
 
     Raises:
-        ValueError: Two of them differ by more than rounding; the message gives both.
+        ValueError: Two of them differ by more than rounding; the message gives both. Or all logits are the same.
     """
     head = OutputHead.of(model)
     rows, said = head.shape[0], model.config.get_text_config().vocab_size
@@ -96,6 +96,11 @@ def prove_head(model: Any, role: str, gathered: Gathered = nullcontext, run: Run
                 actual_BLV = _logits(hidden_BLH, head)
     finally:
         model.train(was_training)
+    if not (expected_BLV.amax(-1) > expected_BLV.amin(-1)).any():
+        raise ValueError(
+            f"The {role} ({type(model).__name__}) gives all {rows} tokens the same logit, whatever it reads: its head "
+            "is zeroed, or its logits are not numbers; load it again."
+        )
     if expected_BLV.shape != actual_BLV.shape:
         gap = f"shapes {tuple(expected_BLV.shape)} and {tuple(actual_BLV.shape)}"
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from trl_opsd.admission import Reader
@@ -46,7 +45,7 @@ class Readers:
         """Reads what the columns say, since there is no completion yet."""
         return Reader(
             prompt_of=self.prompts.of,
-            tokenize=partial(self.tokenize, **self.template),
+            tokenize=self._tokenize_for_teacher,
             limits_of=lambda row: self.teacher_limits[teacher_of(row, "A row", self.teachers)],
             has_template=self.has_template,
         )
@@ -56,42 +55,65 @@ class Readers:
         return not self.template and self.prompts.prompt_fn is None and not self.prompts.in_row(columns)
 
     def may_differ(self, columns: Iterable[str] | None) -> bool:
-        """Whether the teacher may be unable to read rows the student can; `None` stands for unknown columns."""
+        """Whether the teacher may be unable to read rows the student can, as far as that is known before a completion.
+
+        `None` stands for unknown columns.
+        """
+        if self.prompts.prompt_fn is not None:
+            return False
         covered = all(limits.covers(self.student_limits) for limits in self.teacher_limits.values())
         return columns is None or not covered or not self.are_alike(columns)
 
-    def teacher_prompt_ids(
-        self, rows: Sequence[Row], completions: Sequence[str], lengths: Sequence[int]
-    ) -> list[list[int]]:
+    def teacher_prompt_ids(self, rows: Sequence[Row], completions: Sequence[str] | None) -> list[list[int]]:
         """What the teachers read before completions that are written by now.
 
         Args:
             rows (`Sequence[Mapping[str, Any]]`):
                 B dataset rows.
-            completions (`Sequence[str]`):
-                B texts, what the student wrote.
-            lengths (`Sequence[int]`):
-                B tokens in each of them.
+            completions (`Sequence[str]`, *optional*):
+                B texts, what the student wrote; needed if a function makes the prompts.
 
         Returns:
             `list[list[int]]`: B prompts.
 
         Raises:
-            ValueError: One cannot be read, or does not fit; the message names the row.
+            ValueError: One cannot be read; the message names the row.
             TypeError: One is neither text nor messages.
         """
         names = [f"row {number} of this batch" for number in range(len(rows))]
-        text_of = dict(zip(names, completions, strict=True))
-        reader = replace(self.teacher, prompt_of=lambda row, name: self.prompts.of(row, name, text_of[name]))
+        text_of = {} if completions is None else dict(zip(names, completions, strict=True))
+        reader = replace(self.teacher, prompt_of=lambda row, name: self.prompts.of(row, name, text_of.get(name)))
         prompts, _ = reader.prompts(rows, names)
-        prompt_ids = reader.tokenize(prompts)
-        for row, name, ids, length in zip(rows, names, prompt_ids, lengths, strict=True):
-            replace(reader.limits_of(row), completion=length).check(ids, f"What the teacher reads for {name}")
-        return prompt_ids
+        return reader.tokenize(prompts)
+
+    def check_fits_teacher(
+        self, rows: Sequence[Row], prompt_ids: Sequence[list[int]], completion_lengths: Sequence[int]
+    ) -> None:
+        """Checks prompts with the completions that are written by now.
+
+        Raises:
+            ValueError: A teacher cannot look at so many tokens, or does not know one; the message names the row.
+        """
+        for number, (row, ids, length) in enumerate(zip(rows, prompt_ids, completion_lengths, strict=True)):
+            where, limits = f"row {number} of this batch", self.teacher.limits_of(row)
+            if limits.context is not None and len(ids) + length > limits.context:
+                raise ValueError(
+                    f"The teacher would have to read {len(ids)} tokens of its prompt and {length} of the completion in "
+                    f"{where}, but can look at {limits.context}: shorten what it is shown, or what tools return."
+                )
+            replace(limits, completion=0).check(ids, f"What the teacher reads for {where}")
 
     def _prompt_of_student(self, row: Row, name: str) -> Any:
         check_columns(row, name, self.teachers if len(self.teachers) > 1 else ())
         teacher_of(row, name, self.teachers)
-        if self.prompts.in_row(row):
+        if self.prompts.prompt_fn is None and self.prompts.in_row(row):
             self.prompts.of(row, name)
         return row["prompt"]
+
+    def _tokenize_for_teacher(self, prompts: list[Any]) -> list[list[int]]:
+        if self.template and isinstance(prompts[0], str):
+            raise ValueError(
+                f"`teacher_chat_template_kwargs={dict(self.template)!r}` has no effect: what the teacher reads "
+                "is text: give messages, or remove the option."
+            )
+        return self.tokenize(prompts, **self.template)

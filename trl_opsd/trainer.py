@@ -150,6 +150,10 @@ class OPSDTrainer(SeamTrainer):
         rollout = _picked_rollout(rollout, args)
         check_processing_class(processing_class)
         teacher_template = args.teacher_template_kwargs
+        if teacher_prompt_fn is not None and args.remove_unused_columns:
+            raise ValueError(
+                "`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: leave it at False."
+            )
         check_datasets(
             train_dataset,
             eval_dataset,
@@ -219,28 +223,33 @@ class OPSDTrainer(SeamTrainer):
 
     def _as_the_teacher_reads(self, rollout: Rollout, rows: list[dict[str, Any]]) -> Rollout:
         """The same completions, token by token, after the teacher's prompts."""
-        if all(map(self.readers.are_alike, rows)):
+        prompts, completions = rollout.prompt_lists(), rollout.completion_lists()
+        alike = all(map(self.readers.are_alike, rows))
+        if not alike:
+            texts = None
+            if self.readers.prompts.prompt_fn is not None:
+                texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
+            prompts = self.readers.teacher_prompt_ids(rows, texts)
+        self.readers.check_fits_teacher(rows, prompts, list(map(len, completions)))
+        if alike:
             return rollout
-        lengths = rollout.completion_mask.sum(1).tolist()
-        written = [ids[:length] for ids, length in zip(rollout.completion_ids.tolist(), lengths, strict=True)]
-        texts = self.processing_class.batch_decode(written, skip_special_tokens=True)
-        padded = self.pad_prompts(self.readers.teacher_prompt_ids(rows, texts, lengths))
+        padded = self.pad_prompts(prompts)
         return replace(rollout, prompt_ids=padded["input_ids"], prompt_mask=padded["attention_mask"])
 
     def compare(
         self, student: Any, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
     ) -> LossParts:
-        head = OutputHead.of(student)
+        head, teacher_heads = OutputHead.of(student), [teacher.head for teacher in self.teachers.values()]
         hidden_BCH = completion_hidden(student, rollout)
         counts_BC = rollout.loss_mask != 0
         if num_items is None:
             num_items = counts_BC.sum().clamp(min=1)
         parts: LossParts | None = None
-        with gathered_head(head, *(teacher.head for teacher in self.teachers.values())):
-            for teacher, teacher_BCH, theirs_BC in shares(self.teachers, targets, counts_BC):
+        with gathered_head(head, *teacher_heads):
+            for teacher_head, teacher_BCH, theirs_BC in shares(teacher_heads, targets, counts_BC):
                 per_token = streamed_divergence(
                     LazyLogits(_select(hidden_BCH, theirs_BC, head), head, self.temperature),
-                    LazyLogits(_select(teacher_BCH, theirs_BC, teacher.head), teacher.head, self.temperature),
+                    LazyLogits(_select(teacher_BCH, theirs_BC, teacher_head), teacher_head, self.temperature),
                     self.divergence,
                     chunk_tokens=self.args.loss_chunk_tokens,
                     vocabulary=self._shared_vocabulary,
@@ -274,6 +283,11 @@ class OPSDTrainer(SeamTrainer):
         self._student_is_proved = True
 
     def _check_tokenizers(self, models: dict[str, Any], given: Any) -> None:
+        if isinstance(given, Mapping) and (unknown := set(given) - set(models)):
+            raise ValueError(
+                f"`teacher_processing_class` names {sorted(unknown)}, but the teachers are {sorted(models)}: use their "
+                "names."
+            )
         for name, model in models.items():
             tokenizer = given.get(name) if isinstance(given, Mapping) else given
             if tokenizer is None:

@@ -51,6 +51,14 @@ class Rollout:
         """[B, P + C], 1 where a model may look."""
         return torch.cat([self.prompt_mask, self.completion_mask], dim=1)
 
+    def prompt_lists(self) -> list[list[int]]:
+        """The prompts without their padding."""
+        return _without_padding(self.prompt_ids, self.prompt_mask)
+
+    def completion_lists(self) -> list[list[int]]:
+        """The completions without their padding."""
+        return _without_padding(self.completion_ids, self.completion_mask)
+
     def select(self, rows: list[int]) -> Rollout:
         """Some of the rows, in the given order."""
         return self._each(itemgetter(rows))
@@ -66,6 +74,10 @@ class Rollout:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Rollout:
         return Rollout(**{field.name: change(getattr(self, field.name)) for field in fields(self)})
+
+
+def _without_padding(ids_BL: Tensor, mask_BL: Tensor) -> list[list[int]]:
+    return [ids[mask != 0].tolist() for ids, mask in zip(ids_BL.cpu(), mask_BL.cpu(), strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,9 +65,10 @@ def shared_vocabulary(
     if all(rows == student_rows for rows in teacher_rows.values()):
         return None
     tokens = max(_tokens(tokenizer)) + 1
-    for role, rows in {"student": student_rows, **teacher_rows}.items():
+    sides = [("student", student_rows), *teacher_rows.items()]
+    for role, rows in sides:
         if rows < tokens:
-            sizes = ", ".join(f"{name} {size}" for name, size in {"student": student_rows, **teacher_rows}.items())
+            sizes = ", ".join(f"{name} {size}" for name, size in sides)
             raise ValueError(
                 f"The head of the {role} has {rows} rows, but the tokenizer has {tokens} tokens (rows of all heads: "
                 f"{sizes}): pass a teacher with the student's tokenizer."

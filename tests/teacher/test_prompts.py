@@ -231,7 +231,7 @@ def test_too_long_for_the_teacher_alone_is_dropped_when_asked(tmp_path):
         (
             "x" * 255,
             ValueError,
-            "What the teacher reads for row 0 of this batch has 255 tokens",
+            "have to read 255 tokens of its prompt and 2 of the completion in row 0",
         ),
     ],
 )
@@ -239,6 +239,33 @@ def test_what_a_function_makes_is_checked(tmp_path, made, error, message):
     trainer = make(tmp_path, [{}, {}], teacher_prompt_fn=lambda row, text: made)
     with pytest.raises(error, match=message):
         trainer._generate_and_score_completions(list(trainer.train_dataset))
+
+
+def test_a_function_may_be_given_what_the_columns_alone_could_not_tell(tmp_path):
+    rows = [{"privileged_context": None}, {"privileged_context": None}]
+    trainer = make(tmp_path, rows, teacher_prompt_fn=lambda row, text: f"{row['privileged_context']} {text}")
+    ids = trainer.processing_class(["None 4", "None  blue today"])["input_ids"]
+    same(targets(trainer), direct(trainer, ids))
+
+
+def test_columns_a_function_would_miss_are_not_removed_silently(tmp_path):
+    with pytest.raises(ValueError, match="would hide columns from `teacher_prompt_fn`"):
+        make(tmp_path, [{}, {}], teacher_prompt_fn=lambda row, text: "a", remove_unused_columns=True)
+
+
+def test_template_arguments_for_a_teacher_that_reads_text_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no effect: what the teacher reads is text"):
+        make(tmp_path, [{}, {}], teacher_chat_template_kwargs={"enable_thinking": True})
+
+
+def test_a_teacher_with_a_smaller_context_is_not_read_past_it(tmp_path):
+    """`evaluate` may be given rows the trainer has not seen before, without what the others had for the teacher."""
+    trainer = make(tmp_path, [{"privileged_context": "x"}] * 2, teacher=tiny.qwen2(48, 1, max_position_embeddings=64))
+    trainer.rollout = FixedRollout({tuple([40] * 60): [50] * 10})
+    with pytest.raises(
+        ValueError, match=r"read 60 tokens of its prompt and 10 of the completion in row 0 .* look at 64"
+    ):
+        trainer._generate_and_score_completions([{"prompt": trainer.processing_class.decode([40] * 60)}])
 
 
 def test_a_stream_is_checked_row_by_row(tmp_path):

@@ -85,6 +85,11 @@ def test_a_teacher_beside_the_students_tokenizer_is_taken(make_trainer, tmp_path
     make_trainer(teacher_model=str(tmp_path / "teacher")).train()
 
 
+def test_a_tokenizer_for_a_teacher_that_does_not_exist_is_refused(make_trainer):
+    with pytest.raises(ValueError, match=r"names \['techer'\], but the teachers are \['teacher'\]"):
+        make_trainer(teacher_processing_class={"techer": tiny.tokenizer()})
+
+
 def test_a_token_one_side_lacks_is_named():
     more = tiny.tokenizer()
     more.add_tokens(["extra", "more", "and", "another"])

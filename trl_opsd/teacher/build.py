@@ -40,8 +40,8 @@ _PLACEMENTS: dict[str, Callable[[Any, torch.device], Placement]] = {
     "zero3": Sharded,
 }
 """What each `teacher_offload` means."""
-_OF_THE_CONFIG = ("revision", "trust_remote_code")
-"""Options for loading a model that its config is loaded with too."""
+_WHERE_IT_IS = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
+"""Options for loading a model that its config and its tokenizer are loaded with too."""
 
 
 def check_teachers(teacher_model: Any, student: Any, args: Any) -> None:
@@ -144,7 +144,6 @@ def build_teacher(
             "The teacher was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
             "path, which is loaded as `teacher_offload` says, or load it before the config is built."
         )
-    _check_movable(teacher_model, args.teacher_offload)
     if _share_parameters(teacher_model, student):
         raise ValueError(
             "The teacher shares parameters with the student, so it would learn with it: load the teacher as an object "
@@ -184,8 +183,8 @@ def build_own_teacher(
         return own(student.disable_adapter), None
     if is_sharded(student):
         raise ValueError(
-            f"`teacher_model_kind={kind!r}` keeps a copy of the student's weights, but ZeRO-3 has already split them: "
-            "pass the student's path as `teacher_model` for 'base', train LoRA, or use 'live'."
+            f"`teacher_model_kind={kind!r}` needs the student's weights whole, but ZeRO-3 has already split them: use "
+            "'live', or 'base' with LoRA, or pass the student's path as `teacher_model`."
         )
     followed = {name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad}
     if is_peft_model(student):
@@ -207,7 +206,13 @@ def teacher_tokenizer(teacher_model: Any, args: Any) -> PreTrainedTokenizerBase 
     """The tokenizer that lies beside a teacher, for comparing; `None` where there is none."""
     if not isinstance(teacher_model, str):
         return None
-    place: dict[str, Any] = {"revision": args.teacher_model_revision} if args.teacher_model_revision else {}
+    asked = {
+        "revision": args.teacher_model_revision,
+        "trust_remote_code": args.teacher_trust_remote_code,
+        **(args.teacher_model_init_kwargs or {}),
+    }
+    options = {name: asked[name] for name in _WHERE_IT_IS if asked.get(name) is not None}
+    place = {name: value for name, value in options.items() if name != "trust_remote_code"}
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     # Without its files `AutoTokenizer` makes up an empty tokenizer of the model's family.
     if not any(
@@ -215,9 +220,7 @@ def teacher_tokenizer(teacher_model: Any, args: Any) -> PreTrainedTokenizerBase 
     ):
         logger.warning(f"{teacher_model} has no tokenizer, so it is taken to have the student's.")
         return None
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        teacher_model, **place, trust_remote_code=args.teacher_trust_remote_code
-    )
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(teacher_model, **options)
     return tokenizer
 
 
@@ -226,6 +229,7 @@ def _average(student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], args:
 
 
 def _frozen(model: Any, args: Any, device: torch.device, progress: bool) -> FrozenTeacher:
+    _check_movable(model, args.teacher_offload)
     placement = _PLACEMENTS[args.teacher_offload](model, device)
     return FrozenTeacher(placement, cache_device=args.teacher_cache_device, progress=progress)
 
@@ -244,7 +248,7 @@ def _loaded(path: str, args: Any, device: torch.device) -> PreTrainedModel:
     config = None
     if args.teacher_offload != "none":
         kwargs["device_map"] = None
-        theirs = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in _OF_THE_CONFIG if name in kwargs})
+        theirs = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in _WHERE_IT_IS if name in kwargs})
         _check_movable(theirs, args.teacher_offload)
         if args.teacher_offload == "zero3":
             asked = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None)

@@ -39,14 +39,15 @@ class OwnTeacher(Teacher):
         progress: bool = False,
     ) -> None:
         self.model = student
+        with as_teacher():
+            self._head = OutputHead.of(student)
         self._as_teacher = as_teacher
         self._cache_device = cache_device
         self._progress = progress
 
     @property
     def head(self) -> OutputHead:
-        with self._as_teacher():
-            return OutputHead.of(self.model)
+        return self._head
 
     @property
     def context(self) -> int | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.guards import check_depends_on_input
-from trl_opsd.types import Rollout, TeacherTargets
+from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
 def targets_of(teachers: Mapping[str, Teacher], rollout: Rollout, names: Sequence[str]) -> TeacherTargets:
@@ -45,29 +45,31 @@ def targets_of(teachers: Mapping[str, Teacher], rollout: Rollout, names: Sequenc
 
 
 def shares(
-    teachers: Mapping[str, Teacher], targets: TeacherTargets, counts_BC: Tensor
-) -> Iterator[tuple[Teacher, Tensor, Tensor]]:
+    heads: Sequence[OutputHead], targets: TeacherTargets, counts_BC: Tensor
+) -> Iterator[tuple[OutputHead, Tensor, Tensor]]:
     """Splits the tokens in a loss by teacher.
 
     Args:
-        teachers (`Mapping[str, Teacher]`):
-            As for [`targets_of`].
+        heads (`Sequence[OutputHead]`):
+            Those of the teachers, in the order in which [`targets_of`] was given these.
         targets ([`~types.TeacherTargets`]):
             What it returned, for these rows.
         counts_BC (`torch.Tensor`):
             [B, C], whether the token counts in the loss.
 
     Yields:
-        A teacher, its hidden states [B, C, H] in its own width, and whether a token counts and is its own
-        [B, C]. Teachers without a token are left out, but for the first, so that there is always a loss.
+        A head, its teacher's hidden states [B, C, H] in its own width and dtype, and whether a token counts and is that
+        teacher's [B, C]. Teachers without a token are left out, but for the first, so that there is always a loss.
     """
-    for number, teacher in enumerate(teachers.values()):
+    for number, head in enumerate(heads):
         if targets.teacher is None:
-            yield teacher, targets.hidden, counts_BC
+            yield head, targets.hidden, counts_BC
             continue
         theirs_BC = counts_BC & (targets.teacher == number).to(counts_BC.device).unsqueeze(-1)
         if number == 0 or theirs_BC.any():
-            yield teacher, targets.hidden[..., : teacher.head.shape[1]], theirs_BC
+            hidden_BCH = targets.hidden[..., : head.shape[1]]
+            # Kept in float32 beside teachers of other dtypes: back to its own, which is exact.
+            yield head, hidden_BCH.to(head.weight.dtype) if hidden_BCH.dtype == torch.float32 else hidden_BCH, theirs_BC
 
 
 def _checked(teacher: Teacher, rollout: Rollout, name: str) -> TeacherTargets:
