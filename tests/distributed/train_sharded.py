@@ -26,7 +26,7 @@ def written_apart(trainer: OPSDTrainer) -> dict[str, list[list[int]]]:
     prompt_ids = trainer.tokenize(tiny.PROMPTS[2 * process : 2 * process + 2])
     trainer.generation_config.do_sample = False
     trainer.generation_config.min_new_tokens = LENGTHS[process]
-    trainer.limits = replace(trainer.limits, completion=LENGTHS[process])
+    trainer.readers = replace(trainer.readers, student_limits=replace(trainer.limits, completion=LENGTHS[process]))
     written = trainer.complete(prompt_ids)
 
     trainer.args.ds3_gather_for_generation = True

@@ -59,7 +59,9 @@ class TestTokens:
     def test_an_id_that_no_tokenizer_knows_is_never_written(self, make_writing, generation_kwargs):
         trainer = make_writing(generation_kwargs=generation_kwargs)
         assert trainer.limits.vocabulary == tiny.VOCABULARY
-        trainer.limits = replace(trainer.limits, vocabulary=130)  # as if the head were padded with 129 rows
+        trainer.readers = replace(
+            trainer.readers, student_limits=replace(trainer.limits, vocabulary=130)
+        )  # as if the head were padded with 129 rows
         with torch.no_grad():
             trainer.model.get_output_embeddings().weight[130:] *= 3
         written = [token for ids in trainer.rollout.complete([[5], [6, 7], [8]] * 4, 0) for token in ids]
