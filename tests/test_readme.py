@@ -19,7 +19,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
 def test_a_snippet_of_the_readme_runs(snippet, tmp_path, monkeypatch):
-    for name, width in (("Qwen2.5-0.5B-Instruct", 32), ("Qwen2.5-1.5B-Instruct", 48)):
+    for name, width in (("Qwen2.5-0.5B-Instruct", 32), ("Qwen2.5-1.5B-Instruct", 48), ("Qwen3-1.7B", 32)):
         tiny.qwen2(width, max_position_embeddings=1024).save_pretrained(tmp_path / "Qwen" / name)
         tiny.tokenizer().save_pretrained(tmp_path / "Qwen" / name)
     monkeypatch.chdir(tmp_path)
@@ -39,4 +39,4 @@ def tiny_config(config: type, **options: Any) -> Any:
 
 
 def test_the_readme_has_the_snippets_this_file_runs():
-    assert len(SNIPPETS) >= 2
+    assert len(SNIPPETS) == 3
