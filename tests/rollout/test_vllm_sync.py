@@ -329,3 +329,18 @@ def test_a_tied_head_without_a_name_of_its_own_is_noticed(tmp_path):
     names = [weight.name for weight in weight_sync.weights_of(model)]
     assert names == list(model.state_dict())
     assert "lm_head.weight" in names
+
+
+def test_noise_that_is_no_number_and_outlives_the_first_sync_is_noticed(make, monkeypatch):  # noqa: F811
+    """The engine starts on whatever memory held before, and its attention reads past what a block holds."""
+    asked = sync_proof.SyncProof.observe
+
+    def poisoned(proof):
+        for part in proof._engine._worker.model_runner.get_model().parameters():
+            part.data.fill_(torch.nan)
+        asked(proof)
+
+    monkeypatch.setattr(sync_proof.SyncProof, "observe", poisoned)
+    trainer = make()
+    trainer.complete(trainer.tokenize(tiny.PROMPTS))
+    assert gap(trainer) < 1e-4

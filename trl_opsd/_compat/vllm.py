@@ -171,6 +171,16 @@ class Engine:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache; completions would come from earlier weights.")
 
+    def wipe_cache(self) -> None:
+        """Zeroes the memory of the key-value cache.
+
+        What noise was read with may have left values there that are no numbers, and vLLM's attention on the CPU
+        multiplies the unwritten end of a block by 0, which those survive.
+        """
+        for cache in self._worker.model_runner.kv_caches:
+            for part in cache if isinstance(cache, list | tuple) else (cache,):
+                part.zero_()
+
     @property
     def block_size(self) -> int:
         """Tokens that are cached together."""

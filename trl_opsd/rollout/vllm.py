@@ -109,6 +109,7 @@ class VLLMRollout(RolloutBackend):
         if proves and not self._proved:
             self._wake("kv_cache")
             self._proof.observe()
+            self._engine.wipe_cache()
         self._sent = None  # whatever happens now, the engine holds something else than before
         with _timed(trainer, "sync/seconds"), torch.no_grad():
             trainer.record("sync/bytes", float(self._send()))
