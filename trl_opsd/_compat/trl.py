@@ -76,10 +76,13 @@ class SeamTrainer(DistillationTrainer):
     def __init__(self, *, args: DistillationConfig, **kwargs: Any) -> None:
         # TRL would build an engine of its own, and its tool loop would reach into it.
         use_vllm, args.use_vllm = args.use_vllm, False
+        loading = args.model_init_kwargs
+        if isinstance(kwargs.get("model"), str):
+            args.model_init_kwargs = {"use_safetensors": True, **(loading or {})}
         try:
             super().__init__(teacher_model=None, args=args, **kwargs)
         finally:
-            args.use_vllm = use_vllm
+            args.use_vllm, args.model_init_kwargs = use_vllm, loading
         self.loads = 0
         self._writes_aside = False
         self._first_turn = False
