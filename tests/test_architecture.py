@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "trl_opsd"
 
 FLOORS = {
+    "checkpoint": 0,
     "clock": 0,
     "types": 0,
     "rng": 0,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import transformers
+import trl.trainer.distillation_trainer
 from datasets import Dataset, IterableDataset
 from tokenizers import normalizers
 from trl import DistillationConfig
@@ -278,10 +279,61 @@ def test_a_teacher_of_another_vocabulary_is_refused(make_trainer):
         make_trainer(teacher_model=tiny.qwen2(48, 1, vocab_size=200))
 
 
-def test_a_model_that_predicts_no_tokens_is_refused(make_trainer):
-    headless = tiny.qwen2(48, 1).model
-    with pytest.raises(ValueError, match="Qwen2Model has no output embeddings"):
-        make_trainer(teacher_model=headless)
+def encoder_decoder() -> transformers.PreTrainedModel:
+    sizes = {"vocab_size": tiny.VOCABULARY, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+
+
+def gap_filler() -> transformers.PreTrainedModel:
+    sizes = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 64}
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=256)
+    )
+
+
+@pytest.mark.parametrize("role", ["model", "teacher_model"])
+@pytest.mark.parametrize(
+    ("make_model", "kind"),
+    [
+        (lambda: tiny.qwen2(48, 1).model, "Qwen2Model"),
+        (encoder_decoder, "T5ForConditionalGeneration"),
+        (gap_filler, "BertForMaskedLM"),
+    ],
+)
+def test_a_model_that_does_not_continue_text_is_refused(make_trainer, role, make_model, kind):
+    with pytest.raises(ValueError, match=f"`{role}` is a {kind}, which does not continue a text"):
+        make_trainer(**{role: make_model()})
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    """Any weights that are read are a model that was loaded too early."""
+    for module in (trl.trainer.distillation_trainer, trl_opsd.teacher.build):
+        monkeypatch.setattr(module, "create_model_from_path", lambda path, **kwargs: pytest.fail(f"loaded {path}"))
+
+
+@pytest.mark.parametrize("role", ["model", "teacher_model"])
+@pytest.mark.parametrize("path", ["/no/where", "no/where", "."])
+def test_a_path_without_a_model_is_refused_before_one_is_loaded(make_trainer, tmp_path, nothing_loads, role, path):
+    tiny.qwen2(32).save_pretrained(tmp_path / "there")
+    given = {"model": str(tmp_path / "there"), "teacher_model": str(tmp_path / "there"), role: path}
+    with pytest.raises(ValueError, match=rf"`{role}='{path}'` is neither a folder with a `config\.json` nor"):
+        make_trainer(**given)
+
+
+def test_one_of_several_teachers_that_is_not_there_is_named_before_one_is_loaded(make_trainer, nothing_loads):
+    rows = tiny.rows().add_column("teacher", ["big", "small"] * 4)
+    with pytest.raises(ValueError, match=r"`teacher_model\['small'\]='/no/where'` is neither"):
+        make_trainer(teacher_model={"big": tiny.qwen2(48, 1), "small": "/no/where"}, train_dataset=rows)
+
+
+@pytest.mark.parametrize("role", ["model", "teacher_model"])
+def test_an_encoder_decoder_at_a_path_is_refused_before_a_model_is_loaded(make_trainer, tmp_path, nothing_loads, role):
+    encoder_decoder().save_pretrained(tmp_path / "t5")
+    tiny.qwen2(32).save_pretrained(tmp_path / "there")
+    given = {"model": str(tmp_path / "there"), "teacher_model": str(tmp_path / "there"), role: str(tmp_path / "t5")}
+    with pytest.raises(ValueError, match=f"`{role}` is a T5ForConditionalGeneration"):
+        make_trainer(**given)
 
 
 def test_options_for_loading_a_teacher_that_is_already_loaded_are_refused(make_trainer):
@@ -297,10 +349,12 @@ def test_a_teacher_with_code_of_its_own_needs_a_switch_of_its_own(make_trainer, 
         return tiny.qwen2(48, 1)
 
     monkeypatch.setattr(trl_opsd.teacher.build, "create_model_from_path", load)
-    make_trainer(teacher_model="teacher", trust_remote_code=True)
+    path = tmp_path / "teacher"
+    tiny.qwen2(48, 1).config.save_pretrained(path)
+    make_trainer(teacher_model=str(path), trust_remote_code=True)
     assert loaded["trust_remote_code"] is False
     assert loaded["use_safetensors"] is True
-    make_trainer(teacher_model="teacher", teacher_trust_remote_code=True)
+    make_trainer(teacher_model=str(path), teacher_trust_remote_code=True)
     assert loaded["trust_remote_code"] is True
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import CONFIG_NAME, cached_file
 
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.prompts import check_columns
 
 AnyDataset: TypeAlias = Dataset | IterableDataset
+
+_PLACE = ("revision", "token", "cache_dir", "subfolder")
+"""Options for loading a model that say where it is."""
 
 
 def checked_args(args: Any, model: Any) -> OPSDConfig:
@@ -30,6 +38,53 @@ def checked_args(args: Any, model: Any) -> OPSDConfig:
             "`DistillationConfig`; change the class name."
         )
     return args
+
+
+def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) -> None:
+    """Refuses models that are not there, or that do not write text token by token, before one is loaded.
+
+    Args:
+        student (`Any`):
+            A path, a model id or a model.
+        teachers (`Mapping[str, Any]`):
+            The same by name; `None` for the student itself, and teachers of the user's own are left to themselves.
+        args ([`OPSDConfig`]):
+            Says how to load them.
+
+    Raises:
+        ValueError: A model cannot be found, or is not a causal language model.
+    """
+    _check_causal(student, "model", args.model_init_kwargs or {})
+    place = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
+    for name, teacher in teachers.items():
+        _check_causal(teacher, "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]", place)
+
+
+def _check_causal(model: Any, called: str, loading: Mapping[str, Any]) -> None:
+    if isinstance(model, str):
+        place = {name: loading[name] for name in _PLACE if loading.get(name) is not None}
+        found, why = None, "There is none."
+        try:
+            found = cached_file(model, CONFIG_NAME, **place)
+        except OSError as error:
+            why = str(error).splitlines()[0]
+        if found is None:
+            raise ValueError(
+                f"`{called}={model!r}` is neither a folder with a `{CONFIG_NAME}` nor a model that the Hub hands out: "
+                f"correct it, or log in. {why}"
+            )
+        config = json.loads(Path(found).read_text(encoding="utf-8"))
+        causal, kind = not config.get("is_encoder_decoder", False), (config.get("architectures") or ["model"])[0]
+    elif isinstance(model, PreTrainedModel) or (isinstance(model, nn.Module) and is_peft_model(model)):
+        inner: Any = getattr(model, "get_base_model", lambda: model)()
+        causal, kind = inner.can_generate() and not inner.config.is_encoder_decoder, type(inner).__name__
+    else:
+        return
+    if not causal:
+        raise ValueError(
+            f"`{called}` is a {kind}, which does not continue a text token by token: pass a causal language model, for "
+            "instance one loaded with `AutoModelForCausalLM`."
+        )
 
 
 def check_processing_class(processing_class: Any) -> None:

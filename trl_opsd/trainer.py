@@ -18,6 +18,7 @@ from trl_opsd.admission import Reader, admit
 from trl_opsd.arguments import (
     AnyDataset,
     check_datasets,
+    check_models,
     check_processing_class,
     check_train_size,
     checked_args,
@@ -161,6 +162,7 @@ class OPSDTrainer(SeamTrainer):
             teachers=tuple(models) if len(models) > 1 else (),
             needs_privilege=_teaches_itself(model, args) and teacher_prompt_fn is None and not teacher_template,
         )
+        check_models(model, models, args)
 
         super().__init__(
             model=model,

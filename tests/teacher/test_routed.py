@@ -97,13 +97,14 @@ def test_a_batch_of_one_teachers_rows_only(make_trainer):
     ],
 )
 def test_an_unknown_name_is_refused_with_the_known_ones_before_a_teacher_is_loaded(
-    make_trainer, monkeypatch, name, message
+    make_trainer, tmp_path, monkeypatch, name, message
 ):
+    tiny.qwen2(48, 1).config.save_pretrained(tmp_path / "one")
     monkeypatch.setattr("trl_opsd.teacher.build.create_model_from_path", pytest.fail)
     names = [*NAMES[:3], name, *NAMES[4:]]
     with pytest.raises(ValueError, match=message):
         make_trainer(
-            teacher_model={"math": "one/path", "prose": "another/path"},
+            teacher_model={"math": str(tmp_path / "one"), "prose": str(tmp_path / "one")},
             train_dataset=tiny.rows().add_column("teacher", names),
         )
 

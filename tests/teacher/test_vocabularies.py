@@ -73,6 +73,7 @@ def test_a_permuted_token_map_is_refused_with_the_first_differing_ids(make_train
 
 def test_the_tokenizer_beside_a_teacher_is_compared_before_the_teacher_is_loaded(make_trainer, tmp_path, monkeypatch):
     permuted().save_pretrained(tmp_path / "teacher")
+    tiny.qwen2(48, 1).config.save_pretrained(tmp_path / "teacher")
     monkeypatch.setattr("trl_opsd.teacher.build.create_model_from_path", pytest.fail)
     with pytest.raises(ValueError, match=r"id 3 is .* The loss compares the two distributions id by id"):
         make_trainer(teacher_model=str(tmp_path / "teacher"))

@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import set_seed
+from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, set_seed
 from torch import Tensor
 from trl import DistillationConfig, DistillationTrainer
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
 
+from trl_opsd import checkpoint
 from trl_opsd.clock import PhaseClock
 from trl_opsd.rng import preserved_rng
 from trl_opsd.types import LossParts, OutputHead, Rollout, TeacherTargets
@@ -29,6 +32,8 @@ __all__ = [
     "gathered_head",
     "get_config_model_id",
 ]
+
+logger = get_logger(__name__)
 
 SEAMS: dict[str, tuple[str, ...]] = {
     "_tokenize_prompts": ("self", "prompts"),
@@ -45,6 +50,10 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
     "_load_best_model": ("self",),
+    "_save_checkpoint": ("self", "model", "trial"),
+    "_get_output_dir": ("self", "trial"),
+    "_push_from_checkpoint": ("self", "checkpoint_folder"),
+    "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
 }
 """TRL's methods that are overridden here, with their parameters; a test holds them against the installed TRL."""
 
@@ -67,11 +76,15 @@ class SeamTrainer(DistillationTrainer):
     def __init__(self, *, args: DistillationConfig, **kwargs: Any) -> None:
         # TRL would build an engine of its own, and its tool loop would reach into it.
         use_vllm, args.use_vllm = args.use_vllm, False
+        loading = args.model_init_kwargs
+        if isinstance(kwargs.get("model"), str):
+            args.model_init_kwargs = {"use_safetensors": True, **(loading or {})}
         try:
             super().__init__(teacher_model=None, args=args, **kwargs)
         finally:
-            args.use_vllm = use_vllm
+            args.use_vllm, args.model_init_kwargs = use_vllm, loading
         self.loads = 0
+        self._writes_aside = False
         self._first_turn = False
         self._unwritten_rows: list[int] = []
         self._loss_parts: LossParts | None = None
@@ -265,18 +278,24 @@ class SeamTrainer(DistillationTrainer):
         with self._clocks["eval"]("compare"):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
+    ) -> Any:
+        if resume_from_checkpoint:
+            resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint)
         # What an interrupted run left behind must not be trained on by the next one.
         self._buffered_inputs, self._step, self._current_train_step_time = None, 0, 0.0
         self._metrics["train"].clear()
         self._start_counting("train")
-        return super().train(*args, **kwargs)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.loads += 1
 
     def _load_best_model(self) -> None:
+        # After this, TRL may delete the others.
+        self._whole_checkpoint(str(self.state.best_model_checkpoint))
         super()._load_best_model()
         self.loads += 1
 
@@ -299,6 +318,68 @@ class SeamTrainer(DistillationTrainer):
         if totals["tokens"]:
             output.metrics[f"{metric_key_prefix}_loss"] = totals["divergence"] / totals["tokens"]
         return output
+
+    def _whole_checkpoint(self, asked: Any) -> str:
+        """The checkpoint asked for, `True` for the newest; the main process looks, so that all take the same."""
+        found: list[str | None] = [None, None]
+        if self.accelerator.is_main_process:
+            try:
+                folder, remarks = checkpoint.checked(asked, Path(self.args.output_dir))
+                found = [str(folder), None]
+                for remark in remarks:
+                    logger.warning(remark)
+            except (ValueError, OSError) as error:
+                found = [None, str(error)]
+        folder_of_all, refusal = broadcast_object_list(found)
+        if refusal is not None:
+            raise ValueError(refusal)
+        return str(folder_of_all)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As TRL's, but in a folder aside, which gets the name of a checkpoint when every process has written."""
+        run_dir, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+        try:
+            if self.args.should_save:
+                checkpoint.begin(run_dir)
+            self.accelerator.wait_for_everyone()
+            self._writes_aside = True
+            written = Path(self._get_output_dir(trial)) / name
+            super()._save_checkpoint(model, trial)
+            self._name_the_best(run_dir)
+            if self.args.should_save:
+                self.state.save_to_json(str(written / "trainer_state.json"))
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                checkpoint.publish(written, run_dir)
+        except Exception as error:
+            error.add_note(f"{run_dir / name} was not finished; the checkpoints before it are as they were.")
+            raise
+        finally:
+            self._writes_aside = False
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            keep = [run_dir / name, *([Path(best)] if best else [])]
+            checkpoint.rotate(run_dir, self.args.save_total_limit, keep)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(run_dir / name))
+
+    def _name_the_best(self, run_dir: Path) -> None:
+        """Writes down where the best checkpoint will be; TRL has looked for it where this one is being written."""
+        step = self.state.best_global_step
+        if step and self.args.save_strategy != "no":
+            best = run_dir / f"checkpoint-{step}"
+            if step == self.state.global_step or best.exists():
+                self.state.best_model_checkpoint = str(best)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        run_dir: str = super()._get_output_dir(trial)
+        return str(Path(run_dir) / checkpoint.UNFINISHED) if self._writes_aside else run_dir
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # An upload goes on in the background, so it begins when the files have come to rest.
+        if not self._writes_aside:
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def save_state(self, folder: str) -> None:
         """Writes what a checkpoint needs besides model, optimizer and scheduler. Every process calls it."""

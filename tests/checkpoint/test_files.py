@@ -1,0 +1,277 @@
+"""Whole and torn checkpoints as files: no model, no trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from trl_opsd import checkpoint
+from trl_opsd.checkpoint import MANIFEST, UNFINISHED, begin, checked, newest_complete, problems, publish, rotate
+
+
+def written(run_dir: Path, step: int, text: str = "weights") -> Path:
+    """A checkpoint that only lacks its name."""
+    folder = begin(run_dir) / f"checkpoint-{step}"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "model.safetensors").write_text(f"{text} {step}")
+    (folder / "sub" / "optimizer.pt").write_text("moments")
+    return folder
+
+
+def saved(run_dir: Path, step: int, text: str = "weights") -> Path:
+    return publish(written(run_dir, step, text), run_dir)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_published_checkpoint_that_is_not_whole(tmp_path):
+    folder = saved(tmp_path, 3)
+    assert folder == tmp_path / "checkpoint-3"
+    assert problems(folder) == []
+    assert newest_complete(tmp_path) == (folder, {})
+
+
+def remove_a_file(folder: Path) -> None:
+    (folder / "sub" / "optimizer.pt").unlink()
+
+
+def cut_a_file(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 4)
+
+
+def flip_a_bit(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(b"W" + file.read_bytes()[1:])
+
+
+def remove_the_manifest(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+
+
+def cut_the_manifest(folder: Path) -> None:
+    os.truncate(folder / MANIFEST, 40)
+
+
+def empty_the_manifest(folder: Path) -> None:
+    (folder / MANIFEST).write_text("[]")
+
+
+TEARS = [
+    (remove_a_file, "sub/optimizer.pt is missing"),
+    (cut_a_file, "model.safetensors has 4 bytes instead of 10"),
+    (flip_a_bit, "model.safetensors has other contents than were written"),
+    (remove_the_manifest, f"{MANIFEST} is missing"),
+    (cut_the_manifest, f"{MANIFEST} cannot be read"),
+    (empty_the_manifest, f"{MANIFEST} cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("tear", "problem"), TEARS)
+def test_a_tear_that_nobody_notices(tmp_path, tear, problem):
+    whole, torn = saved(tmp_path, 3), saved(tmp_path, 10)
+    tear(torn)
+    newest, passed_over = newest_complete(tmp_path)
+    assert newest == whole
+    assert list(passed_over) == [torn]
+    assert passed_over[torn][0].startswith(problem)
+
+    folder, [remark] = checked(True, tmp_path)
+    assert folder == whole
+    assert f"{torn} is not complete: {problem}" in remark
+    with pytest.raises(ValueError, match=f"checkpoint-10 is not complete: {problem}.*checkpoint-3"):
+        checked(str(torn), tmp_path)
+
+
+def test_a_folder_without_a_whole_checkpoint_is_taken_for_one(tmp_path):
+    with pytest.raises(ValueError, match="There is no complete checkpoint in"):
+        checked(True, tmp_path)
+    with pytest.raises(ValueError, match=r"There is no checkpoint .*checkpoint-9.*train without"):
+        checked(str(tmp_path / "checkpoint-9"), tmp_path)
+
+
+def test_a_checkpoint_of_plain_transformers_that_is_refused_although_it_was_named(tmp_path):
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    with pytest.raises(ValueError, match=f"{MANIFEST} is missing"):
+        checked(str(folder), tmp_path)
+    (folder / "trainer_state.json").write_text("{}")
+    found, [remark] = checked(str(folder), tmp_path)
+    assert found == folder
+    assert "nobody can say whether it is complete" in remark
+    with pytest.raises(ValueError, match="There is no complete checkpoint in"):
+        checked(True, tmp_path)
+
+
+def test_a_manifest_that_makes_us_read_what_is_not_in_the_folder(tmp_path):
+    folder = saved(tmp_path, 3)
+    outside = tmp_path / "secret"
+    outside.write_text("secret")
+    text = (folder / MANIFEST).read_text().replace("sub/optimizer.pt", "../secret")
+    (folder / MANIFEST).write_text(text)
+    assert problems(folder) == ["../secret is missing"]
+
+
+def test_a_second_save_of_one_step_that_leaves_the_first(tmp_path):
+    saved(tmp_path, 3, "old")
+    folder = saved(tmp_path, 3, "new")
+    rotate(tmp_path, None, keep=[folder])
+    assert (folder / "model.safetensors").read_text() == "new 3"
+    assert problems(folder) == []
+    assert names(tmp_path) == {"checkpoint-3"}
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing after it runs."""
+
+
+@pytest.mark.parametrize("last", range(1, 5))
+def test_a_kill_while_one_checkpoint_replaces_another_that_loses_both(tmp_path, monkeypatch, last):
+    saved(tmp_path, 3, "old")
+    aside = written(tmp_path, 3, "new")
+    calls = []
+
+    def count(real):
+        def counted(*args, **kwargs):
+            calls.append(real)
+            if len(calls) == last:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return counted
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.os, "rename", count(os.rename))
+        patched.setattr(checkpoint.shutil, "rmtree", count(checkpoint.shutil.rmtree))
+        with contextlib.suppress(Killed):
+            publish(aside, tmp_path)
+    assert len(calls) == min(last, 3), "two renames and a deletion"
+    folder, remarks = checked(True, tmp_path)
+    assert remarks == []
+    assert folder == tmp_path / "checkpoint-3"
+    assert (folder / "model.safetensors").read_text() in ("old 3", "new 3")
+    begin(tmp_path)  # the next save clears what is left
+    assert names(tmp_path) == {"checkpoint-3", UNFINISHED}
+    assert names(tmp_path / UNFINISHED) == set()
+
+
+def test_a_replaced_folder_of_somebody_else_that_is_deleted(tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "notes.txt").write_text("keep me")
+    saved(tmp_path, 3)
+    assert (tmp_path / "replaced-checkpoint-3" / "notes.txt").read_text() == "keep me"
+
+
+def test_what_transformers_leaves_before_a_save_on_sigterm_is_taken_for_somebody_elses(tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "checkpoint-is-incomplete.txt").write_text("started")
+    saved(tmp_path, 3)
+    assert names(tmp_path) == {"checkpoint-3", UNFINISHED}
+    assert not (tmp_path / "checkpoint-3" / "checkpoint-is-incomplete.txt").exists()
+
+
+class TestRotation:
+    def steps(self, run_dir: Path) -> list[int]:
+        return sorted(int(name.partition("-")[2]) for name in names(run_dir) if name.startswith("checkpoint-"))
+
+    def at(self, folder: Path, seconds: int) -> Path:
+        os.utime(folder / MANIFEST, (seconds, seconds))
+        return folder
+
+    def test_more_or_fewer_than_the_limit_stay(self, tmp_path):
+        folders = [self.at(saved(tmp_path, step), 1000 + step) for step in (1, 2, 3, 10)]
+        rotate(tmp_path, 2, keep=[folders[-1]])
+        assert self.steps(tmp_path) == [3, 10]
+
+    @pytest.mark.parametrize("limit", [None, 0])
+    def test_a_missing_limit_that_deletes(self, tmp_path, limit):
+        folders = [saved(tmp_path, step) for step in (1, 2, 3)]
+        rotate(tmp_path, limit, keep=[folders[-1]])
+        assert self.steps(tmp_path) == [1, 2, 3]
+
+    def test_the_best_is_deleted(self, tmp_path):
+        folders = [self.at(saved(tmp_path, step), 1000 + step) for step in (1, 2, 3, 4)]
+        rotate(tmp_path, 2, keep=[folders[3], folders[0]])
+        assert self.steps(tmp_path) == [1, 4]
+        rotate(tmp_path, 1, keep=[folders[3], folders[0]])
+        assert self.steps(tmp_path) == [1, 4]
+
+    def test_a_new_run_in_an_old_folder_loses_its_own(self, tmp_path):
+        self.at(saved(tmp_path, 100), 1000)
+        new = [self.at(saved(tmp_path, step), 2000 + step) for step in (1, 2)]
+        rotate(tmp_path, 2, keep=[new[-1]])
+        assert self.steps(tmp_path) == [1, 2]
+
+    def test_a_folder_without_our_manifest_is_deleted_or_counted(self, tmp_path):
+        (tmp_path / "checkpoint-0").mkdir()
+        (tmp_path / "checkpoint-0" / "model.safetensors").write_text("somebody else's")
+        folders = [self.at(saved(tmp_path, step), 1000 + step) for step in (1, 2)]
+        rotate(tmp_path, 2, keep=[folders[-1]])
+        assert self.steps(tmp_path) == [0, 1, 2]
+
+    def test_a_symlink_is_followed(self, tmp_path):
+        elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "out"
+        far = self.at(saved(elsewhere, 1), 1000)
+        run_dir.mkdir()
+        (run_dir / "checkpoint-1").symlink_to(far)
+        inside = saved(run_dir, 2)
+        (inside / "link").symlink_to(elsewhere)
+        self.at(inside, 1001)
+        rotate(run_dir, 1, keep=[saved(run_dir, 3)])
+        assert problems(far) == []
+        assert self.steps(run_dir) == [1, 3]
+
+    def test_a_kill_during_rotation_leaves_half_a_checkpoint(self, tmp_path, monkeypatch):
+        old, new = self.at(saved(tmp_path, 1), 1000), saved(tmp_path, 2)
+
+        def half(folder):
+            (folder / "model.safetensors").unlink()
+            raise Killed
+
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint.shutil, "rmtree", half)
+            with pytest.raises(Killed):
+                rotate(tmp_path, 1, keep=[new])
+        assert not old.exists()
+        assert checked(True, tmp_path) == (new, [])
+
+
+def test_a_symlink_where_checkpoints_are_written_is_followed(tmp_path):
+    elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "out"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("precious")
+    run_dir.mkdir()
+    (run_dir / UNFINISHED).symlink_to(elsewhere)
+    with pytest.raises(ValueError, match="_unfinished is a symlink"):
+        begin(run_dir)
+    assert names(elsewhere) == {"precious"}
+
+
+def test_a_symlink_with_the_name_of_a_new_checkpoint_is_written_through(tmp_path):
+    elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "out"
+    elsewhere.mkdir()
+    run_dir.mkdir()
+    (run_dir / "checkpoint-3").symlink_to(elsewhere)
+    assert problems(saved(run_dir, 3)) == []
+    assert names(elsewhere) == set()
+    assert (run_dir / "replaced-checkpoint-3").is_symlink()
+
+
+def test_a_full_disk_leaves_half_a_checkpoint_under_its_name(tmp_path, monkeypatch):
+    whole = saved(tmp_path, 1)
+    aside = written(tmp_path, 2)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.json, "dump", full)
+        with pytest.raises(OSError, match="No space left"):
+            publish(aside, tmp_path)
+    assert checked(True, tmp_path) == (whole, [])
+    assert {name for name in names(tmp_path) if name.startswith("checkpoint")} == {"checkpoint-1"}

@@ -1,0 +1,64 @@
+"""`kill -9` at every file of a save, in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def kills(tmp_path_factory) -> list[dict[str, Any]]:
+    """One entry for each kill, and one at the end of each series for the save that was let through."""
+    folder = tmp_path_factory.mktemp("kills")
+    path = os.pathsep.join([str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
+    finished = subprocess.run(
+        [sys.executable, HERE / "kill_saves.py", folder],
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def test_a_file_of_a_save_at_which_nothing_was_killed(kills):
+    assert [kill["had"] for kill in kills if not kill["killed"]] == [[1], [1, 2]]
+    changes = " ".join(next(kill["changes"] for kill in kills if not kill["killed"]))
+    for file in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
+        assert f"_unfinished/checkpoint-2/{file}" in changes
+    assert "_unfinished/checkpoint-2/opsd_manifest.json os.rename _unfinished/checkpoint-2" in changes
+    assert len([kill for kill in kills if kill["killed"]]) >= 25
+
+
+def test_a_kill_that_leaves_something_half_written_under_the_name_of_a_checkpoint(kills):
+    assert [kill for kill in kills if kill["half_written"]] == []
+
+
+def test_a_kill_that_loses_the_last_good_checkpoint(kills):
+    assert [kill for kill in kills if kill["remarks"]] == []
+    first, second = ([kill["goes_on_from"] for kill in kills if kill["had"] == had] for had in ([1], [1, 2]))
+    published = first.index("checkpoint-2")
+    assert published > 12
+    assert set(first[:published]) == {"checkpoint-1"}
+    assert set(first[published:]) == {"checkpoint-2"}
+    assert set(second) == {"checkpoint-2"}
+
+
+def test_a_run_that_does_not_go_on_after_a_kill(kills, make_trainer):
+    half = next(kill for kill in kills if kill["killed"] and kill["goes_on_from"] == "checkpoint-1")
+    moved = next(kill for kill in kills if kill["killed"] and kill["goes_on_from"] == "checkpoint-2")
+    for kill, steps in ((half, [2, 3]), (moved, [3])):
+        trainer = make_trainer(output_dir=kill["out"])
+        trainer.train(resume_from_checkpoint=True)
+        assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry][-len(steps) :] == steps
+        assert trainer.state.global_step == 3

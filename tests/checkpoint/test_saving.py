@@ -1,0 +1,175 @@
+"""What a trainer leaves in its output folder, and what it takes from there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import TrainerState
+
+from trl_opsd.checkpoint import MANIFEST, UNFINISHED, checked, problems
+
+EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {"README.md"}
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_a_checkpoint_of_a_training_that_is_not_whole(make_trainer, tmp_path):
+    make_trainer(**EACH_STEP).train()
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+    for step in (1, 2, 3):
+        folder = tmp_path / f"checkpoint-{step}"
+        assert problems(folder) == []
+        assert set(json.loads((folder / MANIFEST).read_text())["files"]) == names(folder) - {MANIFEST}
+
+
+def test_a_torn_checkpoint_is_resumed_from(make_trainer, tmp_path, caplog):
+    whole = make_trainer(**EACH_STEP)
+    whole.train()
+    os.truncate(tmp_path / "checkpoint-3" / "optimizer.pt", 100)
+
+    resumed = make_trainer()
+    with pytest.raises(ValueError, match=r"checkpoint-3 is not complete: optimizer.pt has 100 bytes instead of \d+"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.loads == 0
+
+    resumed.train(resume_from_checkpoint=True)
+    assert f"Going on from {tmp_path / 'checkpoint-2'}" in caplog.text
+    assert f"{tmp_path / 'checkpoint-3'} is not complete: optimizer.pt has 100 bytes" in caplog.text
+    for name, tensor in weights(whole.model).items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(("asked", "message"), [(True, "There is no complete checkpoint"), ("no/where", "no/where")])
+def test_resuming_from_nothing_starts_a_run(make_trainer, asked, message):
+    trainer = make_trainer()
+    with pytest.raises(ValueError, match=message):
+        trainer.train(resume_from_checkpoint=asked)
+    assert trainer.state.global_step == 0
+
+
+def test_false_resumes(make_trainer, tmp_path):
+    make_trainer(**EACH_STEP).train()
+    trainer = make_trainer()
+    trainer.train(resume_from_checkpoint=False)
+    assert trainer.loads == 0
+
+
+@pytest.mark.parametrize(("limit", "left"), [(None, {1, 2, 3}), (2, {2, 3}), (1, {3})])
+def test_other_checkpoints_stay_than_the_limit_says(make_trainer, tmp_path, limit, left):
+    make_trainer(**EACH_STEP, save_total_limit=limit).train()
+    assert names(tmp_path) == {f"checkpoint-{step}" for step in left}
+
+
+BEST = {
+    **EACH_STEP,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "load_best_model_at_end": True,
+    "learning_rate": 1e-2,
+    "greater_is_better": True,  # so that the best is the first
+}
+
+
+@pytest.mark.parametrize(("limit", "left"), [(None, {1, 2, 3}), (2, {1, 3}), (1, {1})])
+def test_the_best_model_is_not_found_at_the_end(make_trainer, tmp_path, limit, left):
+    trainer = make_trainer(**BEST, save_total_limit=limit, eval_dataset=make_trainer().train_dataset)
+    trainer.train()
+    best = tmp_path / "checkpoint-1"
+    assert trainer.state.best_model_checkpoint == str(best)
+    assert names(tmp_path) == {f"checkpoint-{step}" for step in left}
+    saved = load_file(best / "model.safetensors")
+    for name, tensor in weights(trainer.model).items():
+        assert torch.equal(tensor, saved[name]), name
+    for step in left:
+        state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
+        assert state["best_model_checkpoint"] == str(best), "not where it was while it was being written"
+
+
+def test_a_torn_best_model_is_loaded_and_the_others_deleted(make_trainer, tmp_path):
+    class Tear(transformers.TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                os.truncate(tmp_path / "checkpoint-1" / "scheduler.pt", 10)
+
+    trainer = make_trainer(**BEST, save_total_limit=2, eval_dataset=make_trainer().train_dataset, callbacks=[Tear()])
+    with pytest.raises(ValueError, match=r"checkpoint-1 is not complete: scheduler\.pt has 10 bytes"):
+        trainer.train()
+    assert problems(tmp_path / "checkpoint-3") == []
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_refuses_tears_a_checkpoint(make_trainer, tmp_path, monkeypatch, fault):
+    trainer = make_trainer(**EACH_STEP, max_steps=1)
+    trainer.train()
+    trainer.state.global_step = 2
+    files = ["model.safetensors", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"]
+    for file in [*files, "trainer_state.json", MANIFEST]:
+
+        def refusing(real, path_at, file=file):
+            def write(*args, **kwargs):
+                if Path(args[path_at]).name == file:
+                    with open(args[path_at], "wb") as half:
+                        half.write(b"half")
+                    raise OSError(fault, os.strerror(fault))
+                return real(*args, **kwargs)
+
+            return write
+
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "save", refusing(torch.save, 1))
+            patched.setattr(transformers.modeling_utils, "safe_save_file", refusing(save_file, 1))
+            patched.setattr(transformers.TrainerState, "save_to_json", refusing(TrainerState.save_to_json, 1))
+            patched.setattr(Path, "open", refusing(Path.open, 0))
+            with pytest.raises(OSError, match=os.strerror(fault)) as raised:
+                trainer._save_checkpoint(trainer.model, None)
+        assert raised.value.__notes__ == [
+            f"{tmp_path / 'checkpoint-2'} was not finished; the checkpoints before it are as they were."
+        ]
+        assert checked(True, tmp_path) == (tmp_path / "checkpoint-1", [])
+        assert names(tmp_path) == {"checkpoint-1", UNFINISHED}
+    trainer._save_checkpoint(trainer.model, None)
+    assert checked(True, tmp_path) == (tmp_path / "checkpoint-2", []), "once there is room again"
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-2"}
+
+
+def test_an_output_folder_that_cannot_be_written_to_tears_a_checkpoint(make_trainer, tmp_path, monkeypatch):
+    trainer = make_trainer(**EACH_STEP, max_steps=1)
+    trainer.train()
+    trainer.state.global_step = 2
+
+    def read_only(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "mkdir", read_only)
+        with pytest.raises(OSError, match="Read-only"):
+            trainer._save_checkpoint(trainer.model, None)
+    assert checked(True, tmp_path) == (tmp_path / "checkpoint-1", [])
+    assert names(tmp_path) == {"checkpoint-1"}
+
+
+def test_an_upload_begins_before_the_files_have_come_to_rest(make_trainer, tmp_path, monkeypatch):
+    pushed = []
+
+    def push(self, folder):
+        pushed.append((folder, problems(Path(folder))))
+
+    monkeypatch.setattr(transformers.Trainer, "_push_from_checkpoint", push)
+    trainer = make_trainer(**EACH_STEP, max_steps=2)
+    monkeypatch.setattr(transformers.Trainer, "init_hf_repo", lambda *args, **kwargs: None)
+    trainer.args.push_to_hub = True
+    trainer.train()
+    assert pushed == [(str(tmp_path / "checkpoint-1"), []), (str(tmp_path / "checkpoint-2"), [])]

@@ -1,0 +1,146 @@
+"""The promises of SECURITY.md: no network, no pickle, no shell, no code of others unless it was asked for."""
+
+from __future__ import annotations
+
+import ast
+import socket
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+import trl_opsd.checkpoint
+from trl_opsd import HFRollout
+
+PACKAGE = Path(trl_opsd.checkpoint.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+DANGEROUS_CALLS = {
+    *("torch.load", "torch.save", "numpy.load", "np.load", "pandas.read_pickle", "yaml.load", "yaml.unsafe_load"),
+    *("eval", "exec", "compile", "os.system", "os.popen"),
+}
+
+
+def dangers(source: str) -> set[str]:
+    """What a file does that could run code it reads, start a shell, or listen to everybody."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                found |= {alias.name.partition(".")[0] for alias in names} & UNPICKLERS
+            case ast.ImportFrom(module=str(module), names=names):
+                found |= {module.partition(".")[0]} & UNPICKLERS
+                found |= {f"{module}.{alias.name}" for alias in names} & DANGEROUS_CALLS
+            case ast.Call(func=func, keywords=keywords):
+                found |= {ast.unparse(func)} & DANGEROUS_CALLS
+                found |= {"shell=True" for one in keywords if one.arg == "shell"}
+                found |= {"weights_only" for one in keywords if one.arg == "weights_only"}
+            case ast.Constant(value="0.0.0.0" | "::"):
+                found.add("any interface")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(PACKAGE).as_posix())
+def test_a_file_that_unpickles_or_starts_a_shell_is_noticed(file):
+    assert dangers(file.read_text(encoding="utf-8")) == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "danger"),
+    [
+        ("import pickle", "pickle"),
+        ("from pickle import loads", "pickle"),
+        ("def late():\n    import cloudpickle", "cloudpickle"),
+        ("torch.load(path)", "torch.load"),
+        ("from torch import load", "torch.load"),
+        ("yaml.load(text)", "yaml.load"),
+        ("subprocess.run(line, shell=True)", "shell=True"),
+        ("os.system(line)", "os.system"),
+        ("eval(text)", "eval"),
+        ("host = '0.0.0.0'", "any interface"),
+    ],
+)
+def test_every_spelling_of_a_danger_is_read(source, danger):
+    assert dangers(source) == {danger}
+    assert dangers("model.eval()\nyaml.safe_load(text)\ntorch.compile(model)\nload_file(path)") == set()
+
+
+def saved_as_pickle(model: torch.nn.Module, folder: Path) -> str:
+    """A checkpoint whose weights are in `pytorch_model.bin`."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    return str(folder)
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_pickled_weights_that_are_read_without_being_asked_for(make_trainer, tmp_path, role):
+    path = saved_as_pickle(tiny.qwen2(48, seed=1), tmp_path / "pickled")
+    given, option = {
+        "student": ({"model": path}, "model_init_kwargs"),
+        "teacher": ({"teacher_model": path}, "teacher_model_init_kwargs"),
+    }[role]
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        make_trainer(**given)
+    trainer = make_trainer(**given, **{option: {"use_safetensors": False}})
+    assert trainer.args.to_dict()[option] == {"use_safetensors": False}
+
+
+def test_the_options_for_loading_the_student_are_not_left_changed(make_trainer, tmp_path):
+    tiny.qwen2(32, seed=0).save_pretrained(tmp_path / "student")
+    trainer = make_trainer(model=str(tmp_path / "student"))
+    assert trainer.args.model_init_kwargs is None
+
+
+class Sockets:
+    """Refuses and records every attempt to reach somebody."""
+
+    def __init__(self, patched: pytest.MonkeyPatch) -> None:
+        self.attempts: list[str] = []
+        for name in ("connect", "connect_ex", "sendto", "bind", "listen"):
+            patched.setattr(socket.socket, name, self.refusing(name))
+        patched.setattr(socket, "getaddrinfo", self.refusing("getaddrinfo"))
+
+    def refusing(self, name):
+        def refuse(*args, **kwargs):
+            self.attempts.append(f"{name} {args[-1]}")
+            raise OSError("there is no network")
+
+        return refuse
+
+
+def test_the_network_is_not_really_blocked(monkeypatch):
+    sockets = Sockets(monkeypatch)
+    with pytest.raises(OSError, match="no network"):
+        socket.create_connection(("127.0.0.1", 9))
+    with pytest.raises(OSError, match="no network"), socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+    assert len(sockets.attempts) == 2
+
+
+def test_a_training_that_reaches_for_the_network(make_trainer, tmp_path, monkeypatch):
+    """From paths: student, teacher and tokenizers; train, evaluate, save, load the best model, resume."""
+    for name, model in (("student", tiny.qwen2(32, seed=0)), ("teacher", tiny.qwen2(48, seed=1))):
+        model.save_pretrained(tmp_path / name)
+        tiny.tokenizer().save_pretrained(tmp_path / name)
+    given = {
+        "model": str(tmp_path / "student"),
+        "teacher_model": str(tmp_path / "teacher"),
+        "processing_class": None,
+        "rollout": HFRollout(),
+        "eval_dataset": tiny.rows(4),
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_completion_length": 4,
+    }
+    sockets = Sockets(monkeypatch)
+    make_trainer(**given, max_steps=1, load_best_model_at_end=True).train()
+    resumed = make_trainer(**given, max_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+    resumed.save_model(str(tmp_path / "final"))
+    assert sockets.attempts == []
