@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from os import PathLike
 from typing import Any, ClassVar, final
 
 import torch
 from accelerate.utils import set_seed
 from torch import Tensor
 from torch.utils.data import Sampler
+from transformers.trainer_utils import get_last_checkpoint
 from trl import DistillationConfig, DistillationTrainer
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import (
@@ -306,12 +308,22 @@ class SeamTrainer(DistillationTrainer):
         with self._clocks["eval"]("compare"):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """As TRL's, but a checkpoint is checked before anything of it is loaded."""
+        if resume_from_checkpoint is True:  # what is not there, `super` says
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+        if isinstance(resume_from_checkpoint, str | PathLike):
+            self.check_state(str(resume_from_checkpoint))
         # What an interrupted run left behind must not be trained on by the next one.
         self._buffered_inputs, self._step, self._current_train_step_time = None, 0, 0.0
         self._metrics["train"].clear()
         self._start_counting("train")
-        return super().train(*args, **kwargs)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -340,6 +352,9 @@ class SeamTrainer(DistillationTrainer):
         if totals["tokens"]:
             output.metrics[f"{metric_key_prefix}_loss"] = totals["divergence"] / totals["tokens"]
         return output
+
+    def check_state(self, folder: str) -> None:
+        """Refuses a checkpoint that this run would not continue. Every process calls it."""
 
     def save_state(self, folder: str) -> None:
         """Writes what a checkpoint needs besides model, optimizer and scheduler. Every process calls it."""
