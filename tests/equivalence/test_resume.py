@@ -71,11 +71,12 @@ def trainer(folder: Path, variant: str, **options: Any) -> Watched:
         of_variant = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 2}
     given = {"max_steps": -1, "num_train_epochs": EPOCHS, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
     given |= {"max_completion_length": 6, **of_variant, **options}
+    train_dataset = given.pop("train_dataset", rows(18))
     made = Watched(
         model=tiny.qwen2(32, seed=0),
         teacher_model=tiny.qwen2(48, seed=1) if variant == "full" else None,
         args=tiny.config(folder, **given),
-        train_dataset=rows(18),
+        train_dataset=train_dataset,
         eval_dataset=rows(2),
         processing_class=tiny.tokenizer(),
         peft_config=None if variant == "full" else LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1),
@@ -119,3 +120,16 @@ def test_a_resumed_run_has_the_prompts_completions_losses_and_weights_of_an_unin
     assert resumed.witness.written == run.written[step:]
     assert resumed.witness.losses == run.losses[2 * step :]
     assert resumed.witness.weights == run.weights[step:]
+
+
+def test_a_stream_resumes_exactly_in_its_first_pass_and_says_so_when_it_does_not(tmp_path, caplog):
+    options = {"max_steps": 4, "eval_strategy": "no", "train_dataset": rows(10).to_iterable_dataset()}  # two a pass
+    run = trainer(tmp_path / "whole", "full", save_strategy="steps", save_steps=1, **options)
+    run.train()
+    for step in (1, 3):
+        caplog.clear()
+        resumed = trainer(tmp_path / "resumed", "full", **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        exact = resumed.witness.weights == run.witness.weights[step:]
+        assert exact == (step == 1)
+        assert ("does not read on at the same row" in caplog.text) == (not exact)
