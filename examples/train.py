@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from arithmetic import STUDENT, TEACHER
 from arithmetic.task import draw, prompts
 from datasets import load_dataset
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str]) -> OPSDTrainer:
     built_in = not any(argument.partition("=")[0] in NAMED for argument in arguments)
     if built_in:
         arguments = ["--config", str(Path(__file__).parent / "arithmetic.yaml"), *arguments]
+    if not torch.accelerator.is_available():  # else DeepSpeed on a CPU counts one process where there are two
+        arguments = [*arguments, "--use_cpu"]
     parser = TrlParser((ScriptArguments, OPSDConfig, ModelConfig))
     script, config, model = parser.parse_args_and_config(list(arguments))
     both = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}
