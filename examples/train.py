@@ -56,4 +56,6 @@ def main(arguments: Sequence[str]) -> OPSDTrainer:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    trainer = main(sys.argv[1:])
+    trainer.accelerator.wait_for_everyone()  # a process that leaves first takes the others down
+    trainer.accelerator.end_training()
