@@ -27,6 +27,7 @@ FLOORS = {
     "config": 3,
     "admission": 3,
     "arguments": 4,
+    "fingerprint": 4,
     "readers": 4,
     "trainer": 5,
     "checks": 6,

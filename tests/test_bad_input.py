@@ -55,6 +55,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"auto_find_batch_size": True}, "set `per_device_train_batch_size`"),
     ({"label_smoothing_factor": 0.1}, "there are no labels"),
     ({"train_sampling_strategy": "group_by_length"}, "no length before they are written"),
+    ({"resume_with_changes": "temperature"}, "`resume_with_changes='temperature'`: expected a list of names"),
 ]
 
 

@@ -90,6 +90,10 @@ class OPSDConfig(DistillationConfig):
         vllm_sync_check (`str`, *optional*, defaults to `"every"`):
             After which weight syncs vLLM has to prove, by its log-probabilities, that it writes as the student does:
             `"every"`, `"first"` or `"never"`.
+        resume_with_changes (`list[str]`, *optional*):
+            Names of what may differ from the run that wrote the checkpoint this one resumes from, for instance
+            `["temperature"]`. Whatever else changes the objective or the order of the rows is refused; see
+            `docs/resume.md`.
 
     Raises:
         ValueError: An option is out of range, unknown, or contradicts another one.
@@ -155,6 +159,10 @@ class OPSDConfig(DistillationConfig):
         default="every",
         metadata={"help": "After which weight syncs vLLM proves that they arrived: 'every', 'first' or 'never'."},
     )
+    resume_with_changes: list[str] | None = field(
+        default=None,
+        metadata={"help": "Names of what may differ from the run that wrote the checkpoint to resume from."},
+    )
     vllm_server_host: str = field(
         default="127.0.0.1",
         metadata={"help": "Host of the student vLLM server. Another host than loopback is an explicit choice."},
@@ -172,6 +180,8 @@ class OPSDConfig(DistillationConfig):
         self._check_generation_kwargs()
         self._check_vllm()
         self._check_without_effect()
+        if not isinstance(self.resume_with_changes, list | None):
+            raise ValueError(f"`resume_with_changes={self.resume_with_changes!r}`: expected a list of names.")
 
     def build_divergence(self) -> Divergence:
         """The objective as a value: what `divergence` names, else what `beta` says."""

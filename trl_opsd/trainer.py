@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from datasets import IterableDataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from trl_opsd._compat.trl import SeamTrainer, gathered_head
+from trl_opsd import fingerprint
+from trl_opsd._compat.trl import SeamTrainer, gathered_head, get_config_model_id
 from trl_opsd.admission import Reader, admit
 from trl_opsd.arguments import (
     AnyDataset,
@@ -311,13 +316,51 @@ class OPSDTrainer(SeamTrainer):
         if average is not None:
             self.add_callback(average)
 
+    # ---- Checkpoints --------------------------------------------------------------------------------------------
+
+    def check_state(self, folder: str) -> None:
+        fingerprint.check(folder, self._fingerprint(), self.args.resume_with_changes or ())
+
     def save_state(self, folder: str) -> None:
-        if self._average is not None and self.args.should_save:
+        if not self.args.should_save:
+            return
+        fingerprint.write(folder, self._fingerprint())
+        if self._average is not None:
             self._average.save(folder)
 
     def load_state(self, folder: str) -> None:
         if self._average is not None:
             self._average.load(folder)
+        if isinstance(self.train_dataset, IterableDataset) and (self.state.epoch or 0) > 1:
+            logger.warning(
+                f"{folder} was written after the stream `train_dataset` had ended and been begun again; where in it "
+                "that was is not known, so this run does not read on at the same row."
+            )
+
+    def _fingerprint(self) -> fingerprint.Fingerprint:
+        template = self.processing_class.chat_template
+        return fingerprint.fingerprint(
+            self.args,
+            divergence=repr(self.divergence) if is_dataclass(self.divergence) else type(self.divergence).__qualname__,
+            train_dataset=self._rows,
+            teachers={name: self._describe(teacher) for name, teacher in self.teachers.items()},
+            tools=[tool.__name__ for tool in self.tools or ()],
+            chat_template=None if template is None else f"sha256 {sha256(str(template).encode()).hexdigest()[:16]}",
+        )
+
+    @cached_property
+    def _rows(self) -> str:
+        reads_any_column = self.readers.prompts.prompt_fn is not None
+        return fingerprint.describe_rows(self.train_dataset, None if reads_any_column else self.row_columns)
+
+    def _describe(self, teacher: Teacher) -> str:
+        """The last part of its path, as a folder may have moved, and the shape of its head."""
+        vocabulary, width = teacher.head.shape
+        # A teacher that follows the student comes out of the checkpoint, wherever the student was loaded from at first.
+        follows = self.args.teacher_model_kind in ("ema", "live")
+        source = teacher if follows else getattr(teacher, "model", teacher)
+        path = get_config_model_id(source.config) if hasattr(source, "config") else ""
+        return f"{Path(path).name or type(source).__name__} [{vocabulary}, {width}]"
 
     def _student_limits(self) -> PromptLimits:
         context = context_of(self.model)

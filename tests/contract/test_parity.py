@@ -84,3 +84,14 @@ def test_the_logs_keep_trls_names(tmp_path):
     assert set(trls.state.log_history[0]) <= set(ours.state.log_history[0])
     for name in ("entropy", "num_tokens", "completions/mean_length", "completions/clipped_ratio"):
         assert ours.state.log_history[0][name] == pytest.approx(trls.state.log_history[0][name], rel=1e-5)
+
+
+def test_each_epoch_has_the_order_of_rows_that_trl_gives_it(make_trainer):
+    trainer = make_trainer(gradient_accumulation_steps=2)
+    order = DistillationTrainer._get_train_sampler(trainer)
+    for epoch in range(3):
+        trls = list(order)
+        for progress in (0, 0.5):
+            trainer.state.epoch = epoch + progress
+            assert list(trainer._get_train_sampler()) == trls
+    assert len({tuple(order) for _ in range(3)}) == 3

@@ -6,18 +6,25 @@ B rows · P prompt tokens · C completion tokens
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, set_seed
 from torch import Tensor
+from torch.utils.data import Sampler
 from trl import DistillationConfig, DistillationTrainer
 from trl.models.utils import unwrap_model_for_generation
-from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
+from trl.trainer.utils import (
+    RepeatSampler,
+    create_model_from_path,
+    get_config_model_id,
+    maybe_gather_lm_head_ctx,
+    pad,
+)
 
 from trl_opsd import checkpoint
 from trl_opsd.clock import PhaseClock
@@ -41,6 +48,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "has_tool_images"),
     "_generate_and_score_completions": ("self", "inputs"),
     "_set_signature_columns_if_needed": ("self",),
+    "_get_train_sampler": ("self", "dataset"),
     "_compute_loss": ("self", "unwrapped_student", "inputs", "num_items_in_batch"),
     "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
@@ -56,6 +64,36 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
 }
 """TRL's methods that are overridden here, with their parameters; a test holds them against the installed TRL."""
+
+
+@final
+class EpochSampler(Sampler[int]):
+    """TRL's order of the rows in a given epoch; TRL's own sampler only knows how often it was read before.
+
+    Every epoch of an uninterrupted run has TRL's order, and a resumed run starts with that of its own epoch.
+
+    Args:
+        order ([`~trl.trainer.utils.RepeatSampler`]):
+            TRL's sampler. Its epochs are successive permutations of one generator.
+        epoch (`Callable`):
+            Tells, when a pass over the rows begins, which epoch that is, counted from 0. It is asked instead of told,
+            because a `set_epoch` does not get through the wrappers of a dataloader that skips batches on several
+            processes.
+    """
+
+    def __init__(self, order: RepeatSampler, epoch: Callable[[], int]) -> None:
+        self._order = order
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self._order.shuffle:
+            self._order.generator.manual_seed(self._order.seed)
+            for _ in range(self._epoch()):
+                torch.randperm(self._order.num_samples, generator=self._order.generator)
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
 
 
 class SeamTrainer(DistillationTrainer):
@@ -205,6 +243,9 @@ class SeamTrainer(DistillationTrainer):
         if self._signature_columns is None:
             self._signature_columns = list(self.row_columns)
 
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
+        return EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+
     def _tokenize_prompts(self, prompts: list) -> tuple:
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
         self.check_prompt_ids(prompt_ids)
@@ -279,10 +320,15 @@ class SeamTrainer(DistillationTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def train(
-        self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
+        """As TRL's, but a checkpoint is checked before anything of it is loaded."""
         if resume_from_checkpoint:
             resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint)
+            self.check_state(resume_from_checkpoint)
         # What an interrupted run left behind must not be trained on by the next one.
         self._buffered_inputs, self._step, self._current_train_step_time = None, 0, 0.0
         self._metrics["train"].clear()
@@ -380,6 +426,9 @@ class SeamTrainer(DistillationTrainer):
         # An upload goes on in the background, so it begins when the files have come to rest.
         if not self._writes_aside:
             super()._push_from_checkpoint(checkpoint_folder)
+
+    def check_state(self, folder: str) -> None:
+        """Refuses a checkpoint that this run would not continue. Every process calls it."""
 
     def save_state(self, folder: str) -> None:
         """Writes what a checkpoint needs besides model, optimizer and scheduler. Every process calls it."""

@@ -1,0 +1,89 @@
+"""The script that users launch, and the files they launch it with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import train
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+CONFIGS = Path(train.__file__).parent / "accelerate_configs"
+STRATEGIES = {
+    "single": ("NO", 1),
+    "ddp": ("MULTI_GPU", 8),
+    "zero2": ("DEEPSPEED", 8),
+    "zero3": ("DEEPSPEED", 8),
+    "zero3_offload": ("DEEPSPEED", 8),
+    "fsdp2": ("FSDP", 8),
+    "zero2_cpu": ("DEEPSPEED", 2),
+    "zero3_cpu": ("DEEPSPEED", 2),
+    "fsdp2_cpu": ("FSDP", 2),
+}
+
+
+def test_a_config_without_a_test_is_noticed():
+    assert {path.stem for path in CONFIGS.glob("*")} == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_accelerate_takes_each_config_as_what_its_name_says(name):
+    path = CONFIGS / f"{name}.yaml"
+    config = load_config_from_file(str(path))  # refuses keys it does not know
+    assert (config.distributed_type, config.num_processes) == STRATEGIES[name]
+    assert config.use_cpu == name.endswith("_cpu")
+    assert config.mixed_precision == ("no" if config.use_cpu else "bf16")
+    deepspeed = yaml.safe_load(path.read_text()).get("deepspeed_config", {})
+    assert "gradient_accumulation_steps" not in deepspeed, "it belongs to the options of the run"
+    assert deepspeed.get("zero_stage", 0) == {"zero2": 2, "zero3": 3}.get(name[:5], 0)
+    offload = "cpu" if name == "zero3_offload" else "none"
+    if deepspeed:
+        assert deepspeed["offload_param_device"] == deepspeed["offload_optimizer_device"] == offload
+
+
+OPTIONS = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--logging_steps", "1"]
+
+
+def test_without_a_model_the_built_in_student_learns_two_steps(tmp_path):
+    trainer = train.main([*OPTIONS, "--output_dir", str(tmp_path), "--use_peft", "--lora_r", "4"])
+    assert trainer.state.global_step == 2
+    assert trainer.args.per_device_train_batch_size == 4, "the command line goes before the file"
+    assert trainer.args.max_completion_length == 40
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4
+    student = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(train.STUDENT), tmp_path)
+    assert any(parameter.abs().max() > 0 for name, parameter in student.named_parameters() if "lora_B" in name)
+
+
+def test_models_data_and_options_of_both_configs_come_from_a_yaml_file(tmp_path):
+    for name, model in {"student": tiny.qwen2(32, seed=0), "teacher": tiny.qwen2(48, seed=1)}.items():
+        model.save_pretrained(tmp_path / name)
+        tiny.tokenizer().save_pretrained(tmp_path / name)
+    (tmp_path / "data").mkdir()
+    tiny.rows(16).to_json(tmp_path / "data" / "train.jsonl")
+    options = {
+        **tiny.options(
+            tmp_path / "out", max_steps=2, divergence="jsd", beta=0.3, resume_with_changes=["seed", "top_k"]
+        ),
+        "model_name_or_path": str(tmp_path / "student"),
+        "teacher_model_name_or_path": str(tmp_path / "teacher"),
+        "teacher_chat_template_kwargs": '{"enable_thinking": true}',
+        "dataset_name": str(tmp_path / "data"),
+        "dtype": "float32",
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(options))
+    trainer = train.main(["--config", str(tmp_path / "run.yaml"), "--temperature", "0.7"])
+    assert trainer.state.global_step == 2
+    assert repr(trainer.divergence) == "GeneralizedJSD(beta=0.3)"
+    assert trainer.args.temperature == 0.7
+    assert trainer.args.resume_with_changes == ["seed", "top_k"]
+    assert trainer.args.teacher_template_kwargs == {"enable_thinking": True}
+    assert trainer.teacher.model.config.hidden_size == 48
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(trained.lm_head.weight, trainer.model.lm_head.weight)
+    assert not torch.equal(trained.lm_head.weight, tiny.qwen2(32, seed=0).lm_head.weight)

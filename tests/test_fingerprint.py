@@ -1,0 +1,180 @@
+"""A run goes on only from what it would have written itself, unless it is told which differences are meant."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from datasets import Dataset
+from peft import LoraConfig
+
+from trl_opsd.checkpoint import MANIFEST
+from trl_opsd.fingerprint import FILE, describe_rows
+from trl_opsd.losses import ForwardKL
+
+
+@pytest.fixture
+def checkpoint(make_trainer, tmp_path: Path) -> Path:
+    """After the first of three steps of a run with the default options of `make_trainer`."""
+    make_trainer(save_strategy="steps", save_steps=1, max_steps=1).train()
+    return tmp_path / "checkpoint-1"
+
+
+def test_each_checkpoint_says_in_plain_json_what_is_learnt_and_in_which_order(checkpoint):
+    said = json.loads((checkpoint / FILE).read_text())
+    assert said["divergence"] == "ReverseKL()"
+    assert said["teachers"] == {"teacher": "Qwen2ForCausalLM [259, 48]"}
+    assert said["train_dataset"].startswith("8 rows, sha256 ")
+    assert said["chat_template"].startswith("sha256 ")
+    expected = {
+        "temperature": 1.0,
+        "max_completion_length": 24,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "world_size": 1,
+        "seed": 42,
+        "teacher_model_kind": None,
+    }
+    assert {name: said[name] for name in expected} == expected
+
+
+CHANGES = {
+    "beta": ({"beta": 0.3}, "divergence: 'ReverseKL()' in the checkpoint, 'GeneralizedJSD(beta=0.3)' now"),
+    "divergence": ({"divergence": "forward_kl"}, "divergence: 'ReverseKL()' in the checkpoint, 'ForwardKL()' now"),
+    "temperature": ({"temperature": 0.7}, "temperature: 1.0 in the checkpoint, 0.7 now"),
+    "top_k": ({"top_k": 5}, "top_k: 0 in the checkpoint, 5 now"),
+    "generation_kwargs": (
+        {"generation_kwargs": {"min_new_tokens": 2}},
+        "generation_kwargs: None in the checkpoint, {'min_new_tokens': 2} now",
+    ),
+    "max_completion_length": ({"max_completion_length": 20}, "max_completion_length: 24 in the checkpoint, 20 now"),
+    "batch": ({"per_device_train_batch_size": 1}, "per_device_train_batch_size: 2 in the checkpoint, 1 now"),
+    "accumulation": ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: 1 in the checkpoint, 2 now"),
+    "seed": ({"seed": 1}, "seed: 42 in the checkpoint, 1 now"),
+    "shuffle_dataset": ({"shuffle_dataset": False}, "shuffle_dataset: True in the checkpoint, False now"),
+    "fewer rows": ({"train_dataset": tiny.rows(7)}, "train_dataset: '8 rows, "),
+    "teacher_prompt_template": (
+        {"teacher_prompt_template": "{privileged_context} {prompt}"},
+        "teacher_prompt_template: '{prompt}\\n\\n{privileged_context}' in the checkpoint",
+    ),
+    "teacher": (
+        {"teacher_model": tiny.qwen2(64, seed=1)},
+        "teachers: {'teacher': 'Qwen2ForCausalLM [259, 48]'} in the checkpoint, {'teacher': 'Qwen2ForCausalLM [259,",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_with_another_objective_or_order_is_not_taken_for_the_same(make_trainer, checkpoint, change):
+    changed, message = CHANGES[change]
+    trainer = make_trainer(**changed)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    with pytest.raises(ValueError, match="would not continue the one that wrote") as raised:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert message in str(raised.value)
+    assert str(raised.value).count("in the checkpoint") == 1, "nothing else differs"
+    assert all((was == now).all() for was, now in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_the_number_of_processes_is_part_of_the_order(make_trainer, checkpoint):
+    said = json.loads((checkpoint / FILE).read_text())
+    (checkpoint / FILE).write_text(json.dumps({**said, "world_size": 2}))
+    (checkpoint / MANIFEST).unlink()  # else the change itself is found
+    with pytest.raises(ValueError, match="world_size: 2 in the checkpoint, 1 now"):
+        make_trainer().train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_all_differences_are_listed_with_the_option_that_accepts_them(make_trainer, checkpoint):
+    changed: dict[str, Any] = {"temperature": 0.7, "beta": 0.0}
+    with pytest.raises(ValueError, match=r"temperature: 1\.0") as raised:
+        make_trainer(**changed, resume_with_changes=["divergence"]).train(resume_from_checkpoint=str(checkpoint))
+    assert "divergence: " not in str(raised.value), "only what was not accepted"
+    assert "resume_with_changes=['divergence', 'temperature']" in str(raised.value)
+
+
+def test_accepted_differences_are_said_and_the_next_checkpoint_has_the_new_values(
+    make_trainer, checkpoint, tmp_path, caplog
+):
+    options = {"beta": 0.0, "resume_with_changes": ["divergence"], "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(**options)
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=True)
+    assert "divergence: 'ReverseKL()' in the checkpoint, 'ForwardKL()' now" in caplog.text
+    assert trainer.state.global_step == 3
+    assert json.loads((tmp_path / "checkpoint-3" / FILE).read_text())["divergence"] == "ForwardKL()"
+
+
+def test_the_last_checkpoint_of_the_output_folder_is_checked_too(make_trainer, checkpoint):
+    with pytest.raises(ValueError, match="seed: 42"):
+        make_trainer(seed=1).train(resume_from_checkpoint=True)
+
+
+def test_an_objective_assigned_to_the_trainer_counts_as_one(make_trainer, checkpoint):
+    trainer = make_trainer()
+    trainer.divergence = ForwardKL()
+    with pytest.raises(ValueError, match=r"'ForwardKL\(\)' now"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_what_changes_neither_objective_nor_order_may_change(make_trainer, checkpoint):
+    trainer = make_trainer(loss_chunk_tokens=3, learning_rate=1e-5, logging_steps=2, max_steps=2)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.global_step == 2
+
+
+def test_a_checkpoint_of_another_trainer_is_taken_with_a_warning(make_trainer, checkpoint, caplog):
+    (checkpoint / FILE).unlink()
+    (checkpoint / MANIFEST).unlink()  # else the change itself is found
+    trainer = make_trainer(beta=0.0)
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert f"has no {FILE}" in caplog.text
+    assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"beta"', "[1]", "3"])
+def test_a_damaged_fingerprint_is_not_a_missing_one(make_trainer, checkpoint, text):
+    (checkpoint / FILE).write_text(text)
+    (checkpoint / MANIFEST).unlink()  # else the change itself is found
+    with pytest.raises(ValueError, match="the checkpoint is damaged"):
+        make_trainer().train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_checkpoint_that_is_not_there_is_named(make_trainer, tmp_path):
+    with pytest.raises(ValueError, match="no such folder"):
+        make_trainer().train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+
+
+def test_the_rate_of_an_average_counts_only_where_there_is_one(make_trainer, tmp_path):
+    rows = tiny.rows().add_column("privileged_context", ["hint"] * 8)
+    common = {"teacher_model": None, "train_dataset": rows, "peft_config": LoraConfig(target_modules="all-linear")}
+    common |= {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    make_trainer(**common, teacher_model_kind="live").train()
+    said = json.loads((tmp_path / "checkpoint-1" / FILE).read_text())
+    assert "teacher_update_rate" not in said
+    assert said["teachers"] == {"teacher": "OwnTeacher [259, 32]"}
+    make_trainer(**common, teacher_model_kind="ema", teacher_update_rate=0.5).train()
+    with pytest.raises(ValueError, match=r"teacher_update_rate: 0\.5 in the checkpoint, 0\.1 now"):
+        make_trainer(**common, teacher_model_kind="ema", teacher_update_rate=0.1).train(resume_from_checkpoint=True)
+
+
+def test_rows_are_told_apart_by_what_is_read_of_them_and_not_by_how_they_are_stored():
+    rows = tiny.rows()
+    same = [
+        rows.flatten_indices(),
+        rows.add_column("id", list(range(8))),
+        rows.with_format("torch"),
+        rows.select(range(8)),
+    ]
+    assert {describe_rows(one, ["prompt"]) for one in same} == {describe_rows(rows, ["prompt"])}
+    other = [rows.select([1, 0, *range(2, 8)]), rows.select(range(7)), rows.rename_column("prompt", "teacher_prompt")]
+    other.append(Dataset.from_list([{"prompt": text + " "} for text in rows["prompt"]]))
+    described = {describe_rows(one, ["prompt", "teacher_prompt"]) for one in other}
+    assert len(described | {describe_rows(rows, ["prompt"])}) == 5
+    with_ids = rows.add_column("id", list(range(8)))
+    assert describe_rows(with_ids, None) != describe_rows(rows, None)
+    assert describe_rows(rows.to_iterable_dataset(), ["prompt"]) == "a stream"
