@@ -11,6 +11,7 @@ import torch
 import train
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -65,7 +66,8 @@ def test_models_data_and_options_of_both_configs_come_from_a_yaml_file(tmp_path)
         model.save_pretrained(tmp_path / name)
         tiny.tokenizer().save_pretrained(tmp_path / name)
     (tmp_path / "data").mkdir()
-    tiny.rows(16).to_json(tmp_path / "data" / "train.jsonl")
+    chats = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in tiny.rows(16)]
+    Dataset.from_list(chats).to_json(tmp_path / "data" / "train.jsonl")
     options = {
         **tiny.options(
             tmp_path / "out", max_steps=2, divergence="jsd", beta=0.3, resume_with_changes=["seed", "top_k"]
