@@ -159,7 +159,7 @@ class TestEma:
     def test_a_checkpoint_without_an_average_is_refused(self, make_own, tmp_path):
         options = {"save_strategy": "steps", "save_steps": 2, "peft_config": LORA}
         make_own("base", **options).train()
-        known = ["teacher_model_kind", "teacher_update_rate", "teacher_sync_steps"]
+        known = ["teachers", "teacher_model_kind", "teacher_update_rate", "teacher_sync_steps"]
         with pytest.raises(ValueError, match="was not written with teacher_model_kind='ema'"):
             make_own("ema", **options, resume_with_changes=known).train(
                 resume_from_checkpoint=str(tmp_path / "checkpoint-2")
