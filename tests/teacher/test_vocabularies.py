@@ -87,8 +87,8 @@ def test_a_teacher_beside_the_students_tokenizer_is_taken(make_trainer, tmp_path
 
 
 def test_a_tokenizer_for_a_teacher_that_does_not_exist_is_refused(make_trainer):
-    with pytest.raises(ValueError, match=r"names \['techer'\], but the teachers are \['teacher'\]"):
-        make_trainer(teacher_processing_class={"techer": tiny.tokenizer()})
+    with pytest.raises(ValueError, match=r"names \['tutor'\], but the teachers are \['teacher'\]"):
+        make_trainer(teacher_processing_class={"tutor": tiny.tokenizer()})
 
 
 def test_a_token_one_side_lacks_is_named():
