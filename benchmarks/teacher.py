@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from trl_opsd.backbone import completion_hidden
 from trl_opsd.teacher import FrozenTeacher, Hosted, Resident, Streamed
-from trl_opsd.teacher.frozen import PASS_BYTES, rows_per_pass
+from trl_opsd.teacher.forward import PASS_BYTES, rows_per_pass
 from trl_opsd.teacher.parts import parts_of, tensors_of
 from trl_opsd.types import Rollout
 
