@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent / "trl_opsd"
 FLOORS = {
     "checkpoint": 0,
     "clock": 0,
+    "epochs": 0,
     "types": 0,
     "rng": 0,
     "prompts": 1,

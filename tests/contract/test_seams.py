@@ -7,28 +7,42 @@ import inspect
 import pytest
 import tiny
 import torch
+from transformers import Trainer
 from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd._compat.trl import SEAMS, SeamTrainer
+from trl_opsd._compat import transformers, trl
+from trl_opsd._compat.transformers import SafeCheckpoints
+from trl_opsd._compat.trl import SeamTrainer
+
+CUTS = [
+    pytest.param(theirs, ours, seams, name, id=f"{theirs.__name__}.{name}")
+    for theirs, ours, seams in (
+        (DistillationTrainer, SeamTrainer, trl.SEAMS),
+        (Trainer, SafeCheckpoints, transformers.SEAMS),
+    )
+    for name in seams
+]
+each_cut = pytest.mark.parametrize(("theirs", "ours", "seams", "name"), CUTS)
 
 
-@pytest.mark.parametrize("name", SEAMS)
-def test_trls_method_still_has_the_parameters_we_override(name):
-    assert tuple(inspect.signature(getattr(DistillationTrainer, name)).parameters) == SEAMS[name]
+@each_cut
+def test_their_method_still_has_the_parameters_we_override(theirs, ours, seams, name):
+    assert tuple(inspect.signature(getattr(theirs, name)).parameters) == seams[name]
 
 
-@pytest.mark.parametrize("name", SEAMS)
-def test_the_override_takes_what_trls_method_takes(name):
-    assert name in vars(SeamTrainer), "the table names methods that are overridden"
-    assert tuple(inspect.signature(getattr(SeamTrainer, name)).parameters) == SEAMS[name]
+@each_cut
+def test_the_override_takes_what_their_method_takes(theirs, ours, seams, name):
+    assert name in vars(ours), "the table names methods that are overridden"
+    assert tuple(inspect.signature(getattr(ours, name)).parameters) == seams[name]
 
 
-def test_every_override_of_a_private_method_is_in_the_table():
+@pytest.mark.parametrize(("ours", "seams"), [(SeamTrainer, trl.SEAMS), (SafeCheckpoints, transformers.SEAMS)])
+def test_every_override_of_a_private_method_is_in_the_table(ours, seams):
     inherited = {name for base in DistillationTrainer.__mro__[:-1] for name in vars(base)}
-    private = {name for name in vars(SeamTrainer) if name.startswith("_") and not name.startswith("__")}
-    functions = {name for name in private & inherited if inspect.isfunction(vars(SeamTrainer)[name])}
-    assert functions <= set(SEAMS)
+    private = {name for name in vars(ours) if name.startswith("_") and not name.startswith("__")}
+    functions = {name for name in private & inherited if inspect.isfunction(vars(ours)[name])}
+    assert functions <= set(seams)
 
 
 class Counting(OPSDTrainer):

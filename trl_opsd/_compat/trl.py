@@ -6,28 +6,21 @@ B rows · P prompt tokens · C completion tokens
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 import torch
-from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import set_seed
 from torch import Tensor
 from torch.utils.data import Sampler
 from trl import DistillationConfig, DistillationTrainer
 from trl.models.utils import unwrap_model_for_generation
-from trl.trainer.utils import (
-    RepeatSampler,
-    create_model_from_path,
-    get_config_model_id,
-    maybe_gather_lm_head_ctx,
-    pad,
-)
+from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
 
-from trl_opsd import checkpoint
+from trl_opsd._compat.transformers import SafeCheckpoints
 from trl_opsd.clock import PhaseClock
+from trl_opsd.epochs import EpochSampler
 from trl_opsd.rng import preserved_rng
 from trl_opsd.types import LossParts, OutputHead, Rollout, TeacherTargets
 
@@ -39,8 +32,6 @@ __all__ = [
     "gathered_head",
     "get_config_model_id",
 ]
-
-logger = get_logger(__name__)
 
 SEAMS: dict[str, tuple[str, ...]] = {
     "_tokenize_prompts": ("self", "prompts"),
@@ -54,49 +45,12 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
     "log": ("self", "logs", "start_time"),
-    "_save_optimizer_and_scheduler": ("self", "output_dir"),
-    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
-    "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
-    "_load_best_model": ("self",),
-    "_save_checkpoint": ("self", "model", "trial"),
-    "_get_output_dir": ("self", "trial"),
-    "_push_from_checkpoint": ("self", "checkpoint_folder"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
 }
 """TRL's methods that are overridden here, with their parameters; a test holds them against the installed TRL."""
 
 
-@final
-class EpochSampler(Sampler[int]):
-    """TRL's order of the rows in a given epoch; TRL's own sampler only knows how often it was read before.
-
-    Every epoch of an uninterrupted run has TRL's order, and a resumed run starts with that of its own epoch.
-
-    Args:
-        order ([`~trl.trainer.utils.RepeatSampler`]):
-            TRL's sampler. Its epochs are successive permutations of one generator.
-        epoch (`Callable`):
-            Tells, when a pass over the rows begins, which epoch that is, counted from 0. It is asked instead of told,
-            because a `set_epoch` does not get through the wrappers of a dataloader that skips batches on several
-            processes.
-    """
-
-    def __init__(self, order: RepeatSampler, epoch: Callable[[], int]) -> None:
-        self._order = order
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        if self._order.shuffle:
-            self._order.generator.manual_seed(self._order.seed)
-            for _ in range(self._epoch()):
-                torch.randperm(self._order.num_samples, generator=self._order.generator)
-        return iter(self._order)
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-
-class SeamTrainer(DistillationTrainer):
+class SeamTrainer(SafeCheckpoints, DistillationTrainer):
     """TRL's trainer with its loop cut open at three places: `complete`, `teach` and `compare`.
 
     A subclass fills in those three and three checks; everything it needs to know of a step comes as our own types.
@@ -121,8 +75,6 @@ class SeamTrainer(DistillationTrainer):
             super().__init__(teacher_model=None, args=args, **kwargs)
         finally:
             args.use_vllm, args.model_init_kwargs = use_vllm, loading
-        self.loads = 0
-        self._writes_aside = False
         self._first_turn = False
         self._unwritten_rows: list[int] = []
         self._loss_parts: LossParts | None = None
@@ -130,6 +82,7 @@ class SeamTrainer(DistillationTrainer):
         self._totals: dict[str, dict[str, float]] = {"train": defaultdict(float), "eval": defaultdict(float)}
 
     # ---- What a subclass fills in -------------------------------------------------------------------------------
+    # Trainer's metaclass ignores `abstractmethod`, so these raise.
 
     def check_rows(self, rows: list[dict[str, Any]]) -> None:
         """Refuses rows of a dataset that cannot be trained on, before anything is generated."""
@@ -325,25 +278,11 @@ class SeamTrainer(DistillationTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As TRL's, but a checkpoint is checked before anything of it is loaded."""
-        if resume_from_checkpoint:
-            resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint)
-            self.check_state(resume_from_checkpoint)
-        # What an interrupted run left behind must not be trained on by the next one.
+        """As TRL's, but what an interrupted run left behind is not trained on by the next one."""
         self._buffered_inputs, self._step, self._current_train_step_time = None, 0, 0.0
         self._metrics["train"].clear()
         self._start_counting("train")
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.loads += 1
-
-    def _load_best_model(self) -> None:
-        # After this, TRL may delete the others.
-        self._whole_checkpoint(str(self.state.best_model_checkpoint))
-        super()._load_best_model()
-        self.loads += 1
 
     def evaluation_loop(
         self,
@@ -364,86 +303,6 @@ class SeamTrainer(DistillationTrainer):
         if totals["tokens"]:
             output.metrics[f"{metric_key_prefix}_loss"] = totals["divergence"] / totals["tokens"]
         return output
-
-    def _whole_checkpoint(self, asked: Any) -> str:
-        """The checkpoint asked for, `True` for the newest; the main process looks, so that all take the same."""
-        found: list[str | None] = [None, None]
-        if self.accelerator.is_main_process:
-            try:
-                folder, remarks = checkpoint.checked(asked, Path(self.args.output_dir))
-                found = [str(folder), None]
-                for remark in remarks:
-                    logger.warning(remark)
-            except (ValueError, OSError) as error:
-                found = [None, str(error)]
-        folder_of_all, refusal = broadcast_object_list(found)
-        if refusal is not None:
-            raise ValueError(refusal)
-        return str(folder_of_all)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As TRL's, but in a folder aside, which gets the name of a checkpoint when every process has written."""
-        run_dir, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
-        try:
-            if self.args.should_save:
-                checkpoint.begin(run_dir)
-            self.accelerator.wait_for_everyone()
-            self._writes_aside = True
-            written = Path(self._get_output_dir(trial)) / name
-            super()._save_checkpoint(model, trial)
-            self._name_the_best(run_dir)
-            if self.args.should_save:
-                self.state.save_to_json(str(written / "trainer_state.json"))
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                checkpoint.publish(written, run_dir)
-        except Exception as error:
-            error.add_note(f"{run_dir / name} was not finished; the checkpoints before it are as they were.")
-            raise
-        finally:
-            self._writes_aside = False
-        if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            keep = [run_dir / name, *([Path(best)] if best else [])]
-            checkpoint.rotate(run_dir, self.args.save_total_limit, keep)
-        self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(run_dir / name))
-
-    def _name_the_best(self, run_dir: Path) -> None:
-        """Writes down where the best checkpoint will be; TRL has looked for it where this one is being written."""
-        step = self.state.best_global_step
-        if step and self.args.save_strategy != "no":
-            best = run_dir / f"checkpoint-{step}"
-            if step == self.state.global_step or best.exists():
-                self.state.best_model_checkpoint = str(best)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        run_dir: str = super()._get_output_dir(trial)
-        return str(Path(run_dir) / checkpoint.UNFINISHED) if self._writes_aside else run_dir
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # An upload goes on in the background, so it begins when the files have come to rest.
-        if not self._writes_aside:
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def check_state(self, folder: str) -> None:
-        """Refuses a checkpoint that this run would not continue. Every process calls it."""
-
-    def save_state(self, folder: str) -> None:
-        """Writes what a checkpoint needs besides model, optimizer and scheduler. Every process calls it."""
-
-    def load_state(self, folder: str) -> None:
-        """The inverse of [`save_state`], when training resumes."""
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        self.save_state(output_dir)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.load_state(checkpoint)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode
