@@ -425,8 +425,12 @@ def _teaches_itself(student: Any, args: OPSDConfig) -> bool:
 
 def _picked_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutBackend:
     if rollout is None:
-        if args.use_vllm:
-            from trl_opsd.rollout.vllm import VLLMRollout  # imports vLLM, which takes seconds and may be absent
+        if args.use_vllm:  # both import vLLM, which takes seconds and may be absent
+            if args.vllm_mode == "server":
+                from trl_opsd.rollout.vllm_server import VLLMServerRollout
+
+                return VLLMServerRollout(args)
+            from trl_opsd.rollout.vllm import VLLMRollout
 
             return VLLMRollout(args)
         return HFRollout()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,21 +12,12 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_lab import engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
+from vllm_lab import by_hf, engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
 
-from trl_opsd import HFRollout
 from trl_opsd._compat.vllm import Engine
 from trl_opsd.rollout import vllm as backend
-from trl_opsd.rollout.base import cut_after_end
 
 pytestmark = pytest.mark.vllm
-
-
-def by_hf(trainer, prompt_ids):
-    """What plain `generate` writes for the same trainer, with its options."""
-    rollout = HFRollout()
-    rollout.bind(trainer)
-    return [cut_after_end(ids, trainer.eos_token_ids) for ids in rollout.complete(prompt_ids, 0)]
 
 
 def ends(trainer, completions):
@@ -149,3 +142,28 @@ def test_a_rollout_with_weights_lost_in_sleep_is_noticed(make, monkeypatch, kind
     assert trainer.complete(prompts) == expected
     assert trainer.complete(prompts) == expected, "awake again, although no weight has moved"
     assert seen == [level, "weights", "kv_cache", level]
+
+
+def test_an_engine_that_takes_process_groups_along_is_noticed(make, tmp_path):  # noqa: F811
+    """As in a notebook, where one trainer follows the other."""
+    trainer = make(top_k=1)
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    expected = trainer.complete(prompts)
+    first = trainer.rollout._engine
+
+    other = Engine(replace(trainer.rollout._engine_options(), seed=1))
+    memory = weakref.ref(other._worker.model_runner.get_model())
+    other.close()
+    other.close()
+    del other
+    gc.collect()
+    assert memory() is None, "its weights are gone"
+    third = Engine(replace(trainer.rollout._engine_options(), seed=2))
+    ended = weakref.ref(third._llm)
+    del third
+    gc.collect()
+    assert ended() is None, "collected without being closed"
+
+    assert torch.distributed.is_initialized()
+    assert trainer.rollout._engine is first
+    assert trainer.complete(prompts) == expected

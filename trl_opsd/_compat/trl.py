@@ -15,6 +15,7 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from torch.utils.data import Sampler
 from trl import DistillationConfig, DistillationTrainer
+from trl.generation.vllm_client import VLLMClient
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
 
@@ -28,6 +29,7 @@ __all__ = [
     "SEAMS",
     "DistillationConfig",
     "SeamTrainer",
+    "VLLMClient",
     "create_model_from_path",
     "gathered_head",
     "get_config_model_id",
