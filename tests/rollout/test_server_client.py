@@ -65,7 +65,7 @@ def client(port: int, waits: float = 0.0, **given: Any) -> ServerClient:
         vllm_server_timeout=waits,
     )  # fmt: skip
     vars(args).update(given)
-    return ServerClient(args, deadline=0.5)
+    return ServerClient(args, deadline=1.5)
 
 
 def test_a_server_that_is_not_there_and_is_waited_for_is_noticed(faults, caplog):
@@ -73,7 +73,7 @@ def test_a_server_that_is_not_there_and_is_waited_for_is_noticed(faults, caplog)
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"No vLLM server at http://127.0.0.1:\d+ after `vllm_server_timeout=0`"):
         client(faults.server_port)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 4
 
 
 def test_a_server_that_is_never_ready_and_is_waited_for_without_end_is_noticed(faults, monkeypatch):
@@ -87,15 +87,15 @@ def test_a_server_that_is_never_ready_and_is_waited_for_without_end_is_noticed(f
     began = time.monotonic()
     with pytest.raises(ValueError, match="ReadTimeout"):
         client(faults.server_port, waits=0.1)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 4
 
 
 def test_a_request_that_is_repeated_or_never_given_up_is_noticed(faults):
     speaker = client(faults.server_port)
     began = time.monotonic()
-    with pytest.raises(ServerError, match=r"asked for /v1/completions, did not answer within 0.5 seconds.*ddp_timeout"):
+    with pytest.raises(ServerError, match=r"asked for /v1/completions, did not answer within 1.5 seconds.*ddp_timeout"):
         speaker.write([[5]], {})
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 4
 
     faults.answers["/v1/completions"] = (503, {"error": "busy"})
     with pytest.raises(ServerError, match=r"answered 503: .*busy"):
@@ -105,6 +105,12 @@ def test_a_request_that_is_repeated_or_never_given_up_is_noticed(faults):
     with pytest.raises(Exception, match="timed out"):
         speaker._start_weight_update()
     assert faults.asked.count("/start_weight_update") == 1, "TRL's own requests keep to it too"
+
+
+def test_a_server_that_does_not_say_what_it_runs_is_noticed(faults):
+    faults.answers["/server_info?config_format=json"] = (404, {})
+    with pytest.raises(RuntimeError, match="VLLM_SERVER_DEV_MODE=1"):
+        client(faults.server_port).facts()
 
 
 def test_a_prefix_cache_that_was_not_reset_is_noticed(faults):
@@ -125,7 +131,13 @@ def test_prompts_for_loopback_that_take_the_way_of_a_proxy_are_noticed(faults, m
 
 @pytest.mark.parametrize(
     ("url", "loopback"),
-    [("http://localhost:1", True), ("http://[::1]:1", True), ("http://10.0.0.3:1", False), ("http://gpu:1", False)],
+    [
+        ("http://localhost:1", True),
+        ("http://[::1]:1", True),
+        ("http://0.0.0.0:1", True),
+        ("http://10.0.0.3:1", False),
+        ("http://gpu:1", False),
+    ],
 )
 def test_a_server_elsewhere_that_counts_as_this_machine_is_noticed(monkeypatch, url, loopback):
     monkeypatch.setattr(ServerClient, "check_server", lambda self, *waits: None)

@@ -40,4 +40,5 @@ def test_engines_that_do_not_get_the_whole_of_a_split_student_are_noticed(tmp_pa
         assert results[name]["mode"] == name
         assert len(results[name]["gaps"]) == 3, "a sync before each of three steps"
         assert max(results[name]["gaps"]) <= 1e-4
+    assert results["announced"]
     assert results["fault"] == ["an error", "an error"], "although only one engine was wrong"

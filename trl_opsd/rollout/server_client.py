@@ -90,10 +90,13 @@ class ServerClient(VLLMClient):
     @property
     def is_loopback(self) -> bool:
         """Whether the server is on this machine, by its address."""
+        if self.host == "localhost":
+            return True
         try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+            address = ipaddress.ip_address(self.host)
         except ValueError:
             return False
+        return address.is_loopback or address.is_unspecified
 
     def facts(self) -> ServerFacts:
         """What the server says it runs."""
