@@ -51,12 +51,14 @@ def test_an_option_that_cannot_work_with_vllm_is_noticed(make, given, message): 
     ("distributed", "is_quantized", "message"),
     [("FSDP", False, "with FSDP is not supported.*DeepSpeed ZeRO"), ("NO", True, "with a quantized student is not")],
 )
-def test_a_student_whose_weights_cannot_be_sent_is_noticed(make, distributed, is_quantized, message):  # noqa: F811
-    trainer = make()
-    accelerator = SimpleNamespace(distributed_type=DistributedType[distributed])
-    trainer.model.is_quantized = is_quantized
+def test_a_student_whose_weights_cannot_be_sent_is_noticed(distributed, is_quantized, message):
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(vllm_max_model_length=None),
+        model=SimpleNamespace(is_quantized=is_quantized, config=tiny.qwen2().config),
+        accelerator=SimpleNamespace(distributed_type=DistributedType[distributed]),
+    )
     with pytest.raises(ValueError, match=message):
-        synced.check_student(SimpleNamespace(args=trainer.args, model=trainer.model, accelerator=accelerator))
+        synced.check_student(trainer)
 
 
 def test_a_student_without_a_checkpoint_is_noticed(make):  # noqa: F811

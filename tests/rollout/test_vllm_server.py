@@ -174,7 +174,7 @@ def test_processes_with_unequal_prompts_that_get_each_others_completions_are_not
     for found in results:
         assert found["processes"] == 2
         assert found["completions"] == found["expected"]
-        assert len(found["gaps"]) == 4, "three steps and the last state"
+        assert len(found["gaps"]) == 4, "before each of three steps, and after the last"
         assert max(found["gaps"]) <= 1e-4
     assert [len(found["completions"]) for found in results] == [3, 1]
     assert len({tuple(ids) for found in results for ids in found["completions"]}) == 4, "they can be told apart"

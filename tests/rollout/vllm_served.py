@@ -30,6 +30,7 @@ def main(folder: Path, server: dict[str, object]) -> None:
     completions = trainer.complete(prompts)
     expected = by_hf(trainer, prompts)
     trainer.train()
+    trainer.rollout.sync_weights()
     found = {
         "processes": trainer.accelerator.num_processes,
         "completions": completions,
