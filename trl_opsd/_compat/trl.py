@@ -6,8 +6,9 @@ B rows · P prompt tokens · C completion tokens
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from trl import DistillationConfig, DistillationTrainer
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
 
+from trl_opsd._compat.shards import is_split_model, unsharded
 from trl_opsd._compat.transformers import SafeCheckpoints
 from trl_opsd.clock import PhaseClock
 from trl_opsd.epochs import EpochSampler
@@ -31,6 +33,7 @@ __all__ = [
     "create_model_from_path",
     "gathered_head",
     "get_config_model_id",
+    "whole_head",
 ]
 
 SEAMS: dict[str, tuple[str, ...]] = {
@@ -157,6 +160,16 @@ class SeamTrainer(SafeCheckpoints, DistillationTrainer):
         """Makes parameters that ZeRO-3 has split whole, to be read, for as long as the context lasts. Collective."""
         context: AbstractContextManager[Any] = self._dist.gather_params(parameters)
         return context
+
+    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(student, *args)`: in the wrapper's own forward if that has split the student, and then collective.
+
+        Only there do ZeRO-3 and FSDP2 bring the weights. The bare student does without a wrapper where it is whole.
+        """
+        student = self.accelerator.unwrap_model(self.model_wrapped)
+        if not is_split_model(student):
+            return function(student, *args)
+        return self._forward_redirection(self.model_wrapped, student, partial(function, student, *args))
 
     @contextmanager
     def student_for_generation(self) -> Iterator[Any]:
@@ -342,3 +355,12 @@ def gathered_head(*heads: OutputHead) -> AbstractContextManager[Any]:
     split = list({id(part): part for part in parts}.values())  # a teacher may have the student's own head
     context: AbstractContextManager[Any] = maybe_gather_lm_head_ctx(*split)
     return context
+
+
+@contextmanager
+def whole_head(model: Any) -> Iterator[OutputHead]:
+    """The head of a model, gathered for as long as the context lasts if ZeRO-3 or FSDP2 has split it. Collective."""
+    with unsharded(model.get_output_embeddings()):
+        head = OutputHead.of(model)
+        with gathered_head(head):
+            yield head
