@@ -21,7 +21,7 @@ def launch(strategy: str, script: Path, *arguments: object, **environment: str) 
     Raises:
         AssertionError: It failed, or was not done in time; with the end of what it said.
     """
-    command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     if strategy != "ddp":
         config = CONFIGS / f"{strategy}_cpu.yaml"
         command = ["accelerate.commands.launch", "--config_file", str(config), "--main_process_port", "0"]

@@ -363,3 +363,14 @@ def test_every_new_option_is_documented():
     ours, trls = ({field.name for field in fields(config)} for config in (OPSDConfig, DistillationConfig))
     new = ours - trls
     assert {name for name in new if f"        {name} (" in (OPSDConfig.__doc__ or "")} == new != set()
+
+
+def test_accumulation_that_differs_between_the_launch_and_the_options(tmp_path, monkeypatch):
+    launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+    for name, value in {**launch, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert tiny.config(tmp_path, gradient_accumulation_steps=4).gradient_accumulation_steps == 4
+    with pytest.raises(
+        ValueError, match=r"^`gradient_accumulation_steps` is 4 in the accelerate .* 2 in `OPSDConfig`: r"
+    ):
+        tiny.config(tmp_path, gradient_accumulation_steps=2)

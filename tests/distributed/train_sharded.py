@@ -27,6 +27,11 @@ FULL = variants.ALONE["full"]
 def main(folder: Path, strategy: str) -> None:
     results: dict[str, Any] = {"empty": [], "split": {}, "losses": {}}
     trained: dict[str, Tensor] = {}
+    whole = tiny.qwen2(32, seed=0)  # before there is a DeepSpeed config, which would split it
+    if strategy in ("zero3", "fsdp2"):
+        results["generated"] = generated(folder, whole)
+    if strategy == "zero3":
+        results["not_gathered"] = generated(folder, whole, ds3_gather_for_generation=False, max_steps=1)
     for name, (_, made_of) in variants.of(strategy).items():
         trainer = variants.build(folder, made_of, processes=2)
         trainer.train()
@@ -37,10 +42,6 @@ def main(folder: Path, strategy: str) -> None:
         if name == "full, zero3":
             results["share"] = sharded_teacher(trainer)
     results["processes"] = trainer.accelerator.num_processes
-    if strategy in ("zero3", "fsdp2"):
-        results["generated"] = generated(folder)
-    if strategy == "zero3":
-        results["not_gathered"] = generated(folder, ds3_gather_for_generation=False, max_steps=1)
     results["refused"] = {name: refusal(folder, made_of) for name, made_of in REFUSED.get(strategy, {}).items()}
     if trainer.accelerator.is_main_process:
         save_file({name: tensor.contiguous() for name, tensor in trained.items()}, folder / "weights.safetensors")
@@ -67,9 +68,10 @@ def losses(trainer: OPSDTrainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def generated(folder: Path, **options: Any) -> dict[str, Any]:
+def generated(folder: Path, whole: Any, **options: Any) -> dict[str, Any]:
     """A student that writes itself: its losses, and greedy completions of two prompts for each process, one short and
-    one long, beside those that a whole student of the same weights writes alone."""
+    one long, beside those that a whole student of the same weights writes alone.
+    """
     trainer = variants.build(folder, FULL, 2, HFRollout(), **options)
     trainer.train()
     process, losses_of_steps = trainer.accelerator.process_index, losses(trainer)
@@ -79,10 +81,9 @@ def generated(folder: Path, **options: Any) -> dict[str, Any]:
     trainer.readers = replace(trainer.readers, student_limits=replace(trainer.limits, completion=LENGTHS[process]))
     written = trainer.complete(prompt_ids)
 
-    alone = tiny.qwen2(32, seed=0)
-    alone.load_state_dict(variants.weights(trainer))
+    whole.load_state_dict(variants.weights(trainer))
     how = {"max_new_tokens": LENGTHS[process], "min_new_tokens": LENGTHS[process], "do_sample": False}
-    by_itself = [alone.generate(torch.tensor([ids]), **how)[0, len(ids) :].tolist() for ids in prompt_ids]
+    by_itself = [whole.generate(torch.tensor([ids]), **how)[0, len(ids) :].tolist() for ids in prompt_ids]
     return {"losses": losses_of_steps, "written": gather_object(written), "alone": gather_object(by_itself)}
 
 

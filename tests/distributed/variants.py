@@ -1,4 +1,4 @@
-"""Trainings that have to come out alike however many processes share them: the student, its teacher, where that lives."""
+"""Trainings that have to come out alike however many processes share them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import fsdp_on_cpu
 import tiny
-import torch
 from peft import LoraConfig
 from torch import Tensor
 

@@ -50,9 +50,9 @@ def gathered(parameters: Sequence[Tensor], written: bool = False) -> Iterator[No
     if not parameters:
         yield
         return
-    from deepspeed.zero import GatheredParameters  # slow, and not everybody has it
+    from deepspeed import zero  # slow, and not everybody has it
 
-    with GatheredParameters(parameters, modifier_rank=0 if written else None):
+    with zero.GatheredParameters(parameters, modifier_rank=0 if written else None):
         yield
 
 

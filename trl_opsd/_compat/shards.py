@@ -25,14 +25,15 @@ def unsharded(layer: nn.Module) -> Iterator[None]:
     FSDP2 brings them before the layer's forward. This is for a layer whose weight is used without calling it; the
     gradient that reaches the weight is reduced with those of all other layers.
     """
-    split = isinstance(layer, FSDPModule) and any(isinstance(one, DTensor) for one in layer.parameters())
-    if split:
-        layer.unshard()
+    if not (isinstance(layer, FSDPModule) and any(isinstance(one, DTensor) for one in layer.parameters())):
+        yield
+        return
+    split: FSDPModule = layer
+    split.unshard()
     try:
         yield
     finally:
-        if split:
-            layer.reshard()
+        split.reshard()
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ B rows · P prompt tokens · C completion tokens
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from torch import Tensor
 from torch.utils.data import Sampler
@@ -35,6 +37,8 @@ __all__ = [
     "get_config_model_id",
     "whole_head",
 ]
+
+logger = get_logger(__name__)
 
 SEAMS: dict[str, tuple[str, ...]] = {
     "_tokenize_prompts": ("self", "prompts"),
@@ -78,6 +82,7 @@ class SeamTrainer(SafeCheckpoints, DistillationTrainer):
             super().__init__(teacher_model=None, args=args, **kwargs)
         finally:
             args.use_vllm, args.model_init_kwargs = use_vllm, loading
+        self._check_fsdp()
         self._first_turn = False
         self._unwritten_rows: list[int] = []
         self._loss_parts: LossParts | None = None
@@ -202,6 +207,18 @@ class SeamTrainer(SafeCheckpoints, DistillationTrainer):
         finally:
             self.model.train(was_training)
             del error  # it leads back to this frame, and would keep tensors alive
+
+    def _check_fsdp(self) -> None:
+        if self._dist.fsdp_version == 1:
+            raise ValueError(
+                "The launch has `fsdp_version: 1`, whose weights are in one flat piece that the loss cannot read its "
+                "head from: set `fsdp_version: 2` in the accelerate file."
+            )
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not self._dist.is_fsdp:
+            logger.warning(
+                "The launch asks for FSDP, which accelerate starts on accelerators only: nothing is split, this is "
+                "plain data parallelism."
+            )
 
     # ---- Where TRL's loop is cut open ---------------------------------------------------------------------------
 
