@@ -74,7 +74,6 @@ REFUSALS = {
     "full, own base": "copies the student, but ZeRO-3 has already split it: use 'live', or LoRA, or pass the student's",
     "full, own ema": "copies the student, but ZeRO-3 has already split it: use 'live', or LoRA, or pass the student's",
     "full, zero3": "not launched with DeepSpeed ZeRO-3",
-    "vllm": "`use_vllm=True` with FSDP is not supported",
 }
 
 

@@ -51,7 +51,7 @@ def main(folder: Path, strategy: str) -> None:
 
 REFUSED: dict[str, dict[str, dict[str, Any]]] = {
     "zero3": {name: variants.ALONE[name] for name in variants.NOT_UNDER_ZERO3},
-    "fsdp2": {"full, zero3": {"teacher_offload": "zero3"}, "vllm": {"use_vllm": True}},
+    "fsdp2": {"full, zero3": {"teacher_offload": "zero3"}},
 }
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from types import SimpleNamespace
 
 import pytest
 import tiny
+from accelerate.utils import DistributedType
 
 pytest.importorskip("vllm")
 
 from vllm_lab import engines_are_shared, lora, make, student  # noqa: F401 (two of them are fixtures)
 
 from trl_opsd._compat import vllm as compat
+from trl_opsd.rollout.vllm import _check_student
 
 pytestmark = pytest.mark.vllm
 
@@ -78,3 +81,9 @@ def test_a_vllm_of_another_version_is_noticed(monkeypatch, version):
     monkeypatch.setattr(compat, "_version_of", lambda distribution: version)
     with pytest.raises(ValueError, match=f"vLLM {version} is installed; expected 0.22.0 or newer"):
         compat._checked_version()
+
+
+def test_a_student_split_by_fsdp_is_noticed():
+    launch = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    with pytest.raises(ValueError, match=r"`use_vllm=True` with FSDP is not supported .* or set `use_vllm=False`"):
+        _check_student(SimpleNamespace(accelerator=launch, args=None, model=None))
