@@ -138,7 +138,8 @@ def check_student(trainer: Any) -> None:
     args, model = trainer.args, trainer.model
     if trainer.accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError(
-            "`use_vllm=True` with FSDP is not supported by this version: use DeepSpeed ZeRO or data parallelism."
+            "`use_vllm=True` with FSDP is not supported by this version, which gathers weights from ZeRO-3 only: "
+            "launch with DeepSpeed ZeRO or data parallelism, or set `use_vllm=False`."
         )
     if getattr(model, "is_quantized", False):
         raise ValueError(
