@@ -8,6 +8,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -183,6 +184,12 @@ class OPSDConfig(DistillationConfig):
         self._check_accumulation()
         if not isinstance(self.resume_with_changes, list | None):
             raise ValueError(f"`resume_with_changes={self.resume_with_changes!r}`: expected a list of names.")
+
+    @property
+    def device(self) -> torch.device:
+        """Of this process. accelerate numbers the CPU of several processes, and torch loads no file onto a number."""
+        device: torch.device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
 
     def build_divergence(self) -> Divergence:
         """The objective as a value: what `divergence` names, else what `beta` says."""

@@ -49,7 +49,10 @@ def test_an_option_that_cannot_work_with_vllm_is_noticed(make, given, message): 
 
 @pytest.mark.parametrize(
     ("distributed", "is_quantized", "message"),
-    [("FSDP", False, "with FSDP is not supported.*or set `use_vllm=False`"), ("NO", True, "with a quantized student is not")],
+    [
+        ("FSDP", False, "with FSDP is not supported.*or set `use_vllm=False`"),
+        ("NO", True, "with a quantized student is not"),
+    ],
 )
 def test_a_student_whose_weights_cannot_be_sent_is_noticed(distributed, is_quantized, message):
     trainer = SimpleNamespace(
