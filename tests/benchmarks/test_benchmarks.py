@@ -1,0 +1,70 @@
+"""Every benchmark still runs, on tiny shapes, and what does not depend on the clock is what it should be."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Runs a benchmark as its command line would, and returns what it prints as JSON."""
+
+    def call(name: str, *options: object):
+        monkeypatch.syspath_prepend(FOLDER)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, options), "--json"])
+        benchmark = importlib.import_module(name)
+        benchmark.main()
+        printed = capfd.readouterr().out
+        *_, start = re.finditer(r"^[\[{]$", printed, re.MULTILINE)  # libraries print before it
+        return benchmark, json.loads(printed[start.start() :])
+
+    return call
+
+
+def test_the_losses_form_each_models_logits_once_and_agree_with_the_oracle(run):
+    sizes = ("--tokens", 32, "--vocab", 128, "--student-width", 16, "--teacher-width", 24, "--error-tokens", 8)
+    benchmark, rows = run("loss", *sizes, "--divergences", "jsd", "--repeats", 1, "--device", "cpu")
+    ours = {row["head"]: row for row in rows if row["program"] == "streamed"}
+    assert len(ours) == 2
+    for head, row in ours.items():
+        assert row["products"] == ("3S+1T" if head == "trainable" else "2S+1T")
+        assert max(row["errors"]) < 1e-5
+    assert "jsd" in benchmark.table(rows)
+
+
+def test_rows_that_have_ended_are_not_decoded_any_more(run):
+    shape = ("--batches", 4, "--tokens", 16, "--prompt-tokens", 4, "--width", 64, "--layers", 1, "--vocab", 128)
+    benchmark, rows = run("rollout", *shape, "--repeats", 1, "--no-vllm", "--no-compiled", "--device", "cpu")
+    ragged = {row["engine"]: row["rows_per_token"] for row in rows if row["lengths"] == "ragged"}
+    assert ragged["ours"] == 1.0
+    assert ragged["trl"] > 1.5
+    assert "trl" in benchmark.table(rows)
+
+
+def test_wherever_a_teacher_lives_it_says_the_same(run):
+    shape = ("--layers", 2, "--rows", 2, "--length", 8)
+    benchmark, result = run("teacher", *shape, "--repeats", 1, "--device", "cpu")
+    assert all(row["equal"] for row in result["placements"].values())
+    assert result["placements"]["stream"]["during"] < result["model_bytes"]
+    assert "stream" in benchmark.table(result)
+
+
+@pytest.mark.vllm
+def test_a_sync_is_one_call_and_arrives(run):
+    shape = ("--hidden", 128, "--layers", 1, "--vocab", 128, "--rank", 4)
+    benchmark, rows = run("sync", *shape, "--repeats", 1, "--device", "cpu")
+    ours = {row["sent"]: row for row in rows if row["program"] == "ours"}
+    assert set(ours) == {"everything", "lora, full", "lora, adapter"}
+    for row in ours.values():
+        assert (row["calls"], row["drift"]) == (1, 0.0)
+        assert row["gap"] < 1e-4
+    assert ours["lora, adapter"]["bytes"] < ours["lora, full"]["bytes"] / 2
+    assert "lora" in benchmark.table(rows)
