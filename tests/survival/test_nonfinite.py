@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 
 import faults
 import pytest
@@ -147,7 +148,7 @@ class TestScaledLoss:
         counts = [entry.get("nonfinite/skipped_steps", 0) for entry in trainer.state.log_history if "loss" in entry]
         left_out = [now > before for before, now in zip([0, *counts], counts, strict=False)]
         weights = [*watching.before.values(), watching.now()]
-        unmoved = [faults.same(before, after) for before, after in zip(weights, weights[1:], strict=False)]
+        unmoved = [faults.same(before, after) for before, after in pairwise(weights)]
         assert left_out == unmoved
         assert set(left_out) == {True, False}
         assert not (tmp_path / RECORD).exists()
