@@ -41,6 +41,14 @@ _SET_BY_OPTION = {
 _CHANGE_THE_RESULT = ("num_return_sequences", "n", "best_of", "return_dict_in_generate", "eos_token_id", "pad_token_id")
 """Generation options after which a completion would no longer be one list of token ids for one prompt."""
 
+_FAIL_IN_GENERATE = {
+    "stop_strings": "looks for text, and a rollout is token ids: let completions end with an end token, for instance "
+    "with `model.generation_config.eos_token_id`",
+    "prompt_lookup_num_tokens": "decodes one row at a time, and a rollout is a batch: remove it",
+    "assistant_early_exit": "decodes one row at a time, and a rollout is a batch: remove it",
+}
+"""Generation options that `generate` refuses in the middle of a run, and why."""
+
 
 @dataclass
 class OPSDConfig(DistillationConfig):
@@ -317,6 +325,8 @@ class OPSDConfig(DistillationConfig):
                     f"{given} would change what a rollout returns; the trainer needs one completion of token ids for "
                     "each prompt, ended by the tokenizer's and the model's own end tokens: remove it."
                 )
+            if name in _FAIL_IN_GENERATE and not self.use_vllm:
+                raise ValueError(f"{given}: it {_FAIL_IN_GENERATE[name]}.")
             if name == "disable_compile":
                 raise ValueError(f"{given}: TRL always sets it; remove it.")
             if name not in known and not self.use_vllm:

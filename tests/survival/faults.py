@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,10 @@ def is_time(trainer: OPSDTrainer, steps: tuple[int, ...] = (STEP,), rank: int = 
 
 
 def poison(trainer: OPSDTrainer, side: str, steps: tuple[int, ...] = (STEP,), rank: int = RANK) -> list[float]:
-    """Makes the teacher's states, the student's, or the gradient of the loss NaN; returns when, as a growing list."""
+    """Makes the teacher's states, the student's, or the gradient of the loss NaN; returns when, as a growing list.
+
+    The side `"divergence"` gets an infinite sum with a finite gradient, which no check of a gradient would see.
+    """
     compare, times = trainer.compare, []
 
     def spoiled(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
@@ -59,7 +63,8 @@ def poison(trainer: OPSDTrainer, side: str, steps: tuple[int, ...] = (STEP,), ra
             handle.remove()
         if side == "gradient":
             parts.loss.register_hook(lambda gradient: gradient * float("nan"))
-        return parts
+        infinite = torch.tensor([float("inf") if name == side else 0.0 for name in parts.ROW_NAMES])
+        return replace(parts, rows=parts.rows + infinite)
 
     trainer.compare = poisoned
     return times

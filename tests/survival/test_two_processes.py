@@ -119,7 +119,7 @@ def test_a_split_student_that_steps_along_a_nan(zero3):
     each = zero3[0]
     for side in ("teacher", "gradient"):
         check_raised([one[f"raise {side}"] for one in each], side)
-    check_skipped([one["skip student"] for one in each])
+    check_skipped([one["skip divergence"] for one in each])
     check_skipped([one["skip gradient unclipped"] for one in each])
 
 

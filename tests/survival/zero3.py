@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 VARIANTS = {
     "raise teacher": {"side": "teacher"},
     "raise gradient": {"side": "gradient"},
-    "skip student": {"side": "student", "nonfinite": "skip"},
+    "skip divergence": {"side": "divergence", "nonfinite": "skip"},
     "skip gradient unclipped": {"side": "gradient", "nonfinite": "skip", "max_grad_norm": 0.0},
 }
 
