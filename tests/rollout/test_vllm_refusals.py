@@ -20,6 +20,7 @@ from trl_opsd.rollout import synced
 pytestmark = pytest.mark.vllm
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -47,6 +48,7 @@ def test_an_option_that_cannot_work_with_vllm_is_noticed(make, given, message): 
         make(**given)
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize(
     ("distributed", "is_quantized", "message"),
     [
@@ -64,11 +66,13 @@ def test_a_student_whose_weights_cannot_be_sent_is_noticed(distributed, is_quant
         synced.check_student(trainer)
 
 
+@pytest.mark.refusal
 def test_a_student_without_a_checkpoint_is_noticed(make):  # noqa: F811
     with pytest.raises(ValueError, match=r"'' does not load as one: .*save_pretrained\(folder\)"):
         make(model=tiny.qwen2(64))
 
 
+@pytest.mark.refusal
 def test_a_checkpoint_of_another_shape_than_the_students_is_noticed(make, tmp_path):  # noqa: F811
     tiny.qwen2(64, num_hidden_layers=3).save_pretrained(tmp_path / "other")
     model = student(tmp_path / "student")
@@ -77,6 +81,7 @@ def test_a_checkpoint_of_another_shape_than_the_students_is_noticed(make, tmp_pa
         make(model=model)
 
 
+@pytest.mark.refusal
 def test_an_adapter_that_is_not_lora_is_noticed(make):  # noqa: F811
     from peft import IA3Config
 
@@ -85,6 +90,7 @@ def test_an_adapter_that_is_not_lora_is_noticed(make):  # noqa: F811
         make(peft_config=config)
 
 
+@pytest.mark.refusal
 def test_a_missing_vllm_is_noticed_where_it_is_chosen(make, monkeypatch):  # noqa: F811
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest))
@@ -94,6 +100,7 @@ def test_a_missing_vllm_is_noticed_where_it_is_chosen(make, monkeypatch):  # noq
         make()
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize("version", ["0.21.9", "0.32.0"])
 def test_a_vllm_of_another_version_is_noticed(monkeypatch, version):
     monkeypatch.setattr(compat, "_version_of", lambda distribution: version)

@@ -59,6 +59,10 @@ class SyncedRollout(RolloutBackend):
         Raises:
             SyncError: vLLM does not write as the student does afterwards.
         """
+        with self._trainer.phase("sync"):
+            self._sync()
+
+    def _sync(self) -> None:
         trainer, check = self._trainer, self._args.vllm_sync_check
         self._wake("weights")
         proves = check == "every" or (check == "first" and not self._proved)
