@@ -109,6 +109,19 @@ def test_weights_that_do_not_arrive_are_detected(serve, monkeypatch):  # noqa: F
             trainer.complete(prompt)
 
 
+def test_a_server_in_another_precision_that_goes_unsaid_is_noticed(serve, monkeypatch, caplog):  # noqa: F811
+    facts = ServerClient.facts
+    monkeypatch.setattr(ServerClient, "facts", lambda self: replace(facts(self), dtype=torch.bfloat16))
+    trainer = serve()
+    assert "computes in torch.bfloat16 and the student in torch.float32" in caplog.text
+    assert "start the server with `--dtype float32`" in caplog.text
+    trainer.complete(trainer.tokenize(["a"]))
+    whole = sum(weight.base.nbytes for weight in weight_sync.weights_of(trainer.model))
+    logged = trainer._metrics[trainer._mode]
+    assert logged["sync/bytes"] == [whole / 2], "rounded before the way"
+    assert logged["rollout/logprob_gap"][0] > 1e-4, "held to the precision of the server"
+
+
 def test_options_that_do_not_reach_a_server_are_noticed(serve, monkeypatch):  # noqa: F811
     trainer = serve(vllm_structured_outputs_regex="[0-9]{3}", generation_kwargs={"seed": 3})
     prompts = trainer.tokenize(tiny.PROMPTS)

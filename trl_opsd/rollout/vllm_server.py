@@ -68,6 +68,7 @@ class VLLMServerRollout(SyncedRollout):
                 f"The vLLM server computes in {served} and the student in {dtype}, so completions are not quite the "
                 f"student's: start the server with `--dtype {str(dtype).removeprefix('torch.')}`."
             )
+        logger.info("Weight sync with vLLM: 'full', because a server takes no adapter by itself.")
         sampling = request_options(self._args, list(trainer.eos_token_ids))
         unknown = range(trainer.limits.vocabulary, OutputHead.of(trainer.model).shape[0])
         sampling["logit_bias"] = {**(sampling.get("logit_bias") or {}), **{str(token): _NEVER for token in unknown}}
