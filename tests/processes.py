@@ -13,13 +13,16 @@ SECONDS = 240
 """What any launch may take, on a machine that is busy."""
 
 
-def launch(strategy: str, script: Path, *arguments: object, **environment: str) -> None:
+def launch(strategy: str, script: Path, *arguments: object, status: int = 0, **environment: str) -> str:
     """Runs a script under `examples/accelerate_configs/<strategy>_cpu.yaml`; `"ddp"` is plain data parallelism.
 
     accelerate's MULTI_CPU starts one process without a word, so that is started with `torchrun`.
 
+    Returns:
+        `str`: What was printed on stderr.
+
     Raises:
-        AssertionError: It failed, or was not done in time; with the end of what it said.
+        AssertionError: It ended with another status, or was not done in time; with the end of what it said.
     """
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     if strategy != "ddp":
@@ -39,4 +42,5 @@ def launch(strategy: str, script: Path, *arguments: object, **environment: str) 
         process.terminate()  # the launcher ends its processes; killed, it would leave them behind
         _, said = process.communicate()
         raise AssertionError(f"{script.name} was not done in {SECONDS} seconds:\n{said[-3000:]}") from None
-    assert process.returncode == 0, said[-6000:]
+    assert process.returncode == status, said[-6000:]
+    return said

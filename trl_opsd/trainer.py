@@ -33,7 +33,7 @@ from trl_opsd.arguments import (
 )
 from trl_opsd.backbone import completion_hidden, context_of, is_sharded, prove_head
 from trl_opsd.config import OPSDConfig
-from trl_opsd.guards import check_sums
+from trl_opsd.guards import check_opinion
 from trl_opsd.losses import reduce, streamed_divergence
 from trl_opsd.prompts import PromptLimits
 from trl_opsd.readers import Readers
@@ -282,7 +282,7 @@ class OPSDTrainer(SeamTrainer):
             self.limits.check(ids, f"The prompt in row {number} of this batch")
 
     def check_sums(self, sums: dict[str, float]) -> None:
-        check_sums(sums, self.limits.vocabulary)
+        check_opinion(sums, self.limits.vocabulary)
 
     @property
     def limits(self) -> PromptLimits:
@@ -433,8 +433,12 @@ def _teaches_itself(student: Any, args: OPSDConfig) -> bool:
 
 def _picked_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutBackend:
     if rollout is None:
-        if args.use_vllm:
-            from trl_opsd.rollout.vllm import VLLMRollout  # imports vLLM, which takes seconds and may be absent
+        if args.use_vllm:  # both import vLLM, which takes seconds and may be absent
+            if args.vllm_mode == "server":
+                from trl_opsd.rollout.vllm_server import VLLMServerRollout
+
+                return VLLMServerRollout(args)
+            from trl_opsd.rollout.vllm import VLLMRollout
 
             return VLLMRollout(args)
         return HFRollout()

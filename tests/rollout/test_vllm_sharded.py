@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import tiny
+from printed import check_one_traceback
 from processes import SECONDS, launch
 
 pytest.importorskip("vllm")
@@ -17,9 +19,11 @@ SCRIPT = Path(__file__).parent / "vllm_sharded.py"
 @pytest.mark.distributed
 @pytest.mark.vllm
 @pytest.mark.timeout(SECONDS + 60)
-def test_engines_that_do_not_get_the_whole_of_a_split_student_are_noticed(tmp_path):
+def test_engines_that_do_not_get_the_whole_of_a_split_student_are_noticed_and_one_that_fails_ends_both(tmp_path):
     tiny.qwen2(64, seed=0).save_pretrained(tmp_path / "student")
-    launch("zero3", SCRIPT, tmp_path, VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
+    printed = launch("zero3", SCRIPT, tmp_path, status=1, VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
+    ended = time.time()
+    assert (tmp_path / "results.json").exists(), printed[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())
     for name in ("full", "adapter"):
         print(f"\nzero3, vllm, {name}: log-prob gaps", *(f"{gap:.1e}" for gap in results[name]["gaps"]))
@@ -28,4 +32,7 @@ def test_engines_that_do_not_get_the_whole_of_a_split_student_are_noticed(tmp_pa
         assert results[name]["mode"] == name
         assert len(results[name]["gaps"]) == 3, "a sync before each of three steps"
         assert max(results[name]["gaps"]) <= 1e-4
+    assert results["announced"]
     assert results["fault"] == ["an error", "an error"], "although only one engine was wrong"
+    assert "[rank1]: RuntimeError: injected into sync" in printed
+    check_one_traceback(printed, ended, first=1)

@@ -1,4 +1,4 @@
-"""A second DeepSpeed beside the student's: for a model that is only read, with a config in which nothing is trained."""
+"""A second DeepSpeed beside the student's, for a model that is only read, and what to know of the student's own."""
 
 from __future__ import annotations
 
@@ -43,6 +43,22 @@ def reader_config(dtype: torch.dtype, width: int, device: torch.device) -> Confi
             "stage3_max_reuse_distance": 0,
         },
     }
+
+
+def blind_settings(config: Config) -> list[str]:
+    """Names of settings with which a student's engine steps without a look at its gradient; it can skip otherwise.
+
+    Args:
+        config (`dict`):
+            Of DeepSpeed, for a student.
+    """
+    zero = config.get("zero_optimization", {})
+    settings = {
+        "zero_optimization.stage": zero.get("stage", 0) != 0,
+        "zero_optimization.compute_grad_norm": zero.get("compute_grad_norm", True),
+        "bf16.check_grad_overflow": config.get("bf16", {}).get("check_grad_overflow", True),
+    }
+    return [name for name, looks in settings.items() if not looks]
 
 
 @contextmanager
