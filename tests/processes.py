@@ -9,7 +9,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 CONFIGS = TESTS.parent / "examples" / "accelerate_configs"
-SECONDS = 240
+SECONDS = 300
 """What any launch may take, on a machine that is busy."""
 
 

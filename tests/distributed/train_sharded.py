@@ -37,6 +37,7 @@ def main(folder: Path, strategy: str) -> None:
         trainer.train()
         trained |= {f"{name}/{parameter}": tensor for parameter, tensor in variants.weights(trainer).items()}
         results["losses"][name] = losses(trainer)
+        results["wrapper"] = results.get("wrapper") or type(trainer.model_wrapped).__name__  # of "full"
         results["split"][name] = any(map(is_split, trainer.model.parameters()))
         results["empty"].append(gather_object([trainer.rollout.empty]))
         if name == "full, zero3":

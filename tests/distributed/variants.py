@@ -19,6 +19,7 @@ HEAD_TOO = {**LORA, "modules_to_save": ["lm_head"]}
 ALONE: dict[str, dict[str, Any]] = {
     "full": {},
     "full, tied head": {"tied": True},
+    "full, teacher in bfloat16": {"teacher_model_init_kwargs": {"dtype": "bfloat16"}},
     "full, own base": {"teacher_model_kind": "base"},
     "full, own live": {"teacher_model_kind": "live"},
     "full, own ema": {"teacher_model_kind": "ema"},
@@ -32,7 +33,9 @@ ALONE: dict[str, dict[str, Any]] = {
 """What one process trains, as the measure of all others."""
 
 PLACED = {f"{name}, {offload}": (name, offload) for offload in ("cpu", "stream") for name in ("full", "lora")}
-IN_ZERO3 = {f"{name}, zero3": (name, "zero3") for name in ("full", "full, tied head", "lora")}
+IN_ZERO3 = {
+    f"{name}, zero3": (name, "zero3") for name in ("full", "full, tied head", "full, teacher in bfloat16", "lora")
+}
 """The same with the teacher elsewhere: which of `ALONE` it has to equal, and `teacher_offload`."""
 
 NOT_UNDER_ZERO3 = ("full, own base", "full, own ema")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from accelerate.utils import patch_environment
 from torch import Tensor, nn
 from transformers.integrations import deepspeed as integration
@@ -94,6 +95,24 @@ def loading(config: Config | None) -> Iterator[None]:
         del ours
 
 
+def put_back(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Gives a model its buffers again, on the device where it is, in the dtype they had.
+
+    DeepSpeed casts them to the dtype of the weights; rotary frequencies in half precision turn late positions wrongly.
+    """
+    for name, buffer in buffers.items():
+        now = model.get_buffer(name)
+        now.data = buffer.to(now.device)
+
+
+def computed_buffers(model: Any) -> dict[str, Tensor]:
+    """The buffers that a model of `transformers` computes for itself, as it does without DeepSpeed."""
+    with loading(None), init_empty_weights():
+        fresh = type(model)(model.config)
+    saved = set(model.state_dict(keep_vars=True))
+    return {name: buffer for name, buffer in fresh.named_buffers() if name not in saved}
+
+
 class Reader:
     """Runs functions of a frozen model that DeepSpeed has split, or splits now.
 
@@ -108,8 +127,10 @@ class Reader:
         from deepspeed import initialize  # slow, and not everybody has it
 
         self._stage = _Stage(model)
+        buffers = dict(model.named_buffers())
         self._engine, *_ = initialize(model=self._stage, config=config)
         self._engine.eval()
+        put_back(model, buffers)
 
     def __call__(self, function: Any, *args: Any) -> Any:
         """`function(model, *args)`, in the engine's own forward: only there does DeepSpeed bring the weights."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from trl_opsd._compat.deepspeed import loading, reader_config
+from trl_opsd._compat.deepspeed import computed_buffers, loading, put_back, reader_config
 from trl_opsd._compat.shards import spread, trained_parameters, whole
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.backbone import Run, is_sharded
@@ -264,7 +264,10 @@ def _loaded(path: str, args: Any, device: torch.device) -> PreTrainedModel:
     elif args.distributed_state.distributed_type != DistributedType.NO:
         kwargs["device_map"] = {"": device}
     with loading(config):
-        return create_model_from_path(path, **kwargs)
+        model: PreTrainedModel = create_model_from_path(path, **kwargs)
+    if config is not None:
+        put_back(model, computed_buffers(model))
+    return model
 
 
 def _check_movable(teacher: Any, offload: str) -> None:
