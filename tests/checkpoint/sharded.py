@@ -141,7 +141,7 @@ def _named(folder: Path) -> list[str]:
 
 def every_change(make: Make, folder: Path) -> list[tuple[int, str]]:
     """What each process of a save that is let through changes; with that the folder has one more checkpoint."""
-    changes = forks.launch("zero3_cpu", save_once, make, folder, folder.with_suffix(".note"), 0, None)
+    changes = forks.launch("zero3_cpu", save_once, make, folder, folder.parent / "through", 0, None)
     return [(rank, change) for rank, seen in changes.items() for change in dict.fromkeys(seen)]
 
 
