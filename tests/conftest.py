@@ -16,23 +16,41 @@ from typing import Any
 
 import pytest
 import tiny
+import trl.trainer.distillation_trainer
 
+import trl_opsd.teacher.build
 from trl_opsd import FixedRollout, OPSDTrainer
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_loaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the marker `before_loading` promises: weights that are read are a failure."""
+    if request.node.get_closest_marker("before_loading"):
+        for module in (trl.trainer.distillation_trainer, trl_opsd.teacher.build):
+            monkeypatch.setattr(module, "create_model_from_path", lambda path, **kwargs: pytest.fail(f"loaded {path}"))
+
+
 @pytest.fixture
-def make_trainer(tmp_path: Path) -> Callable[..., OPSDTrainer]:
+def make_trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., OPSDTrainer]:
     """Builds a trainer of a tiny student and a wider teacher that replays recorded completions.
 
-    Keyword arguments that the trainer knows go to the trainer, all others to its config.
+    Keyword arguments that the trainer knows go to the trainer, all others to its config. In a test with the marker
+    `before_loading` both models are paths.
     """
+
+    def model(width: int, seed: int) -> Any:
+        if not request.node.get_closest_marker("before_loading"):
+            return tiny.qwen2(width, seed=seed)
+        tiny.qwen2(width).config.save_pretrained(tmp_path / f"no-weights-{width}")
+        return str(tmp_path / f"no-weights-{width}")
+
     of_the_trainer = set(inspect.signature(OPSDTrainer.__init__).parameters)
 
     def make(cls: type[OPSDTrainer] = OPSDTrainer, **given: Any) -> OPSDTrainer:
         words = tiny.tokenizer()
         arguments: dict[str, Any] = {
-            "model": given.get("model") or tiny.qwen2(32, seed=0),
-            "teacher_model": tiny.qwen2(48, seed=1) if "teacher_model" not in given else None,
+            "model": given.get("model") or model(32, seed=0),
+            "teacher_model": model(48, seed=1) if "teacher_model" not in given else None,
             "train_dataset": tiny.rows(),
             "processing_class": words,
             "rollout": FixedRollout(tiny.recorded(words)),

@@ -13,10 +13,13 @@ ROOT = Path(__file__).resolve().parent.parent / "trl_opsd"
 FLOORS = {
     "checkpoint": 0,
     "clock": 0,
+    "failure": 0,
+    "nonfinite": 0,
     "epochs": 0,
     "types": 0,
     "rng": 0,
     "sigterm": 0,
+    "watchdog": 0,
     "prompts": 1,
     "backbone": 1,
     "guards": 1,

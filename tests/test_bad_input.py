@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import tiny
 import transformers
-import trl.trainer.distillation_trainer
 from datasets import Dataset, IterableDataset
 from tokenizers import normalizers
 from trl import DistillationConfig
@@ -52,6 +51,13 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"generation_kwargs": {"temperature": 0.5}}, "would override `temperature`"),
     ({"generation_kwargs": {"max_new_tokens": 5}}, "set `max_completion_length` itself"),
     ({"generation_kwargs": {"supress_tokens": [1]}}, "did you mean 'suppress_tokens'"),
+    ({"generation_kwargs": {"stop_strings": ["\n"]}}, "it looks for text, and a rollout is token ids"),
+    ({"generation_kwargs": {"prompt_lookup_num_tokens": 3}}, "it decodes one row at a time, and a rollout is a batch"),
+    ({"generation_kwargs": {"assistant_early_exit": 1}}, "it decodes one row at a time"),
+    ({"nonfinite": "ignore"}, "`nonfinite='ignore'`: expected one of 'raise', 'skip'"),
+    ({"nonfinite_skip_limit": 0}, "`nonfinite_skip_limit=0`: expected an integer of at least 1"),
+    ({"phase_timeout": 0.0}, "`phase_timeout=0.0`: expected a finite number above 0"),
+    ({"phase_timeout": float("inf")}, "`phase_timeout=inf`"),
     ({"auto_find_batch_size": True}, "set `per_device_train_batch_size`"),
     ({"label_smoothing_factor": 0.1}, "there are no labels"),
     ({"train_sampling_strategy": "group_by_length"}, "no length before they are written"),
@@ -59,6 +65,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.refusal
+@pytest.mark.before_loading
 @pytest.mark.parametrize(("option", "message"), BAD_OPTIONS, ids=lambda value: str(value)[:60])
 def test_an_option_out_of_range_is_refused_by_the_config(tmp_path, option, message):
     with pytest.raises(ValueError, match=message):
@@ -141,6 +149,9 @@ BAD_DATASETS: list[tuple[Any, type[Exception], str]] = [
     ),
     (Dataset.from_dict({"question": ["a", "b"]}), ValueError, r"no column 'prompt', only \['question'\]"),
     (Dataset.from_dict({"prompt": ["a", "b"], "image": ["", ""]}), ValueError, "has a column 'image'"),
+]
+
+BAD_ROWS: list[tuple[Any, type[Exception], str]] = [
     (prompts("a", ""), ValueError, "The prompt in row 1 of train_dataset is empty"),
     (prompts("a", None), TypeError, "The prompt in row 1 of train_dataset is None"),
     (prompts(1, 2), TypeError, "The prompt in row 0 of train_dataset is of type int: expected a string"),
@@ -157,22 +168,34 @@ BAD_DATASETS: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
+@pytest.mark.refusal
+@pytest.mark.before_loading
 @pytest.mark.parametrize(("dataset", "error", "message"), BAD_DATASETS, ids=lambda value: str(value)[:50])
-def test_a_dataset_that_cannot_be_trained_on_is_refused_at_construction(make_trainer, dataset, error, message):
+def test_a_dataset_that_cannot_be_trained_on_is_refused_before_a_model_is_loaded(make_trainer, dataset, error, message):
     with pytest.raises(error, match=message):
         make_trainer(train_dataset=dataset)
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize(("dataset", "error", "message"), BAD_ROWS, ids=lambda value: str(value)[:50])
+def test_a_row_that_cannot_be_trained_on_is_refused_at_construction(make_trainer, dataset, error, message):
+    with pytest.raises(error, match=message):
+        make_trainer(train_dataset=dataset)
+
+
+@pytest.mark.refusal
 def test_the_last_row_of_a_large_dataset_is_read_too(make_trainer):
     with pytest.raises(TypeError, match="row 2499 of train_dataset is None"):
         make_trainer(train_dataset=prompts(*["a"] * 2499, None))
 
 
+@pytest.mark.refusal
 def test_text_and_messages_may_not_be_mixed():
     with pytest.raises(ValueError, match="The second is messages, those before it are text"):
         check_prompts([("a", "The first"), (GOOD, "The second")])
 
 
+@pytest.mark.refusal
 def test_messages_need_a_chat_template(make_trainer):
     words = tiny.tokenizer()
     words.chat_template = None
@@ -180,6 +203,7 @@ def test_messages_need_a_chat_template(make_trainer):
         make_trainer(train_dataset=prompts(GOOD, GOOD), processing_class=words)
 
 
+@pytest.mark.refusal
 def test_an_evaluation_dataset_is_checked_as_well(make_trainer):
     with pytest.raises(TypeError, match=r"row 1 of eval_dataset\['hard'\] is None"):
         make_trainer(eval_dataset={"easy": tiny.rows(), "hard": prompts("a", None)})
@@ -187,6 +211,7 @@ def test_an_evaluation_dataset_is_checked_as_well(make_trainer):
         make_trainer(eval_dataset=Dataset.from_dict({"prompt": []}))
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize(
     ("row", "error", "message"),
     [
@@ -202,6 +227,7 @@ def test_a_row_of_a_stream_is_checked_when_it_is_read(make_trainer, row, error, 
         trainer.train()
 
 
+@pytest.mark.refusal
 def test_a_prompt_without_tokens_is_refused(make_trainer):
     words = tiny.tokenizer()
     words.backend_tokenizer.normalizer = normalizers.Strip()
@@ -209,12 +235,14 @@ def test_a_prompt_without_tokens_is_refused(make_trainer):
         make_trainer(train_dataset=prompts("a", "   "), processing_class=words)
 
 
+@pytest.mark.refusal
 def test_a_token_beyond_the_embedding_is_refused(make_trainer):
     small = tiny.qwen2(vocab_size=200)
     with pytest.raises(ValueError, match="but the models know 200 ids"):
         make_trainer(model=small, teacher_model=tiny.qwen2(48, 1, vocab_size=200))
 
 
+@pytest.mark.refusal
 def test_a_context_without_room_for_a_prompt_is_refused(make_trainer):
     with pytest.raises(ValueError, match="`max_completion_length=256` leaves no room for a prompt"):
         make_trainer(max_completion_length=256)
@@ -230,6 +258,8 @@ class _MustNotLoad:
         raise AssertionError(f"the model was touched ({name}) before the arguments were checked")
 
 
+@pytest.mark.refusal
+@pytest.mark.before_loading
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -246,6 +276,8 @@ def test_a_wrong_argument_is_refused_before_a_model_is_touched(make_trainer, arg
         make_trainer(**{"model": _MustNotLoad(), "teacher_model": "teacher", **arguments})
 
 
+@pytest.mark.refusal
+@pytest.mark.before_loading
 def test_a_processor_of_images_is_refused(make_trainer):
     class Processor(transformers.ProcessorMixin):
         def __init__(self) -> None:
@@ -255,6 +287,8 @@ def test_a_processor_of_images_is_refused(make_trainer):
         make_trainer(processing_class=Processor())
 
 
+@pytest.mark.refusal
+@pytest.mark.before_loading
 def test_a_tokenizer_without_an_end_token_is_refused(make_trainer):
     words = tiny.tokenizer()
     words.eos_token = None
@@ -262,12 +296,14 @@ def test_a_tokenizer_without_an_end_token_is_refused(make_trainer):
         make_trainer(processing_class=words)
 
 
+@pytest.mark.refusal
 def test_one_object_cannot_be_student_and_teacher(make_trainer):
     both = tiny.qwen2()
     with pytest.raises(ValueError, match="are the same object"):
         make_trainer(model=both, teacher_model=both)
 
 
+@pytest.mark.refusal
 def test_a_teacher_that_shares_weights_with_the_student_is_refused(make_trainer):
     student, teacher = tiny.qwen2(32, 0), tiny.qwen2(32, 1)
     teacher.model.embed_tokens.weight = student.model.embed_tokens.weight
@@ -275,6 +311,7 @@ def test_a_teacher_that_shares_weights_with_the_student_is_refused(make_trainer)
         make_trainer(model=student, teacher_model=teacher)
 
 
+@pytest.mark.refusal
 def test_a_teacher_of_another_vocabulary_is_refused(make_trainer):
     with pytest.raises(ValueError, match=r"The head of the teacher has 200 rows, but the tokenizer has 259 tokens"):
         make_trainer(teacher_model=tiny.qwen2(48, 1, vocab_size=200))
@@ -292,6 +329,7 @@ def gap_filler() -> transformers.PreTrainedModel:
     )
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize("role", ["model", "teacher_model"])
 @pytest.mark.parametrize(
     ("make_model", "kind"),
@@ -306,30 +344,29 @@ def test_a_model_that_does_not_continue_text_is_refused(make_trainer, role, make
         make_trainer(**{role: make_model()})
 
 
-@pytest.fixture
-def nothing_loads(monkeypatch):
-    """Any weights that are read are a model that was loaded too early."""
-    for module in (trl.trainer.distillation_trainer, trl_opsd.teacher.build):
-        monkeypatch.setattr(module, "create_model_from_path", lambda path, **kwargs: pytest.fail(f"loaded {path}"))
-
-
+@pytest.mark.refusal
+@pytest.mark.before_loading
 @pytest.mark.parametrize("role", ["model", "teacher_model"])
 @pytest.mark.parametrize("path", ["/no/where", "no/where", "."])
-def test_a_path_without_a_model_is_refused_before_one_is_loaded(make_trainer, tmp_path, nothing_loads, role, path):
+def test_a_path_without_a_model_is_refused_before_one_is_loaded(make_trainer, tmp_path, role, path):
     tiny.qwen2(32).save_pretrained(tmp_path / "there")
     given = {"model": str(tmp_path / "there"), "teacher_model": str(tmp_path / "there"), role: path}
     with pytest.raises(ValueError, match=rf"`{role}='{path}'` is neither a folder with a `config\.json` nor"):
         make_trainer(**given)
 
 
-def test_one_of_several_teachers_that_is_not_there_is_named_before_one_is_loaded(make_trainer, nothing_loads):
+@pytest.mark.refusal
+@pytest.mark.before_loading
+def test_one_of_several_teachers_that_is_not_there_is_named_before_one_is_loaded(make_trainer):
     rows = tiny.rows().add_column("teacher", ["big", "small"] * 4)
     with pytest.raises(ValueError, match=r"`teacher_model\['small'\]='/no/where'` is neither"):
         make_trainer(teacher_model={"big": tiny.qwen2(48, 1), "small": "/no/where"}, train_dataset=rows)
 
 
+@pytest.mark.refusal
+@pytest.mark.before_loading
 @pytest.mark.parametrize("role", ["model", "teacher_model"])
-def test_an_encoder_decoder_at_a_path_is_refused_before_a_model_is_loaded(make_trainer, tmp_path, nothing_loads, role):
+def test_an_encoder_decoder_at_a_path_is_refused_before_a_model_is_loaded(make_trainer, tmp_path, role):
     encoder_decoder().save_pretrained(tmp_path / "t5")
     tiny.qwen2(32).save_pretrained(tmp_path / "there")
     given = {"model": str(tmp_path / "there"), "teacher_model": str(tmp_path / "there"), role: str(tmp_path / "t5")}
@@ -337,9 +374,11 @@ def test_an_encoder_decoder_at_a_path_is_refused_before_a_model_is_loaded(make_t
         make_trainer(**given)
 
 
+@pytest.mark.refusal
+@pytest.mark.before_loading
 def test_options_for_loading_a_teacher_that_is_already_loaded_are_refused(make_trainer):
     with pytest.raises(ValueError, match="the teacher is given as an object"):
-        make_trainer(teacher_model_init_kwargs={"dtype": "float32"})
+        make_trainer(teacher_model=tiny.qwen2(48, 1), teacher_model_init_kwargs={"dtype": "float32"})
 
 
 def test_a_teacher_with_code_of_its_own_needs_a_switch_of_its_own(make_trainer, monkeypatch, tmp_path):
@@ -363,3 +402,29 @@ def test_every_new_option_is_documented():
     ours, trls = ({field.name for field in fields(config)} for config in (OPSDConfig, DistillationConfig))
     new = ours - trls
     assert {name for name in new if f"        {name} (" in (OPSDConfig.__doc__ or "")} == new != set()
+
+
+def test_accumulation_that_differs_between_the_launch_and_the_options(tmp_path, monkeypatch):
+    launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+    for name, value in {**launch, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert tiny.config(tmp_path, gradient_accumulation_steps=4).gradient_accumulation_steps == 4
+    with pytest.raises(
+        ValueError, match=r"^`gradient_accumulation_steps` is 4 in the accelerate .* 2 in `OPSDConfig`: r"
+    ):
+        tiny.config(tmp_path, gradient_accumulation_steps=2)
+
+
+def test_a_launch_with_fsdp_of_the_first_kind(make_trainer):
+    trainer = make_trainer()
+    trainer._dist.fsdp_version = 1
+    with pytest.raises(ValueError, match=r"`fsdp_version: 1`.* set `fsdp_version: 2` in the accelerate file"):
+        trainer._check_fsdp()
+
+
+def test_a_launch_with_fsdp_that_splits_nothing(make_trainer, monkeypatch, caplog):
+    make_trainer()
+    assert "FSDP" not in caplog.text
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    make_trainer()
+    assert "nothing is split, this is plain data parallelism" in caplog.text

@@ -68,6 +68,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_run_with_another_objective_or_order_is_not_taken_for_the_same(make_trainer, checkpoint, change):
     changed, message = CHANGES[change]
@@ -80,6 +81,7 @@ def test_a_run_with_another_objective_or_order_is_not_taken_for_the_same(make_tr
     assert all((was == now).all() for was, now in zip(before, trainer.model.parameters(), strict=True))
 
 
+@pytest.mark.refusal
 def test_the_number_of_processes_is_part_of_the_order(make_trainer, checkpoint):
     said = json.loads((checkpoint / FILE).read_text())
     (checkpoint / FILE).write_text(json.dumps({**said, "world_size": 2}))
@@ -88,6 +90,7 @@ def test_the_number_of_processes_is_part_of_the_order(make_trainer, checkpoint):
         make_trainer().train(resume_from_checkpoint=str(checkpoint))
 
 
+@pytest.mark.refusal
 def test_all_differences_are_listed_with_the_option_that_accepts_them(make_trainer, checkpoint):
     changed: dict[str, Any] = {"temperature": 0.7, "beta": 0.0}
     with pytest.raises(ValueError, match=r"temperature: 1\.0") as raised:
@@ -108,11 +111,13 @@ def test_accepted_differences_are_said_and_the_next_checkpoint_has_the_new_value
     assert json.loads((tmp_path / "checkpoint-3" / FILE).read_text())["divergence"] == "ForwardKL()"
 
 
+@pytest.mark.refusal
 def test_the_last_checkpoint_of_the_output_folder_is_checked_too(make_trainer, checkpoint):
     with pytest.raises(ValueError, match="seed: 42"):
         make_trainer(seed=1).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.refusal
 def test_an_objective_assigned_to_the_trainer_counts_as_one(make_trainer, checkpoint):
     trainer = make_trainer()
     trainer.divergence = ForwardKL()
@@ -136,6 +141,7 @@ def test_a_checkpoint_of_another_trainer_is_taken_with_a_warning(make_trainer, c
     assert trainer.state.global_step == 3
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize("text", ["", "{", '{"beta"', "[1]", "3"])
 def test_a_damaged_fingerprint_is_not_a_missing_one(make_trainer, checkpoint, text):
     (checkpoint / FILE).write_text(text)
@@ -144,11 +150,13 @@ def test_a_damaged_fingerprint_is_not_a_missing_one(make_trainer, checkpoint, te
         make_trainer().train(resume_from_checkpoint=str(checkpoint))
 
 
+@pytest.mark.refusal
 def test_a_checkpoint_that_is_not_there_is_named(make_trainer, tmp_path):
     with pytest.raises(ValueError, match=r"There is no checkpoint .*checkpoint-7"):
         make_trainer().train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
 
 
+@pytest.mark.refusal
 def test_the_rate_of_an_average_counts_only_where_there_is_one(make_trainer, tmp_path):
     rows = tiny.rows().add_column("privileged_context", ["hint"] * 8)
     common = {"teacher_model": None, "train_dataset": rows, "peft_config": LoraConfig(target_modules="all-linear")}

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
+from typing import Any
 
 import torch
 
 
 class PhaseClock:
     """Adds up the seconds of named phases, each without the phases that ran inside it.
+
+    Args:
+        watch (`Callable`, *optional*):
+            Takes the name of a phase and returns a context that is open as long as the phase goes on.
 
     Example:
 
@@ -25,8 +30,9 @@ class PhaseClock:
     ```
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._watch = watch
         self._inside: list[float] = []
 
     @contextmanager
@@ -35,7 +41,8 @@ class PhaseClock:
         start = perf_counter()
         self._inside.append(0.0)
         try:
-            yield
+            with self._watch(phase):
+                yield
         finally:
             inside = self._inside.pop()
             self._settle()

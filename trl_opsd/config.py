@@ -42,6 +42,14 @@ _SET_BY_OPTION = {
 _CHANGE_THE_RESULT = ("num_return_sequences", "n", "best_of", "return_dict_in_generate", "eos_token_id", "pad_token_id")
 """Generation options after which a completion would no longer be one list of token ids for one prompt."""
 
+_FAIL_IN_GENERATE = {
+    "stop_strings": "looks for text, and a rollout is token ids: let completions end with an end token, for instance "
+    "with `model.generation_config.eos_token_id`",
+    "prompt_lookup_num_tokens": "decodes one row at a time, and a rollout is a batch: remove it",
+    "assistant_early_exit": "decodes one row at a time, and a rollout is a batch: remove it",
+}
+"""Generation options that `generate` refuses in the middle of a run, and why."""
+
 
 @dataclass
 class OPSDConfig(DistillationConfig):
@@ -85,6 +93,16 @@ class OPSDConfig(DistillationConfig):
             Where what the teacher said of a generation batch waits to be used: `"accelerator"`, `"cpu"`, or `"auto"`,
             which is the accelerator up to 1 GB and the host beyond: the whole batch has to wait while the student
             learns, and coming back in micro-batches costs far less than the memory is worth.
+        nonfinite (`str`, *optional*, defaults to `"raise"`):
+            What becomes of an optimizer step whose loss or gradient is NaN or infinite, on any process. `"raise"`: an
+            error that names the side, the rank and the step. `"skip"`: it is left out, and counted in the log as
+            `nonfinite/skipped_steps`. The weights stay as they were either way.
+        nonfinite_skip_limit (`int`, *optional*, defaults to `10`):
+            Steps in a row that may be left out before it is an error after all. Holds for the steps that a float16
+            loss scale is found with, too, which are left out whatever `nonfinite` says.
+        phase_timeout (`float`, *optional*):
+            Seconds after which a phase of training (`complete`, `sync`, `teach`, `compare` or `save`) is reported on
+            stderr with the stacks of all threads. It goes on nevertheless.
         vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
             What vLLM is sent when a student with a LoRA adapter has moved: `"adapter"` sends the adapter alone, from
             memory, `"full"` all weights with the adapter worked in, `"auto"` the adapter where vLLM takes it.
@@ -152,6 +170,18 @@ class OPSDConfig(DistillationConfig):
         default="auto",
         metadata={"help": "Where the teacher's targets wait to be used: 'auto', 'cpu' or 'accelerator'."},
     )
+    nonfinite: str = field(
+        default="raise",
+        metadata={"help": "What becomes of a step with a loss or gradient that is NaN or infinite: 'raise' or 'skip'."},
+    )
+    nonfinite_skip_limit: int = field(
+        default=10,
+        metadata={"help": "Optimizer steps in a row that may be left out before it is an error."},
+    )
+    phase_timeout: float | None = field(
+        default=None,
+        metadata={"help": "Seconds after which a phase that still goes on is reported with the stacks of all threads."},
+    )
     vllm_weight_sync: str = field(
         default="auto",
         metadata={"help": "What a student with a LoRA adapter sends to vLLM: 'auto', 'adapter' or 'full'."},
@@ -180,7 +210,9 @@ class OPSDConfig(DistillationConfig):
         self._check_sampling()
         self._check_generation_kwargs()
         self._check_vllm()
+        self._check_survival()
         self._check_without_effect()
+        self._check_accumulation()
         if not isinstance(self.resume_with_changes, list | None):
             raise ValueError(f"`resume_with_changes={self.resume_with_changes!r}`: expected a list of names.")
 
@@ -283,6 +315,12 @@ class OPSDConfig(DistillationConfig):
                 "to be sent to vLLM: remove it."
             )
 
+    def _check_survival(self) -> None:
+        _one_of("nonfinite", self.nonfinite, ("raise", "skip"))
+        _at_least_one("nonfinite_skip_limit", self.nonfinite_skip_limit)
+        if self.phase_timeout is not None:
+            _above("phase_timeout", self.phase_timeout, 0.0)
+
     def _check_generation_kwargs(self) -> None:
         known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
         for name, value in (self.generation_kwargs or {}).items():
@@ -295,6 +333,8 @@ class OPSDConfig(DistillationConfig):
                     f"{given} would change what a rollout returns; the trainer needs one completion of token ids for "
                     "each prompt, ended by the tokenizer's and the model's own end tokens: remove it."
                 )
+            if name in _FAIL_IN_GENERATE and not self.use_vllm:
+                raise ValueError(f"{given}: it {_FAIL_IN_GENERATE[name]}.")
             if name == "disable_compile":
                 raise ValueError(f"{given}: TRL always sets it; remove it.")
             if name not in known and not self.use_vllm:
@@ -318,6 +358,16 @@ class OPSDConfig(DistillationConfig):
             raise ValueError(
                 "`train_sampling_strategy='group_by_length'` has no effect here, completions have no length before "
                 "they are written: remove it."
+            )
+
+    def _check_accumulation(self) -> None:
+        """transformers refuses the same, when the student has been loaded and in other words."""
+        theirs = self.deepspeed_plugin.deepspeed_config if self.deepspeed_plugin else {}
+        steps = theirs.get("gradient_accumulation_steps", "auto")
+        if steps not in ("auto", self.gradient_accumulation_steps):
+            raise ValueError(
+                f"`gradient_accumulation_steps` is {steps} in the accelerate or DeepSpeed file and "
+                f"{self.gradient_accumulation_steps} in `OPSDConfig`: remove it from the file."
             )
 
 

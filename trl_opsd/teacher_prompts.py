@@ -85,6 +85,11 @@ class TeacherPrompts:
     def _with_context(self, prompt: Any, context: Any, where: str) -> Any:
         kind = check_prompt(prompt, f"The prompt in {where}")
         context = _as_text(context, where)
+        if not context:
+            raise ValueError(
+                f"The privileged_context in {where} is empty: tell the teacher what the student does not see, or "
+                "remove the row."
+            )
         if kind == "text":
             return self.template.format(prompt=prompt, privileged_context=context)
         users = [position for position, message in enumerate(prompt) if message["role"] == "user"]

@@ -72,6 +72,7 @@ TEARS = [
 ]
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize(("tear", "problem"), TEARS)
 def test_a_tear_that_nobody_notices(tmp_path, tear, problem):
     whole, torn = saved(tmp_path, 3), saved(tmp_path, 10)
@@ -88,6 +89,7 @@ def test_a_tear_that_nobody_notices(tmp_path, tear, problem):
         checked(str(torn), tmp_path)
 
 
+@pytest.mark.refusal
 def test_a_folder_without_a_whole_checkpoint_is_taken_for_one(tmp_path):
     with pytest.raises(ValueError, match="There is no complete checkpoint in"):
         checked(True, tmp_path)
@@ -95,6 +97,7 @@ def test_a_folder_without_a_whole_checkpoint_is_taken_for_one(tmp_path):
         checked(str(tmp_path / "checkpoint-9"), tmp_path)
 
 
+@pytest.mark.refusal
 def test_a_checkpoint_of_plain_transformers_that_is_refused_although_it_was_named(tmp_path):
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
@@ -224,6 +227,7 @@ class TestRotation:
         assert problems(far) == []
         assert self.steps(run_dir) == [1, 3]
 
+    @pytest.mark.refusal
     def test_a_kill_during_rotation_leaves_half_a_checkpoint(self, tmp_path, monkeypatch):
         old, new = self.at(saved(tmp_path, 1), 1000), saved(tmp_path, 2)
 
@@ -239,6 +243,7 @@ class TestRotation:
         assert checked(True, tmp_path) == (new, [])
 
 
+@pytest.mark.refusal
 def test_a_symlink_where_checkpoints_are_written_is_followed(tmp_path):
     elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "out"
     elsewhere.mkdir()

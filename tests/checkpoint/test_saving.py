@@ -35,6 +35,7 @@ def test_a_checkpoint_of_a_training_that_is_not_whole(make_trainer, tmp_path):
         assert set(json.loads((folder / MANIFEST).read_text())["files"]) == names(folder) - {MANIFEST}
 
 
+@pytest.mark.refusal
 def test_a_torn_checkpoint_is_resumed_from(make_trainer, tmp_path, caplog):
     whole = make_trainer(**EACH_STEP)
     whole.train()
@@ -52,6 +53,7 @@ def test_a_torn_checkpoint_is_resumed_from(make_trainer, tmp_path, caplog):
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize(("asked", "message"), [(True, "There is no complete checkpoint"), ("no/where", "no/where")])
 def test_resuming_from_nothing_starts_a_run(make_trainer, asked, message):
     trainer = make_trainer()
@@ -98,6 +100,7 @@ def test_the_best_model_is_not_found_at_the_end(make_trainer, tmp_path, limit, l
         assert state["best_model_checkpoint"] == str(best), "not where it was while it was being written"
 
 
+@pytest.mark.refusal
 def test_a_torn_best_model_is_loaded_and_the_others_deleted(make_trainer, tmp_path):
     class Tear(transformers.TrainerCallback):
         def on_save(self, args, state, control, **kwargs):

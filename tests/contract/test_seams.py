@@ -11,7 +11,8 @@ from transformers import Trainer
 from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd._compat import transformers, trl
+from trl_opsd._compat import steps, transformers, trl
+from trl_opsd._compat.steps import GuardedSteps
 from trl_opsd._compat.transformers import SafeCheckpoints
 from trl_opsd._compat.trl import SeamTrainer
 
@@ -20,6 +21,7 @@ CUTS = [
     for theirs, ours, seams in (
         (DistillationTrainer, SeamTrainer, trl.SEAMS),
         (Trainer, SafeCheckpoints, transformers.SEAMS),
+        (Trainer, GuardedSteps, steps.SEAMS),
     )
     for name in seams
 ]
@@ -37,7 +39,10 @@ def test_the_override_takes_what_their_method_takes(theirs, ours, seams, name):
     assert tuple(inspect.signature(getattr(ours, name)).parameters) == seams[name]
 
 
-@pytest.mark.parametrize(("ours", "seams"), [(SeamTrainer, trl.SEAMS), (SafeCheckpoints, transformers.SEAMS)])
+@pytest.mark.parametrize(
+    ("ours", "seams"),
+    [(SeamTrainer, trl.SEAMS), (SafeCheckpoints, transformers.SEAMS), (GuardedSteps, steps.SEAMS)],
+)
 def test_every_override_of_a_private_method_is_in_the_table(ours, seams):
     inherited = {name for base in DistillationTrainer.__mro__[:-1] for name in vars(base)}
     private = {name for name in vars(ours) if name.startswith("_") and not name.startswith("__")}

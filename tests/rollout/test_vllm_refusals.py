@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from types import SimpleNamespace
 
 import pytest
 import tiny
+from accelerate.utils import DistributedType
 
 pytest.importorskip("vllm")
 
 from vllm_lab import engines_are_shared, lora, make, student  # noqa: F401 (two of them are fixtures)
 
 from trl_opsd._compat import vllm as compat
+from trl_opsd.rollout import synced
 
 pytestmark = pytest.mark.vllm
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -27,7 +31,8 @@ pytestmark = pytest.mark.vllm
         ({"vllm_max_model_length": 0}, "an integer of at least 1"),
         ({"vllm_max_model_length": 1024}, "the student's context is 256"),
         ({"vllm_max_model_length": 16}, "leaves no room for a prompt"),
-        ({"vllm_mode": "server"}, "set `vllm_mode='colocate'`"),
+        ({"vllm_mode": "served"}, "Did you mean 'server'"),
+        ({"vllm_mode": "server", "vllm_server_port": 9, "vllm_server_timeout": 0}, "No vLLM server at .*127.0.0.1:9 "),
         ({"vllm_tensor_parallel_size": 2}, "set it to 1"),
         ({"vllm_enable_sleep_mode": True}, "on the platform 'cpu'; set it to False"),
         ({"vllm_weight_sync": "adapter"}, "the student has no adapter; use 'auto' or 'full'"),
@@ -43,11 +48,31 @@ def test_an_option_that_cannot_work_with_vllm_is_noticed(make, given, message): 
         make(**given)
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("distributed", "is_quantized", "message"),
+    [
+        ("FSDP", False, "with FSDP is not supported.*or set `use_vllm=False`"),
+        ("NO", True, "with a quantized student is not"),
+    ],
+)
+def test_a_student_whose_weights_cannot_be_sent_is_noticed(distributed, is_quantized, message):
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(vllm_max_model_length=None),
+        model=SimpleNamespace(is_quantized=is_quantized, config=tiny.qwen2().config),
+        accelerator=SimpleNamespace(distributed_type=DistributedType[distributed]),
+    )
+    with pytest.raises(ValueError, match=message):
+        synced.check_student(trainer)
+
+
+@pytest.mark.refusal
 def test_a_student_without_a_checkpoint_is_noticed(make):  # noqa: F811
     with pytest.raises(ValueError, match=r"'' does not load as one: .*save_pretrained\(folder\)"):
         make(model=tiny.qwen2(64))
 
 
+@pytest.mark.refusal
 def test_a_checkpoint_of_another_shape_than_the_students_is_noticed(make, tmp_path):  # noqa: F811
     tiny.qwen2(64, num_hidden_layers=3).save_pretrained(tmp_path / "other")
     model = student(tmp_path / "student")
@@ -56,6 +81,7 @@ def test_a_checkpoint_of_another_shape_than_the_students_is_noticed(make, tmp_pa
         make(model=model)
 
 
+@pytest.mark.refusal
 def test_an_adapter_that_is_not_lora_is_noticed(make):  # noqa: F811
     from peft import IA3Config
 
@@ -64,6 +90,7 @@ def test_an_adapter_that_is_not_lora_is_noticed(make):  # noqa: F811
         make(peft_config=config)
 
 
+@pytest.mark.refusal
 def test_a_missing_vllm_is_noticed_where_it_is_chosen(make, monkeypatch):  # noqa: F811
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest))
@@ -73,6 +100,7 @@ def test_a_missing_vllm_is_noticed_where_it_is_chosen(make, monkeypatch):  # noq
         make()
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize("version", ["0.21.9", "0.32.0"])
 def test_a_vllm_of_another_version_is_noticed(monkeypatch, version):
     monkeypatch.setattr(compat, "_version_of", lambda distribution: version)

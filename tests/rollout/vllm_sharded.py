@@ -1,9 +1,13 @@
-"""Run by two processes: trains under ZeRO-3 with a vLLM engine in each, and writes down how far they were apart."""
+"""Run by two processes: trains under ZeRO-3 with a vLLM engine in each, and writes down how far they were apart.
+
+At last one of them fails while it sends weights.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +38,21 @@ def main(folder: Path) -> None:
         trainer.train()
         gaps = [row["rollout/logprob_gap"] for row in trainer.state.log_history if "rollout/logprob_gap" in row]
         results[name] = {"gaps": gaps, "mode": trainer.rollout._mode, "processes": trainer.accelerator.num_processes}
+    results["announced"] = announced_as_drawn(trainer)
     results["fault"] = fault_on_one(trainer)
     if trainer.accelerator.is_main_process:
         (folder / "results.json").write_text(json.dumps(results))
+    fail_on_one(trainer)
+    trainer.train()
+
+
+def announced_as_drawn(trainer: OPSDTrainer) -> bool:
+    """Whether names, dtypes and shapes are known before anything is gathered; a server has to be told them first."""
+    stream = weight_sync.Stream(weight_sync.weights_of(trainer.model), torch.bfloat16, trainer.gathered)
+    announced = stream.announced()
+    with torch.no_grad(), stream as weights:
+        drawn = [(name, str(part.dtype).removeprefix("torch."), list(part.shape)) for name, part in weights]
+    return announced == drawn and len(drawn) > 0
 
 
 def fault_on_one(trainer: OPSDTrainer) -> list[str]:
@@ -53,6 +69,17 @@ def fault_on_one(trainer: OPSDTrainer) -> list[str]:
     everyone = [None] * trainer.accelerator.num_processes
     torch.distributed.all_gather_object(everyone, said)
     return everyone
+
+
+def fail_on_one(trainer: OPSDTrainer) -> None:
+    """From now on, one process's engine takes no weights."""
+
+    def fail(layers: Any) -> None:
+        print(f"\nRAISES {time.time()}", file=sys.stderr, flush=True)
+        raise RuntimeError("injected into sync")
+
+    if trainer.accelerator.process_index == 1:
+        trainer.rollout._engine.load_adapter = fail
 
 
 if __name__ == "__main__":

@@ -156,6 +156,7 @@ class TestEma:
         saved = load_file(tmp_path / "checkpoint-3" / FILE)
         assert set(saved) == {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
 
+    @pytest.mark.refusal
     def test_a_checkpoint_without_an_average_is_refused(self, make_own, tmp_path):
         options = {"save_strategy": "steps", "save_steps": 2, "peft_config": LORA}
         make_own("base", **options).train()
@@ -168,7 +169,7 @@ class TestEma:
     def test_half_precision_does_not_stand_still(self):
         student = {"w": torch.full((4,), 1.0078125, dtype=torch.bfloat16)}  # the next number after 1
         teacher = {"w": torch.ones(4, dtype=torch.bfloat16)}
-        average = Average(student, teacher, rate=0.05, every=1)
+        average = Average(lambda: student, teacher, rate=0.05, every=1)
         for _ in range(100):
             average.update()
         assert torch.equal(teacher["w"], student["w"])
@@ -183,6 +184,7 @@ class TestEma:
         for mine, theirs in zip(near.model.parameters(), far.model.parameters(), strict=True):
             assert torch.equal(mine, theirs)
 
+    @pytest.mark.refusal
     def test_more_than_an_adapter_is_refused(self, make_own):
         lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
         with pytest.raises(ValueError, match=r"averages LoRA weights only, but '.*lm_head.*' is trained too"):
@@ -190,23 +192,32 @@ class TestEma:
 
 
 class TestRefusals:
+    @pytest.mark.refusal
+    @pytest.mark.before_loading
     def test_a_teacher_that_knows_no_more_than_the_student(self, make_own):
         with pytest.raises(ValueError, match=r"tells the teacher nothing .* only \['prompt'\]. Add a column 'priv"):
             make_own("base", train_dataset=tiny.rows())
 
+    @pytest.mark.refusal
     @pytest.mark.parametrize("given", [{"kind": "base", "peft_config": LORA}, {"kind": "live"}])
     def test_moving_weights_that_are_the_students_own(self, make_own, given):
         with pytest.raises(ValueError, match="`teacher_offload='cpu'` has nothing to move: with `teacher_model_kind="):
             make_own(**given, teacher_offload="cpu")
 
+    @pytest.mark.refusal
+    @pytest.mark.before_loading
     def test_two_teachers(self, make_trainer):
         with pytest.raises(ValueError, match=r"There are two teachers: .* `teacher_model_kind='base'`: leave one"):
             make_trainer(teacher_model=tiny.qwen2(48, 1), teacher_model_kind="base")
 
+    @pytest.mark.refusal
+    @pytest.mark.before_loading
     def test_none(self, make_trainer):
         with pytest.raises(ValueError, match=r"There is no teacher: .* or `teacher_model_kind='base'`"):
             make_trainer(teacher_model=None)
 
+    @pytest.mark.refusal
+    @pytest.mark.before_loading
     @pytest.mark.parametrize(
         ("option", "message"),
         [

@@ -347,6 +347,8 @@ def _quantised() -> Any:
 
 
 class TestRefusals:
+    @pytest.mark.refusal
+    @pytest.mark.before_loading
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -372,6 +374,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=re.escape(message)):
             tiny.config(tmp_path, **options)
 
+    @pytest.mark.refusal
     @pytest.mark.parametrize(
         ("teacher", "offload", "message"),
         [
@@ -394,6 +397,7 @@ class TestRefusals:
         trainer = make_trainer(teacher_model=model)
         assert trainer.teacher.targets(rollout()).hidden.shape == (6, 7, 48)
 
+    @pytest.mark.refusal
     def test_a_quantised_checkpoint_whose_own_config_says_so(self, make_trainer, tmp_path):
         tiny.qwen2(48, 1).save_pretrained(tmp_path / "teacher")
         path = tmp_path / "teacher" / "config.json"

@@ -180,6 +180,7 @@ REFUSED = [
         TypeError,
         "The privileged_context in row 1 of train_dataset is None",
     ),
+    ({"privileged_context": ""}, ValueError, "The privileged_context in row 1 of train_dataset is empty"),
     (
         {"teacher_prompt": "x" * 240},
         ValueError,
@@ -188,23 +189,27 @@ REFUSED = [
 ]
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize(("row", "error", "message"), REFUSED, ids=[message[4:50] for *_, message in REFUSED])
 def test_a_row_the_teacher_cannot_read_is_named_at_construction(tmp_path, row, error, message):
     with pytest.raises(error, match=message):
         make(tmp_path, [dict.fromkeys(row, "fine"), row])
 
 
+@pytest.mark.refusal
 def test_both_columns_at_once_are_refused(tmp_path):
     with pytest.raises(ValueError, match="has a 'teacher_prompt' and a 'privileged_context'"):
         make(tmp_path, [{"teacher_prompt": "a", "privileged_context": "b"}] * 2)
 
 
+@pytest.mark.refusal
 def test_a_wrong_value_is_not_shown_in_the_error(tmp_path):
     with pytest.raises((ValueError, TypeError)) as caught:
         make(tmp_path, [{"privileged_context": [{"role": "user", "content": {"SECRET": 1}}]}] * 2)
     assert "SECRET" not in str(caught.value)
 
 
+@pytest.mark.refusal
 def test_a_context_without_a_message_of_the_user_to_join_is_refused(tmp_path):
     trainer = make(tmp_path, [{}, {}])
     with pytest.raises(ValueError, match="row 7 has no user message, which `teacher_prompt_template` could add"):
@@ -224,6 +229,7 @@ def test_too_long_for_the_teacher_alone_is_dropped_when_asked(tmp_path):
     assert trainer.dropped_prompts["train_dataset"] == 1
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize(
     ("made", "error", "message"),
     [
@@ -248,16 +254,20 @@ def test_a_function_may_be_given_what_the_columns_alone_could_not_tell(tmp_path)
     same(targets(trainer), direct(trainer, ids))
 
 
+@pytest.mark.refusal
+@pytest.mark.before_loading
 def test_columns_a_function_would_miss_are_not_removed_silently(tmp_path):
     with pytest.raises(ValueError, match="would hide columns from `teacher_prompt_fn`"):
         make(tmp_path, [{}, {}], teacher_prompt_fn=lambda row, text: "a", remove_unused_columns=True)
 
 
+@pytest.mark.refusal
 def test_template_arguments_for_a_teacher_that_reads_text_are_refused(tmp_path):
     with pytest.raises(ValueError, match="has no effect: what the teacher reads is text"):
         make(tmp_path, [{}, {}], teacher_chat_template_kwargs={"enable_thinking": True})
 
 
+@pytest.mark.refusal
 def test_a_teacher_with_a_smaller_context_is_not_read_past_it(tmp_path):
     """`evaluate` may be given rows the trainer has not seen before, without what the others had for the teacher."""
     trainer = make(tmp_path, [{"privileged_context": "x"}] * 2, teacher=tiny.qwen2(48, 1, max_position_embeddings=64))
@@ -268,6 +278,7 @@ def test_a_teacher_with_a_smaller_context_is_not_read_past_it(tmp_path):
         trainer._generate_and_score_completions([{"prompt": trainer.processing_class.decode([40] * 60)}])
 
 
+@pytest.mark.refusal
 def test_a_stream_is_checked_row_by_row(tmp_path):
     stream = IterableDataset.from_generator(lambda: iter([{"prompt": "a", "privileged_context": None}] * 4))
     trainer = OPSDTrainer(
@@ -281,6 +292,8 @@ def test_a_stream_is_checked_row_by_row(tmp_path):
         trainer.train()
 
 
+@pytest.mark.refusal
+@pytest.mark.before_loading
 @pytest.mark.parametrize(
     ("template", "message"),
     [

@@ -89,6 +89,7 @@ def test_a_batch_of_one_teachers_rows_only(make_trainer):
     assert all(loss > 0 for loss in history(trainer))
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -109,6 +110,8 @@ def test_an_unknown_name_is_refused_with_the_known_ones_before_a_teacher_is_load
         )
 
 
+@pytest.mark.refusal
+@pytest.mark.before_loading
 def test_a_missing_column_is_refused(make_trainer):
     with pytest.raises(ValueError, match=r"There are several teachers, but train_dataset has no column 'teacher'"):
         make_trainer(teacher_model=teachers())
@@ -120,12 +123,16 @@ def test_teachers_take_turns_on_the_device(make_trainer):
     assert history(make_trainer(**given, teacher_offload="stream")) == near
 
 
+@pytest.mark.refusal
+@pytest.mark.before_loading
 def test_several_sharded_teachers_are_refused(make_trainer, monkeypatch):
     monkeypatch.setattr("trl_opsd.config.is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ValueError, match="`teacher_offload='zero3'` with several teachers"):
         make_trainer(teacher_model=teachers(), train_dataset=rows(), teacher_offload="zero3")
 
 
+@pytest.mark.refusal
+@pytest.mark.before_loading
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [

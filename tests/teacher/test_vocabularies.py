@@ -65,12 +65,14 @@ def permuted():
     return words
 
 
+@pytest.mark.refusal
 def test_a_permuted_token_map_is_refused_with_the_first_differing_ids(make_trainer):
     message = "differ: id 3 is '\"' for the teacher and '!' for the student; id 4 is '!' for the teacher and '\"' for"
     with pytest.raises(ValueError, match=message):
         make_trainer(teacher_processing_class=permuted())
 
 
+@pytest.mark.refusal
 def test_the_tokenizer_beside_a_teacher_is_compared_before_the_teacher_is_loaded(make_trainer, tmp_path, monkeypatch):
     permuted().save_pretrained(tmp_path / "teacher")
     tiny.qwen2(48, 1).config.save_pretrained(tmp_path / "teacher")
@@ -86,11 +88,13 @@ def test_a_teacher_beside_the_students_tokenizer_is_taken(make_trainer, tmp_path
     make_trainer(teacher_model=str(tmp_path / "teacher")).train()
 
 
+@pytest.mark.refusal
 def test_a_tokenizer_for_a_teacher_that_does_not_exist_is_refused(make_trainer):
     with pytest.raises(ValueError, match=r"names \['tutor'\], but the teachers are \['teacher'\]"):
         make_trainer(teacher_processing_class={"tutor": tiny.tokenizer()})
 
 
+@pytest.mark.refusal
 def test_a_token_one_side_lacks_is_named():
     more = tiny.tokenizer()
     more.add_tokens(["extra", "more", "and", "another"])
@@ -105,11 +109,13 @@ def test_ids_behind_the_tokenizers_last_are_shared_only_where_the_heads_are_of_o
     assert shared_vocabulary(student, {"teacher": teacher}, tiny.tokenizer()) == shared
 
 
+@pytest.mark.refusal
 def test_a_head_with_fewer_rows_than_the_tokenizer_has_tokens_is_refused():
     with pytest.raises(ValueError, match=r"head of the big one has 258 rows, .* 259 tokens \(rows of all heads: stud"):
         shared_vocabulary(300, {"big one": 258}, tiny.tokenizer())
 
 
+@pytest.mark.refusal
 @pytest.mark.parametrize("role", ["student", "teacher"])
 def test_a_head_unlike_its_config_is_refused_with_both_numbers(make_trainer, role):
     models = {"student": tiny.qwen2(32, 0), "teacher": tiny.qwen2(48, 1)}

@@ -1,14 +1,15 @@
-"""A second DeepSpeed beside the student's: for a model that is only read, with a config in which nothing is trained."""
+"""A second DeepSpeed beside the student's, for a model that is only read, and what to know of the student's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from accelerate.utils import patch_environment
+from torch import Tensor, nn
 from transformers.integrations import deepspeed as integration
 
 Config = dict[str, Any]
@@ -43,12 +44,41 @@ def reader_config(dtype: torch.dtype, width: int, device: torch.device) -> Confi
     }
 
 
+def blind_settings(config: Config) -> list[str]:
+    """Names of settings with which a student's engine steps without a look at its gradient; it can skip otherwise.
+
+    Args:
+        config (`dict`):
+            Of DeepSpeed, for a student.
+    """
+    zero = config.get("zero_optimization", {})
+    settings = {
+        "zero_optimization.stage": zero.get("stage", 0) != 0,
+        "zero_optimization.compute_grad_norm": zero.get("compute_grad_norm", True),
+        "bf16.check_grad_overflow": config.get("bf16", {}).get("check_grad_overflow", True),
+    }
+    return [name for name, looks in settings.items() if not looks]
+
+
+@contextmanager
+def gathered(parameters: Sequence[Tensor], written: bool = False) -> Iterator[None]:
+    """Parameters that ZeRO-3 has split are whole for as long as the context lasts; if `written`, to be changed too."""
+    if not parameters:
+        yield
+        return
+    from deepspeed import zero  # slow, and not everybody has it
+
+    with zero.GatheredParameters(parameters, modifier_rank=0 if written else None):
+        yield
+
+
 @contextmanager
 def loading(config: Config | None) -> Iterator[None]:
-    """What `from_pretrained` sees of DeepSpeed: this config, or nothing, whatever the student's is.
+    """What `from_pretrained` sees of the launch: this config of DeepSpeed, or nothing, whatever the student's is.
 
-    While a ZeRO-3 config is alive, `transformers` splits every model it loads by that config. It is back afterwards,
-    also after an exception.
+    While a ZeRO-3 config is alive, `transformers` splits every model it loads by that config; and with accelerate's
+    `fsdp_cpu_ram_efficient_loading` it fills all but the first process's with zeros, for FSDP to replace. Both are back
+    afterwards, also after an exception.
     """
     students = integration._hf_deepspeed_config_weak_ref  # it can be set and unset in public, but not read
     ours = None
@@ -57,7 +87,8 @@ def loading(config: Config | None) -> Iterator[None]:
             integration.unset_hf_deepspeed_config()
         else:
             ours = integration.HfDeepSpeedConfig(config)  # sets itself, and counts for as long as it lives
-        yield
+        with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+            yield
     finally:
         integration._hf_deepspeed_config_weak_ref = students
         del ours

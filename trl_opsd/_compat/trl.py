@@ -5,33 +5,44 @@ B rows · P prompt tokens · C completion tokens
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from torch import Tensor
 from torch.utils.data import Sampler
 from trl import DistillationConfig, DistillationTrainer
+from trl.generation.vllm_client import VLLMClient
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
 
+from trl_opsd._compat.shards import is_split_model, unsharded
+from trl_opsd._compat.steps import GuardedSteps
 from trl_opsd._compat.transformers import SafeCheckpoints
 from trl_opsd.clock import PhaseClock
 from trl_opsd.epochs import EpochSampler
 from trl_opsd.rng import preserved_rng
 from trl_opsd.types import LossParts, OutputHead, Rollout, TeacherTargets
+from trl_opsd.watchdog import Watchdog
 
 __all__ = [
     "SEAMS",
     "DistillationConfig",
     "SeamTrainer",
+    "VLLMClient",
     "create_model_from_path",
     "gathered_head",
     "get_config_model_id",
+    "whole_head",
 ]
+
+logger = get_logger(__name__)
 
 SEAMS: dict[str, tuple[str, ...]] = {
     "_tokenize_prompts": ("self", "prompts"),
@@ -44,13 +55,14 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
+    "_save_checkpoint": ("self", "model", "trial"),
     "log": ("self", "logs", "start_time"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
 }
 """TRL's methods that are overridden here, with their parameters; a test holds them against the installed TRL."""
 
 
-class SeamTrainer(SafeCheckpoints, DistillationTrainer):
+class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
     """TRL's trainer with its loop cut open at three places: `complete`, `teach` and `compare`.
 
     A subclass fills in those three and three checks; everything it needs to know of a step comes as our own types.
@@ -75,10 +87,12 @@ class SeamTrainer(SafeCheckpoints, DistillationTrainer):
             super().__init__(teacher_model=None, args=args, **kwargs)
         finally:
             args.use_vllm, args.model_init_kwargs = use_vllm, loading
+        self._check_fsdp()
         self._first_turn = False
         self._unwritten_rows: list[int] = []
         self._loss_parts: LossParts | None = None
-        self._clocks = {"train": PhaseClock(), "eval": PhaseClock()}
+        watchdog = Watchdog(self.args.phase_timeout, self.accelerator.process_index)
+        self._clocks = {mode: PhaseClock(watchdog) for mode in ("train", "eval")}
         self._totals: dict[str, dict[str, float]] = {"train": defaultdict(float), "eval": defaultdict(float)}
 
     # ---- What a subclass fills in -------------------------------------------------------------------------------
@@ -118,7 +132,7 @@ class SeamTrainer(SafeCheckpoints, DistillationTrainer):
         raise NotImplementedError
 
     def check_sums(self, sums: dict[str, float]) -> None:
-        """Refuses a loss, before its gradient exists, by its sums over all processes."""
+        """Refuses a loss, before its gradient exists, by its sums over all processes, which are finite."""
         raise NotImplementedError
 
     # ---- What a subclass may use --------------------------------------------------------------------------------
@@ -153,10 +167,24 @@ class SeamTrainer(SafeCheckpoints, DistillationTrainer):
         """Adds a number of this process to the next log, which shows the mean; in an evaluation as `eval_<name>`."""
         self._metrics[self._mode][name].append(value)
 
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Bills what runs inside to a phase of training, `time/<name>` in the log, and reports it if it hangs."""
+        return self._clocks[self._mode](name)
+
     def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
         """Makes parameters that ZeRO-3 has split whole, to be read, for as long as the context lasts. Collective."""
         context: AbstractContextManager[Any] = self._dist.gather_params(parameters)
         return context
+
+    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(student, *args)`: in the wrapper's own forward if that has split the student, and then collective.
+
+        Only there do ZeRO-3 and FSDP2 bring the weights. The bare student does without a wrapper where it is whole.
+        """
+        student = self.accelerator.unwrap_model(self.model_wrapped)
+        if not is_split_model(student):
+            return function(student, *args)
+        return self._forward_redirection(self.model_wrapped, student, partial(function, student, *args))
 
     @contextmanager
     def student_for_generation(self) -> Iterator[Any]:
@@ -190,6 +218,18 @@ class SeamTrainer(SafeCheckpoints, DistillationTrainer):
             self.model.train(was_training)
             del error  # it leads back to this frame, and would keep tensors alive
 
+    def _check_fsdp(self) -> None:
+        if self._dist.fsdp_version == 1:
+            raise ValueError(
+                "The launch has `fsdp_version: 1`, whose weights are in one flat piece that the loss cannot read its "
+                "head from: set `fsdp_version: 2` in the accelerate file."
+            )
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not self._dist.is_fsdp:
+            logger.warning(
+                "The launch asks for FSDP, which accelerate starts on accelerators only: nothing is split, this is "
+                "plain data parallelism."
+            )
+
     # ---- Where TRL's loop is cut open ---------------------------------------------------------------------------
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -211,7 +251,7 @@ class SeamTrainer(SafeCheckpoints, DistillationTrainer):
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: dict, has_tool_images: bool = False
     ) -> list[list[int]]:
-        with self._clocks[self._mode]("complete"):
+        with self.phase("complete"):
             completions = self.complete(prompt_ids)
         if self._first_turn:
             # TRL reads the last token of each completion. An empty one travels as a pad token and is masked below.
@@ -226,7 +266,7 @@ class SeamTrainer(SafeCheckpoints, DistillationTrainer):
         batch["completion_mask"][self._unwritten_rows] = 0
         rollout = Rollout.unpack(batch)
         batch["num_items_in_batch"] = self.accelerator.gather(rollout.loss_mask.sum()).sum()
-        with self._clocks[self._mode]("teach"), self.accelerator.autocast():
+        with self.phase("teach"), self.accelerator.autocast():
             batch.update(self.teach(rollout, inputs).pack())
         self._totals[self._mode]["generation_batches"] += 1
         return batch
@@ -236,6 +276,8 @@ class SeamTrainer(SafeCheckpoints, DistillationTrainer):
             unwrapped_student, Rollout.unpack(inputs), TeacherTargets.unpack(inputs), num_items_in_batch
         )
         self._loss_parts = parts
+        if self.model.training:
+            self._probe.attach(unwrapped_student)
         tokens, _, student_entropy, _ = parts.rows.sum(0)
         return parts.loss, student_entropy, tokens
 
@@ -253,6 +295,8 @@ class SeamTrainer(SafeCheckpoints, DistillationTrainer):
             # the dataset is a stream, whose length accelerate does not know.
             sums = self.accelerator.gather_for_metrics(parts.rows).sum(0)
         named = dict(zip(LossParts.ROW_NAMES, sums.tolist(), strict=True))
+        if not self.is_finite_loss(named, parts):
+            return self.condemn(output)
         self.check_sums(named)
         for name, value in named.items():
             self._totals[self._mode][name] += value
@@ -265,6 +309,10 @@ class SeamTrainer(SafeCheckpoints, DistillationTrainer):
             # Used up: the targets in it must not stay in memory while the student writes again, or is evaluated.
             self._buffered_inputs = None
         return loss
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with self._clocks["train"]("save"):
+            super()._save_checkpoint(model, trial)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -310,6 +358,8 @@ class SeamTrainer(SafeCheckpoints, DistillationTrainer):
             prefix = "eval_" if mode == "eval" else ""
             logs.update({prefix + name: value for name, value in self._token_metrics(mode).items()})
             self._start_counting(mode)
+        if mode == "train" and "loss" in logs and self._guard.counts:
+            logs["nonfinite/skipped_steps"] = self._guard.skipped
         super().log(logs, start_time)
 
     # ---- Bookkeeping --------------------------------------------------------------------------------------------
@@ -332,7 +382,7 @@ class SeamTrainer(SafeCheckpoints, DistillationTrainer):
             "entropy/student": totals["student_entropy"] / tokens,
             "entropy/teacher": totals["teacher_entropy"] / tokens,
             **{f"time/{phase}": spent / max(steps, 1) for phase, spent in seconds.items()},
-            "tokens_per_second": tokens / max(sum(seconds.values()), 1e-9),
+            "tokens_per_second": tokens / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),
         }
 
 
@@ -342,3 +392,12 @@ def gathered_head(*heads: OutputHead) -> AbstractContextManager[Any]:
     split = list({id(part): part for part in parts}.values())  # a teacher may have the student's own head
     context: AbstractContextManager[Any] = maybe_gather_lm_head_ctx(*split)
     return context
+
+
+@contextmanager
+def whole_head(model: Any) -> Iterator[OutputHead]:
+    """The head of a model, gathered for as long as the context lasts if ZeRO-3 or FSDP2 has split it. Collective."""
+    with unsharded(model.get_output_embeddings()):
+        head = OutputHead.of(model)
+        with gathered_head(head):
+            yield head

@@ -1,0 +1,30 @@
+"""Reads what the processes of a launch printed when one of them failed."""
+
+from __future__ import annotations
+
+import re
+
+DEADLINE = 30
+"""Seconds within which all have ended once one has failed; the agent ends whoever ignores it after as many."""
+
+
+def check_one_traceback(printed: str, ended: float, first: int) -> None:
+    """One process prints one traceback, the other one line, and soon both have ended.
+
+    Args:
+        printed (`str`):
+            The stderr of all; `RAISES <seconds>` in it says when the first one failed.
+        ended (`float`):
+            When all had ended.
+        first (`int`):
+            Rank of the process that failed first.
+    """
+    of_ranks = [line for line in printed.splitlines() if re.match(r"\[rank\d\]: ", line)]
+    assert [line for line in of_ranks if "Traceback" in line] == [f"[rank{first}]: Traceback (most recent call last):"]
+    assert all(line.startswith(f"[rank{first}]") for line in of_ranks)
+    assert printed.count(f"Rank {1 - first} ends with rank {first}, which failed first; see there.") == 1
+    assert "Connection closed" not in printed
+    if raised := re.search(r"^RAISES ([\d.]+)", printed, re.MULTILINE):
+        seconds = ended - float(raised[1])
+        print(f"\nboth ended after {seconds:.2f} s, {len(of_ranks)} lines of traceback")
+        assert seconds < DEADLINE

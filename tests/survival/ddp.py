@@ -1,0 +1,77 @@
+"""Run as one process: has torch's elastic agent start two, again and again, and breaks one of them each time.
+
+The agent is the one behind `torchrun` and `accelerate launch`; its processes are forked, so that imports are shared.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import faults
+import forks
+import tiny
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+VARIANTS = {
+    f"{policy} {side}{' unclipped' if norm == 0 else ''}": {"side": side, "nonfinite": policy, "max_grad_norm": norm}
+    for policy in ("raise", "skip")
+    for side, norm in (("teacher", 1.0), ("student", 1.0), ("gradient", 1.0), ("gradient", 0.0))
+}
+PHASES = ("complete", "teach", "compare", "save")
+SECONDS = 120
+"""After which a process that still waits is ended, and says where it was."""
+
+
+def every_nan(folder: Path) -> dict[str, Any]:
+    """All variants, in one pair of processes."""
+    teacher = tiny.qwen2(48, seed=1)
+    return {name: faults.trained_with_nan(folder, teacher, **options) for name, options in VARIANTS.items()}
+
+
+def fails(folder: Path, phase: str) -> None:
+    """A script whose training fails, in a phase, or of a NaN."""
+    trainer = faults.make_trainer(folder, tiny.qwen2(48, seed=1), save_strategy="steps", save_steps=1)
+    if phase == "nan":
+        faults.poison(trainer, "teacher")
+    else:
+        faults.fail_in(trainer, phase)
+    trainer.train()
+
+
+def script(what: str, folder: Path) -> Any:
+    """Ends as a script would: by SIGTERM, or with the hook for exceptions and a status."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not as the agent, which it was forked from
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    try:
+        return every_nan(folder) if what == "every nan" else fails(folder, what)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+
+
+def launched(what: str, folder: Path) -> dict[str, Any]:
+    """What came of two processes: what they return, or which failed first; and when they had ended."""
+    try:
+        return {"returned": forks.launch("ddp", script, what, folder)}
+    except ChildFailedError as error:
+        return {"first": error.get_first_failure()[0], "ended": time.time()}
+
+
+def main(folder: Path) -> None:
+    results = {}
+    for what in ("every nan", "nan", *PHASES):
+        with (folder / f"{what}.err").open("wb") as file:
+            os.dup2(file.fileno(), 2)
+        results[what] = launched(what, folder)
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,122 @@
+"""Two real processes, one of which breaks: nothing is learned from it, and neither is left waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from printed import DEADLINE, check_one_traceback
+from processes import SECONDS, launch
+
+HERE = Path(__file__).parent
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 60)]
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("ddp")
+    tiny.qwen2(32, seed=0).save_pretrained(folder / "student")
+    path = os.pathsep.join([str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, HERE / "ddp.py", folder]
+    finished = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=SECONDS)
+    assert finished.returncode == 0, "".join(path.read_text() for path in folder.glob("*.err"))[-3000:]
+    return json.loads((folder / "results.json").read_text()), folder
+
+
+@pytest.fixture(scope="module")
+def zero3(tmp_path_factory) -> tuple[list[dict[str, Any]], Path, str, float]:
+    folder = tmp_path_factory.mktemp("zero3")
+    tiny.qwen2(32, seed=0).save_pretrained(folder / "student")
+    printed = launch("zero3", HERE / "zero3.py", folder, status=1)
+    ended = time.time()
+    assert (folder / "results.json").exists(), printed[-3000:]
+    return json.loads((folder / "results.json").read_text()), folder, printed, ended
+
+
+def check_raised(each: list[dict[str, Any]], side: str) -> None:
+    said = {"teacher": "The teacher's logits are", "student": "The student's logits are", "gradient": "gradient is"}
+    assert [one["processes"] for one in each] == [2, 2]
+    for one in each:
+        assert re.search(rf"{said[side]} NaN or infinite in step 2 on rank 1: ", one["error"])
+        assert one["steps"] == 1
+        assert one["unchanged"]
+        assert one["learned_before"]
+    seconds = max(one["ended"] for one in each) - each[1]["poisoned"][0]
+    print(f"\n{side}: an error in both processes after {seconds:.2f} s")
+    assert seconds < DEADLINE
+
+
+def check_skipped(each: list[dict[str, Any]]) -> None:
+    for one in each:
+        assert one["error"] == ""
+        assert one["steps"] == 3
+        assert one["skipped"] == [0, 1, 1]
+        assert one["unchanged"]
+        assert one["learned_before"]
+        assert one["learned_after"]
+
+
+@pytest.mark.parametrize("variant", ["teacher", "student", "gradient", "gradient unclipped"])
+def test_a_nan_in_one_process_that_the_other_steps_along(ddp, variant):
+    returned = ddp[0]["every nan"]["returned"]
+    check_raised([returned[rank][f"raise {variant}"] for rank in "01"], variant.split()[0])
+    check_skipped([returned[rank][f"skip {variant}"] for rank in "01"])
+    rates = returned["0"][f"skip {variant}"]["rates"]
+    assert len(rates) == 3
+
+
+@pytest.mark.parametrize("phase", ["complete", "teach", "compare", "save"])
+def test_a_process_that_waits_for_one_that_failed_or_hides_why(ddp, phase):
+    results, folder = ddp
+    printed = (folder / f"{phase}.err").read_text()
+    assert results[phase]["first"] == 1, "the agent names the process that failed, not the one that lost its peer"
+    assert f"[rank1]: RuntimeError: injected into {phase}" in printed
+    check_one_traceback(printed, results[phase]["ended"], first=1)
+
+
+def test_an_error_in_both_processes_that_is_printed_twice(ddp):
+    results, folder = ddp
+    printed = (folder / "nan.err").read_text()
+    first = results["nan"]["first"]
+    assert f"[rank{first}]: FloatingPointError: The teacher's logits are NaN or infinite in step 2 on rank 1" in printed
+    check_one_traceback(printed, results["nan"]["ended"], first)
+
+
+def test_the_record_of_what_was_not_finite(ddp):
+    lines = (ddp[1] / "out" / "opsd_nonfinite.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    sides = ["teacher", "student", "gradient", "gradient"]
+    assert [(one["side"], one["ranks"], one["step"]) for one in found] == [
+        (side, [1], 2) for side in [*sides, *sides, "teacher"]
+    ]
+    first, second = found[0]["sums"]
+    assert (first["tokens"], second["teacher_entropy"]) == (2.0, "nan")
+    assert isinstance(first["teacher_entropy"], float)
+    assert found[2]["sums"] == []
+
+
+def test_a_split_student_that_steps_along_a_nan(zero3):
+    each = zero3[0]
+    for side in ("teacher", "gradient"):
+        check_raised([one[f"raise {side}"] for one in each], side)
+    check_skipped([one["skip divergence"] for one in each])
+    check_skipped([one["skip gradient unclipped"] for one in each])
+
+
+def test_a_launch_with_accelerate_that_waits_or_hides_why(zero3):
+    _, folder, printed, ended = zero3
+    assert "[rank1]: RuntimeError: injected into save" in printed
+    check_one_traceback(printed, ended, first=1)
+    assert "checkpoint-1 was not finished; the checkpoints before it are as they were." in printed
+    assert not list((folder / "out").glob("checkpoint-*"))
+    root = printed[printed.index("Root Cause") :]
+    assert re.search(r"rank +: 1 ", root)

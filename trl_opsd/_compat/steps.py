@@ -1,0 +1,149 @@
+"""Makes transformers' trainer look at its loss and its gradient before the optimizer steps along them.
+
+It knows where a step can still be left out; what is to become of it, `nonfinite.py` knows.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType, gather_object
+from torch import Tensor
+from transformers import Trainer
+
+from trl_opsd._compat.deepspeed import blind_settings
+from trl_opsd.failure import one_traceback
+from trl_opsd.nonfinite import Finding, GradientProbe, StepGuard, nonfinite_side
+from trl_opsd.types import LossParts
+
+__all__ = ["SEAMS", "GuardedSteps"]
+
+logger = get_logger(__name__)
+
+SEAMS: dict[str, tuple[str, ...]] = {
+    "_get_grad_norm": ("self", "model", "grad_norm"),
+    "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
+}
+"""Methods of transformers' trainer that are overridden here, with their parameters; a test holds them against it."""
+
+
+class GuardedSteps(Trainer):
+    """A trainer that takes no step along what is not finite, and whose processes end together when one fails."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._probe = GradientProbe()
+        self._guard = self._new_guard()
+        self._check_launch()
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """As transformers', but only the process that failed first prints its traceback."""
+        self._guard = self._new_guard()
+        with one_traceback():
+            try:
+                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            finally:
+                self._probe.detach()
+
+    # ---- The loss -----------------------------------------------------------------------------------------------
+
+    def is_finite_loss(self, named: dict[str, float], parts: LossParts) -> bool:
+        """Whether a loss may be stepped along, by its sums over all processes, which all know.
+
+        Args:
+            named (`dict[str, float]`):
+                The sums over all processes.
+            parts ([`~types.LossParts`]):
+                Of this process.
+
+        Raises:
+            FloatingPointError: It may not, and `nonfinite="raise"`.
+        """
+        side = nonfinite_side(named)
+        if side is None:
+            return True
+        mine = dict(zip(LossParts.ROW_NAMES, parts.rows.sum(0).tolist(), strict=True))
+        each = tuple(gather_object([mine]))
+        ranks = tuple(rank for rank, sums in enumerate(each) if nonfinite_side(sums) is not None)
+        evaluating = not self.model.training
+        step = self.state.global_step + (not evaluating)
+        self._guard.heed(Finding(step=step, side=side, ranks=ranks, sums=each, evaluating=evaluating))
+        return False
+
+    def condemn(self, loss: Tensor) -> Tensor:
+        """A loss whose gradient is NaN in every process, so that every optimizer's own check leaves the step out."""
+        return loss * math.nan
+
+    # ---- The gradient -------------------------------------------------------------------------------------------
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """As transformers', which is called before each step; DeepSpeed has then stepped, or left the step out."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        broken = not _is_finite(norm)
+        if self._is_deepspeed:
+            broken = broken or self.accelerator.optimizer_step_was_skipped
+        if self._guard.condemned or broken:
+            if not (self._guard.condemned or self._scales_loss):
+                ranks = [rank for rank, broken in enumerate(gather_object([self._probe.broken()])) if broken]
+                self._guard.heed(Finding(step=self.state.global_step + 1, side="gradient", ranks=tuple(ranks)))
+            self._guard.left_out()
+            self._leave_out(model)
+        else:
+            self._guard.stepped()
+            self._leaves_out(False)
+        self._probe.forget()
+        return norm
+
+    def _leave_out(self, model: Any) -> None:
+        if not (self._is_deepspeed or self._scales_loss):
+            model.zero_grad()  # to None, and an optimizer passes over what has no gradient: not even its decay remains
+            self._leaves_out(True)
+
+    def _leaves_out(self, step: bool) -> None:
+        """Tells accelerate, as its loss scaler would, so that the learning rate does not move on."""
+        if not (self._is_deepspeed or self._scales_loss):
+            self.optimizer._is_overflow = step
+
+    @property
+    def _is_deepspeed(self) -> bool:
+        return bool(self.accelerator.distributed_type == DistributedType.DEEPSPEED)
+
+    @property
+    def _scales_loss(self) -> bool:
+        return bool(self.accelerator.mixed_precision == "fp16")
+
+    # ---- Construction -------------------------------------------------------------------------------------------
+
+    def _new_guard(self) -> StepGuard:
+        folder = Path(self.args.output_dir) if self.args.should_save else None
+        return StepGuard(self.args.nonfinite, self.args.nonfinite_skip_limit, folder)
+
+    def _check_launch(self) -> None:
+        """Only DeepSpeed can look before it steps, and some of its settings keep it from looking."""
+        if not self._is_deepspeed:
+            return
+        blind = blind_settings(self.accelerator.state.deepspeed_plugin.hf_ds_config.config)
+        if not blind:
+            return
+        message = f"With this value of {', '.join(map(repr, blind))}, DeepSpeed steps without a look at the gradient"
+        if self._guard.policy == "skip":
+            raise ValueError(
+                f"`nonfinite='skip'`: {message}, so it would leave out no step: leave it at its default, with a ZeRO "
+                "stage of at least 1, or set `nonfinite='raise'`, which then checks the loss only."
+            )
+        logger.warning(f"{message}, so only the loss is checked before a step.")
+
+
+def _is_finite(norm: Any) -> bool:
+    if norm is None:
+        return True
+    whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return math.isfinite(float(whole)) and float(whole) >= 0  # DeepSpeed reports a norm of -1 for NaN
