@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fsdp_on_cpu
 import tiny
 import torch
 from datasets import Dataset
@@ -75,21 +76,21 @@ def trainer(folder: Path, variant: str, models: tuple[Any, Any] | None = None, *
     """Eighteen rows, of which an epoch leaves out two; two micro-steps of two rows; everything that draws is on.
 
     The full student learns from a wider teacher and is evaluated in between; the adapter has dropout and is its own
-    teacher, as a moving average unless the options say otherwise. `models` are student and teacher.
+    teacher as a moving average. `models` are student and teacher.
     """
-    of_variant: dict[str, Any] = {"teacher_model_kind": "ema"}
+    of_variant: dict[str, Any] = {"teacher_model_kind": "ema", "teacher_update_rate": 0.5}
     if variant == "full":
         of_variant = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 2}
     given = {"max_steps": -1, "num_train_epochs": EPOCHS, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
     given |= {"max_completion_length": 6, **of_variant, **options}
-    if given.get("teacher_model_kind") == "ema":
-        given["teacher_update_rate"] = 0.5
     train_dataset = given.pop("train_dataset", rows(18))
     student, teacher = models or (tiny.qwen2(32, seed=0), tiny.qwen2(48, seed=1))
+    args = tiny.config(folder, **given)
+    fsdp_on_cpu.allow()
     made = Watched(
         model=student,
         teacher_model=teacher if variant == "full" else None,
-        args=tiny.config(folder, **given),
+        args=args,
         train_dataset=train_dataset,
         eval_dataset=rows(2),
         processing_class=tiny.tokenizer(),

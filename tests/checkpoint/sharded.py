@@ -32,8 +32,7 @@ Make = Callable[..., Watched]
 STOPPED_FROM, RESUMED_AT = 2, (3, 4)
 """In the middle of the second epoch, and where the third begins."""
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
-VARIANTS = {"full": {}, "lora": {"teacher_model_kind": "base"}}
-"""What is trained, and the options with it: an average of the student needs it whole."""
+VARIANTS = ("full", "lora")
 KILLS = (
     (1, "half _unfinished/checkpoint-N/global_stepN/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     (0, "open _unfinished/checkpoint-N/opsd_manifest.json"),
@@ -48,13 +47,13 @@ KILLS = (
 def resume(make: Make, folder: Path) -> dict[str, Any]:
     """For each variant a whole run, and two that go on from its checkpoints in another folder."""
     seen: dict[str, Any] = {}
-    for variant, options in VARIANTS.items():
-        whole = make(folder / variant, variant, **EACH_STEP, **options)
+    for variant in VARIANTS:
+        whole = make(folder / variant, variant, **EACH_STEP)
         whole.train()
         seen[variant] = {"whole": asdict(whole.witness), "resumed": {}}
         for step in RESUMED_AT:
             torch.manual_seed(12345)  # whatever this process drew before may not matter
-            other = make(folder / "elsewhere", variant, **options)
+            other = make(folder / "elsewhere", variant)
             other.train(resume_from_checkpoint=str(folder / variant / f"checkpoint-{step}"))
             seen[variant]["resumed"][step] = asdict(other.witness)
     seen["strategy"] = [str(whole.accelerator.distributed_type), whole.accelerator.num_processes]
@@ -141,7 +140,7 @@ def _named(folder: Path) -> list[str]:
 
 def every_change(make: Make, folder: Path) -> list[tuple[int, str]]:
     """What each process of a save that is let through changes; with that the folder has one more checkpoint."""
-    changes = forks.launch("zero3_cpu", save_once, make, folder, folder.with_suffix(".note"), 0, None)
+    changes = forks.launch("zero3_cpu", save_once, make, folder, folder.parent / "through", 0, None)
     return [(rank, change) for rank, seen in changes.items() for change in dict.fromkeys(seen)]
 
 
