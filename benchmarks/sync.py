@@ -86,7 +86,8 @@ def ours(student: Any, engine: Engine, apart: bool, dtype: torch.dtype) -> tuple
                 engine.load_adapter(layers)
             else:
                 stream = Stream(weights_of(student), dtype, gathered)
-                engine.load(iter(stream))
+                with stream as weights:
+                    engine.load(weights)
                 took["bytes"] = stream.bytes
             engine.forget_prefixes()
         took["calls"] = 1

@@ -5,7 +5,8 @@ accelerate launch --config_file examples/accelerate_configs/zero3.yaml examples/
     --dataset_name trl-lib/ultrafeedback-prompt --learning_rate 2e-5 --output_dir out/qwen
 
 `--config FILE` reads options from YAML, `--use_peft` trains a LoRA adapter. With neither a model nor a file, a small
-student learns the built-in arithmetic, with the options in `arithmetic.yaml`.
+student learns the built-in arithmetic, with the options in `arithmetic.yaml`; it is examined before and after, and
+`score.py` gives what was saved the same examination.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from pathlib import Path
 
 import torch
 from arithmetic import STUDENT, TEACHER
+from arithmetic.evaluate import accuracy
 from arithmetic.task import draw, prompts
 from datasets import load_dataset
+from score import held_out, result
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from trl_opsd import OPSDConfig, OPSDTrainer
@@ -50,9 +53,20 @@ def main(arguments: Sequence[str]) -> OPSDTrainer:
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
+    if built_in:
+        examine(trainer)
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model()
+    if built_in:
+        examine(trainer)
     return trainer
+
+
+def examine(trainer: OPSDTrainer) -> None:
+    """Prints how many held-out problems the student gets right as it is; every process calls it."""
+    with trainer.student_for_generation() as student:  # whole, also where it is split over the processes
+        share = accuracy(student, trainer.processing_class, held_out())
+    trainer.accelerator.print(f"step {trainer.state.global_step}: {result(share)}")
 
 
 if __name__ == "__main__":

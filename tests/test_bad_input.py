@@ -401,3 +401,29 @@ def test_every_new_option_is_documented():
     ours, trls = ({field.name for field in fields(config)} for config in (OPSDConfig, DistillationConfig))
     new = ours - trls
     assert {name for name in new if f"        {name} (" in (OPSDConfig.__doc__ or "")} == new != set()
+
+
+def test_accumulation_that_differs_between_the_launch_and_the_options(tmp_path, monkeypatch):
+    launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+    for name, value in {**launch, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert tiny.config(tmp_path, gradient_accumulation_steps=4).gradient_accumulation_steps == 4
+    with pytest.raises(
+        ValueError, match=r"^`gradient_accumulation_steps` is 4 in the accelerate .* 2 in `OPSDConfig`: r"
+    ):
+        tiny.config(tmp_path, gradient_accumulation_steps=2)
+
+
+def test_a_launch_with_fsdp_of_the_first_kind(make_trainer):
+    trainer = make_trainer()
+    trainer._dist.fsdp_version = 1
+    with pytest.raises(ValueError, match=r"`fsdp_version: 1`.* set `fsdp_version: 2` in the accelerate file"):
+        trainer._check_fsdp()
+
+
+def test_a_launch_with_fsdp_that_splits_nothing(make_trainer, monkeypatch, caplog):
+    make_trainer()
+    assert "FSDP" not in caplog.text
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    make_trainer()
+    assert "nothing is split, this is plain data parallelism" in caplog.text

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trl_opsd.types import OutputHead, Rollout
 
-Gathered: TypeAlias = Callable[[OutputHead], AbstractContextManager[Any]]
+WholeHead: TypeAlias = Callable[[Any], AbstractContextManager[OutputHead]]
 Run: TypeAlias = Callable[..., Any]
 """`run(function, *args)` equals `function(model, *args)`, wherever the model is."""
 
@@ -56,7 +56,11 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
-def prove_head(model: Any, role: str, gathered: Gathered = nullcontext, run: Run | None = None) -> None:
+def _as_it_is(model: Any) -> AbstractContextManager[OutputHead]:
+    return nullcontext(OutputHead.of(model))
+
+
+def prove_head(model: Any, role: str, whole_head: WholeHead = _as_it_is, run: Run | None = None) -> None:
     """Checks by computing both that `model(x).logits` is what [`~types.OutputHead`] makes of the last hidden state,
     and that the head has as many rows as the config says.
 
@@ -68,8 +72,8 @@ def prove_head(model: Any, role: str, gathered: Gathered = nullcontext, run: Run
             The model to probe, on eight tokens.
         role (`str`):
             `"student"` or `"teacher"`, for the message.
-        gathered (`Callable`, *optional*):
-            Makes a head that was split whole, for as long as the context it returns lasts.
+        whole_head (`Callable`, *optional*):
+            Gives the head of a model, whole for as long as the context lasts.
         run (`Callable`, *optional*):
             `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called as it is.
 
@@ -92,7 +96,7 @@ def prove_head(model: Any, role: str, gathered: Gathered = nullcontext, run: Run
         with torch.no_grad():
             hidden_BLH = run(_hidden, ids_BL, torch.ones_like(ids_BL)).to(head.weight.device)
             expected_BLV = run(_own_logits, ids_BL).to(head.weight.device)
-            with gathered(head):
+            with whole_head(model) as head:
                 actual_BLV = _logits(hidden_BLH, head)
     finally:
         model.train(was_training)

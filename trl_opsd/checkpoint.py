@@ -22,8 +22,6 @@ UNFINISHED = "_unfinished"
 """Folder beside the checkpoints in which one is written. Uploads to the Hub leave out what starts with `_`."""
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-_SENTINEL = "checkpoint-is-incomplete.txt"
-"""What transformers leaves in the folder of a checkpoint that it is about to write because of a SIGTERM."""
 _STATE = "trainer_state.json"
 """What transformers writes last into a checkpoint of its own."""
 
@@ -225,11 +223,11 @@ def _free_name(run_dir: Path, name: str) -> Path:
 
 
 def _is_ours(checkpoint: Path) -> bool:
-    """Whether it may be deleted: it has our manifest, or only what transformers writes before there is anything."""
+    """Whether it may be deleted: it has our manifest, or there is nothing in it."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return False
-    names = set(os.listdir(checkpoint))
-    return MANIFEST in names or names <= {_SENTINEL}
+    names = os.listdir(checkpoint)
+    return MANIFEST in names or not names
 
 
 def _remove(unfinished: Path) -> None:

@@ -8,6 +8,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -211,8 +212,15 @@ class OPSDConfig(DistillationConfig):
         self._check_vllm()
         self._check_survival()
         self._check_without_effect()
+        self._check_accumulation()
         if not isinstance(self.resume_with_changes, list | None):
             raise ValueError(f"`resume_with_changes={self.resume_with_changes!r}`: expected a list of names.")
+
+    @property
+    def device(self) -> torch.device:
+        """Of this process. accelerate numbers the CPU of several processes, and torch loads no file onto a number."""
+        device: torch.device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
 
     def build_divergence(self) -> Divergence:
         """The objective as a value: what `divergence` names, else what `beta` says."""
@@ -350,6 +358,16 @@ class OPSDConfig(DistillationConfig):
             raise ValueError(
                 "`train_sampling_strategy='group_by_length'` has no effect here, completions have no length before "
                 "they are written: remove it."
+            )
+
+    def _check_accumulation(self) -> None:
+        """transformers refuses the same, when the student has been loaded and in other words."""
+        theirs = self.deepspeed_plugin.deepspeed_config if self.deepspeed_plugin else {}
+        steps = theirs.get("gradient_accumulation_steps", "auto")
+        if steps not in ("auto", self.gradient_accumulation_steps):
+            raise ValueError(
+                f"`gradient_accumulation_steps` is {steps} in the accelerate or DeepSpeed file and "
+                f"{self.gradient_accumulation_steps} in `OPSDConfig`: remove it from the file."
             )
 
 

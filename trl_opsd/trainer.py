@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -16,9 +17,10 @@ from accelerate.utils import is_peft_model
 from datasets import IterableDataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd import fingerprint
-from trl_opsd._compat.trl import SeamTrainer, gathered_head, get_config_model_id
+from trl_opsd._compat.trl import SeamTrainer, gathered_head, get_config_model_id, whole_head
 from trl_opsd.admission import Reader, admit
 from trl_opsd.arguments import (
     AnyDataset,
@@ -188,8 +190,8 @@ class OPSDTrainer(SeamTrainer):
         self.dropped_prompts: Counter[str] = Counter()
         # TRL has seeded generation by now; whatever is built here must not move it.
         with preserved_rng(self.accelerator.device):
-            if not is_sharded(self.model):  # else it is whole for the first time when it first writes
-                self._prove(self.model)
+            if not (is_sharded(self.model) or is_fsdp_enabled()):  # else not each process has its weights yet
+                self._prove()
             self.readers = Readers(
                 teachers=tuple(models),
                 prompts=TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn),
@@ -209,8 +211,7 @@ class OPSDTrainer(SeamTrainer):
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         if not self._student_is_proved:
-            with self.student_for_generation() as student:
-                self._prove(student)
+            self._prove()
         completions = self.rollout.complete(prompt_ids, self.state.global_step)
         if len(completions) != len(prompt_ids):
             raise ValueError(
@@ -246,13 +247,12 @@ class OPSDTrainer(SeamTrainer):
     def compare(
         self, student: Any, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
     ) -> LossParts:
-        head, teacher_heads = OutputHead.of(student), [teacher.head for teacher in self.teachers.values()]
         hidden_BCH = completion_hidden(student, rollout)
         counts_BC = rollout.loss_mask != 0
         if num_items is None:
             num_items = counts_BC.sum().clamp(min=1)
         parts: LossParts | None = None
-        with gathered_head(head, *teacher_heads):
+        with whole_head(student) as head, self._whole_teacher_heads() as teacher_heads:
             for teacher_head, teacher_BCH, theirs_BC in shares(teacher_heads, targets, counts_BC):
                 per_token = streamed_divergence(
                     LazyLogits(_select(hidden_BCH, theirs_BC, head), head, self.temperature),
@@ -265,6 +265,12 @@ class OPSDTrainer(SeamTrainer):
                 parts = part if parts is None else parts + part
         assert parts is not None, "there is a teacher"
         return parts
+
+    @contextmanager
+    def _whole_teacher_heads(self) -> Iterator[list[OutputHead]]:
+        heads = [teacher.head for teacher in self.teachers.values()]
+        with gathered_head(*heads):
+            yield heads
 
     # ---- What is refused before it costs anything ------------------------------------------------------------------
 
@@ -285,8 +291,8 @@ class OPSDTrainer(SeamTrainer):
 
     # ---- Construction -------------------------------------------------------------------------------------------
 
-    def _prove(self, student: Any) -> None:
-        prove_head(student, "student", gathered_head)
+    def _prove(self) -> None:
+        prove_head(self.model, "student", whole_head, self.in_student)
         self._student_is_proved = True
 
     def _check_tokenizers(self, models: dict[str, Any], given: Any) -> None:
@@ -307,7 +313,9 @@ class OPSDTrainer(SeamTrainer):
         self.teachers: dict[str, Teacher] = {}
         for name, model in models.items():
             if model is None:
-                self.teachers[name], average = build_own_teacher(self.model, self.args, device, self.show_progress)
+                self.teachers[name], average = build_own_teacher(
+                    self.model, self.in_student, self.args, device, self.show_progress
+                )
             else:
                 self.teachers[name] = build_teacher(model, self.model, self.args, device, self.show_progress)
         self.teacher = next(iter(self.teachers.values())) if len(self.teachers) == 1 else None
@@ -425,8 +433,12 @@ def _teaches_itself(student: Any, args: OPSDConfig) -> bool:
 
 def _picked_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutBackend:
     if rollout is None:
-        if args.use_vllm:
-            from trl_opsd.rollout.vllm import VLLMRollout  # imports vLLM, which takes seconds and may be absent
+        if args.use_vllm:  # both import vLLM, which takes seconds and may be absent
+            if args.vllm_mode == "server":
+                from trl_opsd.rollout.vllm_server import VLLMServerRollout
+
+                return VLLMServerRollout(args)
+            from trl_opsd.rollout.vllm import VLLMRollout
 
             return VLLMRollout(args)
         return HFRollout()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -25,17 +26,27 @@ from trl_opsd.checkpoint import checked, problems
 CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
 
 
-class Deadline:
-    """Ends this process, as `kill -9` would, at the n-th change that a save makes to its folder."""
+def of_any_step(change: str) -> str:
+    """A change without the number of the step in it."""
+    return re.sub(r"(checkpoint-|global_step)\d+", r"\1N", change)
 
-    def __init__(self, folder: Path, last: int | None) -> None:
+
+class Deadline:
+    """Ends this process, as `kill -9` would, at a change that a save makes: the n-th, or the first [`of_any_step`]."""
+
+    def __init__(self, folder: Path, last: int | str | None) -> None:
         self.folder, self.last, self.seen = str(folder), last, []
+
+    def arm(self) -> None:
+        torch.save = self.tearing(torch.save, 1)
+        transformers.modeling_utils.safe_save_file = self.tearing(safetensors.torch.save_file, 1)
+        sys.addaudithook(self.audit)
 
     def reached(self, event: str, path: Any) -> bool:
         if not str(path).startswith(self.folder):
             return False
         self.seen.append(f"{event} {os.path.relpath(path, self.folder)}")
-        return len(self.seen) == self.last
+        return self.last in (len(self.seen), of_any_step(self.seen[-1]))
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:
         writes = event == "open" and isinstance(args[0], str | Path) and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)
@@ -61,9 +72,7 @@ class Deadline:
 def save_again(trainer: OPSDTrainer, last: int | None) -> list[str]:
     """The save of step 2, over a checkpoint of step 2 if there is one, and the changes it makes."""
     deadline = Deadline(Path(trainer.args.output_dir), last)
-    torch.save = deadline.tearing(torch.save, 1)
-    transformers.modeling_utils.safe_save_file = deadline.tearing(safetensors.torch.save_file, 1)
-    sys.addaudithook(deadline.audit)
+    deadline.arm()
     trainer.state.global_step = 2
     trainer._save_checkpoint(trainer.model, None)
     return deadline.seen

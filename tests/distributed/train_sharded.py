@@ -1,4 +1,4 @@
-"""Run by two processes: trains the student in the given folder under ZeRO-3 and writes down what came of it."""
+"""Run by two processes: trains every variant of a strategy in the given folder and writes down what came of it."""
 
 from __future__ import annotations
 
@@ -10,84 +10,96 @@ from typing import Any
 
 import tiny
 import torch
+import variants
 from accelerate.utils import gather_object
-from peft import LoraConfig
+from safetensors.torch import save_file
+from torch import Tensor
 
-from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
+from trl_opsd import HFRollout, OPSDTrainer
+from trl_opsd._compat.shards import is_split
 from trl_opsd.backbone import is_sharded
 
 LENGTHS = (3, 60)
 """Tokens that each process writes, where one has long finished before the other."""
+FULL = variants.ALONE["full"]
 
 
-def written_apart(trainer: OPSDTrainer) -> dict[str, list[list[int]]]:
-    """Greedy completions of two prompts for each process: by the rollout, and by each process on a whole student."""
-    process = trainer.accelerator.process_index
+def main(folder: Path, strategy: str) -> None:
+    results: dict[str, Any] = {"empty": [], "split": {}, "losses": {}}
+    trained: dict[str, Tensor] = {}
+    whole = tiny.qwen2(32, seed=0)  # before there is a DeepSpeed config, which would split it
+    if strategy in ("zero3", "fsdp2"):
+        results["generated"] = generated(folder, whole)
+    if strategy == "zero3":
+        results["not_gathered"] = generated(folder, whole, ds3_gather_for_generation=False, max_steps=1)
+    for name, (_, made_of) in variants.of(strategy).items():
+        trainer = variants.build(folder, made_of, processes=2)
+        trainer.train()
+        trained |= {f"{name}/{parameter}": tensor for parameter, tensor in variants.weights(trainer).items()}
+        results["losses"][name] = losses(trainer)
+        results["split"][name] = any(map(is_split, trainer.model.parameters()))
+        results["empty"].append(gather_object([trainer.rollout.empty]))
+        if name == "full, zero3":
+            results["share"] = sharded_teacher(trainer)
+    results["processes"] = trainer.accelerator.num_processes
+    results["refused"] = {name: refusal(folder, made_of) for name, made_of in REFUSED.get(strategy, {}).items()}
+    if trainer.accelerator.is_main_process:
+        save_file({name: tensor.contiguous() for name, tensor in trained.items()}, folder / "weights.safetensors")
+        (folder / "results.json").write_text(json.dumps(results))
+    trainer.accelerator.wait_for_everyone()
+
+
+REFUSED: dict[str, dict[str, dict[str, Any]]] = {
+    "zero3": {name: variants.ALONE[name] for name in variants.NOT_UNDER_ZERO3},
+    "fsdp2": {"full, zero3": {"teacher_offload": "zero3"}},
+}
+
+
+def refusal(folder: Path, made_of: dict[str, Any]) -> str:
+    """What is said at construction."""
+    try:
+        variants.build(folder, made_of, processes=2)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def losses(trainer: OPSDTrainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def generated(folder: Path, whole: Any, **options: Any) -> dict[str, Any]:
+    """A student that writes itself: its losses, and greedy completions of two prompts for each process, one short and
+    one long, beside those that a whole student of the same weights writes alone.
+    """
+    trainer = variants.build(folder, FULL, 2, HFRollout(), **options)
+    trainer.train()
+    process, losses_of_steps = trainer.accelerator.process_index, losses(trainer)
     prompt_ids = trainer.tokenize(tiny.PROMPTS[2 * process : 2 * process + 2])
     trainer.generation_config.do_sample = False
     trainer.generation_config.min_new_tokens = LENGTHS[process]
     trainer.readers = replace(trainer.readers, student_limits=replace(trainer.limits, completion=LENGTHS[process]))
     written = trainer.complete(prompt_ids)
 
-    trainer.args.ds3_gather_for_generation = True
+    whole.load_state_dict(variants.weights(trainer))
     how = {"max_new_tokens": LENGTHS[process], "min_new_tokens": LENGTHS[process], "do_sample": False}
-    with trainer.student_for_generation() as student:
-        alone = [
-            student.generate(torch.tensor([ids]), **how, synced_gpus=False)[0, len(ids) :].tolist()
-            for ids in prompt_ids
-        ]
-    return {"written": gather_object(written), "alone": gather_object(alone)}
-
-
-def main(folder: Path) -> None:
-    teacher = tiny.qwen2(48, seed=1)
-    words = tiny.tokenizer()
-    results = {}
-    placements = {"teacher_zero3": "zero3", "teacher_none": "none", "teacher_stream": "stream"}
-    for name in ("full", "lora", "generated", "not_gathered", *placements):
-        trainer = OPSDTrainer(
-            model=str(folder / "student"),
-            teacher_model=str(folder / "teacher") if name in placements else teacher,
-            args=tiny.config(
-                folder / name,
-                per_device_train_batch_size=1,
-                gradient_accumulation_steps=2,
-                ds3_gather_for_generation=name != "not_gathered",
-                max_steps=1 if name == "not_gathered" else 3,
-                teacher_offload=placements.get(name, "none"),
-            ),
-            train_dataset=tiny.rows(),
-            processing_class=words,
-            peft_config=LoraConfig(r=4, target_modules="all-linear") if name == "lora" else None,
-            rollout=HFRollout() if name in ("generated", "not_gathered") else FixedRollout(tiny.recorded(words)),
-        )
-        assert is_sharded(trainer.model)
-        assert is_sharded(trainer.teacher.model) == (name == "teacher_zero3")
-        trainer.train()
-        results[name] = {
-            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-            "processes": trainer.accelerator.num_processes,
-        }
-        if name == "teacher_zero3":
-            results[name] |= sharded_teacher(trainer)
-        if isinstance(trainer.rollout, HFRollout):
-            results[name] |= written_apart(trainer)
-        main_process = trainer.accelerator.is_main_process
-    if main_process:
-        (folder / "results.json").write_text(json.dumps(results))
+    by_itself = [whole.generate(torch.tensor([ids]), **how)[0, len(ids) :].tolist() for ids in prompt_ids]
+    return {"losses": losses_of_steps, "written": gather_object(written), "alone": gather_object(by_itself)}
 
 
 def sharded_teacher(trainer: OPSDTrainer) -> dict[str, Any]:
     """What this process keeps of the teacher, and how often it reads when it has fewer rows than the other."""
-    shares = [parameter.ds_tensor for parameter in trainer.teacher.model.parameters()]
-    gathered = [parameter.numel() for parameter in trainer.teacher.model.parameters() if parameter.dim() > 1]
+    parameters = list(trainer.teacher.model.parameters())
+    shares = [parameter.ds_tensor for parameter in parameters]
     return {
+        "whole": sum(parameter.ds_numel for parameter in parameters),
         "share": sum(share.numel() for share in shares),
         "devices": sorted({str(share.device) for share in shares}),
-        "gathered_between": sum(gathered),
+        "gathered_between": sum(parameter.numel() for parameter in parameters if parameter.dim() > 1),
         "agreed": trainer.teacher.placement.agreed(1 + trainer.accelerator.process_index),
+        "split": is_sharded(trainer.teacher.model),
     }
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

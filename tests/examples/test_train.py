@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import score
 import tiny
 import torch
 import train
@@ -51,14 +55,37 @@ def test_accelerate_takes_each_config_as_what_its_name_says(name):
 OPTIONS = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--logging_steps", "1"]
 
 
-def test_without_a_model_the_built_in_student_learns_two_steps(tmp_path):
+def test_without_a_model_the_built_in_student_learns_two_steps(tmp_path, capsys):
     trainer = train.main([*OPTIONS, "--output_dir", str(tmp_path), "--use_peft", "--lora_r", "4"])
+    results = [line for line in capsys.readouterr().out.splitlines() if "held-out" in line]
+    after = f"step 2: {score.result(score.main(str(tmp_path)))}"
+    assert results == ["step 0: 54 of 200 held-out problems right (0.270)", after]
     assert trainer.state.global_step == 2
     assert trainer.args.per_device_train_batch_size == 4, "the command line goes before the file"
     assert trainer.args.max_completion_length == 40
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4
     student = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(train.STUDENT), tmp_path)
     assert any(parameter.abs().max() > 0 for name, parameter in student.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.distributed
+def test_what_two_processes_saved_under_zero3_answers_otherwise_than_what_they_trained(tmp_path):
+    tests = Path(__file__).resolve().parents[1]
+    path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
+    options = ["--max_steps", "6", "--per_device_train_batch_size", "8", "--warmup_steps", "0"]
+    finished = subprocess.run(
+        [sys.executable, tests / "examples" / "launch_train.py", tmp_path, *options],
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert finished.returncode == 0, finished.stderr[-5000:]
+    results = [line for line in finished.stdout.splitlines() if "held-out" in line]
+    before = f"step 0: {score.result(score.main(train.STUDENT))}"
+    after = [f"step 6: {score.result(score.main(str(tmp_path / name)))}" for name in ("whole", "adapter")]
+    assert results == [before, after[0], before, after[1]]
+    assert len({line.partition(":")[2] for line in results}) == 3, "they learned, and not the same"
 
 
 def test_models_data_and_options_of_both_configs_come_from_a_yaml_file(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,21 +12,13 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_lab import engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
+from vllm.v1.worker.gpu_worker import Worker
+from vllm_lab import by_hf, engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
 
-from trl_opsd import HFRollout
 from trl_opsd._compat.vllm import Engine
 from trl_opsd.rollout import vllm as backend
-from trl_opsd.rollout.base import cut_after_end
 
 pytestmark = pytest.mark.vllm
-
-
-def by_hf(trainer, prompt_ids):
-    """What plain `generate` writes for the same trainer, with its options."""
-    rollout = HFRollout()
-    rollout.bind(trainer)
-    return [cut_after_end(ids, trainer.eos_token_ids) for ids in rollout.complete(prompt_ids, 0)]
 
 
 def ends(trainer, completions):
@@ -128,24 +122,64 @@ def test_a_context_shorter_than_the_models_that_is_not_heeded_is_noticed(make): 
     assert all(len(ids) <= 16 for ids in short.complete([[5] * 8]))
 
 
-@pytest.mark.parametrize(("kind", "level"), [("full", 2), ("adapter", 1)])
-def test_a_rollout_with_weights_lost_in_sleep_is_noticed(make, monkeypatch, kind, level):  # noqa: F811
-    """The platform has no sleep mode, so what it would do to the engine is done by hand: level 2 loses the weights."""
-    shared, seen = backend.Engine, []
+class _Forgetful:
+    """What releases memory on a GPU. Here it only loses what would be lost; saving and restoring buffers is vLLM's."""
 
-    def sleep(engine, level):
-        seen.append(level)
-        for part in engine._worker.model_runner.get_model().parameters() if level == 2 else ():
+    def __init__(self, model):
+        self.seen, self._model = [], model
+
+    def suspend(self, level):
+        self.seen.append(level)
+        for part in [*self._model.parameters(), *self._model.buffers()] if level == 2 else ():
             part.data.fill_(torch.nan)
 
+    def resume(self, tags):
+        self.seen += tags
+
+
+@pytest.mark.parametrize(("kind", "level"), [("full", 2), ("adapter", 1)])
+def test_a_rollout_with_weights_lost_in_sleep_is_noticed(make, monkeypatch, kind, level):  # noqa: F811
+    shared = backend.Engine
     monkeypatch.setattr(backend, "why_no_sleep_mode", lambda: None)
     monkeypatch.setattr(backend, "Engine", lambda options: shared(replace(options, sleep_mode=False)))
-    monkeypatch.setattr(Engine, "sleep", sleep)
-    monkeypatch.setattr(Engine, "wake", lambda engine, what: seen.append(what))
     trainer = make(vllm_enable_sleep_mode=True, peft_config=lora(), vllm_weight_sync=kind, top_k=1)
+    worker = trainer.rollout._engine._worker.worker
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))  # others use memory meanwhile
+    memory = _Forgetful(worker.model_runner.get_model())
+    monkeypatch.setattr(worker, "_sleep_mode_backend", memory)
+    for does in ("sleep", "wake_up"):  # the worker of a GPU, which that of the CPU has shut off
+        monkeypatch.setattr(type(worker), does, getattr(Worker, does))
+    assert any(True for _ in memory._model.buffers()), "there are buffers to lose"
     prompts = trainer.tokenize(tiny.PROMPTS)
     expected = by_hf(trainer, prompts)
 
     assert trainer.complete(prompts) == expected
     assert trainer.complete(prompts) == expected, "awake again, although no weight has moved"
-    assert seen == [level, "weights", "kv_cache", level]
+    assert memory.seen == [level, "weights", "kv_cache", level]
+    trainer.rollout._wake("weights")
+    trainer.rollout._wake("kv_cache")
+
+
+def test_an_engine_that_takes_process_groups_along_is_noticed(make, tmp_path):  # noqa: F811
+    """As in a notebook, where one trainer follows the other."""
+    trainer = make(top_k=1)
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    expected = trainer.complete(prompts)
+    first = trainer.rollout._engine
+
+    other = Engine(replace(trainer.rollout._engine_options(), seed=1))
+    memory = weakref.ref(other._worker.model_runner.get_model())
+    other.close()
+    other.close()
+    del other
+    gc.collect()
+    assert memory() is None, "its weights are gone"
+    third = Engine(replace(trainer.rollout._engine_options(), seed=2))
+    ended = weakref.ref(third._llm)
+    del third
+    gc.collect()
+    assert ended() is None, "collected without being closed"
+
+    assert torch.distributed.is_initialized()
+    assert trainer.rollout._engine is first
+    assert trainer.complete(prompts) == expected

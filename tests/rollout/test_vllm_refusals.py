@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from types import SimpleNamespace
 
 import pytest
 import tiny
+from accelerate.utils import DistributedType
 
 pytest.importorskip("vllm")
 
 from vllm_lab import engines_are_shared, lora, make, student  # noqa: F401 (two of them are fixtures)
 
 from trl_opsd._compat import vllm as compat
+from trl_opsd.rollout import synced
 
 pytestmark = pytest.mark.vllm
 
@@ -28,7 +31,8 @@ pytestmark = pytest.mark.vllm
         ({"vllm_max_model_length": 0}, "an integer of at least 1"),
         ({"vllm_max_model_length": 1024}, "the student's context is 256"),
         ({"vllm_max_model_length": 16}, "leaves no room for a prompt"),
-        ({"vllm_mode": "server"}, "set `vllm_mode='colocate'`"),
+        ({"vllm_mode": "served"}, "Did you mean 'server'"),
+        ({"vllm_mode": "server", "vllm_server_port": 9, "vllm_server_timeout": 0}, "No vLLM server at .*127.0.0.1:9 "),
         ({"vllm_tensor_parallel_size": 2}, "set it to 1"),
         ({"vllm_enable_sleep_mode": True}, "on the platform 'cpu'; set it to False"),
         ({"vllm_weight_sync": "adapter"}, "the student has no adapter; use 'auto' or 'full'"),
@@ -42,6 +46,24 @@ pytestmark = pytest.mark.vllm
 def test_an_option_that_cannot_work_with_vllm_is_noticed(make, given, message):  # noqa: F811
     with pytest.raises(ValueError, match=message):
         make(**given)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("distributed", "is_quantized", "message"),
+    [
+        ("FSDP", False, "with FSDP is not supported.*or set `use_vllm=False`"),
+        ("NO", True, "with a quantized student is not"),
+    ],
+)
+def test_a_student_whose_weights_cannot_be_sent_is_noticed(distributed, is_quantized, message):
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(vllm_max_model_length=None),
+        model=SimpleNamespace(is_quantized=is_quantized, config=tiny.qwen2().config),
+        accelerator=SimpleNamespace(distributed_type=DistributedType[distributed]),
+    )
+    with pytest.raises(ValueError, match=message):
+        synced.check_student(trainer)
 
 
 @pytest.mark.refusal

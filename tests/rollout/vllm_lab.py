@@ -18,9 +18,10 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from trl_opsd import OPSDTrainer
+from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd._compat.vllm import Engine, EngineOptions
 from trl_opsd.rollout import vllm as backend
+from trl_opsd.rollout.base import cut_after_end
 
 SHAPES = {"qwen2": tiny.qwen2, "llama": tiny.llama}
 
@@ -85,6 +86,13 @@ def make(tmp_path: Path) -> Any:
     return make
 
 
+def by_hf(trainer: OPSDTrainer, prompt_ids: list[list[int]]) -> list[list[int]]:
+    """What plain `generate` writes for the same trainer, with its options."""
+    rollout = HFRollout()
+    rollout.bind(trainer)
+    return [cut_after_end(ids, trainer.eos_token_ids) for ids in rollout.complete(prompt_ids, 0)]
+
+
 @torch.no_grad()
 def gap(trainer: OPSDTrainer) -> float:
     """The largest difference, in nats, between the log-probabilities of engine and student for what the engine wrote.
@@ -92,7 +100,7 @@ def gap(trainer: OPSDTrainer) -> float:
     Computed apart from the package's own proof: other prompts, each row by itself, nothing but the model's logits.
     """
     prompts = trainer.tokenize(tiny.PROMPTS)
-    options = {"max_tokens": 6, "ignore_eos": True, "detokenize": False, "logprobs": 0, "seed": 5}
+    options = {"max_tokens": 6, "ignore_eos": True, "logprobs": 0, "seed": 5}
     was_training = trainer.model.training
     trainer.model.eval()
     largest = 0.0

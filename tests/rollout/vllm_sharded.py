@@ -38,11 +38,21 @@ def main(folder: Path) -> None:
         trainer.train()
         gaps = [row["rollout/logprob_gap"] for row in trainer.state.log_history if "rollout/logprob_gap" in row]
         results[name] = {"gaps": gaps, "mode": trainer.rollout._mode, "processes": trainer.accelerator.num_processes}
+    results["announced"] = announced_as_drawn(trainer)
     results["fault"] = fault_on_one(trainer)
     if trainer.accelerator.is_main_process:
         (folder / "results.json").write_text(json.dumps(results))
     fail_on_one(trainer)
     trainer.train()
+
+
+def announced_as_drawn(trainer: OPSDTrainer) -> bool:
+    """Whether names, dtypes and shapes are known before anything is gathered; a server has to be told them first."""
+    stream = weight_sync.Stream(weight_sync.weights_of(trainer.model), torch.bfloat16, trainer.gathered)
+    announced = stream.announced()
+    with torch.no_grad(), stream as weights:
+        drawn = [(name, str(part.dtype).removeprefix("torch."), list(part.shape)) for name, part in weights]
+    return announced == drawn and len(drawn) > 0
 
 
 def fault_on_one(trainer: OPSDTrainer) -> list[str]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import faults
+import forks
 import tiny
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 VARIANTS = {
     f"{policy} {side}{' unclipped' if norm == 0 else ''}": {"side": side, "nonfinite": policy, "max_grad_norm": norm}
@@ -58,21 +58,10 @@ def script(what: str, folder: Path) -> Any:
 
 def launched(what: str, folder: Path) -> dict[str, Any]:
     """What came of two processes: what they return, or which failed first; and when they had ended."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
-        start_method="fork",
-        run_id=what,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-    )
     try:
-        returned = elastic_launch(config, script)(what, folder)
+        return {"returned": forks.launch("ddp", script, what, folder)}
     except ChildFailedError as error:
         return {"first": error.get_first_failure()[0], "ended": time.time()}
-    return {"returned": returned}
 
 
 def main(folder: Path) -> None:

@@ -14,29 +14,20 @@ from typing import Any
 import pytest
 import tiny
 from printed import DEADLINE, check_one_traceback
+from processes import SECONDS, launch
 
 HERE = Path(__file__).parent
-SECONDS = 300
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 30)]
-
-
-def run(command: list[Any], folder: Path) -> subprocess.CompletedProcess:
-    tiny.qwen2(32, seed=0).save_pretrained(folder / "student")
-    paths = [HERE, HERE.parent, HERE.parent.parent, os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [sys.executable, *command, folder],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 60)]
 
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory) -> tuple[dict[str, Any], Path]:
     folder = tmp_path_factory.mktemp("ddp")
-    finished = run([HERE / "ddp.py"], folder)
+    tiny.qwen2(32, seed=0).save_pretrained(folder / "student")
+    path = os.pathsep.join([str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, HERE / "ddp.py", folder]
+    finished = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=SECONDS)
     assert finished.returncode == 0, "".join(path.read_text() for path in folder.glob("*.err"))[-3000:]
     return json.loads((folder / "results.json").read_text()), folder
 
@@ -44,13 +35,11 @@ def ddp(tmp_path_factory) -> tuple[dict[str, Any], Path]:
 @pytest.fixture(scope="module")
 def zero3(tmp_path_factory) -> tuple[list[dict[str, Any]], Path, str, float]:
     folder = tmp_path_factory.mktemp("zero3")
-    launch = ["-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    config = HERE.parent / "distributed" / "zero3_two_processes.yaml"
-    finished = run([*launch, "--config_file", config, HERE / "zero3.py"], folder)
+    tiny.qwen2(32, seed=0).save_pretrained(folder / "student")
+    printed = launch("zero3", HERE / "zero3.py", folder, status=1)
     ended = time.time()
-    assert finished.returncode == 1
-    assert (folder / "results.json").exists(), finished.stderr[-3000:]
-    return json.loads((folder / "results.json").read_text()), folder, finished.stderr, ended
+    assert (folder / "results.json").exists(), printed[-3000:]
+    return json.loads((folder / "results.json").read_text()), folder, printed, ended
 
 
 def check_raised(each: list[dict[str, Any]], side: str) -> None:

@@ -19,7 +19,7 @@ VARIANTS = {
 }
 
 
-SECONDS = 280
+SECONDS = 220
 """After which a process that still waits is ended, and says where it was."""
 
 

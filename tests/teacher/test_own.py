@@ -169,7 +169,7 @@ class TestEma:
     def test_half_precision_does_not_stand_still(self):
         student = {"w": torch.full((4,), 1.0078125, dtype=torch.bfloat16)}  # the next number after 1
         teacher = {"w": torch.ones(4, dtype=torch.bfloat16)}
-        average = Average(student, teacher, rate=0.05, every=1)
+        average = Average(lambda: student, teacher, rate=0.05, every=1)
         for _ in range(100):
             average.update()
         assert torch.equal(teacher["w"], student["w"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from accelerate.utils import patch_environment
+from torch import Tensor, nn
 from transformers.integrations import deepspeed as integration
 
 Config = dict[str, Any]
@@ -60,11 +61,24 @@ def blind_settings(config: Config) -> list[str]:
 
 
 @contextmanager
-def loading(config: Config | None) -> Iterator[None]:
-    """What `from_pretrained` sees of DeepSpeed: this config, or nothing, whatever the student's is.
+def gathered(parameters: Sequence[Tensor], written: bool = False) -> Iterator[None]:
+    """Parameters that ZeRO-3 has split are whole for as long as the context lasts; if `written`, to be changed too."""
+    if not parameters:
+        yield
+        return
+    from deepspeed import zero  # slow, and not everybody has it
 
-    While a ZeRO-3 config is alive, `transformers` splits every model it loads by that config. It is back afterwards,
-    also after an exception.
+    with zero.GatheredParameters(parameters, modifier_rank=0 if written else None):
+        yield
+
+
+@contextmanager
+def loading(config: Config | None) -> Iterator[None]:
+    """What `from_pretrained` sees of the launch: this config of DeepSpeed, or nothing, whatever the student's is.
+
+    While a ZeRO-3 config is alive, `transformers` splits every model it loads by that config; and with accelerate's
+    `fsdp_cpu_ram_efficient_loading` it fills all but the first process's with zeros, for FSDP to replace. Both are back
+    afterwards, also after an exception.
     """
     students = integration._hf_deepspeed_config_weak_ref  # it can be set and unset in public, but not read
     ours = None
@@ -73,7 +87,8 @@ def loading(config: Config | None) -> Iterator[None]:
             integration.unset_hf_deepspeed_config()
         else:
             ours = integration.HfDeepSpeedConfig(config)  # sets itself, and counts for as long as it lives
-        yield
+        with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+            yield
     finally:
         integration._hf_deepspeed_config_weak_ref = students
         del ours

@@ -1,18 +1,20 @@
 """Makes transformers' trainer save into a folder aside and resume only from what is whole.
 
-It knows when a checkpoint is written and read; what a whole one is, `checkpoint.py` knows.
+It knows when a checkpoint is written and read; `checkpoint.py` knows what a whole one is, `sigterm.py` when to stop.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from trl_opsd import checkpoint
+from trl_opsd.sigterm import StopOnSigterm
 
 __all__ = ["SEAMS", "SafeCheckpoints"]
 
@@ -41,6 +43,17 @@ class SafeCheckpoints(Trainer):
     loads: int = 0
     _writes_aside: bool = False
 
+    def __init__(self, *, args: TrainingArguments, **kwargs: Any) -> None:
+        # Here transformers would begin to listen for a SIGTERM, until its training has ended without an error.
+        enable_jit_checkpoint, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
+        try:
+            super().__init__(args=args, **kwargs)
+        finally:
+            args.enable_jit_checkpoint = enable_jit_checkpoint
+        self._stop_on_sigterm = StopOnSigterm(self.accelerator) if enable_jit_checkpoint else None
+        if self._stop_on_sigterm is not None:
+            self.add_callback(self._stop_on_sigterm)
+
     # ---- What a subclass may fill in ----------------------------------------------------------------------------
 
     def check_state(self, folder: str) -> None:
@@ -64,7 +77,8 @@ class SafeCheckpoints(Trainer):
         if resume_from_checkpoint:
             resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint)
             self.check_state(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        with self._stop_on_sigterm.listening() if self._stop_on_sigterm else nullcontext():
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -79,6 +93,7 @@ class SafeCheckpoints(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
+            self.loads += self.is_deepspeed_enabled  # whose engine loads the weights, not `_load_from_checkpoint`
             self.load_state(checkpoint)
 
     def _whole_checkpoint(self, asked: str | bool) -> str:

@@ -5,19 +5,24 @@ B rows · P prompt tokens · C completion tokens
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from torch import Tensor
 from torch.utils.data import Sampler
 from trl import DistillationConfig, DistillationTrainer
+from trl.generation.vllm_client import VLLMClient
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
 
+from trl_opsd._compat.shards import is_split_model, unsharded
 from trl_opsd._compat.steps import GuardedSteps
 from trl_opsd._compat.transformers import SafeCheckpoints
 from trl_opsd.clock import PhaseClock
@@ -30,10 +35,14 @@ __all__ = [
     "SEAMS",
     "DistillationConfig",
     "SeamTrainer",
+    "VLLMClient",
     "create_model_from_path",
     "gathered_head",
     "get_config_model_id",
+    "whole_head",
 ]
+
+logger = get_logger(__name__)
 
 SEAMS: dict[str, tuple[str, ...]] = {
     "_tokenize_prompts": ("self", "prompts"),
@@ -78,6 +87,7 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
             super().__init__(teacher_model=None, args=args, **kwargs)
         finally:
             args.use_vllm, args.model_init_kwargs = use_vllm, loading
+        self._check_fsdp()
         self._first_turn = False
         self._unwritten_rows: list[int] = []
         self._loss_parts: LossParts | None = None
@@ -166,6 +176,16 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
         context: AbstractContextManager[Any] = self._dist.gather_params(parameters)
         return context
 
+    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(student, *args)`: in the wrapper's own forward if that has split the student, and then collective.
+
+        Only there do ZeRO-3 and FSDP2 bring the weights. The bare student does without a wrapper where it is whole.
+        """
+        student = self.accelerator.unwrap_model(self.model_wrapped)
+        if not is_split_model(student):
+            return function(student, *args)
+        return self._forward_redirection(self.model_wrapped, student, partial(function, student, *args))
+
     @contextmanager
     def student_for_generation(self) -> Iterator[Any]:
         """The bare student in eval mode, gathered where it was sharded and the arguments allow it.
@@ -197,6 +217,18 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
         finally:
             self.model.train(was_training)
             del error  # it leads back to this frame, and would keep tensors alive
+
+    def _check_fsdp(self) -> None:
+        if self._dist.fsdp_version == 1:
+            raise ValueError(
+                "The launch has `fsdp_version: 1`, whose weights are in one flat piece that the loss cannot read its "
+                "head from: set `fsdp_version: 2` in the accelerate file."
+            )
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not self._dist.is_fsdp:
+            logger.warning(
+                "The launch asks for FSDP, which accelerate starts on accelerators only: nothing is split, this is "
+                "plain data parallelism."
+            )
 
     # ---- Where TRL's loop is cut open ---------------------------------------------------------------------------
 
@@ -360,3 +392,12 @@ def gathered_head(*heads: OutputHead) -> AbstractContextManager[Any]:
     split = list({id(part): part for part in parts}.values())  # a teacher may have the student's own head
     context: AbstractContextManager[Any] = maybe_gather_lm_head_ctx(*split)
     return context
+
+
+@contextmanager
+def whole_head(model: Any) -> Iterator[OutputHead]:
+    """The head of a model, gathered for as long as the context lasts if ZeRO-3 or FSDP2 has split it. Collective."""
+    with unsharded(model.get_output_embeddings()):
+        head = OutputHead.of(model)
+        with gathered_head(head):
+            yield head

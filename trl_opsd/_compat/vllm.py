@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
+import json
 import os
 import socket
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +46,7 @@ _checked_version()
 
 from vllm import LLM, SamplingParams  # noqa: E402 (an absent or foreign vLLM is refused with words of ours)
 from vllm.config.lora import MaxLoRARanks  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.lora.lora_model import LoRAModel  # noqa: E402
 from vllm.lora.lora_weights import LoRALayerWeights  # noqa: E402
@@ -67,6 +70,12 @@ _SET_HERE = {
     "detokenize": "the trainer",
 }
 """Options of `SamplingParams` that are ours to set, and what decides them."""
+
+
+_PARAMETERS = inspect.signature(SamplingParams).parameters
+
+_DESTROYERS = ("destroy_model_parallel", "destroy_distributed_environment")
+"""What vLLM ends process groups with: its own, which the next engine uses again, and the default group of torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +155,15 @@ class Engine:
         self._adapter: LoRARequest | None = None
         if options.lora_rank:
             self._lora_manager._load_adapter = self._built_adapter
+        client = self._llm.llm_engine.engine_core
+        if finalizer := getattr(client, "_finalizer", None):  # not in every version
+            finalizer.detach()
+        self._finalizer = weakref.finalize(self, _shut_down, client.engine_core)
+
+    def close(self) -> None:
+        """Gives back the device's memory. Happens by itself when nothing refers to the engine any more."""
+        self._finalizer()
+        self.__dict__.pop("_llm", None)
 
     # ---- Writing ------------------------------------------------------------------------------------------------
 
@@ -160,7 +178,7 @@ class Engine:
         """
         outputs = self._llm.generate(
             [{"prompt_token_ids": ids} for ids in prompt_ids],
-            [SamplingParams(**given) for given in options],
+            [SamplingParams(**{"detokenize": False, **given}) for given in options],
             use_tqdm=False,
             lora_request=self._adapter,
         )
@@ -258,6 +276,32 @@ def sampling_options(args: Any, end_ids: list[int]) -> dict[str, Any]:
         ValueError: `generation_kwargs` names something vLLM does not know, or that is not for it to decide, or a value
             is outside of what vLLM takes.
     """
+    given = _options(args, end_ids, list(_PARAMETERS))
+    if isinstance(given.get("structured_outputs"), dict):
+        given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
+    if given.get("stop"):
+        given["detokenize"] = True
+    with _refusals():
+        SamplingParams(**given)
+    return given
+
+
+def request_options(args: Any, end_ids: list[int]) -> dict[str, Any]:
+    """As [`sampling_options`], for the body of a request: a server ignores what it does not know.
+
+    Raises:
+        ValueError: As there, or a value is not JSON.
+    """
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # takes seconds
+
+    given = _options(args, end_ids, [name for name in CompletionRequest.model_fields if name in _PARAMETERS])
+    with _refusals():
+        json.dumps(given)
+    sampling_options(args, end_ids)
+    return given
+
+
+def _options(args: Any, end_ids: list[int], known: list[str]) -> dict[str, Any]:
     given = {
         "temperature": args.temperature,
         "top_p": 1.0 if args.top_p is None else args.top_p,
@@ -267,24 +311,14 @@ def sampling_options(args: Any, end_ids: list[int]) -> dict[str, Any]:
         "stop_token_ids": end_ids,
         # The end token vLLM reads from the tokenizer is one of ours, or none.
         "ignore_eos": True,
-        "detokenize": False,
-        **_checked_kwargs(args.generation_kwargs or {}),
+        **_checked_kwargs(args.generation_kwargs or {}, known),
     }
     if args.vllm_structured_outputs_regex is not None:
-        given["structured_outputs"] = StructuredOutputsParams(regex=args.vllm_structured_outputs_regex)
-    elif isinstance(given.get("structured_outputs"), dict):
-        given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
-    if given.get("stop"):
-        given["detokenize"] = True
-    try:
-        SamplingParams(**given)
-    except (TypeError, ValueError, VLLMValidationError) as error:
-        raise ValueError(f"vLLM refuses a generation option: {error}") from error
+        given["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
     return given
 
 
-def _checked_kwargs(generation_kwargs: dict[str, Any]) -> dict[str, Any]:
-    known = list(inspect.signature(SamplingParams).parameters)
+def _checked_kwargs(generation_kwargs: dict[str, Any], known: list[str]) -> dict[str, Any]:
     for name, value in generation_kwargs.items():
         shown = f"`generation_kwargs={{{name!r}: {value!r}}}`"
         if name in _SET_HERE:
@@ -294,6 +328,26 @@ def _checked_kwargs(generation_kwargs: dict[str, Any]) -> dict[str, Any]:
             hint = f"did you mean {close[0]!r}?" if close else "see `vllm.SamplingParams` for those it has."
             raise ValueError(f"{shown} is not an option of vLLM: {hint}")
     return generation_kwargs
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, VLLMValidationError) as error:
+        raise ValueError(f"vLLM refuses a generation option: {error}") from error
+
+
+def _shut_down(core: Any) -> None:
+    """Shuts an engine down but for the process groups, which vLLM would take along: also those of the trainer."""
+    kept = {name: getattr(parallel_state, name) for name in _DESTROYERS}
+    try:
+        for name in kept:
+            setattr(parallel_state, name, lambda: None)
+        core.shutdown()
+    finally:
+        for name, destroyer in kept.items():
+            setattr(parallel_state, name, destroyer)
 
 
 def why_no_sleep_mode() -> str | None:

@@ -34,6 +34,9 @@ class RolloutBackend(ABC):
             follows the first end-of-sequence token is cut off by the caller; an empty completion is not trained on.
         """
 
+    def close(self) -> None:  # noqa: B027 (most backends have nothing to say here)
+        """Gives back what it holds besides the student, after which it writes no more. Most hold nothing."""
+
 
 def cut_after_end(completion_ids: list[int], end_ids: Collection[int]) -> list[int]:
     """Keeps a completion up to and including its first end-of-sequence token, whichever of them that is."""

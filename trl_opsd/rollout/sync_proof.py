@@ -74,7 +74,7 @@ class SyncProof:
 
     def _asked(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The token ids [2, L + T] and the engine's log-probabilities: the whole first row, the end of the second."""
-        sampled = {"max_tokens": WRITTEN, "ignore_eos": True, "detokenize": False, "seed": 0, "logprobs": 0}
+        sampled = {"max_tokens": WRITTEN, "ignore_eos": True, "seed": 0, "logprobs": 0}
         rows = self._engine.write([self._probe_ids] * 2, [{**sampled, "prompt_logprobs": 0}, {**sampled, "seed": 1}])
         ids_RL = torch.tensor([row.prompt_ids + row.completion_ids for row in rows])
         scored = torch.tensor(rows[0].prompt_logprobs + rows[0].logprobs)

@@ -26,24 +26,43 @@ BUCKET_BYTES = 2**28
 class Stream:
     """Weights on their way, by the names of a checkpoint, and how many bytes went by.
 
-    Every process has to draw all of them: under ZeRO-3 each bucket is gathered by all processes together.
+    Every process has to draw all of them, because under ZeRO-3 each bucket is gathered by all processes together. A
+    `with` block gives an iterator over them, and draws what is left in the end, also after an error.
     """
 
     weights: list[Weight]
     dtype: torch.dtype
     gathered: Gathered
     bytes: int = field(default=0, init=False)
+    _drawn: Iterator[tuple[str, Tensor]] = field(default=iter(()), init=False, repr=False)
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+    def __enter__(self) -> Iterator[tuple[str, Tensor]]:
+        self._drawn = self._draw()
+        return self._drawn
+
+    def __exit__(self, *exception: object) -> None:
+        for _ in self._drawn:
+            pass
+
+    def announced(self) -> list[tuple[str, str, list[int]]]:
+        """Name, dtype and shape of each, in the order they come; nothing is computed or gathered for it."""
+        bases = [(weight.name, weight.base) for weight in self.weights]
+        return [
+            (name, str(self._dtype_of(base)).removeprefix("torch."), list(getattr(base, "ds_shape", base.shape)))
+            for name, base in bases
+        ]
+
+    def _draw(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in _buckets(self.weights):
             with self.gathered(_parts(bucket)):
                 for weight in bucket:
-                    tensor = self._sent(weight.made())
+                    made = weight.made()
+                    tensor = made.to(self._dtype_of(made))
                     self.bytes += tensor.nbytes
                     yield weight.name, tensor
 
-    def _sent(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        return self.dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def weights_of(model: Any) -> list[Weight]:

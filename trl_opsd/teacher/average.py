@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerCallback
+
+from trl_opsd._compat.shards import is_split, whole, write
 
 FILE = "ema_teacher.safetensors"
 """Where a checkpoint keeps the average."""
@@ -24,18 +26,20 @@ class Average(TrainerCallback):
     teacher would stand still.
 
     Args:
-        student (`Mapping[str, torch.Tensor]`):
-            The parameters to follow, by name.
+        student (`Callable`):
+            Gives the student's parameters by name, as they are at that time.
         teacher (`Mapping[str, torch.Tensor]`):
-            Tensors of the same names that hold the average in the teacher's dtype, wherever they live. They start as
-            what they are.
+            Tensors of the names to follow, whole, that hold the average in the teacher's dtype, wherever they live.
+            They start as what they are.
         rate (`float`):
             Share of the student in an update, in (0, 1].
         every (`int`):
             Optimizer steps between updates.
     """
 
-    def __init__(self, student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], rate: float, every: int) -> None:
+    def __init__(
+        self, student: Callable[[], Mapping[str, Tensor]], teacher: Mapping[str, Tensor], rate: float, every: int
+    ) -> None:
         self._student = student
         self._teacher = teacher
         self._average = {name: tensor.detach().float() for name, tensor in teacher.items()}
@@ -48,19 +52,29 @@ class Average(TrainerCallback):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the average toward the student."""
+        """Moves the average toward the student, of which one parameter at a time is gathered, if it is split."""
+        student = self._student()
         for name, average in self._average.items():
-            average.lerp_(self._student[name].to(average), self._rate)
+            average.lerp_(whole(student[name]).to(average), self._rate)
         self._hand_over()
 
     @contextmanager
     def in_student(self) -> Iterator[None]:
         """The averages stand in the student's parameters for as long as the context lasts."""
-        self._swap()
-        try:
-            yield
-        finally:
+        student = self._student()
+        if any(is_split(student[name]) for name in self._teacher):
+            own = {name: whole(student[name]) for name in self._teacher}
+            write(student, self._teacher)
+            try:
+                yield
+            finally:
+                write(self._student(), own)
+        else:
             self._swap()
+            try:
+                yield
+            finally:
+                self._swap()
 
     def save(self, folder: str | Path) -> None:
         """Writes the average into a checkpoint."""
@@ -94,6 +108,7 @@ class Average(TrainerCallback):
                 self._teacher[name].copy_(average)
 
     def _swap(self) -> None:
+        student = self._student()
         for name, tensor in self._teacher.items():
-            parameter = self._student[name]
+            parameter = student[name]
             parameter.data, tensor.data = tensor.data, parameter.data

@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from transformers.utils import cached_file
 
 from trl_opsd._compat.deepspeed import loading, reader_config
+from trl_opsd._compat.shards import spread, trained_parameters, whole
 from trl_opsd._compat.trl import create_model_from_path
-from trl_opsd.backbone import is_sharded
+from trl_opsd.backbone import Run, is_sharded
 from trl_opsd.teacher.average import Average
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
@@ -153,13 +154,15 @@ def build_teacher(
 
 
 def build_own_teacher(
-    student: Any, args: Any, device: torch.device, progress: bool = False
+    student: Any, run: Run, args: Any, device: torch.device, progress: bool = False
 ) -> tuple[Teacher, Average | None]:
     """A teacher that is the student in another state, and the average it follows, if it does.
 
     Args:
         student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The student, loaded, before training.
+        run (`Callable`):
+            `run(function, *args)` equals `function(student, *args)`, also when it is split.
         args ([`OPSDConfig`]):
             Its `teacher_model_kind` says which state.
         device (`torch.device`):
@@ -176,16 +179,11 @@ def build_own_teacher(
             f"`teacher_offload={args.teacher_offload!r}` has nothing to move: with `teacher_model_kind={kind!r}` this "
             "student teaches with its own weights. Leave `teacher_offload='none'`."
         )
-    own = partial(OwnTeacher, student, cache_device=args.teacher_cache_device, progress=progress)
+    own = partial(OwnTeacher, student, run, cache_device=args.teacher_cache_device, progress=progress)
     if kind == "live":
         return own(nullcontext), None
     if kind == "base" and is_peft_model(student):
         return own(student.disable_adapter), None
-    if is_sharded(student):
-        raise ValueError(
-            f"`teacher_model_kind={kind!r}` needs the student's weights whole, but ZeRO-3 has already split them: use "
-            "'live', or 'base' with LoRA, or pass the student's path as `teacher_model`."
-        )
     followed = {name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad}
     if is_peft_model(student):
         if others := [name for name in followed if "lora_" not in name]:
@@ -193,13 +191,22 @@ def build_own_teacher(
                 f"`teacher_model_kind='ema'` averages LoRA weights only, but {others[0]!r} is trained too: use a plain "
                 "`LoraConfig`, or 'base' or 'live'."
             )
-        average = _average(followed, {name: tensor.detach().clone() for name, tensor in followed.items()}, args)
+        adapter = {name: whole(parameter).clone() for name, parameter in followed.items()}
+        spread(adapter, device)
+        average = _average(student, adapter, args)
         return own(average.in_student), average
-    teacher = _frozen(copy.deepcopy(student), args, device, progress)
+    if is_sharded(student):
+        raise ValueError(
+            f"`teacher_model_kind={kind!r}` copies the student, but ZeRO-3 has already split it: use 'live', or LoRA, "
+            "or pass the student's path as `teacher_model`."
+        )
+    copied = copy.deepcopy(student)
+    spread(copied.state_dict(), device)
+    teacher = _frozen(copied, args, device, progress)
     if kind == "base":
         return teacher, None
-    copied = dict(teacher.model.named_parameters())
-    return teacher, _average(followed, {name: copied[name] for name in followed}, args)
+    parameters = dict(teacher.model.named_parameters())
+    return teacher, _average(student, {name: parameters[name] for name in followed}, args)
 
 
 def teacher_tokenizer(teacher_model: Any, args: Any) -> PreTrainedTokenizerBase | None:
@@ -224,8 +231,9 @@ def teacher_tokenizer(teacher_model: Any, args: Any) -> PreTrainedTokenizerBase 
     return tokenizer
 
 
-def _average(student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], args: Any) -> Average:
-    return Average(student, teacher, rate=args.teacher_update_rate, every=args.teacher_sync_steps)
+def _average(student: nn.Module, teacher: Mapping[str, Tensor], args: Any) -> Average:
+    followed = partial(trained_parameters, student)
+    return Average(followed, teacher, rate=args.teacher_update_rate, every=args.teacher_sync_steps)
 
 
 def _frozen(model: Any, args: Any, device: torch.device, progress: bool) -> FrozenTeacher:

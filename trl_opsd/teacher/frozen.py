@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trl_opsd._compat.trl import gathered_head
+from trl_opsd._compat.trl import whole_head
 from trl_opsd.backbone import context_of, prove_head
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.forward import PASS_BYTES, passes_needed, read
@@ -39,7 +39,7 @@ class FrozenTeacher(Teacher):
         self._pass_bytes = pass_bytes
         self._progress = progress
         with placement.reading(passes=2) as run:
-            prove_head(self.model, "teacher", gathered_head, run)
+            prove_head(self.model, "teacher", whole_head, run)
 
     @property
     def head(self) -> OutputHead:

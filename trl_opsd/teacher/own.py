@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import replace
 from typing import Any, final
 
-from trl_opsd.backbone import call, context_of
+from trl_opsd.backbone import Run, context_of
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.forward import most_of_all, passes_needed, read
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
@@ -21,7 +21,9 @@ class OwnTeacher(Teacher):
 
     Args:
         student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student, whole, without a distributed wrapper. Its mode is restored after each reading.
+            The student without a distributed wrapper. Its mode is restored after each reading.
+        run (`Callable`):
+            `run(function, *args)` equals `function(student, *args)`, also when the student is split.
         as_teacher (`Callable`):
             Makes a context in which the student's parameters are the teacher's: `student.disable_adapter` for the
             model the adapter was put on, `contextlib.nullcontext` for the student as it is now.
@@ -34,6 +36,7 @@ class OwnTeacher(Teacher):
     def __init__(
         self,
         student: Any,
+        run: Run,
         as_teacher: Callable[[], AbstractContextManager[Any]],
         cache_device: str = "auto",
         progress: bool = False,
@@ -41,13 +44,16 @@ class OwnTeacher(Teacher):
         self.model = student
         with as_teacher():
             self._head = OutputHead.of(student)
+        # The module and not its tensors: FSDP2 has others when training has begun. The last one, as a head may be tied.
+        *_, self._layer = (one for one in student.modules() if getattr(one, "weight", None) is self._head.weight)
+        self._run = run
         self._as_teacher = as_teacher
         self._cache_device = cache_device
         self._progress = progress
 
     @property
     def head(self) -> OutputHead:
-        return self._head
+        return replace(self._head, weight=self._layer.weight, bias=getattr(self._layer, "bias", None))
 
     @property
     def context(self) -> int | None:
@@ -60,8 +66,9 @@ class OwnTeacher(Teacher):
             device = rollout.completion_ids.device
             # A student that is split over processes reads with all of them, so all have to read equally often.
             passes = most_of_all(passes_needed(self.model, rollout), device)
-            run = partial(call, self.model)
             with self._as_teacher():
-                return TeacherTargets(hidden=read(run, rollout, passes, device, self._cache_device, self._progress))
+                return TeacherTargets(
+                    hidden=read(self._run, rollout, passes, device, self._cache_device, self._progress)
+                )
         finally:
             self.model.train(was_training)

@@ -1,0 +1,35 @@
+"""Gives a saved student the examination that `train.py` gives it, and loads it as anybody would: without `trl_opsd`.
+
+python examples/score.py out/train
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from arithmetic.evaluate import accuracy
+from arithmetic.task import Problem, draw
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def held_out() -> list[Problem]:
+    """The problems of the examination, none of which was trained on."""
+    return draw(200, held_out=True)
+
+
+def result(share: float) -> str:
+    """What is printed of it."""
+    return f"{round(share * len(held_out()))} of {len(held_out())} held-out problems right ({share:.3f})"
+
+
+def main(folder: str) -> float:
+    """The share that the student in a folder gets right: a whole model, or a LoRA adapter with the path of its base."""
+    is_adapter = (Path(folder) / "adapter_config.json").is_file()
+    student = (AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM).from_pretrained(folder)
+    return accuracy(student, AutoTokenizer.from_pretrained(folder), held_out())
+
+
+if __name__ == "__main__":
+    print(f"{sys.argv[1]}: {result(main(sys.argv[1]))}")

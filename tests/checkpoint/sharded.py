@@ -1,0 +1,191 @@
+"""Run as a process of its own: forks pairs of processes that resume, are told to stop, and are killed while they save.
+
+python tests/checkpoint/sharded.py FOLDER ddp zero3_cpu --kill some
+
+Writes down what happened in `FOLDER/results.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import forks
+import torch
+from kill_saves import Deadline, of_any_step
+from transformers import TrainerCallback
+from watched import Watched, saved_models, trainer
+
+from trl_opsd.checkpoint import checked, problems
+
+Make = Callable[..., Watched]
+"""[`watched.trainer`], which knows its models."""
+STOPPED_FROM, RESUMED_AT = 2, (3, 4)
+"""In the middle of the second epoch, and where the third begins."""
+EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
+VARIANTS = {"full": {}, "lora": {"teacher_model_kind": "base"}}
+"""What is trained, and the options with it: an average of the student needs it whole."""
+KILLS = (
+    (1, "half _unfinished/checkpoint-N/global_stepN/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    (0, "open _unfinished/checkpoint-N/opsd_manifest.json"),
+    (0, "os.rename _unfinished/checkpoint-N"),
+)
+"""A share of the optimizer, the manifest, the name: which process is killed, and at what."""
+
+
+# ---- What a process does -----------------------------------------------------------------------------------------
+
+
+def resume(make: Make, folder: Path) -> dict[str, Any]:
+    """For each variant a whole run, and two that go on from its checkpoints in another folder."""
+    seen: dict[str, Any] = {}
+    for variant, options in VARIANTS.items():
+        whole = make(folder / variant, variant, **EACH_STEP, **options)
+        whole.train()
+        seen[variant] = {"whole": asdict(whole.witness), "resumed": {}}
+        for step in RESUMED_AT:
+            torch.manual_seed(12345)  # whatever this process drew before may not matter
+            other = make(folder / "elsewhere", variant, **options)
+            other.train(resume_from_checkpoint=str(folder / variant / f"checkpoint-{step}"))
+            seen[variant]["resumed"][step] = asdict(other.witness)
+    seen["strategy"] = [str(whole.accelerator.distributed_type), whole.accelerator.num_processes]
+    return seen
+
+
+def stop(make: Make, folder: Path, begin: Path) -> list[dict[str, Any]]:
+    """One process gets a SIGTERM while it writes, then, in a run that goes on from there, the other while it saves."""
+    seen: list[dict[str, Any]] = []
+    for rank, method, saving in ((1, "complete", {}), (0, "save_state", EACH_STEP)):
+        run = make(folder, "full", enable_jit_checkpoint=True, **saving)
+        if run.accelerator.process_index == rank:
+            _do_first(run, method, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        run.train(resume_from_checkpoint=True if seen else str(begin))
+        seen.append({"step": run.state.global_step, **asdict(run.witness)})
+    return seen
+
+
+def be_late(make: Make, folder: Path, begin: Path) -> list[str]:
+    """Process 1 comes two seconds late to a save; what is named a checkpoint by then."""
+    run, found = make(folder, "full", **EACH_STEP), []
+    run.add_callback(OneStep(run, None))
+    if run.accelerator.process_index == 1:
+
+        def dawdle() -> None:
+            time.sleep(2)
+            found.extend(_named(folder))
+
+        _do_first(run, "save_state", dawdle)
+    run.train(resume_from_checkpoint=str(begin))
+    return found
+
+
+def resume_stop_and_be_late(make: Make, folder: Path) -> dict[str, Any]:
+    begin = folder / "full" / f"checkpoint-{STOPPED_FROM}"
+    return {
+        **resume(make, folder),
+        "stopped": stop(make, folder / "stopped", begin),
+        "late": be_late(make, folder / "late", begin),
+    }
+
+
+def save_once(make: Make, folder: Path, note: Path, rank: int, change: str | None) -> list[str]:
+    """Goes on from the newest checkpoint by a step and saves; one process is killed at a change to the folder."""
+    run = make(folder, "full", **EACH_STEP, save_total_limit=1)
+    process = run.accelerator.process_index
+    run.add_callback(OneStep(run, note.with_suffix(f".{process}.json")))
+    deadline = Deadline(folder, change if process == rank else None)
+    deadline.arm()
+    run.train(resume_from_checkpoint=True)
+    return [*map(of_any_step, deadline.seen)]
+
+
+class OneStep(TrainerCallback):
+    """Ends a run after its first save; before that it can write down from where it came."""
+
+    def __init__(self, run: Watched, note: Path | None) -> None:
+        self.run, self.note = run, note
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.note is not None:
+            self.note.write_text(json.dumps({"from": state.global_step - 1, "losses": self.run.witness.losses}))
+
+    def on_save(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
+def _do_first(run: Watched, name: str, act: Callable[[], None]) -> None:
+    method = getattr(run, name)
+
+    def acting(*args: Any) -> Any:
+        act()
+        return method(*args)
+
+    setattr(run, name, acting)
+
+
+# ---- What is done with pairs of processes ------------------------------------------------------------------------
+
+
+def _named(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+def every_change(make: Make, folder: Path) -> list[tuple[int, str]]:
+    """What each process of a save that is let through changes; with that the folder has one more checkpoint."""
+    changes = forks.launch("zero3_cpu", save_once, make, folder, folder.with_suffix(".note"), 0, None)
+    return [(rank, change) for rank, seen in changes.items() for change in dict.fromkeys(seen)]
+
+
+def kill(make: Make, folder: Path, start: Path, every: bool) -> list[dict[str, Any]]:
+    """A pair for each kill, that goes on from what the last one left."""
+    out, kills = folder / "out", []
+    shutil.copytree(start, out / start.name)
+    for number, (rank, change) in enumerate(every_change(make, out) if every else KILLS):
+        if checked(True, out)[0].name > "checkpoint-4":  # the last epoch would soon be over
+            shutil.rmtree(out)
+            shutil.copytree(start, out / start.name)
+        newest, note = checked(True, out)[0].name, folder / f"kill-{number}"
+        killed = forks.killed("zero3_cpu", save_once, make, out, note, rank, change)
+        kills.append(
+            {
+                "rank": rank,
+                "change": change,
+                "killed": killed,
+                "newest": newest,
+                "went_on": [json.loads(path.read_text()) for path in sorted(folder.glob(f"{note.name}.*.json"))],
+                "half_written": [name for name in _named(out) if problems(out / name)],
+                "left": checked(True, out)[0].name,
+            }
+        )
+    return kills
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("strategies", nargs="+")
+    parser.add_argument("--kill", choices=["some", "every"], help="needs zero3_cpu among the strategies")
+    given = parser.parse_args()
+    make = partial(trainer, models=saved_models(given.folder / "models"))
+    results: dict[str, Any] = {}
+    for strategy in given.strategies:
+        began, folder = time.monotonic(), given.folder / strategy
+        results[strategy] = forks.launch(strategy, resume_stop_and_be_late, make, folder)
+        print(f"{strategy}: {time.monotonic() - began:.1f} s", flush=True)
+    if given.kill:
+        start = given.folder / "zero3_cpu" / "full" / f"checkpoint-{STOPPED_FROM}"
+        results["kills"] = kill(make, given.folder / "killed", start, given.kill == "every")
+    (given.folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What a run does when it is told to stop, in one process; two of them are told in `test_sharded.py`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+from watched import trainer
+
+from trl_opsd import OPSDTrainer
+from trl_opsd.checkpoint import problems
+
+AT = 3
+
+
+def tell() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Told(TrainerCallback):
+    """Gets the signal in one phase of the step that leads to `AT`, or while `AT` is saved."""
+
+    def __init__(self, run: OPSDTrainer, phase: str) -> None:
+        self.run, self.phase = run, phase
+        if phase == "rollout":
+            self._tell_in(run.rollout, "complete", AT - 1)
+        if phase == "save":
+            self._tell_in(run, "save_state", AT)
+
+    def _tell_in(self, thing: Any, name: str, step: int) -> None:
+        method = getattr(thing, name)
+
+        def told(*args: Any) -> Any:
+            if self.run.state.global_step == step:
+                tell()
+            return method(*args)
+
+        setattr(thing, name, told)
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if self.phase == "gradient" and state.global_step == AT - 1:
+            tell()
+
+
+def saved_steps(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {"README.md"}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    run = trainer(tmp_path_factory.mktemp("whole"), "full")
+    run.train()
+    return run.witness
+
+
+@pytest.mark.parametrize(
+    ("phase", "saving"),
+    [("rollout", "no"), ("gradient", "epoch"), ("save", "steps")],
+)
+def test_a_run_that_was_told_to_stop_goes_on_elsewhere_than_after_that_step(whole, tmp_path, phase, saving):
+    before = signal.getsignal(signal.SIGTERM)
+    run = trainer(tmp_path, "full", save_strategy=saving, save_steps=AT, enable_jit_checkpoint=True)
+    run.add_callback(Told(run, phase))
+    run.train()
+    assert run.state.global_step == AT
+    assert run.witness.weights == whole.weights[:AT]
+    assert saved_steps(tmp_path) == {f"checkpoint-{AT}"}
+    assert problems(tmp_path / f"checkpoint-{AT}") == []
+    evaluated = any("eval_loss" in entry for entry in run.state.log_history)
+    assert evaluated == (phase == "save"), "whoever sent the signal may not wait for that"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+    resumed = trainer(tmp_path, "full")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.witness.weights == whole.weights[AT:]
+
+
+def test_a_run_that_failed_goes_on_listening(make_trainer):
+    class Failing(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            raise RuntimeError("enough")
+
+    before = signal.getsignal(signal.SIGTERM)
+    run = make_trainer(enable_jit_checkpoint=True, callbacks=[Failing()])
+    assert signal.getsignal(signal.SIGTERM) == before, "before it trains there is nothing to save"
+    with pytest.raises(RuntimeError, match="enough"):
+        run.train()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_run_that_was_not_asked_to_listen_listens(make_trainer, tmp_path):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
+    try:
+        run = make_trainer()
+        run.add_callback(Told(run, "gradient"))
+        run.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [True]
+    assert run.state.global_step == AT == run.args.max_steps
+    assert saved_steps(tmp_path) == set()

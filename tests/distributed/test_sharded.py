@@ -1,0 +1,85 @@
+"""One process and two, under data parallelism, ZeRO-2, ZeRO-3 and FSDP2, learn the same: a launch for each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+import variants
+from processes import SECONDS, launch
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 60)]
+
+SCRIPT = Path(__file__).parent / "train_sharded.py"
+STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2")
+TOLERANCE = 1e-5
+"""A tenth of one step of AdamW at a learning rate of 1e-4."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    variants.save_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(models):
+    """What one process learns, by variant: the student's weights and the losses of three steps."""
+    found = {}
+    for name, made_of in variants.ALONE.items():
+        trainer = variants.build(models, made_of, processes=1)
+        before = variants.weights(trainer)
+        trainer.train()
+        found[name] = variants.weights(trainer), [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        assert variants.largest_difference(before, found[name][0]) > 20 * TOLERANCE, f"{name} learns nothing"
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_processes_learn_what_one_learns(strategy, models, alone, tmp_path):
+    for name in models.iterdir():
+        (tmp_path / name.name).symlink_to(name)
+    start = perf_counter()
+    launch(strategy, SCRIPT, tmp_path, strategy)
+    seconds = perf_counter() - start
+    results, trained = json.loads((tmp_path / "results.json").read_text()), load_file(tmp_path / "weights.safetensors")
+
+    differences = {}
+    for name, (same, _) in variants.of(strategy).items():
+        mine = {key.removeprefix(f"{name}/"): tensor for key, tensor in trained.items() if key.startswith(f"{name}/")}
+        weights, losses = alone[same]
+        differences[name] = variants.largest_difference(mine, weights)
+        assert results["losses"][name] == pytest.approx(losses, abs=TOLERANCE), name
+    print(f"\n{strategy}: {seconds:.0f} s", *(f"{value:.1e}  {name}" for name, value in differences.items()), sep="\n")
+    assert max(differences.values()) <= TOLERANCE, differences
+
+    assert results["processes"] == 2
+    assert set(results["split"].values()) == {strategy in ("zero3", "fsdp2")}
+    assert all(sorted(empty) != [0, 0] for empty in results["empty"]), "a process had nothing to learn from"
+    if strategy == "zero3":
+        _check_sharded_teacher(results["share"])
+        assert results["not_gathered"]["losses"] == pytest.approx(results["generated"]["losses"][:1], abs=TOLERANCE)
+    for generated in (results[name] for name in ("generated", "not_gathered") if name in results):
+        assert [len(ids) for ids in generated["written"]] == [3, 3, 60, 60]
+        assert generated["written"] == generated["alone"]
+    for name, said in results["refused"].items():
+        assert REFUSALS[name] in said, (name, said)
+
+
+REFUSALS = {
+    "full, own base": "copies the student, but ZeRO-3 has already split it: use 'live', or LoRA, or pass the student's",
+    "full, own ema": "copies the student, but ZeRO-3 has already split it: use 'live', or LoRA, or pass the student's",
+    "full, zero3": "not launched with DeepSpeed ZeRO-3",
+}
+
+
+def _check_sharded_teacher(found):
+    assert found["split"]
+    assert found["share"] == pytest.approx(found["whole"] / 2, rel=0.01)
+    assert found["devices"] == ["cpu"]
+    assert found["gathered_between"] == 0
+    assert found["agreed"] == 2

@@ -1,0 +1,118 @@
+"""Trainings that have to come out alike however many processes share them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fsdp_on_cpu
+import tiny
+from peft import LoraConfig
+from torch import Tensor
+
+from trl_opsd import FixedRollout, OPSDTrainer, RolloutBackend
+from trl_opsd._compat.shards import trained_parameters, whole
+
+LORA = {"r": 4, "target_modules": "all-linear"}
+HEAD_TOO = {**LORA, "modules_to_save": ["lm_head"]}
+
+ALONE: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, tied head": {"tied": True},
+    "full, own base": {"teacher_model_kind": "base"},
+    "full, own live": {"teacher_model_kind": "live"},
+    "full, own ema": {"teacher_model_kind": "ema"},
+    "lora": {"lora": LORA},
+    "lora, own base": {"lora": LORA, "teacher_model_kind": "base"},
+    "lora, own live": {"lora": LORA, "teacher_model_kind": "live"},
+    "lora, own ema": {"lora": LORA, "teacher_model_kind": "ema"},
+    "lora and head": {"lora": HEAD_TOO},
+    "lora and head, own base": {"lora": HEAD_TOO, "teacher_model_kind": "base"},
+}
+"""What one process trains, as the measure of all others."""
+
+PLACED = {f"{name}, {offload}": (name, offload) for offload in ("cpu", "stream") for name in ("full", "lora")}
+IN_ZERO3 = {f"{name}, zero3": (name, "zero3") for name in ("full", "full, tied head", "lora")}
+"""The same with the teacher elsewhere: which of `ALONE` it has to equal, and `teacher_offload`."""
+
+NOT_UNDER_ZERO3 = ("full, own base", "full, own ema")
+"""They copy a student that ZeRO-3 has already split."""
+
+
+def of(strategy: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The variants of a strategy: which of `ALONE` each has to equal, and what it is made of."""
+    placed = {**PLACED, **(IN_ZERO3 if strategy == "zero3" else {})}
+    variants = {name: (name, made_of) for name, made_of in ALONE.items()}
+    variants |= {name: (same, {**ALONE[same], "teacher_offload": where}) for name, (same, where) in placed.items()}
+    left_out = NOT_UNDER_ZERO3 if strategy == "zero3" else ()
+    return {name: variant for name, variant in variants.items() if name not in left_out}
+
+
+def save_models(folder: Path) -> None:
+    """Students and teachers, to be loaded by every process as users load them."""
+    models = {
+        "qwen2": (tiny.qwen2(32, seed=0), tiny.qwen2(48, seed=1)),
+        "gemma2": (tiny.gemma2(32), tiny.gemma2(48, 1)),
+    }
+    for name, (student, teacher) in models.items():
+        student.save_pretrained(folder / name / "student")
+        teacher.save_pretrained(folder / name / "teacher")
+
+
+class Recorded(FixedRollout):
+    """Replays one completion of each length, the first of them empty; counts the empty ones."""
+
+    def __init__(self) -> None:
+        words = tiny.tokenizer()
+        answers = tiny.recorded(words)
+        super().__init__({**answers, next(iter(answers)): []})
+        self.empty = 0
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        completions = super().complete(prompt_ids, step)
+        self.empty += sum(not ids for ids in completions)
+        return completions
+
+
+def build(
+    folder: Path,
+    made_of: dict[str, Any],
+    processes: int,
+    rollout: RolloutBackend | None = None,
+    **options: Any,
+) -> OPSDTrainer:
+    """A trainer of one variant: four rows an optimizer step, two accumulation steps, whatever the processes."""
+    options = {**made_of, **options}
+    models, lora = folder / ("gemma2" if options.pop("tied", False) else "qwen2"), options.pop("lora", None)
+    own, rows = "teacher_model_kind" in options, tiny.rows()
+    if own:
+        rows = rows.add_column("privileged_context", [f"hint {number}" for number in range(len(rows))])
+    args = tiny.config(
+        folder / "out",
+        per_device_train_batch_size=2 // processes,
+        gradient_accumulation_steps=2,
+        teacher_update_rate=0.5,
+        **options,
+    )
+    fsdp_on_cpu.allow()
+    return OPSDTrainer(
+        model=str(models / "student"),
+        teacher_model=None if own else str(models / "teacher"),
+        args=args,
+        train_dataset=rows,
+        processing_class=tiny.tokenizer(),
+        peft_config=None if lora is None else LoraConfig(**lora),
+        rollout=rollout or Recorded(),
+    )
+
+
+def weights(trainer: OPSDTrainer) -> dict[str, Tensor]:
+    """Every parameter of the student, whole, in every process; frozen ones too."""
+    parameters = trained_parameters(trainer.accelerator.unwrap_model(trainer.model))
+    return {name: whole(parameter).clone() for name, parameter in parameters.items()}
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Over all parameters, of which both have the same."""
+    assert set(one) == set(other)
+    return max(float((one[name] - other[name]).abs().max()) for name in one)

@@ -1,0 +1,68 @@
+"""Starts pairs of processes as `accelerate launch` does, but by forking this one, which has imported everything.
+
+Under the launcher is torch's elastic agent, real as ever: it tells the processes of each other, and when one dies it
+ends the other. What each pair does without is the imports, and DeepSpeed's look at whether to compile its extension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from accelerate.commands.launch import launch_command, launch_command_parser
+from deepspeed.comm.torch import build_shm_op
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+CONFIGS = Path(__file__).resolve().parent.parent / "examples" / "accelerate_configs"
+PROCESSES = 2
+
+
+def launch(strategy: str, function: Callable[..., Any], *args: Any) -> dict[int, Any]:
+    """What `function` returns in each process, by rank.
+
+    Args:
+        strategy (`str`):
+            A file of `examples/accelerate_configs` for the CPU, or "ddp": that is how `torchrun` starts processes, as
+            accelerate has no file for it that works on a CPU.
+        function (`Callable`):
+            Runs in every process.
+        *args (`Any`):
+            Its arguments.
+    """
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=PROCESSES,
+        run_id=strategy,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    results: dict[int, Any] = {}
+
+    def run(_: Any = None) -> None:
+        results.update(elastic_launch(agent, function)(*args))
+
+    build_shm_op()  # once: a fork finds it loaded
+    if strategy == "ddp":
+        run()
+    else:
+        config = str(CONFIGS / f"{strategy}.yaml")
+        with mock.patch("torch.distributed.run.run", run):
+            launch_command(launch_command_parser().parse_args(["--config_file", config, __file__]))
+    assert len(results) == PROCESSES
+    return results
+
+
+def killed(strategy: str, function: Callable[..., Any], *args: Any) -> list[int]:
+    """The ranks that `kill -9` ended while `function` ran; the agent ended the others."""
+    try:
+        launch(strategy, function, *args)
+    except ChildFailedError as error:
+        return [failure.local_rank for failure in error.failures.values() if failure.exitcode == -9]
+    return []

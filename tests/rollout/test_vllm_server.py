@@ -1,0 +1,182 @@
+"""A vLLM server speaks for the student as an engine in the process does; weights come over TCP here, not NCCL."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+pytest.importorskip("vllm")
+
+import tcp_transfer
+from server_lab import CONTEXT, free_port, serve, server  # noqa: F401 (two of them are fixtures)
+from test_vllm_sync import Watch
+from vllm_lab import by_hf, engines_are_shared, gap, lora, make, student  # noqa: F401 (as above)
+
+from trl_opsd.rollout import vllm_server as backend
+from trl_opsd.rollout import weight_sync
+from trl_opsd.rollout.server_client import ServerClient
+from trl_opsd.rollout.sync_proof import SyncError
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+HERE = Path(__file__).parent
+SECONDS = 240
+
+
+def test_what_a_server_writes_other_than_generate_is_noticed(serve, tmp_path):  # noqa: F811
+    model = student(tmp_path / "student", tied=True)
+    free = serve(model=model, top_k=1)
+    prompts = free.tokenize(tiny.PROMPTS)
+    unended = free.complete(prompts)
+    assert unended == by_hf(free, prompts)
+    assert len({len(ids) for ids in prompts}) > 3, "the prompts are ragged"
+    assert len({tuple(ids) for ids in unended}) == len(prompts), "each has a completion of its own"
+
+    first, second = unended[0][3], next(ids[5] for ids in unended[1:] if ids[5] != unended[0][3])
+    words = tiny.tokenizer()
+    words.eos_token = words.convert_ids_to_tokens(first)
+    words.pad_token = words.eos_token
+    model.generation_config.eos_token_id = [first, second]
+    trainer = serve(model=model, processing_class=words, top_k=1)
+    completions = trainer.rollout.complete(prompts, 0)
+    assert {ids[-1] for ids in completions if ids[-1] in trainer.eos_token_ids} == {first, second}
+    assert completions == by_hf(trainer, prompts), "ended by the server itself, not cut afterwards"
+
+    nearly_full = [prompts[0], [5] * (CONTEXT - 3)]
+    assert trainer.rollout.complete(nearly_full, 0) == by_hf(trainer, nearly_full), "each row has its own room"
+    assert set(tcp_transfer.met_at) == {"127.0.0.1"}, "weights do not pass a public address"
+
+
+@pytest.mark.parametrize("kind", ["everything", "adapter"])
+def test_a_server_that_lags_behind_the_student_is_noticed(serve, kind):  # noqa: F811
+    watch = Watch()
+    trainer = serve(max_steps=3, peft_config=None if kind == "everything" else lora(), callbacks=[watch])
+    watch.attach(trainer)
+    before = {name: part.detach().clone() for name, part in trainer.model.named_parameters()}
+    trainer.train()
+
+    assert len(watch.stale) == 3
+    assert min(watch.stale) > 1e-2, "every step moves the student so far that a server without it is found out"
+    assert max(watch.synced) <= 1e-4
+    print(f"\nserver, {kind}: {max(watch.synced):.1e}")
+    logged = [row for row in trainer.state.log_history if "sync/bytes" in row]
+    assert len(logged) == 3
+    assert max(row["rollout/logprob_gap"] for row in logged) <= 1e-4
+    assert all(row["sync/seconds"] > 0 and row["sync/proof_seconds"] > 0 for row in logged)
+    whole = sum(weight.base.nbytes for weight in weight_sync.weights_of(trainer.model))
+    assert {row["sync/bytes"] for row in logged} == {whole}
+    for name, part in trainer.model.named_parameters():
+        assert part.requires_grad or torch.equal(part, before[name]), name
+    assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
+
+    trainer.rollout.close()
+    again = serve(model=trainer.model)
+    again.complete(again.tokenize(["a"]))
+    assert gap(again) <= 1e-4, "another training with the same server"
+
+
+def test_weights_that_do_not_arrive_are_detected(serve, monkeypatch):  # noqa: F811
+    trainer = serve(peft_config=lora())
+    prompt = trainer.tokenize(["a"])
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "weights_of", weight_sync.base_weights_of)
+        with pytest.raises(SyncError, match="It looks like a missing adapter"):
+            trainer.complete(prompt)
+    trainer.complete(prompt)
+    with torch.no_grad():
+        for part in trainer.model.parameters():
+            part.mul_(1.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerClient, "update_named_params", lambda self, announced, weights: None)
+        with pytest.raises(SyncError, match="It looks stale"):
+            trainer.complete(prompt)
+    trainer.complete(prompt)
+    assert gap(trainer) <= 1e-4, "and it is not taken for sent"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerClient, "forget_prefixes", lambda self: None)
+        with torch.no_grad():
+            trainer.model.get_output_embeddings().weight.mul_(1.3)
+            trainer.model.get_input_embeddings().weight[5:].mul_(-1)
+        with pytest.raises(SyncError, match="It looks like a stale prefix cache"):
+            trainer.complete(prompt)
+
+
+def test_options_that_do_not_reach_a_server_are_noticed(serve, monkeypatch):  # noqa: F811
+    trainer = serve(vllm_structured_outputs_regex="[0-9]{3}", generation_kwargs={"seed": 3})
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    texts = trainer.processing_class.batch_decode(trainer.complete(prompts), skip_special_tokens=True)
+    assert all(len(text) == 3 and text.isdigit() for text in texts), texts
+
+    write = ServerClient.write
+    monkeypatch.setattr(ServerClient, "write", lambda self, ids, options: write(self, ids[::-1], options))
+    with pytest.raises(RuntimeError, match="vLLM answered another prompt than row 0"):
+        trainer.complete(prompts)
+    monkeypatch.undo()
+
+    tcp_transfer.use(monkeypatch)
+    free = serve(temperature=1.9, generation_kwargs={"min_tokens": 16})
+    hot = free.complete(prompts * 4)
+    assert all(len(ids) == 16 for ids in hot)
+    assert max(map(max, hot)) >= 100
+    free.rollout.close()
+    free.readers = replace(free.readers, student_limits=replace(free.limits, vocabulary=100))
+    free.args.vllm_group_port = free_port()
+    free.rollout = backend.VLLMServerRollout(free.args)
+    free.rollout.bind(free)
+    assert max(map(max, free.rollout.complete(prompts * 4, 0))) < 100, "ids no tokenizer knows"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"vllm_weight_sync": "adapter"}, "a server takes whole weights only: use 'auto'"),
+        ({"vllm_enable_sleep_mode": True}, "does not sleep: set it to False"),
+        ({"generation_kwargs": {"skip_reading_prefix_cache": True}}, "is not an option of vLLM"),
+        ({"generation_kwargs": {"max_tokens": 2}}, "what max_completion_length decides"),
+        ({"generation_kwargs": {"structured_outputs": object()}}, "not JSON serializable"),
+        ({"vllm_max_model_length": None}, "set `vllm_max_model_length=192`"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_an_option_that_cannot_work_with_a_server_is_noticed(serve, given, message):  # noqa: F811
+    with pytest.raises(ValueError, match=message):
+        serve(**given)
+
+
+def test_a_device_that_cannot_send_weights_is_noticed(make, server):  # noqa: F811
+    with pytest.raises(ValueError, match=r"needs a CUDA device, got 'cpu'.*Set `vllm_mode='colocate'`"):
+        make(tied=True, **server)
+
+
+@pytest.mark.distributed
+def test_processes_with_unequal_prompts_that_get_each_others_completions_are_noticed(server, tmp_path):  # noqa: F811
+    student(tmp_path / "student", tied=True, seed=7)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    path = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
+    finished = subprocess.run(
+        [*launch, HERE / "vllm_served.py", tmp_path, json.dumps({**server, "vllm_group_port": free_port()})],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    results = [json.loads((tmp_path / f"{process}.json").read_text()) for process in range(2)]
+    print(f"\n{results}")
+    for found in results:
+        assert found["processes"] == 2
+        assert found["completions"] == found["expected"]
+        assert len(found["gaps"]) == 4, "before each of three steps, and after the last"
+        assert max(found["gaps"]) <= 1e-4
+    assert [len(found["completions"]) for found in results] == [3, 1]
+    assert len({tuple(ids) for found in results for ids in found["completions"]}) == 4, "they can be told apart"
+    assert "answered 400" in results[0]["error"], "the server was asked for more than its context"
+    assert results[1]["error"] == results[0]["error"], "although only the main process speaks with the server"

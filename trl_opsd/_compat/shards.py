@@ -1,0 +1,91 @@
+"""Reads and writes what ZeRO-3 or FSDP2 has split over the processes; whatever one process calls here, all have to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trl_opsd._compat.deepspeed import gathered
+
+
+def is_split_model(model: nn.Module) -> bool:
+    """Whether only the wrapper's own forward brings the weights of this model."""
+    return isinstance(model, FSDPModule) or any(map(_in_zero3, model.parameters()))
+
+
+@contextmanager
+def unsharded(layer: nn.Module) -> Iterator[None]:
+    """A layer's parameters are whole for as long as the context lasts, if it is FSDP2 that has split them.
+
+    FSDP2 brings them before the layer's forward. This is for a layer whose weight is used without calling it; the
+    gradient that reaches the weight is reduced with those of all other layers.
+    """
+    if not (isinstance(layer, FSDPModule) and any(isinstance(one, DTensor) for one in layer.parameters())):
+        yield
+        return
+    split: FSDPModule = layer
+    split.unshard()
+    try:
+        yield
+    finally:
+        split.reshard()
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters as the optimizer has them, by name: FSDP2 replaces them, and leaves some whole after a forward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return dict(model.named_parameters())
+
+
+@torch.no_grad()
+def whole(parameter: Tensor) -> Tensor:
+    """The value of a parameter. Where nothing is split it is not copied."""
+    if isinstance(parameter, DTensor):
+        value: Tensor = parameter.full_tensor()
+        return value
+    if _in_zero3(parameter):
+        with gathered([parameter]):
+            return parameter.detach().clone()
+    return parameter.detach()
+
+
+@torch.no_grad()
+def write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Writes whole values, the same in every process, into the parameters of their names."""
+    with gathered([parameters[name] for name in values if _in_zero3(parameters[name])], written=True):
+        for name, value in values.items():
+            parameter = parameters[name]
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.data.copy_(value)
+
+
+def is_split(parameter: Tensor) -> bool:
+    """Whether this process has a share of the parameter only."""
+    return isinstance(parameter, DTensor) or _in_zero3(parameter)
+
+
+def _in_zero3(parameter: Tensor) -> bool:
+    return hasattr(parameter, "ds_id")
+
+
+@torch.no_grad()
+def spread(tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Gives every process the first one's values.
+
+    Weights made at random may differ between processes until training begins, and with accelerate's
+    `fsdp_cpu_ram_efficient_loading` only the first process has read any.
+    """
+    if not distributed.is_initialized():
+        return
+    for tensor in tensors.values():
+        value = tensor.to(device)
+        distributed.broadcast(value, src=0)
+        tensor.copy_(value)

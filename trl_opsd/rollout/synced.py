@@ -1,0 +1,181 @@
+"""Keeps an engine in step with the student: it knows when weights moved, not how they travel."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from trl_opsd._compat.peft import is_peft
+from trl_opsd.backbone import context_of
+from trl_opsd.rollout.base import RolloutBackend
+from trl_opsd.rollout.sync_proof import SyncProof
+
+
+class SyncedRollout(RolloutBackend):
+    """Before the engine writes, it is sent the student's weights if they moved since the last time, and has to prove
+    that it speaks for the student.
+
+    Args:
+        args ([`OPSDConfig`]):
+            The options.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        self._sent: tuple[Any, ...] | None = None
+        self._proved = False
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        self._wake("weights")
+        if self._moved():
+            self.sync_weights()
+        self._wake("kv_cache")
+        limits = self._trainer.limits
+        rows = self._engine.write(
+            prompt_ids, [{**self._sampling, "max_tokens": limits.room(len(ids))} for ids in prompt_ids]
+        )
+        for number, (sent, row) in enumerate(zip(prompt_ids, rows, strict=True)):
+            if row.prompt_ids != sent:
+                raise RuntimeError(
+                    f"vLLM answered another prompt than row {number} of this batch: sent {len(sent)} tokens beginning "
+                    f"{sent[:8]}, got {len(row.prompt_ids)} beginning {row.prompt_ids[:8]}. Nothing was trained on it."
+                )
+        self._rest()
+        return [row.completion_ids for row in rows]
+
+    def sync_weights(self) -> None:
+        """Sends the student's weights as they are now, and proves that they arrived.
+
+        Called before a rollout whenever weights moved. Call it yourself after a change that leaves no trace, such as
+        writing to the shards of a student under ZeRO-3. Every process has to call it.
+
+        Raises:
+            SyncError: vLLM does not write as the student does afterwards.
+        """
+        with self._trainer.phase("sync"):
+            self._sync()
+
+    def _sync(self) -> None:
+        trainer, check = self._trainer, self._args.vllm_sync_check
+        self._wake("weights")
+        proves = check == "every" or (check == "first" and not self._proved)
+        if proves and not self._proved:
+            self._wake("kv_cache")
+            self._proof.observe()
+            self._engine.wipe_cache()
+        self._sent = None  # whatever happens now, the engine holds something else than before
+        with _timed(trainer, "sync/seconds"), torch.no_grad():
+            trainer.record("sync/bytes", float(self._send()))
+            self._engine.forget_prefixes()
+        if proves:
+            self._wake("kv_cache")
+            with _timed(trainer, "sync/proof_seconds"):
+                trainer.record("rollout/logprob_gap", self._proof.check())
+            self._proved = True
+        self._sent = self._version()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    # ---- What the kind of engine decides ------------------------------------------------------------------------
+
+    @abstractmethod
+    def _send(self) -> int:
+        """Sends what moved, and returns the bytes."""
+
+    @abstractmethod
+    def _wake(self, what: str) -> None:
+        """Has the engine hold `"weights"` or `"kv_cache"`."""
+
+    @abstractmethod
+    def _rest(self) -> None:
+        """Tells the engine that nothing is written until the next rollout."""
+
+    def _take(self, trainer: Any, engine: Any, sampling: dict[str, Any], dtype: torch.dtype) -> None:
+        """Takes what `bind` has put together.
+
+        Args:
+            trainer ([`OPSDTrainer`]):
+                Gives the student and the processes.
+            engine (`Any`):
+                Writes, forgets prefixes and can be closed; how it gets weights is between it and `_send`.
+            sampling (`dict`):
+                Options of every completion, in the engine's words.
+            dtype (`torch.dtype`):
+                The least precise that engine or student compute in.
+        """
+        self._trainer, self._engine, self._sampling = trainer, engine, sampling
+        self._proof = SyncProof(trainer, engine, dtype, is_peft(trainer.model))
+        self._sent, self._proved = None, False
+
+    # ---- Whether weights moved ----------------------------------------------------------------------------------
+
+    def _moved(self) -> bool:
+        """Whether weights moved since they were sent, in any process; all of them send, or none."""
+        here = torch.tensor([int(self._version() != self._sent)], device=self._trainer.accelerator.device)
+        return bool(self._trainer.accelerator.gather(here).any())
+
+    def _version(self) -> tuple[Any, ...]:
+        """Differs whenever the student may have changed.
+
+        torch counts every write to a tensor, and a tensor that was exchanged lies elsewhere. Neither sees what an
+        optimizer writes to shards or flat buffers, or what a checkpoint writes there: those the trainer counts.
+        """
+        trainer = self._trainer
+        adapters = tuple(trainer.model.active_adapters) if is_peft(trainer.model) else ()
+        return trainer.state.global_step, trainer.loads, adapters, version_of(trainer.model.parameters())
+
+
+def check_student(trainer: Any) -> None:
+    """Refuses students whose weights cannot be sent to an engine.
+
+    Raises:
+        ValueError: The student is split by FSDP, is quantized, or has less context than asked for.
+    """
+    args, model = trainer.args, trainer.model
+    if trainer.accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError(
+            "`use_vllm=True` with FSDP is not supported by this version, which gathers weights from ZeRO-3 only: "
+            "launch with DeepSpeed ZeRO or data parallelism, or set `use_vllm=False`."
+        )
+    if getattr(model, "is_quantized", False):
+        raise ValueError(
+            "`use_vllm=True` with a quantized student is not supported by this version: load it without "
+            "`quantization_config`, or set `use_vllm=False`."
+        )
+    room, context = args.vllm_max_model_length, context_of(model)
+    if room is not None and context is not None and room > context:
+        raise ValueError(
+            f"`vllm_max_model_length={room}`, but the student's context is {context}: lower it, or leave it out."
+        )
+
+
+def dtype_of(trainer: Any) -> torch.dtype:
+    """What the student computes in, which under mixed precision is not what its weights are kept in."""
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if trainer.accelerator.mixed_precision in mixed:
+        return mixed[trainer.accelerator.mixed_precision]
+    dtype: torch.dtype = trainer.model.dtype
+    return dtype
+
+
+def version_of(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Where tensors lie and how often each was written to; those that ZeRO-3 has split are left out."""
+    return tuple((one.data_ptr(), one._version) for one in tensors if not hasattr(one, "ds_id"))
+
+
+@contextmanager
+def _timed(trainer: Any, name: str) -> Iterator[None]:
+    """Records the seconds of what runs inside, if it succeeds."""
+    start = perf_counter()
+    yield
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    trainer.record(name, perf_counter() - start)

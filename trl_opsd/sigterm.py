@@ -1,0 +1,69 @@
+"""Ends a run in good order when it is told to: the step is finished and saved, then every process stops.
+
+A cluster sends SIGTERM before it takes a machine away. transformers has an answer of its own, which this one replaces
+because there each process decides for itself at which step it saves, and waits three seconds before it does; a save may
+fall between the random numbers of a step and the step, so that nothing resumes from it exactly; and a folder is called
+`checkpoint-N` before anything is in it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from transformers import TrainerCallback
+
+logger = get_logger(__name__)
+
+
+class StopOnSigterm(TrainerCallback):
+    """Saves after the step in which the first process received a SIGTERM, on all of them, and stops.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            Tells the processes of each other's signals, once in a step.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._received = False
+        self._stopping = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Takes SIGTERM as a request for as long as the context lasts; only the main thread may."""
+        self._received = self._stopping = False
+        before = signal.signal(signal.SIGTERM, self._receive)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._is_time_to_stop():
+            logger.warning(f"SIGTERM: saving step {state.global_step} and stopping.")
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False  # whoever sent it may not wait for that
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._stopping and self._is_time_to_stop():
+            logger.warning(f"SIGTERM: step {state.global_step} has just been saved, stopping.")
+            control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._stopping:  # saved already
+            control.should_save = control.should_evaluate = False
+
+    def _receive(self, *_: Any) -> None:
+        # A collective, or a lock of the logger, could be what this has interrupted.
+        self._received = True
+
+    def _is_time_to_stop(self) -> bool:
+        if self._received:
+            self._accelerator.set_trigger()
+        self._stopping = bool(self._accelerator.check_trigger())
+        return self._stopping
