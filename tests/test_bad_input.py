@@ -375,10 +375,9 @@ def test_an_encoder_decoder_at_a_path_is_refused_before_a_model_is_loaded(make_t
 
 
 @pytest.mark.refusal
-@pytest.mark.before_loading
 def test_options_for_loading_a_teacher_that_is_already_loaded_are_refused(make_trainer):
     with pytest.raises(ValueError, match="the teacher is given as an object"):
-        make_trainer(teacher_model=tiny.qwen2(48, 1), teacher_model_init_kwargs={"dtype": "float32"})
+        make_trainer(teacher_model_init_kwargs={"dtype": "float32"})
 
 
 def test_a_teacher_with_code_of_its_own_needs_a_switch_of_its_own(make_trainer, monkeypatch, tmp_path):

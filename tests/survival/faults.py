@@ -99,7 +99,8 @@ class Watching(TrainerCallback):
 
     def now(self) -> list[Tensor]:
         """As they are."""
-        return [getattr(one, "ds_tensor", one).detach().clone() for one in self._model.parameters()]
+        shares = (getattr(one, "ds_tensor", one) for one in self._model.parameters())
+        return [getattr(one, "to_local", lambda one=one: one)().detach().clone() for one in shares]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.before[state.global_step + 1] = self.now()

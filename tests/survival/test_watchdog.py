@@ -37,8 +37,10 @@ def test_a_phase_that_hangs_unnoticed(make_trainer, capfd):
 def test_phases_that_are_quick_enough_are_reported(make_trainer, capfd):
     trainer = make_trainer(phase_timeout=60.0, max_steps=1, save_strategy="steps", save_steps=1)
     trainer.train()
-    assert "phase" not in capfd.readouterr().err
-    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert "in phase" not in capfd.readouterr().err
+    for timer in [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]:
+        timer.join(10)  # one that was cancelled ends at once, on a busy machine a little later
+        assert not timer.is_alive()
 
 
 def test_an_outer_phase_is_no_longer_watched_when_an_inner_one_has_ended(capfd):

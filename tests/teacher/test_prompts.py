@@ -72,7 +72,7 @@ def test_targets_equal_a_direct_forward_over_teacher_prompt_and_completion(tmp_p
 
 @pytest.mark.parametrize("more", LONGER)
 def test_the_same_when_conversational(tmp_path, more):
-    secret = "h" * more
+    secret = "s" + "h" * more
     trainer = make(tmp_path, [{"privileged_context": secret}] * 2, conversational=True)
     chats = [[{"role": "user", "content": f"{text}\n\n{secret}"}] for text in TEXTS]
     ids = trainer.processing_class.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
