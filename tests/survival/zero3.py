@@ -19,7 +19,7 @@ VARIANTS = {
 }
 
 
-SECONDS = 220
+SECONDS = 280
 """After which a process that still waits is ended, and says where it was."""
 
 
