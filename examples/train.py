@@ -55,7 +55,8 @@ def main(arguments: Sequence[str]) -> OPSDTrainer:
     )
     if built_in:
         examine(trainer)
-    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    resume = config.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=resume == "True" or resume)  # on a command line it is a text
     trainer.save_model()
     if built_in:
         examine(trainer)

@@ -99,6 +99,8 @@ def test_models_data_and_options_of_both_configs_come_from_a_yaml_file(tmp_path)
         **tiny.options(
             tmp_path / "out", max_steps=2, divergence="jsd", beta=0.3, resume_with_changes=["seed", "top_k"]
         ),
+        "save_strategy": "steps",
+        "save_steps": 2,
         "model_name_or_path": str(tmp_path / "student"),
         "teacher_model_name_or_path": str(tmp_path / "teacher"),
         "teacher_chat_template_kwargs": '{"enable_thinking": true}',
@@ -116,3 +118,9 @@ def test_models_data_and_options_of_both_configs_come_from_a_yaml_file(tmp_path)
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(trained.lm_head.weight, trainer.model.lm_head.weight)
     assert not torch.equal(trained.lm_head.weight, tiny.qwen2(32, seed=0).lm_head.weight)
+
+    again = ["--temperature", "0.7", "--max_steps", "3", "--resume_from_checkpoint", "True"]
+    resumed = train.main(["--config", str(tmp_path / "run.yaml"), *again])
+    assert [row["step"] for row in resumed.state.log_history if "loss" in row] == [1, 2, 3]
+    losses = [row["loss"] for each in (trainer, resumed) for row in each.state.log_history[:2]]
+    assert losses[:2] == losses[2:], "steps 1 and 2 come from the checkpoint"
