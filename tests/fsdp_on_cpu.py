@@ -13,6 +13,6 @@ from accelerate.utils import DistributedType
 
 
 def allow() -> None:
-    """Does nothing in a launch without FSDP."""
+    """Called when the config has been built and the trainer has not; does nothing in a launch without FSDP."""
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

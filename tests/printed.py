@@ -9,7 +9,7 @@ DEADLINE = 30
 
 
 def check_one_traceback(printed: str, ended: float, first: int) -> None:
-    """One process prints one traceback, the other one line, and soon both have ended.
+    """One process prints one traceback, the other at most one line, and soon both have ended.
 
     Args:
         printed (`str`):
@@ -22,7 +22,8 @@ def check_one_traceback(printed: str, ended: float, first: int) -> None:
     of_ranks = [line for line in printed.splitlines() if re.match(r"\[rank\d\]: ", line)]
     assert [line for line in of_ranks if "Traceback" in line] == [f"[rank{first}]: Traceback (most recent call last):"]
     assert all(line.startswith(f"[rank{first}]") for line in of_ranks)
-    assert printed.count(f"Rank {1 - first} ends with rank {first}, which failed first; see there.") == 1
+    # None where the agent was faster to end the other than the other to notice.
+    assert printed.count(f"Rank {1 - first} ends with rank {first}, which failed first; see there.") <= 1
     assert "Connection closed" not in printed
     if raised := re.search(r"^RAISES ([\d.]+)", printed, re.MULTILINE):
         seconds = ended - float(raised[1])

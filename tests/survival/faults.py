@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsdp_on_cpu
 import tiny
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout, OPSDTrainer
+from trl_opsd._compat.shards import is_split, trained_parameters
 
 RANK = 1
 """The process that breaks."""
@@ -25,10 +27,12 @@ STEP = 2
 def make_trainer(folder: Path, teacher: Any, **options: Any) -> OPSDTrainer:
     """Two micro-steps of one row for each process; the student is loaded here, so that ZeRO-3 may split it."""
     words = tiny.tokenizer()
+    args = tiny.config(folder / "out", per_device_train_batch_size=1, gradient_accumulation_steps=2, **options)
+    fsdp_on_cpu.allow()
     return OPSDTrainer(
         model=str(folder / "student"),
         teacher_model=teacher,
-        args=tiny.config(folder / "out", per_device_train_batch_size=1, gradient_accumulation_steps=2, **options),
+        args=args,
         train_dataset=tiny.rows(),
         processing_class=words,
         rollout=FixedRollout(tiny.recorded(words)),
@@ -99,7 +103,8 @@ class Watching(TrainerCallback):
 
     def now(self) -> list[Tensor]:
         """As they are."""
-        shares = (getattr(one, "ds_tensor", one) for one in self._model.parameters())
+        # FSDP2 may have left some whole, after a forward that ended in an error.
+        shares = (getattr(one, "ds_tensor", one) for one in trained_parameters(self._model).values())
         return [getattr(one, "to_local", lambda one=one: one)().detach().clone() for one in shares]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -125,6 +130,7 @@ def trained_with_nan(folder: Path, teacher: Any, side: str, **options: Any) -> d
     after = watching.before.get(STEP + 1, watching.now())
     return {
         "processes": trainer.accelerator.num_processes,
+        "split": any(map(is_split, trained_parameters(trainer.model).values())),
         "error": error,
         "poisoned": times[:1],
         "ended": ended,

@@ -22,11 +22,12 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 60)]
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory) -> tuple[dict[str, Any], Path]:
-    folder = tmp_path_factory.mktemp("ddp")
-    tiny.qwen2(32, seed=0).save_pretrained(folder / "student")
+def pairs(tmp_path_factory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("pairs")
+    for student in (folder / "student", folder / "fsdp2" / "student"):
+        tiny.qwen2(32, seed=0).save_pretrained(student)
     path = os.pathsep.join([str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, HERE / "ddp.py", folder]
+    command = [sys.executable, HERE / "pairs.py", folder]
     finished = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=SECONDS)
     assert finished.returncode == 0, "".join(path.read_text() for path in folder.glob("*.err"))[-3000:]
     return json.loads((folder / "results.json").read_text()), folder
@@ -42,11 +43,11 @@ def zero3(tmp_path_factory) -> tuple[list[dict[str, Any]], Path, str, float]:
     return json.loads((folder / "results.json").read_text()), folder, printed, ended
 
 
-def check_raised(each: list[dict[str, Any]], side: str) -> None:
+def check_raised(each: list[dict[str, Any]], side: str, where: str = " on rank 1") -> None:
     said = {"teacher": "The teacher's logits are", "student": "The student's logits are", "gradient": "gradient is"}
     assert [one["processes"] for one in each] == [2, 2]
     for one in each:
-        assert re.search(rf"{said[side]} NaN or infinite in step 2 on rank 1: ", one["error"])
+        assert re.search(rf"{said[side]} NaN or infinite in step 2{where}: ", one["error"])
         assert one["steps"] == 1
         assert one["unchanged"]
         assert one["learned_before"]
@@ -65,34 +66,38 @@ def check_skipped(each: list[dict[str, Any]]) -> None:
         assert one["learned_after"]
 
 
+@pytest.mark.parametrize("launched", ["every nan", "every nan, fsdp2"])
 @pytest.mark.parametrize("variant", ["teacher", "student", "gradient", "gradient unclipped"])
-def test_a_nan_in_one_process_that_the_other_steps_along(ddp, variant):
-    returned = ddp[0]["every nan"]["returned"]
-    check_raised([returned[rank][f"raise {variant}"] for rank in "01"], variant.split()[0])
+def test_a_nan_in_one_process_that_the_other_steps_along(pairs, variant, launched):
+    returned = pairs[0][launched]["returned"]
+    assert all(one["split"] == ("fsdp2" in launched) for one in returned["0"].values())
+    side = variant.split()[0]
+    where = "" if side == "gradient" and "fsdp2" in launched else " on rank 1"
+    check_raised([returned[rank][f"raise {variant}"] for rank in "01"], side, where)
     check_skipped([returned[rank][f"skip {variant}"] for rank in "01"])
     rates = returned["0"][f"skip {variant}"]["rates"]
     assert len(rates) == 3
 
 
 @pytest.mark.parametrize("phase", ["complete", "teach", "compare", "save"])
-def test_a_process_that_waits_for_one_that_failed_or_hides_why(ddp, phase):
-    results, folder = ddp
+def test_a_process_that_waits_for_one_that_failed_or_hides_why(pairs, phase):
+    results, folder = pairs
     printed = (folder / f"{phase}.err").read_text()
     assert results[phase]["first"] == 1, "the agent names the process that failed, not the one that lost its peer"
     assert f"[rank1]: RuntimeError: injected into {phase}" in printed
     check_one_traceback(printed, results[phase]["ended"], first=1)
 
 
-def test_an_error_in_both_processes_that_is_printed_twice(ddp):
-    results, folder = ddp
+def test_an_error_in_both_processes_that_is_printed_twice(pairs):
+    results, folder = pairs
     printed = (folder / "nan.err").read_text()
     first = results["nan"]["first"]
     assert f"[rank{first}]: FloatingPointError: The teacher's logits are NaN or infinite in step 2 on rank 1" in printed
     check_one_traceback(printed, results["nan"]["ended"], first)
 
 
-def test_the_record_of_what_was_not_finite(ddp):
-    lines = (ddp[1] / "out" / "opsd_nonfinite.jsonl").read_text().splitlines()
+def test_the_record_of_what_was_not_finite(pairs):
+    lines = (pairs[1] / "out" / "opsd_nonfinite.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     sides = ["teacher", "student", "gradient", "gradient"]
     assert [(one["side"], one["ranks"], one["step"]) for one in found] == [
@@ -106,6 +111,7 @@ def test_the_record_of_what_was_not_finite(ddp):
 
 def test_a_split_student_that_steps_along_a_nan(zero3):
     each = zero3[0]
+    assert all(one["split"] for one in each[0].values())
     for side in ("teacher", "gradient"):
         check_raised([one[f"raise {side}"] for one in each], side)
     check_skipped([one["skip divergence"] for one in each])

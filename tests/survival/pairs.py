@@ -56,10 +56,10 @@ def script(what: str, folder: Path) -> Any:
         sys.exit(1)
 
 
-def launched(what: str, folder: Path) -> dict[str, Any]:
+def launched(what: str, folder: Path, strategy: str = "ddp") -> dict[str, Any]:
     """What came of two processes: what they return, or which failed first; and when they had ended."""
     try:
-        return {"returned": forks.launch("ddp", script, what, folder)}
+        return {"returned": forks.launch(strategy, script, what, folder)}
     except ChildFailedError as error:
         return {"first": error.get_first_failure()[0], "ended": time.time()}
 
@@ -70,6 +70,9 @@ def main(folder: Path) -> None:
         with (folder / f"{what}.err").open("wb") as file:
             os.dup2(file.fileno(), 2)
         results[what] = launched(what, folder)
+    with (folder / "fsdp2.err").open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    results["every nan, fsdp2"] = launched("every nan", folder / "fsdp2", "fsdp2_cpu")
     (folder / "results.json").write_text(json.dumps(results))
 
 
