@@ -23,6 +23,8 @@ from trl_opsd._compat.vllm import Engine, EngineOptions
 from trl_opsd.rollout import vllm as backend
 from trl_opsd.rollout.base import cut_after_end
 
+_AT_ONCE = 3
+"""Engines that are kept: each holds a GiB of cache, and test files run side by side."""
 SHAPES = {"qwen2": tiny.qwen2, "llama": tiny.llama}
 
 
@@ -51,19 +53,28 @@ class _Engines:
     def __call__(self, options: EngineOptions) -> Engine:
         shape = (Path(options.model) / "config.json").read_text()
         key = (shape, dataclasses.replace(options, model="", tokenizer=""))
-        if key not in self._running:
-            self._running[key] = Engine(options)
-        return self._running[key]
+        engine = self._running.pop(key, None)
+        if engine is None:
+            self.close(all_but=_AT_ONCE - 1)
+            engine = Engine(options)
+        self._running[key] = engine  # the one used last is the last
+        return engine
+
+    def close(self, all_but: int = 0) -> None:
+        """Ends those that were not used for longest."""
+        while len(self._running) > all_but:
+            self._running.pop(next(iter(self._running))).close()
 
 
 _ENGINES = _Engines()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def engines_are_shared() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "Engine", _ENGINES)
         yield
+    _ENGINES.close()
 
 
 @pytest.fixture
