@@ -13,6 +13,8 @@ from accelerate.utils import gather_object
 
 VARIANTS = {
     "raise teacher": {"side": "teacher"},
+    "raise student": {"side": "student"},
+    "raise gradient unclipped": {"side": "gradient", "max_grad_norm": 0.0},
     "raise gradient": {"side": "gradient"},
     "skip divergence": {"side": "divergence", "nonfinite": "skip"},
     "skip gradient unclipped": {"side": "gradient", "nonfinite": "skip", "max_grad_norm": 0.0},
