@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 import tcp_transfer
 from server_lab import CONTEXT, free_port, serve, server  # noqa: F401 (two of them are fixtures)
 from test_vllm_sync import Watch
-from vllm_lab import by_hf, engines_are_shared, gap, lora, make, student  # noqa: F401 (as above)
+from vllm_lab import by_hf, engines_are_shared, gap, lora, make, student, two_end_tokens  # noqa: F401 (as above)
 
 from trl_opsd.rollout import vllm_server as backend
 from trl_opsd.rollout import weight_sync
@@ -39,14 +39,10 @@ def test_what_a_server_writes_other_than_generate_is_noticed(serve, tmp_path):  
     assert len({len(ids) for ids in prompts}) > 3, "the prompts are ragged"
     assert len({tuple(ids) for ids in unended}) == len(prompts), "each has a completion of its own"
 
-    first, second = unended[0][3], next(ids[5] for ids in unended[1:] if ids[5] != unended[0][3])
-    words = tiny.tokenizer()
-    words.eos_token = words.convert_ids_to_tokens(first)
-    words.pad_token = words.eos_token
-    model.generation_config.eos_token_id = [first, second]
+    words, end_ids = two_end_tokens(model, unended)
     trainer = serve(model=model, processing_class=words, top_k=1)
     completions = trainer.rollout.complete(prompts, 0)
-    assert {ids[-1] for ids in completions if ids[-1] in trainer.eos_token_ids} == {first, second}
+    assert {ids[-1] for ids in completions if ids[-1] in trainer.eos_token_ids} == end_ids
     assert completions == by_hf(trainer, prompts), "ended by the server itself, not cut afterwards"
 
     nearly_full = [prompts[0], [5] * (CONTEXT - 3)]

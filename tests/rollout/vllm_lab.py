@@ -97,6 +97,19 @@ def make(tmp_path: Path) -> Any:
     return make
 
 
+def two_end_tokens(model: Any, unended: list[list[int]]) -> tuple[Any, set[int]]:
+    """Makes two tokens that end no completion yet the end tokens of a student, the first also the padding.
+
+    They stand in the middle of different completions. Returns the tokenizer, and both ids.
+    """
+    first, second = unended[0][3], next(ids[5] for ids in unended[1:] if ids[5] != unended[0][3])
+    words = tiny.tokenizer()
+    words.eos_token = words.convert_ids_to_tokens(first)
+    words.pad_token = words.eos_token
+    model.generation_config.eos_token_id = [first, second]
+    return words, {first, second}
+
+
 def by_hf(trainer: OPSDTrainer, prompt_ids: list[list[int]]) -> list[list[int]]:
     """What plain `generate` writes for the same trainer, with its options."""
     rollout = HFRollout()
