@@ -13,7 +13,6 @@ from unittest import mock
 
 from accelerate.commands.launch import launch_command, launch_command_parser
 from deepspeed.comm.torch import build_shm_op
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 CONFIGS = Path(__file__).resolve().parent.parent / "examples" / "accelerate_configs"
@@ -57,12 +56,3 @@ def launch(strategy: str, function: Callable[..., Any], *args: Any) -> dict[int,
             launch_command(launch_command_parser().parse_args(["--config_file", config, __file__]))
     assert len(results) == PROCESSES
     return results
-
-
-def killed(strategy: str, function: Callable[..., Any], *args: Any) -> list[int]:
-    """The ranks that `kill -9` ended while `function` ran; the agent ended the others."""
-    try:
-        launch(strategy, function, *args)
-    except ChildFailedError as error:
-        return [failure.local_rank for failure in error.failures.values() if failure.exitcode == -9]
-    return []

@@ -32,10 +32,13 @@ def of_any_step(change: str) -> str:
 
 
 class Deadline:
-    """Ends this process, as `kill -9` would, at a change that a save makes: the n-th, or the first [`of_any_step`]."""
+    """Ends this process, as `kill -9` would, at a change that a save makes: the n-th, or the first [`of_any_step`].
 
-    def __init__(self, folder: Path, last: int | str | None) -> None:
-        self.folder, self.last, self.seen = str(folder), last, []
+    Right before that it makes a file `mark`, if it was given one.
+    """
+
+    def __init__(self, folder: Path, last: int | str | None, mark: Path | None = None) -> None:
+        self.folder, self.last, self.mark, self.seen = str(folder), last, mark, []
 
     def arm(self) -> None:
         torch.save = self.tearing(torch.save, 1)
@@ -53,7 +56,7 @@ class Deadline:
         if event == "os.mkdir" and os.path.isdir(args[0]):
             return
         if (writes or event in CHANGES) and self.reached(event, args[0]):
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.end()
 
     def tearing(self, write: Callable[..., Any], path_at: int) -> Callable[..., Any]:
         """A writer that audit hooks do not see; killed, it leaves half a file."""
@@ -63,10 +66,15 @@ class Deadline:
             written = write(*args, **kwargs)
             if self.reached("half", path):
                 os.truncate(path, os.path.getsize(path) // 2)
-                os.kill(os.getpid(), signal.SIGKILL)
+                self.end()
             return written
 
         return torn
+
+    def end(self) -> None:
+        if self.mark is not None:
+            self.mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def save_again(trainer: OPSDTrainer, last: int | None) -> list[str]:

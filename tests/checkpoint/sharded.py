@@ -14,6 +14,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import forks
 import torch
 from kill_saves import Deadline, of_any_step
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from transformers import TrainerCallback
 from watched import Watched, saved_models, trainer
 
@@ -101,7 +103,7 @@ def save_once(make: Make, folder: Path, note: Path, rank: int, change: str | Non
     run = make(folder, "full", **EACH_STEP, save_total_limit=1)
     process = run.accelerator.process_index
     run.add_callback(OneStep(run, note.with_suffix(f".{process}.json")))
-    deadline = Deadline(folder, change if process == rank else None)
+    deadline = Deadline(folder, change if process == rank else None, _mark(note, process))
     deadline.arm()
     run.train(resume_from_checkpoint=True)
     return [*map(of_any_step, deadline.seen)]
@@ -138,6 +140,11 @@ def _named(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("checkpoint-*"))
 
 
+def _mark(note: Path, process: int) -> Path:
+    """What a process leaves that is killed."""
+    return note.with_suffix(f".{process}.killed")
+
+
 def every_change(make: Make, folder: Path) -> list[tuple[int, str]]:
     """What each process of a save that is let through changes; with that the folder has one more checkpoint."""
     changes = forks.launch("zero3_cpu", save_once, make, folder, folder.parent / "through", 0, None)
@@ -153,12 +160,14 @@ def kill(make: Make, folder: Path, start: Path, every: bool) -> list[dict[str, A
             shutil.rmtree(out)
             shutil.copytree(start, out / start.name)
         newest, note = checked(True, out)[0].name, folder / f"kill-{number}"
-        killed = forks.killed("zero3_cpu", save_once, make, out, note, rank, change)
+        # The agent names one process that failed: the one killed, or the other, which lost its peer.
+        with suppress(ChildFailedError):
+            forks.launch("zero3_cpu", save_once, make, out, note, rank, change)
         kills.append(
             {
                 "rank": rank,
                 "change": change,
-                "killed": killed,
+                "killed": [process for process in range(forks.PROCESSES) if _mark(note, process).exists()],
                 "newest": newest,
                 "went_on": [json.loads(path.read_text()) for path in sorted(folder.glob(f"{note.name}.*.json"))],
                 "half_written": [name for name in _named(out) if problems(out / name)],
