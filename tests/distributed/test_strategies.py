@@ -7,6 +7,7 @@ from pathlib import Path
 from time import perf_counter
 
 import pytest
+import tiny
 import variants
 from processes import SECONDS, launch
 from safetensors.torch import load_file
@@ -68,6 +69,12 @@ def test_two_processes_learn_what_one_learns(strategy, models, alone, tmp_path):
     assert all(sorted(empty) != [0, 0] for empty in results["empty"]), "a process had nothing to learn from"
     if strategy == "zero3":
         _check_sharded_teacher(results["share"])
+        frequencies = tiny.qwen2(32, seed=0).model.rotary_emb.inv_freq.tolist()
+        for name, half in results["bfloat16"].items():
+            print(f"zero3, bfloat16, {name}:", *half["losses"], "for", *alone[name][1])
+            assert half["dtypes"] == ["torch.bfloat16"]
+            assert half["frequencies"] == frequencies, "rounded, they turn late positions wrongly"
+            assert half["losses"] == pytest.approx(alone[name][1], abs=1e-2)
         assert results["not_gathered"]["losses"] == pytest.approx(results["generated"]["losses"][:1], abs=TOLERANCE)
     for generated in (results[name] for name in ("generated", "not_gathered") if name in results):
         assert [len(ids) for ids in generated["written"]] == [3, 3, 60, 60]

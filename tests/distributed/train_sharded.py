@@ -42,6 +42,8 @@ def main(folder: Path, strategy: str) -> None:
         results["empty"].append(gather_object([trainer.rollout.empty]))
         if name == "full, zero3":
             results["share"] = sharded_teacher(trainer)
+    if strategy == "zero3":
+        results["bfloat16"] = {name: in_bfloat16(folder, variants.ALONE[name]) for name in ("full", "lora")}
     results["processes"] = trainer.accelerator.num_processes
     results["refused"] = {name: refusal(folder, made_of) for name, made_of in REFUSED.get(strategy, {}).items()}
     if trainer.accelerator.is_main_process:
@@ -63,6 +65,15 @@ def refusal(folder: Path, made_of: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return "nothing"
+
+
+def in_bfloat16(folder: Path, made_of: dict[str, Any]) -> dict[str, Any]:
+    """What a student with weights in bfloat16 learns, and its rotary frequencies afterwards."""
+    trainer = variants.build(folder, made_of, 2, bf16=True)
+    trainer.train()
+    dtypes = {str(parameter.dtype) for parameter in trainer.model.parameters()}
+    (frequencies,) = (buffer for name, buffer in trainer.model.named_buffers() if name.endswith("rotary_emb.inv_freq"))
+    return {"dtypes": sorted(dtypes), "frequencies": frequencies.tolist(), "losses": losses(trainer)}
 
 
 def losses(trainer: OPSDTrainer) -> list[float]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import torch
 pytest.importorskip("vllm")
 
 import tcp_transfer
+from processes import SECONDS, launch
 from server_lab import CONTEXT, free_port, serve, server  # noqa: F401 (two of them are fixtures)
 from test_vllm_sync import Watch
 from vllm_lab import by_hf, engines_are_shared, gap, lora, make, student, two_end_tokens  # noqa: F401 (as above)
@@ -27,7 +25,6 @@ from trl_opsd.rollout.sync_proof import SyncError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 HERE = Path(__file__).parent
-SECONDS = 240
 
 
 def test_what_a_server_writes_other_than_generate_is_noticed(serve, tmp_path):  # noqa: F811
@@ -166,22 +163,17 @@ def test_a_device_that_cannot_send_weights_is_noticed(make, server):  # noqa: F8
 
 
 @pytest.mark.distributed
-def test_processes_with_unequal_prompts_that_get_each_others_completions_are_noticed(server, tmp_path):  # noqa: F811
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
+def test_processes_with_unequal_prompts_that_get_each_others_completions_are_noticed(server, tmp_path, strategy):  # noqa: F811
     student(tmp_path / "student", tied=True, seed=7)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    path = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
-    finished = subprocess.run(
-        [*launch, HERE / "vllm_served.py", tmp_path, json.dumps({**server, "vllm_group_port": free_port()})],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    options = json.dumps({**server, "vllm_group_port": free_port()})
+    launch(strategy, HERE / "vllm_served.py", tmp_path, options)
     results = [json.loads((tmp_path / f"{process}.json").read_text()) for process in range(2)]
     print(f"\n{results}")
     for found in results:
         assert found["processes"] == 2
+        assert found["split"]
         assert found["completions"] == found["expected"]
         assert len(found["gaps"]) == 4, "before each of three steps, and after the last"
         assert max(found["gaps"]) <= 1e-4

@@ -1,4 +1,4 @@
-"""A student split over two processes by DeepSpeed ZeRO-3, with a vLLM engine in each: one launch."""
+"""A student split over two processes by ZeRO-3 or FSDP2, with a vLLM engine in each: one launch for each."""
 
 from __future__ import annotations
 
@@ -16,22 +16,32 @@ pytest.importorskip("vllm")
 SCRIPT = Path(__file__).parent / "vllm_sharded.py"
 
 
+MODES = {"full": "full", "adapter": "adapter", "merged": "full", "merged DoRA": "full"}
+
+
 @pytest.mark.distributed
 @pytest.mark.vllm
 @pytest.mark.timeout(SECONDS + 60)
-def test_engines_that_do_not_get_the_whole_of_a_split_student_are_noticed_and_one_that_fails_ends_both(tmp_path):
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
+def test_engines_that_do_not_get_the_whole_of_a_split_student_are_noticed_and_one_that_fails_ends_both(
+    tmp_path, strategy
+):
     tiny.qwen2(64, seed=0).save_pretrained(tmp_path / "student")
-    printed = launch("zero3", SCRIPT, tmp_path, status=1, VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
+    printed = launch(strategy, SCRIPT, tmp_path, status=1, VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
     ended = time.time()
     assert (tmp_path / "results.json").exists(), printed[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())
-    for name in ("full", "adapter"):
-        print(f"\nzero3, vllm, {name}: log-prob gaps", *(f"{gap:.1e}" for gap in results[name]["gaps"]))
-    for name in ("full", "adapter"):
+    for name in MODES:
+        print(f"\n{strategy}, vllm, {name}: log-prob gaps", *(f"{gap:.1e}" for gap in results[name]["gaps"]))
+    for name, mode in MODES.items():
+        assert results[name]["split"]
         assert results[name]["processes"] == 2
-        assert results[name]["mode"] == name
+        assert results[name]["mode"] == mode
         assert len(results[name]["gaps"]) == 3, "a sync before each of three steps"
         assert max(results[name]["gaps"]) <= 1e-4
+    first, *later = results["adapter"]["bytes"]
+    assert first > later[0], "the base goes along once"
+    assert later == [results["adapter bytes"]] * 2
     assert results["announced"]
     assert results["fault"] == ["an error", "an error"], "although only one engine was wrong"
     assert "[rank1]: RuntimeError: injected into sync" in printed

@@ -1,4 +1,4 @@
-"""Run by two processes: both write with one vLLM server, with 3 prompts and 1, and write down what they got."""
+"""Run by two processes that share a student: both write with one vLLM server, and write down what they got."""
 
 from __future__ import annotations
 
@@ -6,35 +6,38 @@ import json
 import sys
 from pathlib import Path
 
+import fsdp_on_cpu
 import pytest
 import tcp_transfer
 import tiny
 from vllm_lab import by_hf, lora
 
 from trl_opsd import OPSDTrainer
+from trl_opsd._compat.shards import is_split_model
 from trl_opsd.rollout.server_client import ServerError
 
 
 def main(folder: Path, server: dict[str, object]) -> None:
-    options = {"use_vllm": True, "top_k": 1, "learning_rate": 1e-2, "max_completion_length": 16}
+    options = {"use_vllm": True, "top_k": 1, "learning_rate": 2e-3, "max_completion_length": 16}
+    teacher = tiny.qwen2(48, seed=1)  # before there is a DeepSpeed config, so that it stays whole
+    args = tiny.config(folder / "out", per_device_train_batch_size=1, **options, **server)
+    fsdp_on_cpu.allow()
     trainer = OPSDTrainer(
         model=str(folder / "student"),
-        teacher_model=tiny.qwen2(48, seed=1),
-        args=tiny.config(folder / "out", per_device_train_batch_size=1, **options, **server),
+        teacher_model=teacher,
+        args=args,
         train_dataset=tiny.rows(),
         processing_class=tiny.tokenizer(),
         peft_config=lora(),
     )
+    trainer.train()
     process = trainer.accelerator.process_index
     prompts = trainer.tokenize(tiny.PROMPTS[:3] if process == 0 else tiny.PROMPTS[3:4])
-    completions = trainer.complete(prompts)
-    expected = by_hf(trainer, prompts)
-    trainer.train()
-    trainer.rollout.sync_weights()
     found = {
         "processes": trainer.accelerator.num_processes,
-        "completions": completions,
-        "expected": expected,
+        "split": is_split_model(trainer.accelerator.unwrap_model(trainer.model_wrapped)),
+        "completions": trainer.complete(prompts),
+        "expected": by_hf(trainer, prompts),
         "gaps": [row["rollout/logprob_gap"] for row in trainer.state.log_history if "rollout/logprob_gap" in row]
         + [trainer.rollout._proof.check()],
     }

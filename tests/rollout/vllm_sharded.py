@@ -1,4 +1,4 @@
-"""Run by two processes: trains under ZeRO-3 with a vLLM engine in each, and writes down how far they were apart.
+"""Run by two processes that share a student: trains with a vLLM engine in each, and writes down how far it was off.
 
 At last one of them fails while it sends weights.
 """
@@ -11,39 +11,62 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsdp_on_cpu
 import tiny
 import torch
 from peft import LoraConfig
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.backbone import is_sharded
+from trl_opsd._compat.shards import is_split_model
 from trl_opsd.rollout import weight_sync
 from trl_opsd.rollout.sync_proof import SyncError
+
+VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "full": ("auto", None),
+    "adapter": ("auto", {}),
+    "merged": ("full", {}),
+    "merged DoRA": ("full", {"use_dora": True}),
+}
+"""By name `vllm_weight_sync`, and what the student's adapter is, if it has one."""
 
 
 def main(folder: Path) -> None:
     weight_sync.BUCKET_BYTES = 2**15  # several buckets
-    results: dict[str, Any] = {}
     teacher = tiny.qwen2(48, seed=1)  # before there is a DeepSpeed config, so that it stays whole
-    for name in ("full", "adapter"):
+    results: dict[str, Any] = {}
+    for name, (sync, adapter) in VARIANTS.items():
+        args = tiny.config(
+            folder / name, per_device_train_batch_size=1, use_vllm=True, vllm_weight_sync=sync, learning_rate=1e-2
+        )
+        fsdp_on_cpu.allow()
         trainer = OPSDTrainer(
             model=str(folder / "student"),
             teacher_model=teacher,
-            args=tiny.config(folder / name, per_device_train_batch_size=1, use_vllm=True, learning_rate=1e-2),
+            args=args,
             train_dataset=tiny.rows(),
             processing_class=tiny.tokenizer(),
-            peft_config=None if name == "full" else LoraConfig(r=4, target_modules="all-linear"),
+            peft_config=None if adapter is None else LoraConfig(r=4, target_modules="all-linear", **adapter),
         )
-        assert is_sharded(trainer.model)
         trainer.train()
-        gaps = [row["rollout/logprob_gap"] for row in trainer.state.log_history if "rollout/logprob_gap" in row]
-        results[name] = {"gaps": gaps, "mode": trainer.rollout._mode, "processes": trainer.accelerator.num_processes}
-    results["announced"] = announced_as_drawn(trainer)
-    results["fault"] = fault_on_one(trainer)
+        logged = [row for row in trainer.state.log_history if "sync/bytes" in row]
+        results[name] = {
+            "gaps": [row["rollout/logprob_gap"] for row in logged],
+            "bytes": [row["sync/bytes"] for row in logged],
+            "mode": trainer.rollout._mode,
+            "processes": trainer.accelerator.num_processes,
+            "split": is_split_model(trainer.accelerator.unwrap_model(trainer.model_wrapped)),
+        }
+        if name == "adapter":
+            results["adapter bytes"] = weight_sync.adapter_of(trainer.model, torch.float32, trainer.gathered)[1]
+            results["announced"] = announced_as_drawn(trainer)
+            results["fault"] = fault_on_one(trainer)
+            to_fail = trainer
+        else:
+            trainer.rollout.close()
     if trainer.accelerator.is_main_process:
         (folder / "results.json").write_text(json.dumps(results))
-    fail_on_one(trainer)
-    trainer.train()
+    fail_on_one(to_fail)
+    to_fail.train()
 
 
 def announced_as_drawn(trainer: OPSDTrainer) -> bool:

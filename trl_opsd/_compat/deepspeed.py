@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -98,19 +99,21 @@ def loading(config: Config | None) -> Iterator[None]:
 def put_back(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     """Gives a model its buffers again, on the device where it is, in the dtype they had.
 
-    DeepSpeed casts them to the dtype of the weights; rotary frequencies in half precision turn late positions wrongly.
+    ZeRO-3 makes and casts them in the dtype of the weights; rotary frequencies in half precision turn late positions
+    wrongly.
     """
     for name, buffer in buffers.items():
         now = model.get_buffer(name)
         now.data = buffer.to(now.device)
 
 
-def computed_buffers(model: Any) -> dict[str, Tensor]:
-    """The buffers that a model of `transformers` computes for itself, as it does without DeepSpeed."""
-    with loading(None), init_empty_weights():
-        fresh = type(model)(model.config)
+def compute_buffers(model: Any) -> None:
+    """Has a model of `transformers` that was loaded under ZeRO-3 compute its buffers again, as it does without."""
     saved = set(model.state_dict(keep_vars=True))
-    return {name: buffer for name, buffer in fresh.named_buffers() if name not in saved}
+    computed = {name for name, _ in model.named_buffers() if name not in saved}
+    with loading(None), init_empty_weights():
+        fresh = type(model)._from_config(deepcopy(model.config), dtype=model.dtype)
+    put_back(model, {name: buffer for name, buffer in fresh.named_buffers() if name in computed})
 
 
 class Reader:

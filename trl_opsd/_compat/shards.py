@@ -56,6 +56,11 @@ def whole(parameter: Tensor) -> Tensor:
     return parameter.detach()
 
 
+def local(tensor: Tensor) -> Tensor:
+    """The share of this process, if FSDP2 has split the tensor; else the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @torch.no_grad()
 def write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Writes whole values, the same in every process, into the parameters of their names."""

@@ -59,12 +59,19 @@ class SyncProof:
         """
         ids_RL, scores = self._asked()
         own_RL, largest = self._student(ids_RL)
-        gap, tolerance = self._gap(scores, own_RL), RELATIVE[self._dtype] * max(largest, 1.0)
+        gap, tolerance = self._gap(scores, own_RL), self._tolerance(largest)
         worst = self._trainer.accelerator.gather(
             torch.tensor([gap, gap / tolerance], device=self._trainer.accelerator.device)
         ).view(-1, 2)
         if not worst[:, 1].max() <= 1:
-            raise SyncError(self._message(gap, tolerance, ids_RL, scores))
+            # Every process comes here: each asks equally often, as all are needed where the student is split.
+            bare_RL = self._student(ids_RL, without_adapter=True)[0] if self._with_adapter else None
+            raise SyncError(
+                f"After a weight sync vLLM and the student disagree by {gap:.3g} nats on a log-probability; rounding "
+                f"in {str(self._dtype).removeprefix('torch.')} explains {tolerance:.3g}. "
+                f"{self._looks_like(scores, own_RL, bare_RL, largest)} No rollout was written with these weights. "
+                "Set `use_vllm=False` to go on without vLLM."
+            )
         self._last_scores_L = scores[0]
         return float(worst[:, 0].max())
 
@@ -101,19 +108,14 @@ class SyncProof:
             float((cached - own_RL[1, -cached.numel() :]).abs().max()),
         )
 
-    def _message(self, gap: float, tolerance: float, ids_RL: Tensor, scores: tuple[Tensor, Tensor]) -> str:
-        return (
-            f"After a weight sync vLLM and the student disagree by {gap:.3g} nats on a log-probability; rounding in "
-            f"{str(self._dtype).removeprefix('torch.')} explains {tolerance:.3g}. "
-            f"{self._looks_like(gap, tolerance, ids_RL, scores)} No rollout was written with these weights. "
-            "Set `use_vllm=False` to go on without vLLM."
-        )
+    def _tolerance(self, largest: float) -> float:
+        return RELATIVE[self._dtype] * max(largest, 1.0)
 
-    def _looks_like(self, gap: float, tolerance: float, ids_RL: Tensor, scores: tuple[Tensor, Tensor]) -> str:
-        if self._with_adapter:
-            bare_RL, _ = self._student(ids_RL, without_adapter=True)
-            if self._gap(scores, bare_RL) <= tolerance:
-                return "It looks like a missing adapter: vLLM agrees with the student without its adapter."
+    def _looks_like(self, scores: tuple[Tensor, Tensor], own_RL: Tensor, bare_RL: Tensor | None, largest: float) -> str:
+        """What the difference is like; `bare_RL` are the student's log-probabilities without its adapter."""
+        gap, tolerance = self._gap(scores, own_RL), self._tolerance(largest)
+        if bare_RL is not None and self._gap(scores, bare_RL) <= tolerance:
+            return "It looks like a missing adapter: vLLM agrees with the student without its adapter."
         scored, _ = scores
         before = self._last_scores_L
         prompt = len(self._probe_ids) - 1
@@ -121,7 +123,6 @@ class SyncProof:
             return (
                 "It looks stale: what vLLM says has not changed since before the sync, so the weights did not arrive."
             )
-        own_RL, largest = self._student(ids_RL)
         if float((scored - own_RL[0]).abs().max()) <= tolerance:
             return "It looks like a stale prefix cache: vLLM agrees with the student where it may not use its cache."
         if gap <= RELATIVE[torch.bfloat16] * max(largest, 1.0):

@@ -9,10 +9,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor
 
 from trl_opsd._compat.peft import is_peft
+from trl_opsd._compat.shards import local, trained_parameters
 from trl_opsd.backbone import context_of
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.sync_proof import SyncProof
@@ -130,21 +130,21 @@ class SyncedRollout(RolloutBackend):
         """
         trainer = self._trainer
         adapters = tuple(trainer.model.active_adapters) if is_peft(trainer.model) else ()
-        return trainer.state.global_step, trainer.loads, adapters, version_of(trainer.model.parameters())
+        return (
+            trainer.state.global_step,
+            trainer.loads,
+            adapters,
+            version_of(trained_parameters(trainer.model).values()),
+        )
 
 
 def check_student(trainer: Any) -> None:
     """Refuses students whose weights cannot be sent to an engine.
 
     Raises:
-        ValueError: The student is split by FSDP, is quantized, or has less context than asked for.
+        ValueError: The student is quantized, or has less context than asked for.
     """
     args, model = trainer.args, trainer.model
-    if trainer.accelerator.distributed_type == DistributedType.FSDP:
-        raise ValueError(
-            "`use_vllm=True` with FSDP is not supported by this version, which gathers weights from ZeRO-3 only: "
-            "launch with DeepSpeed ZeRO or data parallelism, or set `use_vllm=False`."
-        )
     if getattr(model, "is_quantized", False):
         raise ValueError(
             "`use_vllm=True` with a quantized student is not supported by this version: load it without "
@@ -167,8 +167,9 @@ def dtype_of(trainer: Any) -> torch.dtype:
 
 
 def version_of(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
-    """Where tensors lie and how often each was written to; those that ZeRO-3 has split are left out."""
-    return tuple((one.data_ptr(), one._version) for one in tensors if not hasattr(one, "ds_id"))
+    """Where tensors lie and how often each was written to; of FSDP2 the shards, those of ZeRO-3 are left out."""
+    here = (local(one) for one in tensors if not hasattr(one, "ds_id"))
+    return tuple((one.data_ptr(), one._version) for one in here)
 
 
 @contextmanager

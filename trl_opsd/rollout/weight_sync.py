@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trl_opsd._compat.peft import is_peft, lora_factors, merged_weights, why_not_apart
+from trl_opsd._compat.shards import whole
 from trl_opsd.types import Weight
 
 Gathered: TypeAlias = Callable[[list[Tensor]], AbstractContextManager[Any]]
@@ -26,8 +27,9 @@ BUCKET_BYTES = 2**28
 class Stream:
     """Weights on their way, by the names of a checkpoint, and how many bytes went by.
 
-    Every process has to draw all of them, because under ZeRO-3 each bucket is gathered by all processes together. A
-    `with` block gives an iterator over them, and draws what is left in the end, also after an error.
+    Every process has to draw all of them, because what is split is gathered by all together: under ZeRO-3 a bucket,
+    under FSDP2 each weight, once it is made of shards. A `with` block gives an iterator over them, and draws what is
+    left in the end, also after an error.
     """
 
     weights: list[Weight]
@@ -56,7 +58,7 @@ class Stream:
         for bucket in _buckets(self.weights):
             with self.gathered(_parts(bucket)):
                 for weight in bucket:
-                    made = weight.made()
+                    made = whole(weight.made())
                     tensor = made.to(self._dtype_of(made))
                     self.bytes += tensor.nbytes
                     yield weight.name, tensor
@@ -85,12 +87,13 @@ def adapter_of(
     Returns:
         `tuple[dict, int]`: A `[r, in]`, B `[out, r]` and the factor of B A by the name of the layer, and their bytes.
     """
+
+    def copied(part: Tensor) -> Tensor:
+        return whole(part.detach()).to(dtype, copy=True)
+
     factors = lora_factors(model)
     with gathered([part for one in factors for part in (one.a, one.b) if _is_split(part)]):
-        layers = {
-            one.name: (one.a.detach().to(dtype, copy=True), one.b.detach().to(dtype, copy=True), one.scaling)
-            for one in factors
-        }
+        layers = {one.name: (copied(one.a), copied(one.b), one.scaling) for one in factors}
     return layers, sum(a.nbytes + b.nbytes for a, b, _ in layers.values())
 
 
