@@ -69,25 +69,18 @@ def test_two_processes_learn_what_one_learns(strategy, models, alone, tmp_path):
     assert all(sorted(empty) != [0, 0] for empty in results["empty"]), "a process had nothing to learn from"
     if strategy == "zero3":
         _check_sharded_teacher(results["share"])
-        frequencies = tiny.qwen2(32, seed=0).model.rotary_emb.inv_freq.tolist()
-        for name, half in results["bfloat16"].items():
-            print(f"zero3, bfloat16, {name}:", *half["losses"], "for", *alone[name][1])
-            assert half["dtypes"] == ["torch.bfloat16"]
-            assert half["frequencies"] == frequencies, "rounded, they turn late positions wrongly"
-            assert half["losses"] == pytest.approx(alone[name][1], abs=1e-2)
         assert results["not_gathered"]["losses"] == pytest.approx(results["generated"]["losses"][:1], abs=TOLERANCE)
+    for name, half in results.get("bfloat16", {}).items():
+        print(f"{strategy}, bfloat16, {name}: losses", *half["losses"], "in float32", *alone[name][1])
+        assert half["dtypes"] == ["torch.bfloat16" if strategy == "zero3" else "torch.float32"]
+        frequencies = tiny.qwen2(32, seed=0).model.rotary_emb.inv_freq.tolist()
+        assert half["frequencies"] == frequencies, "rounded, they turn late positions wrongly"
+        assert half["losses"] == pytest.approx(alone[name][1], abs=1e-2)
     for generated in (results[name] for name in ("generated", "not_gathered") if name in results):
         assert [len(ids) for ids in generated["written"]] == [3, 3, 60, 60]
         assert generated["written"] == generated["alone"]
-    for name, said in results["refused"].items():
-        assert REFUSALS[name] in said, (name, said)
-
-
-REFUSALS = {
-    "full, own base": "copies the student, but ZeRO-3 has already split it: use 'live', or LoRA, or pass the student's",
-    "full, own ema": "copies the student, but ZeRO-3 has already split it: use 'live', or LoRA, or pass the student's",
-    "full, zero3": "not launched with DeepSpeed ZeRO-3",
-}
+    if strategy == "fsdp2":
+        assert "not launched with DeepSpeed ZeRO-3" in results["refused"]
 
 
 def _check_sharded_teacher(found):

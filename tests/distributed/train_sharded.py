@@ -42,33 +42,28 @@ def main(folder: Path, strategy: str) -> None:
         results["empty"].append(gather_object([trainer.rollout.empty]))
         if name == "full, zero3":
             results["share"] = sharded_teacher(trainer)
-    if strategy == "zero3":
+    if strategy in ("zero3", "fsdp2"):
         results["bfloat16"] = {name: in_bfloat16(folder, variants.ALONE[name]) for name in ("full", "lora")}
     results["processes"] = trainer.accelerator.num_processes
-    results["refused"] = {name: refusal(folder, made_of) for name, made_of in REFUSED.get(strategy, {}).items()}
+    if strategy == "fsdp2":
+        results["refused"] = refusal(folder)
     if trainer.accelerator.is_main_process:
         save_file({name: tensor.contiguous() for name, tensor in trained.items()}, folder / "weights.safetensors")
         (folder / "results.json").write_text(json.dumps(results))
     trainer.accelerator.wait_for_everyone()
 
 
-REFUSED: dict[str, dict[str, dict[str, Any]]] = {
-    "zero3": {name: variants.ALONE[name] for name in variants.NOT_UNDER_ZERO3},
-    "fsdp2": {"full, zero3": {"teacher_offload": "zero3"}},
-}
-
-
-def refusal(folder: Path, made_of: dict[str, Any]) -> str:
-    """What is said at construction."""
+def refusal(folder: Path) -> str:
+    """What is said at construction about a teacher that only ZeRO-3 could split."""
     try:
-        variants.build(folder, made_of, processes=2)
+        variants.build(folder, {"teacher_offload": "zero3"}, processes=2)
     except ValueError as error:
         return str(error)
     return "nothing"
 
 
 def in_bfloat16(folder: Path, made_of: dict[str, Any]) -> dict[str, Any]:
-    """What a student with weights in bfloat16 learns, and its rotary frequencies afterwards."""
+    """What a student that computes in bfloat16 learns, and its rotary frequencies afterwards."""
     trainer = variants.build(folder, made_of, 2, bf16=True)
     trainer.train()
     dtypes = {str(parameter.dtype) for parameter in trainer.model.parameters()}

@@ -23,6 +23,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "full, own base": {"teacher_model_kind": "base"},
     "full, own live": {"teacher_model_kind": "live"},
     "full, own ema": {"teacher_model_kind": "ema"},
+    "full, tied head, own ema": {"tied": True, "teacher_model_kind": "ema"},
     "lora": {"lora": LORA},
     "lora, own base": {"lora": LORA, "teacher_model_kind": "base"},
     "lora, own live": {"lora": LORA, "teacher_model_kind": "live"},
@@ -34,21 +35,19 @@ ALONE: dict[str, dict[str, Any]] = {
 
 PLACED = {f"{name}, {offload}": (name, offload) for offload in ("cpu", "stream") for name in ("full", "lora")}
 IN_ZERO3 = {
-    f"{name}, zero3": (name, "zero3") for name in ("full", "full, tied head", "full, teacher in bfloat16", "lora")
+    f"{name}, zero3": (name, "zero3")
+    for name in ("full", "full, tied head", "full, teacher in bfloat16", "full, own base", "lora")
 }
 """The same with the teacher elsewhere: which of `ALONE` it has to equal, and `teacher_offload`."""
-
-NOT_UNDER_ZERO3 = ("full, own base", "full, own ema")
-"""They copy a student that ZeRO-3 has already split."""
 
 
 def of(strategy: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """The variants of a strategy: which of `ALONE` each has to equal, and what it is made of."""
     placed = {**PLACED, **(IN_ZERO3 if strategy == "zero3" else {})}
     variants = {name: (name, made_of) for name, made_of in ALONE.items()}
-    variants |= {name: (same, {**ALONE[same], "teacher_offload": where}) for name, (same, where) in placed.items()}
-    left_out = NOT_UNDER_ZERO3 if strategy == "zero3" else ()
-    return {name: variant for name, variant in variants.items() if name not in left_out}
+    return variants | {
+        name: (same, {**ALONE[same], "teacher_offload": where}) for name, (same, where) in placed.items()
+    }
 
 
 def save_models(folder: Path) -> None:

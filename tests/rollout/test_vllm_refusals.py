@@ -51,7 +51,7 @@ def test_an_option_that_cannot_work_with_vllm_is_noticed(make, given, message): 
 def test_a_student_whose_weights_cannot_be_sent_is_noticed():
     model = SimpleNamespace(is_quantized=True, config=tiny.qwen2().config)
     trainer = SimpleNamespace(args=SimpleNamespace(vllm_max_model_length=None), model=model)
-    with pytest.raises(ValueError, match="with a quantized student is not supported.*or set `use_vllm=False`"):
+    with pytest.raises(ValueError, match=r"with a quantized student is not supported.*or set `use_vllm=False`"):
         synced.check_student(trainer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from trl_opsd import FixedRollout
 from trl_opsd.teacher.average import FILE, Average
+from trl_opsd.teacher.build import check_teachers
 
 LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3)
 
@@ -203,6 +205,13 @@ class TestRefusals:
     def test_moving_weights_that_are_the_students_own(self, make_own, given):
         with pytest.raises(ValueError, match="`teacher_offload='cpu'` has nothing to move: with `teacher_model_kind="):
             make_own(**given, teacher_offload="cpu")
+
+    @pytest.mark.refusal
+    @pytest.mark.before_loading
+    def test_an_average_that_is_split(self):
+        args = SimpleNamespace(teacher_model_kind="ema", teacher_offload="zero3")
+        with pytest.raises(ValueError, match=r"every process keeps the whole average. Set `teacher_offload='cpu'`"):
+            check_teachers(None, "student", args)
 
     @pytest.mark.refusal
     @pytest.mark.before_loading

@@ -107,13 +107,17 @@ def put_back(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
         now.data = buffer.to(now.device)
 
 
+def empty_twin(model: Any) -> Any:
+    """A model of `transformers` of the same kind, not split, with no weights yet and the buffers it computes."""
+    with loading(None), init_empty_weights():
+        return type(model)._from_config(deepcopy(model.config), dtype=model.dtype)
+
+
 def compute_buffers(model: Any) -> None:
     """Has a model of `transformers` that was loaded under ZeRO-3 compute its buffers again, as it does without."""
     saved = set(model.state_dict(keep_vars=True))
     computed = {name for name, _ in model.named_buffers() if name not in saved}
-    with loading(None), init_empty_weights():
-        fresh = type(model)._from_config(deepcopy(model.config), dtype=model.dtype)
-    put_back(model, {name: buffer for name, buffer in fresh.named_buffers() if name in computed})
+    put_back(model, {name: buffer for name, buffer in empty_twin(model).named_buffers() if name in computed})
 
 
 class Reader:

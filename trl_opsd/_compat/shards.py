@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
 
 import torch
+from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trl_opsd._compat.deepspeed import gathered
+from trl_opsd._compat.deepspeed import empty_twin, gathered
 
 
 def is_split_model(model: nn.Module) -> bool:
@@ -54,6 +57,17 @@ def whole(parameter: Tensor) -> Tensor:
         with gathered([parameter]):
             return parameter.detach().clone()
     return parameter.detach()
+
+
+def whole_copy(model: Any) -> Any:
+    """A copy of a model in every process; one that ZeRO-3 has split is gathered in host memory, tensor by tensor."""
+    if not any(map(_in_zero3, model.parameters())):
+        return deepcopy(model)
+    copied = empty_twin(model)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        set_module_tensor_to_device(copied, name, "cpu", whole(tensor))
+    copied.tie_weights()
+    return copied
 
 
 def local(tensor: Tensor) -> Tensor:

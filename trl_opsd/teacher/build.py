@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -16,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from transformers.utils import cached_file
 
 from trl_opsd._compat.deepspeed import compute_buffers, loading, reader_config
-from trl_opsd._compat.shards import spread, trained_parameters, whole
+from trl_opsd._compat.shards import spread, trained_parameters, whole, whole_copy
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.backbone import Run, is_sharded
 from trl_opsd.teacher.average import Average
@@ -70,6 +69,11 @@ def check_teachers(teacher_model: Any, student: Any, args: Any) -> None:
         raise ValueError(
             f"There are two teachers: `teacher_model`, and the student itself by `teacher_model_kind={kind!r}`: leave "
             "one of them out."
+        )
+    if kind == "ema" and args.teacher_offload == "zero3":
+        raise ValueError(
+            "`teacher_offload='zero3'` with `teacher_model_kind='ema'`: every process keeps the whole average. Set "
+            "`teacher_offload='cpu'` or 'stream', which keep the teacher in host memory."
         )
     if isinstance(teacher_model, Mapping):
         if len(teacher_model) < 2:
@@ -195,12 +199,7 @@ def build_own_teacher(
         spread(adapter, device)
         average = _average(student, adapter, args)
         return own(average.in_student), average
-    if is_sharded(student):
-        raise ValueError(
-            f"`teacher_model_kind={kind!r}` copies the student, but ZeRO-3 has already split it: use 'live', or LoRA, "
-            "or pass the student's path as `teacher_model`."
-        )
-    copied = copy.deepcopy(student)
+    copied = whole_copy(student)
     spread(copied.state_dict(), device)
     teacher = _frozen(copied, args, device, progress)
     if kind == "base":
