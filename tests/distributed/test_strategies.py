@@ -8,6 +8,7 @@ from time import perf_counter
 
 import pytest
 import tiny
+import torch
 import variants
 from processes import SECONDS, launch
 from safetensors.torch import load_file
@@ -76,6 +77,9 @@ def test_two_processes_learn_what_one_learns(strategy, models, alone, tmp_path):
         frequencies = tiny.qwen2(32, seed=0).model.rotary_emb.inv_freq.tolist()
         assert half["frequencies"] == frequencies, "rounded, they turn late positions wrongly"
         assert half["losses"] == pytest.approx(alone[name][1], abs=1e-2)
+        assert all(torch.tensor(loss).bfloat16().item() != loss for loss in half["losses"]), (
+            "the loss itself is not rounded"
+        )
     for generated in (results[name] for name in ("generated", "not_gathered") if name in results):
         assert [len(ids) for ids in generated["written"]] == [3, 3, 60, 60]
         assert generated["written"] == generated["alone"]

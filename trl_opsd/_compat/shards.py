@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,17 @@ def unsharded(layer: nn.Module) -> Iterator[None]:
         yield
     finally:
         split.reshard()
+
+
+def leave_outputs(plugin: Any) -> None:
+    """Has FSDP2 return what a forward returns. accelerate has it cast to the dtype it computes in, the loss too.
+
+    Args:
+        plugin ([`~accelerate.FullyShardedDataParallelPlugin`]):
+            Of the launch, before the student is wrapped.
+    """
+    if plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:

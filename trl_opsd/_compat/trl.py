@@ -23,7 +23,7 @@ from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
 
 from trl_opsd._compat.deepspeed import compute_buffers
-from trl_opsd._compat.shards import is_split_model, unsharded
+from trl_opsd._compat.shards import is_split_model, leave_outputs, unsharded
 from trl_opsd._compat.steps import GuardedSteps
 from trl_opsd._compat.transformers import SafeCheckpoints
 from trl_opsd.clock import PhaseClock
@@ -89,6 +89,8 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
         finally:
             args.use_vllm, args.model_init_kwargs = use_vllm, loading
         self._check_fsdp()
+        if self._dist.is_fsdp:
+            leave_outputs(self.accelerator.state.fsdp_plugin)
         if is_split_model(self.model):
             compute_buffers(getattr(self.model, "get_base_model", lambda: self.model)())
         self._first_turn = False
