@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from datasets import IterableDataset
@@ -47,6 +48,31 @@ class Reader:
         return prompts, kind
 
 
+def look_ahead(dataset: Any, where: str, prompt_of: Callable[[Row, str], Any]) -> None:
+    """Checks of every row what needs no tokenizer, so that a bad one is refused before a model is loaded.
+
+    A stream cannot be read ahead, and a transform is run only when there is a tokenizer for what it makes: their rows
+    are checked later.
+
+    Args:
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Its columns have been checked.
+        where (`str`):
+            Its name, for the messages.
+        prompt_of (`Callable`):
+            As [`Reader.prompt_of`].
+
+    Raises:
+        ValueError: A row cannot be read; the message names it.
+        TypeError: A prompt is neither text nor messages.
+    """
+    if isinstance(dataset, IterableDataset) or _is_made_by_a_transform(dataset):
+        return
+    kind = None
+    for rows in _named_rows(dataset, where):
+        kind = check_prompts(((prompt_of(row, name), f"The prompt in {name}") for name, row in rows.items()), kind)
+
+
 def admit(dataset: Any, where: str, reader: Reader, dropped: Counter[str] | None) -> Any:
     """Checks every row, and leaves out those that are too long if asked for.
 
@@ -72,10 +98,9 @@ def admit(dataset: Any, where: str, reader: Reader, dropped: Counter[str] | None
         return dataset if dropped is None else dataset.filter(_stays(where, reader, dropped))
     kept: list[int] = []
     number, kind = 0, None
-    for rows in _batches(dataset):
-        names = [f"row {number + offset} of {where}" for offset in range(len(rows))]
-        prompts, kind = reader.prompts(rows, names, kind)
-        for row, name, prompt_ids in zip(rows, names, reader.tokenize(prompts), strict=True):
+    for rows in _named_rows(dataset, where):
+        prompts, kind = reader.prompts(list(rows.values()), list(rows), kind)
+        for (name, row), prompt_ids in zip(rows.items(), reader.tokenize(prompts), strict=True):
             limits = reader.limits_of(row)
             if dropped is None or limits.fits(prompt_ids):
                 limits.check(prompt_ids, f"The prompt in {name}")
@@ -87,13 +112,20 @@ def admit(dataset: Any, where: str, reader: Reader, dropped: Counter[str] | None
     return dataset.select(kept)
 
 
-def _batches(dataset: Any) -> Iterator[list[Row]]:
+def _named_rows(dataset: Any, where: str) -> Iterator[dict[str, Row]]:
+    """Batches of rows by the name a message gives them."""
     # A transform may make the prompts out of other columns; any other format is only a way to look at them.
-    if dataset.format["type"] != "custom":
+    if not _is_made_by_a_transform(dataset):
         dataset = dataset.with_format(None)
         dataset = dataset.select_columns([name for name in ("prompt", *COLUMNS) if name in dataset.column_names])
+    number = count()
     for batch in dataset.iter(batch_size=1000):
-        yield [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+        yield {f"row {next(number)} of {where}": row for row in rows}
+
+
+def _is_made_by_a_transform(dataset: Any) -> bool:
+    return bool(dataset.format["type"] == "custom")
 
 
 def _stays(where: str, reader: Reader, dropped: Counter[str]) -> Callable[[Any], bool]:

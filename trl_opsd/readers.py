@@ -4,11 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from trl_opsd.admission import Reader
 from trl_opsd.prompts import PromptLimits, check_columns
 from trl_opsd.teacher_prompts import Row, TeacherPrompts, teacher_of
+
+
+def student_prompt(prompts: TeacherPrompts, teachers: tuple[str, ...], row: Row, name: str) -> Any:
+    """What the student reads of a row.
+
+    Args:
+        prompts ([`~teacher_prompts.TeacherPrompts`]):
+            Builds what a teacher reads, which is looked at too.
+        teachers (`tuple[str, ...]`):
+            Their names.
+        row (`Mapping[str, Any]`):
+            A dataset row.
+        name (`str`):
+            What to call it in a message.
+
+    Raises:
+        ValueError: It lacks a column, or what the teacher is to read cannot be read.
+        TypeError: What the teacher is to read is neither text nor messages.
+    """
+    check_columns(row, name, teachers if len(teachers) > 1 else ())
+    teacher_of(row, name, teachers)
+    if prompts.prompt_fn is None and prompts.in_row(row):
+        prompts.of(row, name)
+    return row["prompt"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +59,7 @@ class Readers:
     def student(self) -> Reader:
         """Reads the prompt; looks at what the teacher will read as well, so that it is refused before one is loaded."""
         return Reader(
-            prompt_of=self._prompt_of_student,
+            prompt_of=partial(student_prompt, self.prompts, self.teachers),
             tokenize=self.tokenize,
             limits_of=lambda row: self.student_limits,
             has_template=self.has_template,
@@ -102,13 +127,6 @@ class Readers:
                     f"{where}, but can look at {limits.context}: shorten what it is shown, or what tools return."
                 )
             replace(limits, completion=0).check(ids, f"What the teacher reads for {where}")
-
-    def _prompt_of_student(self, row: Row, name: str) -> Any:
-        check_columns(row, name, self.teachers if len(self.teachers) > 1 else ())
-        teacher_of(row, name, self.teachers)
-        if self.prompts.prompt_fn is None and self.prompts.in_row(row):
-            self.prompts.of(row, name)
-        return row["prompt"]
 
     def _tokenize_for_teacher(self, prompts: list[Any]) -> list[list[int]]:
         if self.template and isinstance(prompts[0], str):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd import fingerprint
 from trl_opsd._compat.trl import SeamTrainer, gathered_head, get_config_model_id, whole_head
-from trl_opsd.admission import Reader, admit
+from trl_opsd.admission import Reader, admit, look_ahead
 from trl_opsd.arguments import (
     AnyDataset,
     check_datasets,
@@ -30,13 +30,14 @@ from trl_opsd.arguments import (
     check_train_size,
     checked_args,
     columns_of,
+    named,
 )
 from trl_opsd.backbone import completion_hidden, context_of, is_sharded, prove_head
 from trl_opsd.config import OPSDConfig
 from trl_opsd.guards import check_opinion
 from trl_opsd.losses import reduce, streamed_divergence
 from trl_opsd.prompts import PromptLimits
-from trl_opsd.readers import Readers
+from trl_opsd.readers import Readers, student_prompt
 from trl_opsd.rng import preserved_rng
 from trl_opsd.rollout import HFRollout, RolloutBackend
 from trl_opsd.rollout.base import cut_after_end
@@ -170,6 +171,10 @@ class OPSDTrainer(SeamTrainer):
             needs_privilege=_teaches_itself(model, args) and teacher_prompt_fn is None and not teacher_template,
         )
         check_models(model, models, args)
+        teacher_prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
+        for name, dataset in {"train_dataset": train_dataset, **named(eval_dataset)}.items():
+            if dataset is not None:
+                look_ahead(dataset, name, partial(student_prompt, teacher_prompts, tuple(models)))
 
         super().__init__(
             model=model,
@@ -194,7 +199,7 @@ class OPSDTrainer(SeamTrainer):
                 self._prove()
             self.readers = Readers(
                 teachers=tuple(models),
-                prompts=TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn),
+                prompts=teacher_prompts,
                 tokenize=self.tokenize,
                 template=teacher_template,
                 has_template=bool(self.processing_class.chat_template),
@@ -408,8 +413,9 @@ class OPSDTrainer(SeamTrainer):
             self.train_dataset = admitted(self.train_dataset, "train_dataset")
             check_train_size(self.train_dataset, self.args)
         if isinstance(self.eval_dataset, dict):
-            named = {name: admitted(dataset, f"eval_dataset[{name!r}]") for name, dataset in self.eval_dataset.items()}
-            self.eval_dataset = named
+            self.eval_dataset = {
+                name: admitted(dataset, f"eval_dataset[{name!r}]") for name, dataset in self.eval_dataset.items()
+            }
         elif self.eval_dataset is not None:
             self.eval_dataset = admitted(self.eval_dataset, "eval_dataset")
 
