@@ -175,6 +175,7 @@ class OPSDTrainer(SeamTrainer):
         for name, dataset in {"train_dataset": train_dataset, **named(eval_dataset)}.items():
             if dataset is not None:
                 look_ahead(dataset, name, partial(student_prompt, teacher_prompts, tuple(models)))
+        _check_tokenizers(processing_class, models, teacher_processing_class, args)
 
         super().__init__(
             model=model,
@@ -188,7 +189,9 @@ class OPSDTrainer(SeamTrainer):
             peft_config=peft_config,
             tools=tools,
         )
-        check_processing_class(self.processing_class)
+        if processing_class is None:  # it was loaded with the student
+            check_processing_class(self.processing_class)
+            _check_tokenizers(self.processing_class, models, teacher_processing_class, args)
         self.divergence = args.build_divergence()
         self.show_progress = self.accelerator.is_main_process and not args.disable_tqdm
         self._student_is_proved = False
@@ -206,7 +209,6 @@ class OPSDTrainer(SeamTrainer):
                 student_limits=self._student_limits(),
             )
             self._admit_datasets(self.readers.student)
-            self._check_tokenizers(models, teacher_processing_class)
             self._build_teachers(models)
             self._heed_teachers()
         self.rollout = rollout
@@ -299,19 +301,6 @@ class OPSDTrainer(SeamTrainer):
     def _prove(self) -> None:
         prove_head(self.model, "student", whole_head, self.in_student)
         self._student_is_proved = True
-
-    def _check_tokenizers(self, models: dict[str, Any], given: Any) -> None:
-        if isinstance(given, Mapping) and (unknown := set(given) - set(models)):
-            raise ValueError(
-                f"`teacher_processing_class` names {sorted(unknown)}, but the teachers are {sorted(models)}: use their "
-                "names."
-            )
-        for name, model in models.items():
-            tokenizer = given.get(name) if isinstance(given, Mapping) else given
-            if tokenizer is None:
-                tokenizer = teacher_tokenizer(model, self.args)
-            if tokenizer is not None:
-                check_token_maps(self.processing_class, tokenizer, name)
 
     def _build_teachers(self, models: dict[str, Any]) -> None:
         device, average = self.accelerator.device, None
@@ -451,6 +440,25 @@ def _picked_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> Rollout
     if not isinstance(rollout, RolloutBackend):
         raise TypeError(f"`rollout` is a {type(rollout).__name__}: expected a `trl_opsd.RolloutBackend`.")
     return rollout
+
+
+def _check_tokenizers(
+    tokenizer: PreTrainedTokenizerBase | None, models: Mapping[str, Any], given: Any, args: OPSDConfig
+) -> None:
+    """Compares the student's with each teacher's; `None` means that the student's is not loaded yet."""
+    if tokenizer is None:
+        return
+    if isinstance(given, Mapping) and (unknown := set(given) - set(models)):
+        raise ValueError(
+            f"`teacher_processing_class` names {sorted(unknown)}, but the teachers are {sorted(models)}: use their "
+            "names."
+        )
+    for name, model in models.items():
+        theirs = given.get(name) if isinstance(given, Mapping) else given
+        if theirs is None:
+            theirs = teacher_tokenizer(model, args)
+        if theirs is not None:
+            check_token_maps(tokenizer, theirs, name)
 
 
 def _select(hidden_BCH: Tensor, counts_BC: Tensor, head: OutputHead) -> Tensor:

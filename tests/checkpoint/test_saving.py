@@ -53,15 +53,6 @@ def test_a_torn_checkpoint_is_resumed_from(make_trainer, tmp_path, caplog):
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize(("asked", "message"), [(True, "There is no complete checkpoint"), ("no/where", "no/where")])
-def test_resuming_from_nothing_starts_a_run(make_trainer, asked, message):
-    trainer = make_trainer()
-    with pytest.raises(ValueError, match=message):
-        trainer.train(resume_from_checkpoint=asked)
-    assert trainer.state.global_step == 0
-
-
 def test_false_resumes(make_trainer, tmp_path):
     make_trainer(**EACH_STEP).train()
     trainer = make_trainer()

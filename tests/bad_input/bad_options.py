@@ -1,0 +1,104 @@
+"""Options out of range, unknown, or without effect: what a config alone can tell."""
+
+from __future__ import annotations
+
+from cases import Case, option
+
+NAN, INFINITE = float("nan"), float("inf")
+RESULT = "would change what a rollout returns"
+
+RANGES = [
+    option("beta", r"`beta=nan`: expected a number in \[0, 1\]", beta=NAN),
+    option("beta", r"`beta=1.5`: expected a number in \[0, 1\]", beta=1.5),
+    option("beta", "`beta=None`", beta=None),
+    option("temperature", "`temperature=0.0`: expected a finite number above 0", temperature=0.0),
+    option("temperature", "`temperature=-1.0`: expected a finite number above 0", temperature=-1.0),
+    option("temperature", "`temperature=nan`", temperature=NAN),
+    option("temperature", "`temperature=inf`", temperature=INFINITE),
+    option("temperature", "`temperature=None`", temperature=None),
+    option("temperature", "`temperature='hot'`", temperature="hot"),
+    option(
+        "max_completion_length",
+        "`max_completion_length=None`: expected an integer of at least 1",
+        max_completion_length=None,
+    ),
+    option("max_completion_length", "`max_completion_length=0`", max_completion_length=0),
+    option("max_completion_length", "`max_completion_length=-1`", max_completion_length=-1),
+    option("top_p", r"`top_p=0.0`: expected a number in \(0, 1\]", top_p=0.0),
+    option("top_p", "`top_p=1.5`", top_p=1.5),
+    option("top_p", "`top_p=nan`", top_p=NAN),
+    option("top_p", "`top_p=True`", top_p=True),
+    option("top_k", "`top_k=-1`: expected an integer of at least 0", top_k=-1),
+    option("top_k", "`top_k=2.5`", top_k=2.5),
+    option("min_p", r"`min_p=-0.1`: expected a number in \[0, 1\]", min_p=-0.1),
+    option("repetition_penalty", "`repetition_penalty=0.0`: expected a finite number above 0", repetition_penalty=0.0),
+    option("pad_to_multiple_of", "`pad_to_multiple_of=0`: expected an integer of at least 1", pad_to_multiple_of=0),
+    option("chunk size", "`loss_chunk_tokens=0`: expected an integer of at least 1", loss_chunk_tokens=0),
+]
+
+GENERATION_KWARGS = [
+    option(
+        "generation kwargs: number of sequences",
+        "one completion of token ids for each prompt",
+        generation_kwargs={"num_return_sequences": 2},
+    ),
+    option("generation kwargs: number of sequences", RESULT, generation_kwargs={"n": 2}, use_vllm=True),
+    option("generation kwargs: return type", RESULT, generation_kwargs={"return_dict_in_generate": True}),
+    option("generation kwargs: overriding", RESULT, generation_kwargs={"eos_token_id": 5}),
+    option("generation kwargs: overriding", "would override `temperature`", generation_kwargs={"temperature": 0.5}),
+    option(
+        "generation kwargs: overriding",
+        "set `max_completion_length` itself",
+        generation_kwargs={"max_new_tokens": 5},
+    ),
+    option("generation kwargs: overriding", "TRL always sets it", generation_kwargs={"disable_compile": True}),
+    option("generation kwargs: unknown", "did you mean 'suppress_tokens'", generation_kwargs={"supress_tokens": [1]}),
+]
+
+NAMES = [
+    option("cache_implementation", "Did you mean 'static'", cache_implementation="statc"),
+    option("vllm_mode", "Did you mean 'colocate'", vllm_mode="colocated"),
+    option("vllm_mode", "Did you mean 'server'", vllm_mode="served"),
+    option(
+        "divergence",
+        r"`divergence='kl'`: expected one of None, 'forward_kl', 'reverse_kl', 'jsd'",
+        divergence="kl",
+    ),
+    option("divergence", "Did you mean 'reverse_kl'", divergence="reverse-kl"),
+    option(
+        "teacher_offload",
+        r"`teacher_offload='streamed'`: expected one of 'none', 'cpu', 'stream'",
+        teacher_offload="streamed",
+    ),
+    option("teacher_offload", "`teacher_offload=None`: expected one of", teacher_offload=None),
+]
+
+WITHOUT_EFFECT = [
+    option("auto_find_batch_size", "set `per_device_train_batch_size`", auto_find_batch_size=True),
+    option("label_smoothing_factor", "there are no labels", label_smoothing_factor=0.1),
+    option("train_sampling_strategy", "no length before they are written", train_sampling_strategy="group_by_length"),
+]
+
+OTHERS = [
+    option(
+        "at least",
+        "`overlong_prompts='truncate'`: expected one of 'error', 'drop'",
+        overlong_prompts="truncate",
+    ),
+    option("at least", "it looks for text, and a rollout is token ids", generation_kwargs={"stop_strings": ["\n"]}),
+    option(
+        "at least",
+        "it decodes one row at a time, and a rollout is a batch",
+        generation_kwargs={"prompt_lookup_num_tokens": 3},
+    ),
+    option("at least", "it decodes one row at a time", generation_kwargs={"assistant_early_exit": 1}),
+    option("at least", "`nonfinite='ignore'`: expected one of 'raise', 'skip'", nonfinite="ignore"),
+    option("at least", "`nonfinite_skip_limit=0`: expected an integer of at least 1", nonfinite_skip_limit=0),
+    option("at least", "`phase_timeout=0.0`: expected a finite number above 0", phase_timeout=0.0),
+    option("at least", "`phase_timeout=inf`", phase_timeout=INFINITE),
+    option(
+        "at least", "`resume_with_changes='temperature'`: expected a list of names", resume_with_changes="temperature"
+    ),
+]
+
+CASES: list[Case] = [*RANGES, *GENERATION_KWARGS, *NAMES, *WITHOUT_EFFECT, *OTHERS]

@@ -1,0 +1,156 @@
+"""Checkpoints to resume from that are missing, torn, or another run's; nothing of them is read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tiny
+from cases import Case, Lab
+
+from trl_opsd import OPSDTrainer
+from trl_opsd.checkpoint import MANIFEST
+from trl_opsd.fingerprint import FILE
+from trl_opsd.losses import ForwardKL
+
+
+def missing(name: str, asked: Callable[[Lab], Any], message: str) -> Case:
+    return Case("resume path missing", name, message, lambda lab: lab.make().train(resume_from_checkpoint=asked(lab)))
+
+
+def torn(name: str, problem: str, tear: Callable[[Path], None]) -> Case:
+    def provoke(lab: Lab) -> None:
+        checkpoint = lab.checkpoint()
+        tear(checkpoint)
+        lab.make().train(resume_from_checkpoint=str(checkpoint))
+
+    return Case("resume path torn", name, f"checkpoint-1 is not complete: {problem}", provoke)
+
+
+def torn_fingerprint(text: str) -> Case:
+    def provoke(lab: Lab) -> None:
+        checkpoint = lab.checkpoint()
+        (checkpoint / FILE).write_text(text)
+        (checkpoint / MANIFEST).unlink()  # else the change itself is found
+        lab.make().train(resume_from_checkpoint=str(checkpoint))
+
+    return Case("resume path torn", f"fingerprint {text!r}", "the checkpoint is damaged", provoke)
+
+
+def another(name: str, line: str, changed: Callable[[], dict[str, Any]]) -> Case:
+    """One difference, and no other: its line alone stands between the sentences."""
+
+    def provoke(lab: Lab) -> None:
+        checkpoint = lab.checkpoint()
+        lab.make(**changed()).train(resume_from_checkpoint=str(checkpoint))
+
+    message = rf"would not continue the one that wrote .*, these differ:\n  {line}.*\nSet them back"
+    return Case("resume path with another fingerprint", name, message, provoke)
+
+
+def more_processes(lab: Lab) -> None:
+    checkpoint = lab.checkpoint()
+    said = json.loads((checkpoint / FILE).read_text())
+    (checkpoint / FILE).write_text(json.dumps({**said, "world_size": 2}))
+    (checkpoint / MANIFEST).unlink()  # else the change itself is found
+    lab.make().train(resume_from_checkpoint=str(checkpoint))
+
+
+def the_last_one(lab: Lab) -> None:
+    lab.checkpoint()
+    lab.make(seed=1).train(resume_from_checkpoint=True)
+
+
+def assigned_objective(lab: Lab) -> None:
+    checkpoint = lab.checkpoint()
+    trainer: OPSDTrainer = lab.make()
+    trainer.divergence = ForwardKL()
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+FINGERPRINT = [
+    another(
+        "beta",
+        r"divergence: 'ReverseKL\(\)' in the checkpoint, 'GeneralizedJSD\(beta=0\.3\)' now",
+        lambda: {"beta": 0.3},
+    ),
+    another(
+        "divergence",
+        r"divergence: 'ReverseKL\(\)' in the checkpoint, 'ForwardKL\(\)' now",
+        lambda: {"divergence": "forward_kl"},
+    ),
+    another("temperature", r"temperature: 1\.0 in the checkpoint, 0\.7 now", lambda: {"temperature": 0.7}),
+    another("top_k", "top_k: 0 in the checkpoint, 5 now", lambda: {"top_k": 5}),
+    another(
+        "generation_kwargs",
+        r"generation_kwargs: None in the checkpoint, \{'min_new_tokens': 2\} now",
+        lambda: {"generation_kwargs": {"min_new_tokens": 2}},
+    ),
+    another(
+        "max_completion_length",
+        "max_completion_length: 24 in the checkpoint, 20 now",
+        lambda: {"max_completion_length": 20},
+    ),
+    another(
+        "batch",
+        "per_device_train_batch_size: 2 in the checkpoint, 1 now",
+        lambda: {"per_device_train_batch_size": 1},
+    ),
+    another(
+        "accumulation",
+        "gradient_accumulation_steps: 1 in the checkpoint, 2 now",
+        lambda: {"gradient_accumulation_steps": 2},
+    ),
+    another("seed", "seed: 42 in the checkpoint, 1 now", lambda: {"seed": 1}),
+    another(
+        "shuffle_dataset",
+        "shuffle_dataset: True in the checkpoint, False now",
+        lambda: {"shuffle_dataset": False},
+    ),
+    another(
+        "fewer rows",
+        r"train_dataset: '8 rows, sha256 \w+' in the checkpoint, '7 rows, ",
+        lambda: {"train_dataset": tiny.rows(7)},
+    ),
+    another(
+        "teacher_prompt_template",
+        r"teacher_prompt_template: '\{prompt\}\\n\\n\{privileged_context\}' in the checkpoint",
+        lambda: {"teacher_prompt_template": "{privileged_context} {prompt}"},
+    ),
+    another(
+        "teacher",
+        r"teachers: \{'teacher': 'Qwen2ForCausalLM \[259, 48\]'\} in the checkpoint, "
+        r"\{'teacher': 'Qwen2ForCausalLM \[259, 64\]'\} now",
+        lambda: {"teacher_model": tiny.qwen2(64, seed=1)},
+    ),
+    Case(
+        "resume path with another fingerprint",
+        "processes",
+        "world_size: 2 in the checkpoint, 1 now",
+        more_processes,
+    ),
+    Case("resume path with another fingerprint", "the last checkpoint", "seed: 42", the_last_one),
+    Case(
+        "resume path with another fingerprint",
+        "an objective assigned to the trainer",
+        r"'ForwardKL\(\)' now",
+        assigned_objective,
+    ),
+]
+
+CASES: list[Case] = [
+    missing("the last of none", lambda lab: True, "There is no complete checkpoint"),
+    missing("no folder", lambda lab: "no/where", "There is no checkpoint no/where"),
+    missing(
+        "no folder among checkpoints",
+        lambda lab: str(lab.folder / "checkpoint-7"),
+        "There is no checkpoint .*checkpoint-7",
+    ),
+    torn("a file is gone", "optimizer.pt is missing", lambda folder: (folder / "optimizer.pt").unlink()),
+    torn("a manifest cut short", f"{MANIFEST} cannot be read", lambda folder: os.truncate(folder / MANIFEST, 40)),
+    *map(torn_fingerprint, ("", "{", '{"beta"', "[1]", "3")),
+    *FINGERPRINT,
+]

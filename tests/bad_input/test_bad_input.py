@@ -1,0 +1,95 @@
+"""What a user can get wrong, and the sentence each mistake is answered with, before anything expensive starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import bad_engines
+import bad_models
+import bad_options
+import bad_resuming
+import bad_rows
+import pytest
+from cases import Case, Lab
+
+from trl_opsd import OPSDTrainer
+
+PHRASES = (
+    "at least",  # what the list does not name
+    "teacher missing",
+    "path missing",
+    "not causal",
+    "same object as the student",
+    "vocabulary mismatch",
+    "tokenizer mismatch",
+    "head rows unlike the config",
+    "dataset None",
+    "dataset empty",
+    "dataset too small",
+    "dataset without prompt",
+    "dataset without the privileged column",
+    "row ''",
+    "row None",
+    "row []",
+    "row of a wrong type",
+    "rows of mixed kinds",
+    "message without role or content",
+    "no chat template",
+    "overlong",
+    "token ids beyond the embedding",
+    "no eos and no pad",
+    "beta",
+    "temperature",
+    "max_completion_length",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "pad_to_multiple_of",
+    "chunk size",
+    "generation kwargs: number of sequences",
+    "generation kwargs: return type",
+    "generation kwargs: overriding",
+    "generation kwargs: unknown",
+    "cache_implementation",
+    "vllm_mode",
+    "divergence",
+    "teacher_offload",
+    "ds3_gather_for_generation",
+    "vLLM absent",
+    "vLLM of an unsupported version",
+    "vLLM and a student without a checkpoint",
+    "auto_find_batch_size",
+    "label_smoothing_factor",
+    "train_sampling_strategy",
+    "resume path missing",
+    "resume path torn",
+    "resume path with another fingerprint",
+)
+"""The bad inputs that must be refused, in the order in which they were listed."""
+
+CASES: list[Case] = sorted(
+    (case for file in (bad_options, bad_rows, bad_models, bad_engines, bad_resuming) for case in file.CASES),
+    key=lambda case: PHRASES.index(case.phrase),
+)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_trainer: Callable[..., OPSDTrainer]) -> Lab:
+    return Lab(tmp_path, monkeypatch, make_trainer)
+
+
+@pytest.mark.parametrize("case", [case.param() for case in CASES])
+def test_a_bad_input_is_taken_or_not_explained(lab, case):
+    if case.needs_vllm:
+        pytest.importorskip("vllm")
+    with pytest.raises(case.error, match=case.message) as raised:
+        case.provoke(lab)
+    assert raised.type is case.error
+    lab.check_that_nothing_was_learnt()
+
+
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_a_bad_input_that_no_case_provokes(phrase):
+    assert [case.name for case in CASES if case.phrase == phrase]

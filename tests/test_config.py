@@ -1,0 +1,118 @@
+"""Options as they are meant: what they allow, warn about, default to and stand for, and how they meet the launch."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import fields
+
+import pytest
+import tiny
+from trl import DistillationConfig
+
+import trl_opsd.teacher.build
+from trl_opsd import OPSDConfig
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"top_k": None},
+        {"top_p": None},
+        {"repetition_penalty": None},
+        {"top_k": 0},
+        {"min_p": 0.0},
+        {"top_p": 1.0},
+        {"beta": 0},
+        {"generation_kwargs": {"do_sample": False}},
+    ],
+)
+def test_the_ends_of_the_ranges_are_allowed(tmp_path, option):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiny.config(tmp_path, **option)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"beta": 0.02}, "`beta=0.02` is close to an end"),
+        ({"beta": 0.97}, "generalised JSD itself vanishes"),
+        ({"divergence": "forward_kl", "beta": 0.5}, "`beta=0.5` is ignored"),
+    ],
+)
+def test_an_option_that_will_surprise_is_warned_about(tmp_path, option, message):
+    with pytest.warns(UserWarning, match=message):
+        tiny.config(tmp_path, **option)
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({}, "ReverseKL()"),
+        ({"beta": 0.0}, "ForwardKL()"),
+        ({"beta": 0.3}, "GeneralizedJSD(beta=0.3)"),
+        ({"divergence": "jsd"}, "GeneralizedJSD(beta=0.5)"),
+        ({"divergence": "jsd", "beta": 0.2}, "GeneralizedJSD(beta=0.2)"),
+        ({"divergence": "forward_kl"}, "ForwardKL()"),
+        ({"divergence": "reverse_kl"}, "ReverseKL()"),
+    ],
+)
+def test_the_objective_is_the_named_one_else_what_beta_says(tmp_path, option, expected):
+    assert repr(tiny.config(tmp_path, **option).build_divergence()) == expected
+
+
+def test_the_defaults_that_differ_from_trls_are_the_two_for_safety(tmp_path):
+    ours, trls = tiny.config(tmp_path), DistillationConfig(**tiny.options(tmp_path))
+    differing = {name for name in vars(trls) if getattr(ours, name) != getattr(trls, name)} - {"distributed_state"}
+    assert differing == {"vllm_server_host"}
+    assert ours.vllm_server_host == "127.0.0.1"
+    assert ours.teacher_trust_remote_code is False
+
+
+def test_a_teacher_with_code_of_its_own_needs_a_switch_of_its_own(make_trainer, monkeypatch, tmp_path):
+    loaded = {}
+
+    def load(path, **kwargs):
+        loaded.update(kwargs)
+        return tiny.qwen2(48, 1)
+
+    monkeypatch.setattr(trl_opsd.teacher.build, "create_model_from_path", load)
+    path = tmp_path / "teacher"
+    tiny.qwen2(48, 1).config.save_pretrained(path)
+    make_trainer(teacher_model=str(path), trust_remote_code=True)
+    assert loaded["trust_remote_code"] is False
+    assert loaded["use_safetensors"] is True
+    make_trainer(teacher_model=str(path), teacher_trust_remote_code=True)
+    assert loaded["trust_remote_code"] is True
+
+
+def test_every_new_option_is_documented():
+    ours, trls = ({field.name for field in fields(config)} for config in (OPSDConfig, DistillationConfig))
+    new = ours - trls
+    assert {name for name in new if f"        {name} (" in (OPSDConfig.__doc__ or "")} == new != set()
+
+
+def test_accumulation_that_differs_between_the_launch_and_the_options(tmp_path, monkeypatch):
+    launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+    for name, value in {**launch, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert tiny.config(tmp_path, gradient_accumulation_steps=4).gradient_accumulation_steps == 4
+    with pytest.raises(
+        ValueError, match=r"^`gradient_accumulation_steps` is 4 in the accelerate .* 2 in `OPSDConfig`: r"
+    ):
+        tiny.config(tmp_path, gradient_accumulation_steps=2)
+
+
+def test_a_launch_with_fsdp_of_the_first_kind(make_trainer):
+    trainer = make_trainer()
+    trainer._dist.fsdp_version = 1
+    with pytest.raises(ValueError, match=r"`fsdp_version: 1`.* set `fsdp_version: 2` in the accelerate file"):
+        trainer._check_fsdp()
+
+
+def test_a_launch_with_fsdp_that_splits_nothing(make_trainer, monkeypatch, caplog):
+    make_trainer()
+    assert "FSDP" not in caplog.text
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    make_trainer()
+    assert "nothing is split, this is plain data parallelism" in caplog.text
