@@ -82,10 +82,10 @@ def ours(student: Any, engine: Engine, apart: bool, dtype: torch.dtype) -> tuple
     def sync() -> None:
         with torch.no_grad():
             if apart:
-                layers, took["bytes"] = adapter_of(student, dtype, gathered)
+                layers, took["bytes"] = adapter_of(student, dtype, student.device, gathered)
                 engine.load_adapter(layers)
             else:
-                stream = Stream(weights_of(student), dtype, gathered)
+                stream = Stream(weights_of(student), dtype, student.device, gathered)
                 with stream as weights:
                     engine.load(weights)
                 took["bytes"] = stream.bytes

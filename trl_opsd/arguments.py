@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import CONFIG_NAME, cached_file
 
+from trl_opsd._compat.peft import without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.prompts import check_columns
@@ -76,7 +77,7 @@ def _check_causal(model: Any, called: str, loading: Mapping[str, Any]) -> None:
         config = json.loads(Path(found).read_text(encoding="utf-8"))
         causal, kind = not config.get("is_encoder_decoder", False), (config.get("architectures") or ["model"])[0]
     elif isinstance(model, PreTrainedModel) or (isinstance(model, nn.Module) and is_peft_model(model)):
-        inner: Any = getattr(model, "get_base_model", lambda: model)()
+        inner = without_peft(model)
         causal, kind = inner.can_generate() and not inner.config.is_encoder_decoder, type(inner).__name__
     else:
         return

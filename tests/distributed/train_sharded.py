@@ -1,13 +1,20 @@
-"""Run by two processes: trains every variant of a strategy in the given folder and writes down what came of it."""
+"""Run as a process of its own: forks a pair of processes for each strategy, which train all its variants.
+
+python tests/distributed/train_sharded.py FOLDER ddp zero2 zero3 fsdp2
+
+Writes down what came of it in `FOLDER/<strategy>`; the models lie in `FOLDER`.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forks
 import tiny
 import torch
 import variants
@@ -24,7 +31,8 @@ LENGTHS = (3, 60)
 FULL = variants.ALONE["full"]
 
 
-def main(folder: Path, strategy: str) -> None:
+def train(folder: Path, strategy: str) -> None:
+    """What each process of a pair does."""
     results: dict[str, Any] = {"empty": [], "split": {}, "losses": {}}
     trained: dict[str, Tensor] = {}
     whole = tiny.qwen2(32, seed=0)  # before there is a DeepSpeed config, which would split it
@@ -48,8 +56,10 @@ def main(folder: Path, strategy: str) -> None:
     if strategy == "fsdp2":
         results["refused"] = refusal(folder)
     if trainer.accelerator.is_main_process:
-        save_file({name: tensor.contiguous() for name, tensor in trained.items()}, folder / "weights.safetensors")
-        (folder / "results.json").write_text(json.dumps(results))
+        out = folder / strategy
+        out.mkdir()
+        save_file({name: tensor.contiguous() for name, tensor in trained.items()}, out / "weights.safetensors")
+        (out / "results.json").write_text(json.dumps(results))
     trainer.accelerator.wait_for_everyone()
 
 
@@ -108,5 +118,12 @@ def sharded_teacher(trainer: OPSDTrainer) -> dict[str, Any]:
     }
 
 
+def main(folder: Path, strategies: list[str]) -> None:
+    for strategy in strategies:
+        began = time.monotonic()
+        forks.launch(strategy if strategy == "ddp" else f"{strategy}_cpu", train, folder, strategy)
+        print(f"{strategy}: {time.monotonic() - began:.0f} s", flush=True)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -164,11 +164,10 @@ def test_a_device_that_cannot_send_weights_is_noticed(make, server):  # noqa: F8
 
 @pytest.mark.distributed
 @pytest.mark.timeout(SECONDS + 60)
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
-def test_processes_with_unequal_prompts_that_get_each_others_completions_are_noticed(server, tmp_path, strategy):  # noqa: F811
+def test_processes_with_unequal_prompts_that_get_each_others_completions_are_noticed(server, tmp_path):  # noqa: F811
     student(tmp_path / "student", tied=True, seed=7)
     options = json.dumps({**server, "vllm_group_port": free_port()})
-    launch(strategy, HERE / "vllm_served.py", tmp_path, options)
+    launch("fsdp2", HERE / "vllm_served.py", tmp_path, options)
     results = [json.loads((tmp_path / f"{process}.json").read_text()) for process in range(2)]
     print(f"\n{results}")
     for found in results:

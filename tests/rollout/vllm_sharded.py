@@ -17,24 +17,24 @@ import torch
 from peft import LoraConfig
 
 from trl_opsd import OPSDTrainer
-from trl_opsd._compat.shards import is_split_model
+from trl_opsd._compat.shards import is_split_model, trained_parameters
 from trl_opsd.rollout import weight_sync
 from trl_opsd.rollout.sync_proof import SyncError
 
 VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "full": ("auto", None),
+    "merged": ("full", {"use_dora": True}),
     "adapter": ("auto", {}),
-    "merged": ("full", {}),
-    "merged DoRA": ("full", {"use_dora": True}),
 }
 """By name `vllm_weight_sync`, and what the student's adapter is, if it has one."""
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: list[str]) -> None:
     weight_sync.BUCKET_BYTES = 2**15  # several buckets
     teacher = tiny.qwen2(48, seed=1)  # before there is a DeepSpeed config, so that it stays whole
     results: dict[str, Any] = {}
-    for name, (sync, adapter) in VARIANTS.items():
+    for name in names:
+        sync, adapter = VARIANTS[name]
         args = tiny.config(
             folder / name, per_device_train_batch_size=1, use_vllm=True, vllm_weight_sync=sync, learning_rate=1e-2
         )
@@ -56,22 +56,48 @@ def main(folder: Path) -> None:
             "processes": trainer.accelerator.num_processes,
             "split": is_split_model(trainer.accelerator.unwrap_model(trainer.model_wrapped)),
         }
-        if name == "adapter":
-            results["adapter bytes"] = weight_sync.adapter_of(trainer.model, torch.float32, trainer.gathered)[1]
-            results["announced"] = announced_as_drawn(trainer)
-            results["fault"] = fault_on_one(trainer)
-            to_fail = trainer
-        else:
-            trainer.rollout.close()
+    results["adapter bytes"] = adapter_bytes(trainer)
+    results["noticed"] = writes_that_are_noticed(trainer)
+    results["announced"] = announced_as_drawn(trainer)
+    results["fault"] = fault_on_one(trainer)
     if trainer.accelerator.is_main_process:
         (folder / "results.json").write_text(json.dumps(results))
-    fail_on_one(to_fail)
-    to_fail.train()
+    fail_on_one(trainer)
+    trainer.train()
+
+
+def adapter_bytes(trainer: OPSDTrainer) -> int:
+    device, gathered = trainer.accelerator.device, trainer.gathered
+    return weight_sync.adapter_of(trainer.model, torch.float32, device, gathered)[1]
+
+
+def writes_that_are_noticed(trainer: OPSDTrainer) -> dict[str, bool]:
+    """After which changes of the student by hand its weights would be sent again; the base and the adapter."""
+    trainer.rollout.sync_weights()
+
+    def write_to(kind: str) -> None:
+        with torch.no_grad():
+            next(part for name, part in trained_parameters(trainer.model).items() if kind in name).add_(0.0)
+
+    changes = {
+        "a rollout": lambda: trainer.complete(trainer.tokenize(tiny.PROMPTS[:1])),
+        "the adapter": lambda: write_to("lora_A"),
+        "the base": lambda: write_to("base_layer"),
+        "loading": lambda: trainer.model.load_state_dict(trainer.model.state_dict()),
+    }
+    noticed = {}
+    for name, change in changes.items():
+        change()
+        noticed[name] = trainer.rollout._moved()
+        trainer.rollout.sync_weights()
+    return noticed
 
 
 def announced_as_drawn(trainer: OPSDTrainer) -> bool:
     """Whether names, dtypes and shapes are known before anything is gathered; a server has to be told them first."""
-    stream = weight_sync.Stream(weight_sync.weights_of(trainer.model), torch.bfloat16, trainer.gathered)
+    stream = weight_sync.Stream(
+        weight_sync.weights_of(trainer.model), torch.bfloat16, trainer.accelerator.device, trainer.gathered
+    )
     announced = stream.announced()
     with torch.no_grad(), stream as weights:
         drawn = [(name, str(part.dtype).removeprefix("torch."), list(part.shape)) for name, part in weights]
@@ -106,4 +132,4 @@ def fail_on_one(trainer: OPSDTrainer) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

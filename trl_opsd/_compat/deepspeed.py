@@ -97,14 +97,12 @@ def loading(config: Config | None) -> Iterator[None]:
 
 
 def put_back(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Gives a model its buffers again, on the device where it is, in the dtype they had.
+    """Gives a model its buffers again, in the dtype they had.
 
-    ZeRO-3 makes and casts them in the dtype of the weights; rotary frequencies in half precision turn late positions
-    wrongly.
+    ZeRO-3 makes them in the dtype of the weights; rotary frequencies in half precision turn late positions wrongly.
     """
     for name, buffer in buffers.items():
-        now = model.get_buffer(name)
-        now.data = buffer.to(now.device)
+        model.get_buffer(name).data = buffer
 
 
 def empty_twin(model: Any) -> Any:
@@ -113,11 +111,12 @@ def empty_twin(model: Any) -> Any:
         return type(model)._from_config(deepcopy(model.config), dtype=model.dtype)
 
 
-def compute_buffers(model: Any) -> None:
+def recompute_buffers(model: Any) -> None:
     """Has a model of `transformers` that was loaded under ZeRO-3 compute its buffers again, as it does without."""
     saved = set(model.state_dict(keep_vars=True))
-    computed = {name for name, _ in model.named_buffers() if name not in saved}
-    put_back(model, {name: buffer for name, buffer in empty_twin(model).named_buffers() if name in computed})
+    places = {name: buffer.device for name, buffer in model.named_buffers() if name not in saved}
+    fresh = dict(empty_twin(model).named_buffers())
+    put_back(model, {name: fresh[name].to(places[name]) for name in places.keys() & fresh})
 
 
 class Reader:
@@ -131,13 +130,16 @@ class Reader:
     """
 
     def __init__(self, model: nn.Module, config: Config) -> None:
-        from deepspeed import initialize  # slow, and not everybody has it
+        from deepspeed import initialize, zero  # slow, and not everybody has it
 
         self._stage = _Stage(model)
         buffers = dict(model.named_buffers())
+        if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            # The engine would move all of a whole model to the device before it splits it; this moves one by one.
+            zero.Init(self._stage, mem_efficient_linear=False, config_dict_or_path=config)
         self._engine, *_ = initialize(model=self._stage, config=config)
         self._engine.eval()
-        put_back(model, buffers)
+        put_back(model, {name: buffer.to(self._engine.device) for name, buffer in buffers.items()})
 
     def __call__(self, function: Any, *args: Any) -> Any:
         """`function(model, *args)`, in the engine's own forward: only there does DeepSpeed bring the weights."""

@@ -13,6 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor
 
+from trl_opsd._compat.shards import plain_name
 from trl_opsd.types import Weight
 
 
@@ -33,6 +34,11 @@ class LoraFactors:
 def is_peft(model: Any) -> bool:
     """Whether the model is wrapped by PEFT."""
     return isinstance(model, PeftModel)
+
+
+def without_peft(model: Any) -> Any:
+    """The model that PEFT has wrapped, or the model itself."""
+    return model.get_base_model() if is_peft(model) else model
 
 
 def merged_weights(model: Any) -> Iterator[Weight]:
@@ -91,7 +97,7 @@ def why_not_apart(model: Any) -> str | None:
 
 
 def _tuned_layers(model: Any) -> dict[str, Any]:
-    tuned = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    tuned = _modules_of(model, BaseTunerLayer)
     for name, layer in tuned.items():
         if not isinstance(layer, Linear | Embedding):
             raise ValueError(
@@ -102,7 +108,7 @@ def _tuned_layers(model: Any) -> dict[str, Any]:
 
 
 def _saved_modules(model: Any) -> dict[str, Any]:
-    saved = {name: module for name, module in model.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)}
+    saved = _modules_of(model, AuxiliaryTrainingWrapper)
     for name, module in saved.items():
         if not isinstance(module, ModulesToSaveWrapper):
             raise ValueError(
@@ -110,6 +116,10 @@ def _saved_modules(model: Any) -> dict[str, Any]:
                 "`modules_to_save` is supported; use that, or set `use_vllm=False`."
             )
     return saved
+
+
+def _modules_of(model: Any, kind: type) -> dict[str, Any]:
+    return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
 def _inside(name: str, modules: dict[str, Any]) -> str | None:

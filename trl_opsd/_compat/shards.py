@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -56,7 +57,12 @@ def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return dict(model.named_parameters())
+    return {plain_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or parameter as a checkpoint has it, where accelerate recomputes activations under FSDP2."""
+    return name.replace(_CHECKPOINT_PREFIX, "")
 
 
 @torch.no_grad()

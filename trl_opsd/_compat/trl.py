@@ -22,7 +22,8 @@ from trl.generation.vllm_client import VLLMClient
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
 
-from trl_opsd._compat.deepspeed import compute_buffers
+from trl_opsd._compat.deepspeed import recompute_buffers
+from trl_opsd._compat.peft import without_peft
 from trl_opsd._compat.shards import is_split_model, leave_outputs, unsharded
 from trl_opsd._compat.steps import GuardedSteps
 from trl_opsd._compat.transformers import SafeCheckpoints
@@ -92,7 +93,8 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
         if self._dist.is_fsdp:
             leave_outputs(self.accelerator.state.fsdp_plugin)
         if is_split_model(self.model):
-            compute_buffers(getattr(self.model, "get_base_model", lambda: self.model)())
+            with preserved_rng(self.accelerator.device):
+                recompute_buffers(without_peft(self.model))
         self._first_turn = False
         self._unwritten_rows: list[int] = []
         self._loss_parts: LossParts | None = None

@@ -126,7 +126,7 @@ class SyncedRollout(RolloutBackend):
         """Differs whenever the student may have changed.
 
         torch counts every write to a tensor, and a tensor that was exchanged lies elsewhere. Neither sees what an
-        optimizer writes to shards or flat buffers, or what a checkpoint writes there: those the trainer counts.
+        optimizer or a checkpoint writes to shards or flat buffers: those the trainer counts.
         """
         trainer = self._trainer
         adapters = tuple(trainer.model.active_adapters) if is_peft(trainer.model) else ()
@@ -167,9 +167,11 @@ def dtype_of(trainer: Any) -> torch.dtype:
 
 
 def version_of(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
-    """Where tensors lie and how often each was written to; of FSDP2 the shards, those of ZeRO-3 are left out."""
-    here = (local(one) for one in tensors if not hasattr(one, "ds_id"))
-    return tuple((one.data_ptr(), one._version) for one in here)
+    """Where tensors lie and how often each was written to; those that ZeRO-3 has split are left out.
+
+    A tensor that FSDP2 has split counts itself what is written to it, and its shard lies somewhere.
+    """
+    return tuple((local(one).data_ptr(), one._version) for one in tensors if not hasattr(one, "ds_id"))
 
 
 @contextmanager

@@ -68,16 +68,16 @@ class VLLMRollout(SyncedRollout):
     # ---- Weights ------------------------------------------------------------------------------------------------
 
     def _send(self) -> int:
-        model, gathered = self._trainer.model, self._trainer.gathered
+        model, how = self._trainer.model, (self._dtype, self._trainer.accelerator.device, self._trainer.gathered)
         if self._mode == "full":
-            return self._load(Stream(weights_of(model), self._dtype, gathered))
+            return self._load(Stream(weights_of(model), *how))
         sent = 0
         base = version_of(weight.base for weight in base_weights_of(model))
         if base != self._base_sent:
             self._base_sent = None
-            sent = self._load(Stream(base_weights_of(model), self._dtype, gathered))
+            sent = self._load(Stream(base_weights_of(model), *how))
             self._base_sent = base
-        layers, size = adapter_of(model, self._dtype, gathered)
+        layers, size = adapter_of(model, *how)
         self._engine.load_adapter(layers)
         return sent + size
 

@@ -75,7 +75,10 @@ class VLLMServerRollout(SyncedRollout):
         self._take(trainer, engine, sampling, max(dtype, served, key=RELATIVE.__getitem__))
 
     def _send(self) -> int:
-        stream = Stream(weights_of(self._trainer.model), self._engine.facts.dtype, self._trainer.gathered)
+        trainer = self._trainer
+        stream = Stream(
+            weights_of(trainer.model), self._engine.facts.dtype, trainer.accelerator.device, trainer.gathered
+        )
         self._engine.load(stream)
         return stream.bytes
 

@@ -34,6 +34,7 @@ class Stream:
 
     weights: list[Weight]
     dtype: torch.dtype
+    device: torch.device
     gathered: Gathered
     bytes: int = field(default=0, init=False)
     _drawn: Iterator[tuple[str, Tensor]] = field(default=iter(()), init=False, repr=False)
@@ -58,8 +59,8 @@ class Stream:
         for bucket in _buckets(self.weights):
             with self.gathered(_parts(bucket)):
                 for weight in bucket:
-                    made = whole(weight.made())
-                    tensor = made.to(self._dtype_of(made))
+                    made = weight.made()
+                    tensor = whole(made.to(self.device, self._dtype_of(made)))  # in this order: fewer bytes to gather
                     self.bytes += tensor.nbytes
                     yield weight.name, tensor
 
@@ -80,7 +81,7 @@ def base_weights_of(model: Any) -> list[Weight]:
 
 
 def adapter_of(
-    model: Any, dtype: torch.dtype, gathered: Gathered
+    model: Any, dtype: torch.dtype, device: torch.device, gathered: Gathered
 ) -> tuple[dict[str, tuple[Tensor, Tensor, float]], int]:
     """The student's LoRA factors.
 
@@ -89,7 +90,7 @@ def adapter_of(
     """
 
     def copied(part: Tensor) -> Tensor:
-        return whole(part.detach()).to(dtype, copy=True)
+        return whole(part.detach().to(device, dtype, copy=True))
 
     factors = lora_factors(model)
     with gathered([part for one in factors for part in (one.a, one.b) if _is_split(part)]):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from trl_opsd._compat.deepspeed import compute_buffers, loading, reader_config
+from trl_opsd._compat.deepspeed import loading, reader_config, recompute_buffers
 from trl_opsd._compat.shards import spread, trained_parameters, whole, whole_copy
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.backbone import Run, is_sharded
@@ -265,7 +265,7 @@ def _loaded(path: str, args: Any, device: torch.device) -> PreTrainedModel:
     with loading(config):
         model: PreTrainedModel = create_model_from_path(path, **kwargs)
     if config is not None:
-        compute_buffers(model)
+        recompute_buffers(model)
     return model
 
 

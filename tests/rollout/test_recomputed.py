@@ -1,0 +1,41 @@
+"""Names of weights where accelerate's FSDP2 recomputes activations, for which it wraps every layer."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from trl_opsd._compat.peft import lora_factors
+from trl_opsd._compat.shards import trained_parameters
+from trl_opsd.rollout.weight_sync import weights_of
+
+
+def recompute(model):
+    layers = model.get_base_model().model.layers
+    for place, layer in enumerate(layers):
+        layers[place] = checkpoint_wrapper(layer)
+
+
+@pytest.fixture
+def student():
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"], init_lora_weights=False)
+    return get_peft_model(tiny.qwen2(32, seed=0), config)
+
+
+def test_weights_that_are_sent_under_other_names_or_without_their_adapter(student):
+    plain = {weight.name: weight.made() for weight in weights_of(student)}
+    recompute(student)
+    wrapped = {weight.name: weight.made() for weight in weights_of(student)}
+    assert set(wrapped) == set(plain) == set(tiny.qwen2(32).state_dict())
+    assert all(torch.equal(wrapped[name], tensor) for name, tensor in plain.items())
+
+
+def test_an_adapter_or_an_average_that_loses_sight_of_its_layers(student):
+    factors, parameters = [one.name for one in lora_factors(student)], list(trained_parameters(student))
+    recompute(student)
+    assert [one.name for one in lora_factors(student)] == factors != []
+    assert list(trained_parameters(student)) == parameters
