@@ -47,12 +47,12 @@ from trl_opsd.teacher.build import (
     build_own_teacher,
     build_teacher,
     check_teachers,
-    teacher_tokenizer,
+    check_tokenizers,
 )
 from trl_opsd.teacher.routed import shares, targets_of
 from trl_opsd.teacher_prompts import COLUMNS, TeacherPrompts, teacher_of
 from trl_opsd.types import LazyLogits, LossParts, OutputHead, Rollout, TeacherTargets
-from trl_opsd.vocabulary import check_token_maps, shared_vocabulary
+from trl_opsd.vocabulary import shared_vocabulary
 
 logger = get_logger(__name__)
 
@@ -175,7 +175,7 @@ class OPSDTrainer(SeamTrainer):
         for name, dataset in {"train_dataset": train_dataset, **named(eval_dataset)}.items():
             if dataset is not None:
                 look_ahead(dataset, name, partial(student_prompt, teacher_prompts, tuple(models)))
-        _check_tokenizers(processing_class, models, teacher_processing_class, args)
+        check_tokenizers(processing_class, models, teacher_processing_class, args)
 
         super().__init__(
             model=model,
@@ -191,7 +191,7 @@ class OPSDTrainer(SeamTrainer):
         )
         if processing_class is None:  # it was loaded with the student
             check_processing_class(self.processing_class)
-            _check_tokenizers(self.processing_class, models, teacher_processing_class, args)
+            check_tokenizers(self.processing_class, models, teacher_processing_class, args)
         self.divergence = args.build_divergence()
         self.show_progress = self.accelerator.is_main_process and not args.disable_tqdm
         self._student_is_proved = False
@@ -440,25 +440,6 @@ def _picked_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> Rollout
     if not isinstance(rollout, RolloutBackend):
         raise TypeError(f"`rollout` is a {type(rollout).__name__}: expected a `trl_opsd.RolloutBackend`.")
     return rollout
-
-
-def _check_tokenizers(
-    tokenizer: PreTrainedTokenizerBase | None, models: Mapping[str, Any], given: Any, args: OPSDConfig
-) -> None:
-    """Compares the student's with each teacher's; `None` means that the student's is not loaded yet."""
-    if tokenizer is None:
-        return
-    if isinstance(given, Mapping) and (unknown := set(given) - set(models)):
-        raise ValueError(
-            f"`teacher_processing_class` names {sorted(unknown)}, but the teachers are {sorted(models)}: use their "
-            "names."
-        )
-    for name, model in models.items():
-        theirs = given.get(name) if isinstance(given, Mapping) else given
-        if theirs is None:
-            theirs = teacher_tokenizer(model, args)
-        if theirs is not None:
-            check_token_maps(tokenizer, theirs, name)
 
 
 def _select(hidden_BCH: Tensor, counts_BC: Tensor, head: OutputHead) -> Tensor:

@@ -27,6 +27,7 @@ from trl_opsd.teacher.placement import Placement
 from trl_opsd.teacher.resident import Resident
 from trl_opsd.teacher.sharded import Sharded
 from trl_opsd.teacher.streamed import Streamed
+from trl_opsd.vocabulary import check_token_maps
 
 logger = get_logger(__name__)
 
@@ -208,8 +209,41 @@ def build_own_teacher(
     return teacher, _average(student, {name: parameters[name] for name in followed}, args)
 
 
-def teacher_tokenizer(teacher_model: Any, args: Any) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that lies beside a teacher, for comparing; `None` where there is none."""
+def check_tokenizers(
+    tokenizer: PreTrainedTokenizerBase | None, teachers: Mapping[str, Any], given: Any, args: Any
+) -> None:
+    """Compares the student's tokenizer with each teacher's, before a teacher is loaded.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The student's; `None` means that it is not loaded yet, and nothing is compared.
+        teachers (`Mapping[str, Any]`):
+            By name what the user passes as them.
+        given ([`~transformers.PreTrainedTokenizerBase`] or a `dict` of them by name, *optional*):
+            The teachers' own. When `None`, those that lie beside their paths.
+        args ([`OPSDConfig`]):
+            Says how to load a tokenizer from a path.
+
+    Raises:
+        ValueError: Two differ, in which ids the message says; or a name is none of a teacher.
+    """
+    if tokenizer is None:
+        return
+    if isinstance(given, Mapping) and (unknown := set(given) - set(teachers)):
+        raise ValueError(
+            f"`teacher_processing_class` names {sorted(unknown)}, but the teachers are {sorted(teachers)}: use their "
+            "names."
+        )
+    for name, teacher in teachers.items():
+        theirs = given.get(name) if isinstance(given, Mapping) else given
+        if theirs is None:
+            theirs = _tokenizer_beside(teacher, args)
+        if theirs is not None:
+            check_token_maps(tokenizer, theirs, name)
+
+
+def _tokenizer_beside(teacher_model: Any, args: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that lies beside a teacher's weights, or `None`."""
     if not isinstance(teacher_model, str):
         return None
     asked = {
