@@ -1,8 +1,8 @@
 # `make` lists the targets. Needs Python 3.11 or newer, a C++ compiler and a package index; nothing else.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# Groups of tests (tests/conftest.py) side by side, at most four, as each process imports torch and TRL.
-PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+# Files side by side, at most four: each process imports torch and TRL, and some start processes of their own.
+PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadfile
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export HF_HUB_OFFLINE := 1

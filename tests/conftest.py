@@ -22,18 +22,6 @@ import trl_opsd.teacher.build
 from trl_opsd import FixedRollout, OPSDTrainer
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups tests by file for pytest-xdist, but all files that start pairs of processes as one, which comes first.
-
-    Two pairs at the same time wait for each other's processors: on two cores they take longer than one after the other.
-    """
-    in_pairs = {item.path for item in items if item.get_closest_marker("distributed")}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("pairs" if item.path in in_pairs else item.path.stem))
-    items.sort(key=lambda item: item.path not in in_pairs)
-
-
 @pytest.fixture(autouse=True)
 def _nothing_is_loaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the marker `before_loading` promises: weights that are read are a failure."""
