@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import run
 from watched import trainer
 
 HERE = Path(__file__).parent
@@ -28,15 +26,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder) -> dict[str, Any]:
     """By strategy and rank what `sharded.py` saw, and its kills."""
-    path = os.pathsep.join([str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
-    finished = subprocess.run(
-        [sys.executable, HERE / "sharded.py", folder, *STRATEGIES, "--kill", "some"],
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert finished.returncode == 0, finished.stderr[-5000:]
+    run(HERE / "sharded.py", folder, *STRATEGIES, "--kill", "some", seconds=SECONDS)
     return json.loads((folder / "results.json").read_text())
 
 

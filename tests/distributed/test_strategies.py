@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 import variants
+from processes import run
 from safetensors.torch import load_file
 
 SECONDS = 600
 """What all pairs together may take, on a machine that is busy."""
+
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 60)]
 
 SCRIPT = Path(__file__).parent / "train_sharded.py"
@@ -53,18 +52,7 @@ def alone(models):
 @pytest.fixture(scope="module")
 def pairs(models):
     """Where the pair of each strategy has written down what it learned."""
-    path = os.pathsep.join(
-        [str(SCRIPT.parent.parent), str(SCRIPT.parent.parent.parent), os.environ.get("PYTHONPATH", "")]
-    )
-    finished = subprocess.run(
-        [sys.executable, SCRIPT, models, *STRATEGIES],
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert finished.returncode == 0, finished.stderr[-5000:]
-    print(finished.stdout)
+    print(run(SCRIPT, models, *STRATEGIES, seconds=SECONDS))
     return models
 
 

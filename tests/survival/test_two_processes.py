@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 from printed import DEADLINE, check_one_traceback
-from processes import SECONDS, launch
+from processes import SECONDS, launch, run
 
 HERE = Path(__file__).parent
 
@@ -26,10 +23,11 @@ def pairs(tmp_path_factory) -> tuple[dict[str, Any], Path]:
     folder = tmp_path_factory.mktemp("pairs")
     for student in (folder / "student", folder / "fsdp2" / "student"):
         tiny.qwen2(32, seed=0).save_pretrained(student)
-    path = os.pathsep.join([str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, HERE / "pairs.py", folder]
-    finished = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=SECONDS)
-    assert finished.returncode == 0, "".join(path.read_text() for path in folder.glob("*.err"))[-3000:]
+    try:
+        run(HERE / "pairs.py", folder, seconds=SECONDS)
+    except AssertionError as error:
+        error.add_note("".join(path.read_text() for path in folder.glob("*.err"))[-3000:])
+        raise
     return json.loads((folder / "results.json").read_text()), folder
 
 
