@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,16 @@ def test_a_checkpoint_of_another_shape_than_the_students_is_noticed(make, tmp_pa
     model = student(tmp_path / "student")
     model.name_or_path = str(tmp_path / "other")
     with pytest.raises(ValueError, match="has num_hidden_layers=3, the student has 2"):
+        make(model=model)
+
+
+@pytest.mark.refusal
+def test_a_quantized_checkpoint_of_a_student_that_is_not_is_noticed(make, tmp_path):  # noqa: F811
+    """As with `FineGrainedFP8Config(dequantize=True)`: vLLM would pack what it is sent as the checkpoint was packed."""
+    model = student(tmp_path / "student")
+    config = tmp_path / "student" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ValueError, match="is quantized, and vLLM would build a quantized model"):
         make(model=model)
 
 

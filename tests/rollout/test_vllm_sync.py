@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("vllm")
 
 from transformers import TrainerCallback
+from vllm.model_executor.layers import utils as layers
 from vllm_lab import engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
 
 from trl_opsd._compat.vllm import Engine
@@ -274,14 +275,41 @@ def test_a_base_that_syncs_wear_off_is_noticed(make, tmp_path, kind, monkeypatch
         assert sent == 2 * size
 
 
-def fails_halfway(sends):
+@pytest.mark.parametrize("packed", [False, True], ids=["float32", "packed"])
+def test_weights_of_a_sync_that_broke_off_that_stay_are_noticed(make, tmp_path, monkeypatch, packed):  # noqa: F811
+    """As on a processor with AMX, where vLLM packs weights in half precision and leaves empty parameters behind."""
+    if packed:
+        monkeypatch.setattr(layers, "check_cpu_sgl_kernel", lambda rows, columns, dtype: dtype == torch.bfloat16)
+        monkeypatch.setattr(backend, "Engine", Engine)  # not one that was started without
+    model = half(tmp_path / "student") if packed else student(tmp_path / "student")
+    trainer = make(model=model)
+    trainer.complete(trainer.tokenize(["a"]))
+    if packed:
+        parts = dict(trainer.rollout._engine._worker.model_runner.get_model().named_parameters())
+        assert parts["model.layers.0.mlp.down_proj.weight"].numel() == 0, "it was packed"
+
+    for reached in (9, 1, 14):
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "load", fails_halfway(Engine.load, reached))
+            with pytest.raises(RuntimeError, match="the engine broke"):
+                trainer.rollout.sync_weights()
+        with torch.no_grad():
+            for part in trainer.model.parameters():
+                part.copy_(part.flip(0))
+        trainer.rollout.sync_weights()
+        largest = gap(trainer)
+        print(f"\npacked={packed}, {reached} weights came: {largest:.1e}")
+        assert largest <= (0.1 if packed else 1e-4)
+
+
+def fails_halfway(sends, reached=9):
     def send(self, weights):
         if isinstance(weights, dict):
             raise RuntimeError("the engine broke")
 
         def some():
             for number, pair in enumerate(weights):
-                if number == 9:
+                if number == reached:
                     raise RuntimeError("the engine broke")
                 yield pair
 

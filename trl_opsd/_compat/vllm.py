@@ -52,6 +52,10 @@ from vllm.lora.lora_model import LoRAModel  # noqa: E402
 from vllm.lora.lora_weights import LoRALayerWeights  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.lora.utils import parse_fine_tuned_lora_name  # noqa: E402
+from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
+    finalize_layerwise_reload,
+    get_layerwise_info,
+)
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.v1.sample.logits_processor import LogitsProcessor  # noqa: E402
@@ -210,13 +214,19 @@ class Engine:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces all weights, in one call, through the path that also repacks and quantises them.
 
+        After an error the engine holds old and new weights, and can be sent all of them again.
+
         Args:
             weights (`Iterable[tuple[str, torch.Tensor]]`):
                 By the names of a checkpoint. A tied head comes under its own name too: vLLM rebuilds what it is sent
                 and leaves out what it is not.
         """
         self._adapter = None  # vLLM drops its adapters here
-        self._worker.reload_weights(weights_iterator=weights)
+        try:
+            self._worker.reload_weights(weights_iterator=weights)
+        except BaseException:
+            _end_reload(self._worker.model_runner)
+            raise
 
     def load_adapter(self, layers: Mapping[str, tuple[Tensor, Tensor, float]]) -> None:
         """Replaces the adapter, from memory.
@@ -348,6 +358,19 @@ def _shut_down(core: Any) -> None:
     finally:
         for name, destroyer in kept.items():
             setattr(parallel_state, name, destroyer)
+
+
+def _end_reload(runner: Any) -> None:
+    """Ends a reload that broke off; vLLM would count what it has seen of a layer as a part of the next one.
+
+    Layers that were not complete get their tensors back, in the shape that vLLM computes with.
+    """
+    model = runner.get_model()
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        info.load_numel = 0
+        info.loaded_weights.clear()
+    finalize_layerwise_reload(model, runner.model_config)
 
 
 def why_no_sleep_mode() -> str | None:

@@ -150,6 +150,12 @@ def _check_checkpoint(trainer: Any) -> None:
             "pass the student by its path, or save it with `model.save_pretrained(folder)` and set "
             "`model.name_or_path = folder`."
         ) from error
+    if getattr(found, "quantization_config", None):
+        raise ValueError(
+            f"The checkpoint at the student's `name_or_path` {path!r} is quantized, and vLLM would build a quantized "
+            "model from it, while the student is not: save the student as it is now with "
+            "`model.save_pretrained(folder)` and set `model.name_or_path = folder`."
+        )
     for name in _SHAPES:
         ours, theirs = (getattr(config.get_text_config(), name, None) for config in (model.config, found))
         if ours != theirs:
