@@ -1,11 +1,13 @@
-"""No server is waited for without end, and none is asked twice; the servers here are faults."""
+"""No server is waited for without end, none is asked twice, and none is believed; the servers here are faults."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,11 @@ from trl_opsd.rollout.server_client import ServerClient, ServerError
 
 pytestmark = pytest.mark.vllm
 
+ASKED = "/v1/completions"
+DEADLINE = 1.0
+SLACK = 1.5
+"""Seconds beyond the deadline that a busy machine may take."""
+
 
 class Faults(ThreadingHTTPServer):
     """Answers as it is told and counts what it was asked."""
@@ -29,6 +36,7 @@ class Faults(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.asked: list[str] = []
         self.answers: dict[str, Any] = {"/health": (200, {}), "/v1/models": (200, {"data": [{"id": "student"}]})}
+        self.sent = 0
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -39,13 +47,25 @@ class _Handler(BaseHTTPRequestHandler):
         answer = self.server.answers.get(self.path)
         if answer is None:  # never, as far as the client can tell
             time.sleep(5)
-            return
-        status, body = answer
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
+        elif callable(answer):
+            answer(self)
+        else:
+            status, body = answer
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
 
     do_POST = do_GET
+
+    def send(self, data: bytes, times: int = 1, every: float = 0.0) -> None:
+        """Writes until the client is gone, and notes how much."""
+        for _ in range(times):
+            try:
+                self.wfile.write(data)
+            except OSError:
+                return
+            self.server.sent += len(data)
+            time.sleep(every)
 
     def log_message(self, *args: Any) -> None:
         """Says nothing."""
@@ -57,6 +77,7 @@ def faults() -> Iterator[Faults]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
+    server.server_close()
 
 
 def client(port: int, waits: float = 0.0, **given: Any) -> ServerClient:
@@ -65,7 +86,7 @@ def client(port: int, waits: float = 0.0, **given: Any) -> ServerClient:
         vllm_server_timeout=waits,
     )  # fmt: skip
     vars(args).update(given)
-    return ServerClient(args, deadline=1.5)
+    return ServerClient(args, deadline=DEADLINE)
 
 
 def test_a_server_that_is_not_there_and_is_waited_for_is_noticed(faults, caplog):
@@ -83,9 +104,9 @@ def test_a_server_that_is_never_ready_and_is_waited_for_without_end_is_noticed(f
     assert faults.asked.count("/health") >= 2, "it was waited for"
 
     del faults.answers["/health"]
-    monkeypatch.setattr(server_client, "_CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(server_client, "_HEALTH_SECONDS", 0.3)
     began = time.monotonic()
-    with pytest.raises(ValueError, match="ReadTimeout"):
+    with pytest.raises(ValueError, match=r"/health, did not answer within 0.3 seconds\."):
         client(faults.server_port, waits=0.1)
     assert time.monotonic() - began < 4
 
@@ -93,24 +114,180 @@ def test_a_server_that_is_never_ready_and_is_waited_for_without_end_is_noticed(f
 def test_a_request_that_is_repeated_or_never_given_up_is_noticed(faults):
     speaker = client(faults.server_port)
     began = time.monotonic()
-    with pytest.raises(ServerError, match=r"asked for /v1/completions, did not answer within 1.5 seconds.*ddp_timeout"):
+    with pytest.raises(ServerError, match=r"/v1/completions, did not answer within 1 seconds.*ddp_timeout"):
         speaker.write([[5]], {})
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < DEADLINE + SLACK
 
-    faults.answers["/v1/completions"] = (503, {"error": "busy"})
+    faults.answers[ASKED] = (503, {"error": "busy"})
     with pytest.raises(ServerError, match=r"answered 503: .*busy"):
         speaker.write([[5]], {})
-    assert faults.asked.count("/v1/completions") == 2, "once each"
+    assert faults.asked.count(ASKED) == 2, "once each"
 
-    with pytest.raises(Exception, match="timed out"):
+    with pytest.raises(ServerError, match="did not answer within 1 seconds"):
         speaker._start_weight_update()
     assert faults.asked.count("/start_weight_update") == 1, "TRL's own requests keep to it too"
 
 
+def dripped_headers(handler: _Handler) -> None:
+    handler.send(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+    handler.send(b"a", times=60, every=0.1)
+
+
+def dripped_body(handler: _Handler) -> None:
+    handler.send(b"HTTP/1.1 200 OK\r\nContent-Length: 60\r\n\r\n")
+    handler.send(b" ", times=60, every=0.1)
+
+
+def dripped_chunks(handler: _Handler) -> None:
+    handler.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    handler.send(b"1\r\n \r\n", times=60, every=0.1)
+
+
+def endless_preludes(handler: _Handler) -> None:
+    handler.send(b"HTTP/1.1 100 Continue\r\n\r\n", times=60, every=0.1)
+
+
+@pytest.mark.parametrize("drip", [dripped_headers, dripped_body, dripped_chunks, endless_preludes])
+def test_a_server_that_drips_and_is_waited_for_without_end_is_noticed(faults, drip):
+    speaker = client(faults.server_port)
+    faults.answers[ASKED] = drip
+    began = time.monotonic()
+    with pytest.raises(ServerError, match="did not answer within 1 seconds"):
+        speaker.write([[5]], {})
+    assert time.monotonic() - began < DEADLINE + SLACK
+    time.sleep(0.3)
+    sent = faults.sent
+    time.sleep(0.3)
+    assert faults.sent == sent, "the connection is given up, not left behind"
+
+
+def test_a_proxy_that_drips_and_is_waited_for_without_end_is_noticed(faults, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{faults.server_port}")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    for path in ("/health", "/v1/models"):
+        faults.answers[f"http://elsewhere.invalid{path}"] = faults.answers[path]
+    faults.answers[f"http://elsewhere.invalid{ASKED}"] = dripped_body
+    speaker = client(1, vllm_server_base_url="http://elsewhere.invalid")
+    began = time.monotonic()
+    with pytest.raises(ServerError, match="did not answer within 1 seconds"):
+        speaker.write([[5]], {})
+    assert time.monotonic() - began < DEADLINE + SLACK
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_prompts_that_are_sent_on_to_another_address_are_noticed(faults, status):
+    def redirect(handler: _Handler) -> None:
+        handler.send(f"HTTP/1.1 {status} X\r\nLocation: /elsewhere\r\n\r\n".encode())
+
+    speaker = client(faults.server_port)
+    faults.answers |= {ASKED: redirect, "/elsewhere": (200, {"choices": []}), "/get_world_size": redirect}
+    with pytest.raises(ServerError, match=rf"answered {status}, which sends us to '/elsewhere'.*vllm_server_base_url"):
+        speaker.write([[5]], {})
+    with pytest.raises(ServerError, match="sends us to"):
+        speaker.get_world_size()
+    assert "/elsewhere" not in faults.asked
+
+
+def test_an_answer_of_any_size_that_is_taken_is_noticed(faults):
+    def endless(handler: _Handler) -> None:
+        handler.send(b"HTTP/1.1 200 OK\r\n\r\n")
+        handler.send(b" " * 2**20, times=64)
+
+    def bomb(handler: _Handler) -> None:
+        packed = gzip.compress(b" " * 2**26)
+        handler.send(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n" + packed)
+
+    speaker = client(faults.server_port)
+    faults.answers[ASKED] = endless
+    with pytest.raises(ServerError, match=r"answered more than 1 MiB, the most that"):
+        speaker.write([[5]], {"max_tokens": 4})
+    assert faults.sent < 32 * 2**20, "and it is not read to its end"
+    with pytest.raises(ServerError, match=r"answered more than 9 MiB"):
+        speaker.write([[5] * 1024] * 4, {"max_tokens": 1024})
+    faults.answers[ASKED] = bomb
+    with pytest.raises(ServerError, match=r"compressed its answer \('gzip'\), expected plain bytes"):
+        speaker.write([[5]], {})
+
+
+def choice(**given: Any) -> dict[str, Any]:
+    """What a good server answers to [5, 6], asked for two tokens with all scores."""
+    return {
+        "index": 0, "token_ids": [7, 8], "prompt_token_ids": [5, 6], "text": "x",
+        "prompt_logprobs": [None, {"6": {"logprob": -1.5}}], "logprobs": {"token_logprobs": [-0.5, -2]}, **given,
+    }  # fmt: skip
+
+
+GARBAGE: dict[str, tuple[Callable[[], Any], str]] = {
+    "no json": (lambda: b"<html>", "did not answer in JSON.*<html>"),
+    "deep": (lambda: b"[" * 100_000, "nested too deeply"),
+    "nan": (lambda: b'{"choices": NaN}', "holds NaN"),
+    "twice": (lambda: b'{"choices": [], "choices": []}', "gives 'choices' twice"),
+    "no object": (lambda: [1], "answered a list, expected an object"),
+    "no choices": (lambda: {}, "choices=None: expected of type list"),
+    "no choice": (lambda: {"choices": [None]}, "are no objects"),
+    "too few": (lambda: {"choices": []}, r"answered completions \[\] to 1 prompts: expected one for each"),
+    "too many": (lambda: {"choices": [choice(), choice(index=1)]}, r"completions \[0, 1\] to 1 prompts"),
+    "no index": (lambda: {"choices": [choice(index=None)]}, "index=None"),
+    "negative": (lambda: {"choices": [choice(token_ids=[7, -1])]}, r"token_ids=\[7, -1\]: expected token ids"),
+    "floats": (lambda: {"choices": [choice(token_ids=[7.0])]}, r"token_ids=\[7.0\]: expected token ids"),
+    "bools": (lambda: {"choices": [choice(token_ids=[True])]}, r"token_ids=\[True\]"),
+    "huge": (lambda: {"choices": [choice(token_ids=[2**70])]}, "expected token ids"),
+    "text": (lambda: {"choices": [choice(token_ids="78")]}, "token_ids='78'"),
+    "no ids": (lambda: {"choices": [{"index": 0, "text": "x"}]}, "token_ids=None"),
+    "too long": (lambda: {"choices": [choice(token_ids=[7, 8, 9])]}, "wrote 3 tokens, it was asked for at most 2"),
+    "another prompt": (lambda: {"choices": [choice(prompt_token_ids=[6, 5])]}, r"expected \[5, 6\], got \[6, 5\]"),
+    "scores missing": (lambda: {"choices": [choice(logprobs=None)]}, "logprobs=None"),
+    "scores short": (lambda: {"choices": [choice(logprobs={"token_logprobs": [-1]})]}, "a finite number for each"),
+    "scores of nothing": (lambda: {"choices": [choice(logprobs={"token_logprobs": [-1, None]})]}, "a finite number"),
+    "prompt unscored": (lambda: {"choices": [choice(prompt_logprobs=[None])]}, "one entry for each token of the"),
+    "prompt misscored": (lambda: {"choices": [choice(prompt_logprobs=[None, {"7": {}}])]}, "left out the log-prob"),
+    "prompt scored x": (lambda: {"choices": [choice(prompt_logprobs=[0, {"6": {"logprob": "x"}}])]}, "logprob='x'"),
+}
+
+
+def test_an_answer_that_is_no_completion_is_noticed(faults):
+    speaker = client(faults.server_port)
+    wanted = {"max_tokens": 2, "logprobs": 0, "prompt_logprobs": 0}
+    faults.answers[ASKED] = (200, {"choices": [choice()]})
+    (good,) = speaker.write([[5, 6]], wanted)
+    assert (good.completion_ids, good.prompt_logprobs, good.logprobs) == ([7, 8], [-1.5], [-0.5, -2])
+    for made, message in GARBAGE.values():
+        faults.answers[ASKED] = (200, made())
+        with pytest.raises(ServerError, match=message):
+            speaker.write([[5, 6]], wanted)
+
+
+@pytest.mark.parametrize("models", [{}, {"data": []}, {"data": [{}]}, {"data": [{"id": 3}]}, [1], b"", b"x"], ids=str)
+def test_a_server_that_names_no_model_is_noticed(faults, models):
+    faults.answers["/v1/models"] = (200, models)
+    with pytest.raises(ServerError, match="/v1/models"):
+        client(faults.server_port)
+
+
 def test_a_server_that_does_not_say_what_it_runs_is_noticed(faults):
-    faults.answers["/server_info?config_format=json"] = (404, {})
+    where = "/server_info?config_format=json"
+    speaker = client(faults.server_port)
+    faults.answers[where] = (404, {})
     with pytest.raises(RuntimeError, match="VLLM_SERVER_DEV_MODE=1"):
-        client(faults.server_port).facts()
+        speaker.facts()
+    good = {"model_config": {"dtype": "torch.bfloat16", "max_model_len": 64}, "cache_config": {"block_size": 16}}
+    faults.answers[where] = (200, {"vllm_config": good})
+    assert (str(speaker.facts().dtype), speaker.facts().context) == ("torch.bfloat16", 64)
+    for wrong, message in [
+        ({}, "/server_info lacks what it should say"),
+        ({"vllm_config": [1]}, "/server_info lacks"),
+        ({"vllm_config": {}}, "model_config=None"),
+        ({"vllm_config": {**good, "model_config": {"dtype": "save"}}}, "computes in 'save': expected one of"),
+        ({"vllm_config": {**good, "cache_config": {"block_size": -1}}}, "block_size=-1: expected a number of tokens"),
+    ]:
+        faults.answers[where] = (200, wrong)
+        with pytest.raises(ServerError, match=message):
+            speaker.facts()
+    for wrong in ({}, {"world_size": 0}, {"world_size": 1.5}, {"world_size": True}):
+        faults.answers["/get_world_size"] = (200, wrong)
+        with pytest.raises(ServerError, match="get_world_size"):
+            speaker.get_world_size()
 
 
 def test_a_prefix_cache_that_was_not_reset_is_noticed(faults):
@@ -120,6 +297,19 @@ def test_a_prefix_cache_that_was_not_reset_is_noticed(faults):
         speaker.forget_prefixes()
     faults.answers["/reset_prefix_cache"] = (200, {"success": True})
     speaker.forget_prefixes()
+    faults.answers["/reset_prefix_cache"] = (200, b"")
+    speaker.forget_prefixes()
+
+
+def test_a_server_that_hangs_up_is_noticed(faults):
+    speaker = client(faults.server_port)
+    faults.answers[ASKED] = lambda handler: handler.connection.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(ServerError, match=r"failed: ServerDisconnectedError"):
+        speaker.write([[5]], {})
+    faults.answers[ASKED] = lambda handler: handler.send(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}")
+    with pytest.raises(ServerError, match=r"failed: ClientPayloadError"):
+        speaker.write([[5]], {})
+    assert faults.asked.count(ASKED) == 2
 
 
 def test_prompts_for_loopback_that_take_the_way_of_a_proxy_are_noticed(faults, monkeypatch):

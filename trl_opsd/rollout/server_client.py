@@ -1,4 +1,4 @@
-"""Speaks with a vLLM server through TRL's client: every request has a deadline and is sent once."""
+"""Speaks with a vLLM server through TRL's client, and sees to it that nothing is waited for, sent or taken unasked."""
 
 from __future__ import annotations
 
@@ -7,37 +7,18 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any
 
-import requests
-import torch
-from requests.adapters import HTTPAdapter
-
 from trl_opsd._compat.trl import VLLMClient
 from trl_opsd._compat.vllm import Written
+from trl_opsd.rollout import answers
+from trl_opsd.rollout.bounded_http import BoundedSession, ServerError
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_SECONDS = 10.0
-"""A machine that is there takes a connection at once, however busy its model is."""
-
-
-class ServerError(RuntimeError):
-    """A vLLM server did not do what it was asked."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerFacts:
-    """What a server says it runs."""
-
-    dtype: torch.dtype
-    """What it computes in."""
-    context: int
-    """Tokens of prompt and completion together."""
-    block_size: int
-    """Tokens that are cached together."""
+_HEALTH_SECONDS = 10.0
+"""A server that is up says so at once, however busy its model is."""
 
 
 class ServerClient(VLLMClient):
@@ -47,21 +28,25 @@ class ServerClient(VLLMClient):
         args ([`OPSDConfig`]):
             Says where the server is, and for how long it is waited for.
         deadline (`float`):
-            Seconds within which any request has to be answered.
+            Seconds within which any request has to be answered, to the last byte.
 
     Raises:
         ValueError: No server answers within `vllm_server_timeout` seconds.
+        ServerError: What answers is none. Every method may raise it.
     """
 
     def __init__(self, args: Any, deadline: float) -> None:
         self._deadline = deadline
-        super().__init__(
-            base_url=args.vllm_server_base_url,
-            host=args.vllm_server_host,
-            server_port=args.vllm_server_port,
-            group_port=args.vllm_group_port,
-            connection_timeout=args.vllm_server_timeout,
-        )
+        with answers.understood("/v1/models"):
+            super().__init__(
+                base_url=args.vllm_server_base_url,
+                host=args.vllm_server_host,
+                server_port=args.vllm_server_port,
+                group_port=args.vllm_group_port,
+                connection_timeout=args.vllm_server_timeout,
+            )
+            if not isinstance(self.model, str):
+                raise TypeError(f"the name of a model, not {self.model!r}")
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Waits until the server is up. TRL calls this first of all, so the session is set up here.
@@ -69,11 +54,9 @@ class ServerClient(VLLMClient):
         Raises:
             ValueError: It is not up in time.
         """
-        for scheme in ("http://", "https://"):
-            self.session.mount(scheme, _Once(self._deadline))
-        # A connection that was kept may be closed by the server just when it is used again.
-        self.session.headers["Connection"] = "close"
-        self.session.trust_env = not self.is_loopback  # a proxy is no way to loopback
+        reason = ", nine tenths of `ddp_timeout`: see its log, and raise `ddp_timeout` if it only needs longer."
+        # A proxy is no way to loopback.
+        self.session = BoundedSession(self._deadline, reason, trust_env=not self.is_loopback)
         began, said = monotonic(), False
         while why := self._why_not_up():
             if monotonic() - began >= total_timeout:
@@ -98,15 +81,20 @@ class ServerClient(VLLMClient):
             return False
         return address.is_loopback or address.is_unspecified
 
-    def facts(self) -> ServerFacts:
+    def facts(self) -> answers.ServerFacts:
         """What the server says it runs."""
-        info = self.get_server_info()
-        model = info["model_config"]
-        return ServerFacts(
-            dtype=getattr(torch, str(model["dtype"]).removeprefix("torch.")),
-            context=model["max_model_len"],
-            block_size=info["cache_config"]["block_size"],
-        )
+        return answers.facts(self.get_server_info())
+
+    def get_server_info(self) -> dict[str, Any]:
+        """As TRL's, which is sure of what it gets."""
+        with answers.understood("/server_info"):
+            info: dict[str, Any] = super().get_server_info()
+            return {"weight_transfer_config": None, **info}
+
+    def get_world_size(self) -> int:
+        """As TRL's, which takes any number."""
+        with answers.understood("/get_world_size"):
+            return answers.world_size(super().get_world_size())
 
     def write(self, prompt_ids: list[list[int]], options: dict[str, Any]) -> list[Written]:
         """Has one completion written after each prompt.
@@ -117,15 +105,16 @@ class ServerClient(VLLMClient):
             options (`dict`):
                 Of all of them, in the server's words.
         """
-        choices = self._ask(
+        answer = self._ask(
             "/v1/completions",
+            most_bytes=answers.most_bytes(prompt_ids, options),
             model=self.model,
             prompt=prompt_ids,
             return_token_ids=True,
             return_tokens_as_token_ids=True,
             **options,
-        )["choices"]
-        return [_written(choice) for choice in sorted(choices, key=lambda choice: choice["index"])]
+        )
+        return answers.written(answer, prompt_ids, options)
 
     def forget_prefixes(self) -> None:
         """Drops what was computed from prompts with weights that are no longer there."""
@@ -151,48 +140,17 @@ class ServerClient(VLLMClient):
 
     def _why_not_up(self) -> str | None:
         try:
-            status = self.session.get(f"{self.base_url}/health", timeout=_CONNECT_SECONDS).status_code
-        except requests.RequestException as error:
-            return f"{type(error).__name__}: {error}"
+            status = self.session.get(f"{self.base_url}/health", seconds=_HEALTH_SECONDS).status_code
+        except ServerError as error:
+            return str(error)
         return None if status == 200 else f"/health answers {status}, not 200"
 
-    def _ask(self, path: str, **body: Any) -> dict[str, Any]:
-        asked = f"The vLLM server at {self.base_url}, asked for {path},"
-        try:
-            response = self.session.post(f"{self.base_url}{path}", json=body)
-        except requests.Timeout as error:
-            raise ServerError(
-                f"{asked} did not answer within {self._deadline:g} seconds, nine tenths of `ddp_timeout`: see its log, "
-                "and raise `ddp_timeout` if it only needs longer."
-            ) from error
-        except requests.RequestException as error:
-            raise ServerError(f"{asked} failed: {type(error).__name__}: {error}. See its log.") from error
-        if response.status_code != 200:
-            raise ServerError(f"{asked} answered {response.status_code}: {response.text[:500]}")
-        answer: dict[str, Any] = response.json() if response.content else {}
-        return answer
-
-
-class _Once(HTTPAdapter):
-    """Sends a request once and waits for the answer no longer than the deadline."""
-
-    def __init__(self, deadline: float) -> None:
-        super().__init__(max_retries=0)
-        self._timeout = (_CONNECT_SECONDS, deadline)
-
-    def send(self, request: Any, stream: bool = False, timeout: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return super().send(request, stream, timeout or self._timeout, *args, **kwargs)
-
-
-def _written(choice: dict[str, Any]) -> Written:
-    ids = choice["prompt_token_ids"]
-    scored = (choice.get("prompt_logprobs") or [])[1:]
-    return Written(
-        prompt_ids=ids,
-        completion_ids=choice["token_ids"],
-        prompt_logprobs=[one[str(token)]["logprob"] for token, one in zip(ids[1:], scored, strict=False)],
-        logprobs=(choice.get("logprobs") or {}).get("token_logprobs", []),
-    )
+    def _ask(self, path: str, most_bytes: int | None = None, **body: Any) -> dict[str, Any]:
+        limits = {} if most_bytes is None else {"most_bytes": most_bytes}
+        answer = self.session.post(f"{self.base_url}{path}", json=body, **limits)
+        if answer.status_code != 200:
+            raise ServerError(f"{answer.asked} answered {answer.status_code}: {answer.text[:500]}")
+        return answer.json() if answer.content else {}
 
 
 @contextmanager

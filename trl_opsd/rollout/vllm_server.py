@@ -13,7 +13,9 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 
 from trl_opsd._compat.vllm import Written, request_options
-from trl_opsd.rollout.server_client import ServerClient, ServerError, ServerFacts
+from trl_opsd.rollout.answers import ServerFacts
+from trl_opsd.rollout.bounded_http import ServerError
+from trl_opsd.rollout.server_client import ServerClient
 from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of
 from trl_opsd.rollout.weight_sync import Stream, weights_of
@@ -46,7 +48,8 @@ class VLLMServerRollout(SyncedRollout):
         super().__init__(args)
         _check_options(args)
         # The others wait in a collective meanwhile, for as long as `ddp_timeout`.
-        self._client = ServerClient(args, deadline=0.9 * args.ddp_timeout) if args.process_index == 0 else None
+        with _together():
+            self._client = ServerClient(args, deadline=0.9 * args.ddp_timeout) if args.process_index == 0 else None
 
     def bind(self, trainer: Any) -> None:
         """Asks what the server runs, and opens the way for weights.
@@ -102,7 +105,7 @@ class _ServedEngine:
     def __init__(self, trainer: Any, client: ServerClient | None) -> None:
         self._client, self._process = client, trainer.accelerator.process_index
         found: list[ServerFacts | None] = [None]
-        with self._together():
+        with _together():
             if client is not None:
                 found = [client.facts()]
                 client.init_communicator(trainer.accelerator.device)
@@ -129,7 +132,7 @@ class _ServedEngine:
         """
         asked_by_each = gather_object([list(zip(prompt_ids, options, strict=True))])
         answers: list[Any] = [None]
-        with self._together():
+        with _together():
             if self._client is not None:
                 rest = iter(_answers(self._client, [row for rows in asked_by_each for row in rows]))
                 answers = [[[next(rest) for _ in rows] for rows in asked_by_each]]
@@ -144,13 +147,13 @@ class _ServedEngine:
             stream ([`~rollout.weight_sync.Stream`]):
                 Drawn by all processes, and sent by the main one.
         """
-        with self._together(), stream as weights:
+        with _together(), stream as weights:
             if self._client is not None:
                 self._client.update_named_params(stream.announced(), weights)
 
     def forget_prefixes(self) -> None:
         """Drops what was computed from prompts with weights that are no longer there."""
-        with self._together():
+        with _together():
             if self._client is not None:
                 self._client.forget_prefixes()
 
@@ -162,23 +165,24 @@ class _ServedEngine:
         if self._client is not None:
             self._client.close_communicator()
 
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Has every process learn of an error of the main one, so that none waits for it.
 
-        Raises:
-            ServerError: In the other processes, with the words of the error.
-        """
-        error = None
-        try:
-            yield
-        except Exception as caught:
-            error = caught
-        (told,) = broadcast_object_list([None if error is None else str(error)])
-        if error is not None:
-            raise error
-        if told is not None:
-            raise ServerError(told)
+@contextmanager
+def _together() -> Iterator[None]:
+    """Has every process learn of an error of the main one, so that none waits for it.
+
+    Raises:
+        ServerError: In the other processes, with the words of the error.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    (told,) = broadcast_object_list([None if error is None else str(error)])
+    if error is not None:
+        raise error
+    if told is not None:
+        raise ServerError(told)
 
 
 def _answers(client: ServerClient, rows: list[tuple[list[int], dict[str, Any]]]) -> list[Written]:

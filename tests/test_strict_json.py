@@ -1,0 +1,31 @@
+"""JSON that somebody else wrote is read, or refused in one way."""
+
+from __future__ import annotations
+
+import pytest
+
+from trl_opsd import strict_json
+
+
+def test_json_that_is_read_otherwise_than_by_the_library_is_noticed():
+    assert strict_json.loads('{"a": [1, 2.5, null, true, {"a": "b"}]}') == {"a": [1, 2.5, None, True, {"a": "b"}]}
+    assert strict_json.loads(b'"\xc3\xa9"') == "é"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        ("[NaN]", "holds NaN"),
+        ("-Infinity", "holds -Infinity"),
+        ('{"a": 1, "a": 2}', "gives 'a' twice"),
+        ("", "Expecting value"),
+        (b"\xff\xfe\xfa", "decode"),
+        ("9" * 5000, "digits"),
+    ],
+    ids=["lists", "objects", "nan", "infinity", "twice", "empty", "bytes", "digits"],
+)
+def test_json_that_ends_in_another_error_is_noticed(text, message):
+    with pytest.raises(ValueError, match=message):
+        strict_json.loads(text)
