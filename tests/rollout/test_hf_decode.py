@@ -10,7 +10,14 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import CompileConfig, GenerationConfig
+from transformers import (
+    CompileConfig,
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 
 from trl_opsd.rollout.base import cut_after_end
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
@@ -46,19 +53,26 @@ def compiling(**given: Any) -> GenerationConfig:
     return options(**given, disable_compile=False, cache_implementation="static", compile_config=how)
 
 
-def plain(model: Any, inputs: dict[str, torch.Tensor], config: GenerationConfig, seed: int = 0) -> list[list[int]]:
+def plain(
+    model: Any, inputs: dict[str, torch.Tensor], config: GenerationConfig, seed: int = 0, **seen: Any
+) -> list[list[int]]:
     torch.manual_seed(seed)
-    written = model.generate(**inputs, generation_config=config)[:, inputs["input_ids"].size(1) :].tolist()
+    written = model.generate(**inputs, generation_config=config, **seen)[:, inputs["input_ids"].size(1) :].tolist()
     return [cut_after_end(ids, config.eos_token_id) for ids in written]
 
 
 def ragged(
-    model: Any, inputs: dict[str, torch.Tensor], config: GenerationConfig, seed: int = 0, **how: Any
+    model: Any,
+    inputs: dict[str, torch.Tensor],
+    config: GenerationConfig,
+    seed: int = 0,
+    rooms: list[int] | None = None,
+    **seen: Any,
 ) -> list[list[int]]:
     torch.manual_seed(seed)
-    rows = len(inputs["input_ids"])
-    loop = RaggedDecoding(**{"rooms": [config.max_new_tokens] * rows, "context": 256, "synced": False, **how})
-    return model.generate(**inputs, generation_config=config, custom_generate=loop)
+    rooms = rooms or [config.max_new_tokens] * len(inputs["input_ids"])
+    loop = RaggedDecoding(rooms=rooms, context=256, synced=False)
+    return model.generate(**inputs, generation_config=config, custom_generate=loop, **seen)
 
 
 def lora() -> Any:
@@ -154,6 +168,64 @@ class TestSampled:
         assert chi_square < 26.1, "1 in 1000 for 8 degrees of freedom"
 
 
+class RememberedRows(LogitsProcessor):
+    """Favours a token of its own for each row, by the place the row had at first; knows no other batch."""
+
+    def __init__(self) -> None:
+        self.favourites: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.favourites is None:
+            self.favourites = torch.arange(len(scores))[:, None] * 7 + 3
+        if len(self.favourites) != len(scores):
+            raise ValueError(f"{len(scores)} rows, remembered {len(self.favourites)}")
+        return scores.scatter_add(1, self.favourites, torch.full_like(scores[:, :1], 4.0))
+
+
+class CountedDown(StoppingCriteria):
+    """Ends each row after a number of tokens of its own, by the place the row had at first."""
+
+    def __init__(self, rows: int) -> None:
+        self.left = torch.arange(rows) % 9 + 1
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.left -= 1
+        return self.left <= 0
+
+
+class TestWhatRemembersRows:
+    """Logits processors and stopping criteria with a state for each place in the batch."""
+
+    @pytest.mark.parametrize("make", [options, compiling], ids=["eager", "compiled"])
+    def test_a_processor_keeps_what_it_knows_of_each_row(self, make):
+        model, given = tiny.qwen2().eval(), {"do_sample": True, "top_k": 40, "repetition_penalty": 1.1}
+        expected = plain(model, prompts(), options(**given), logits_processor=[RememberedRows()])
+        check_raggedness(expected)
+        assert ragged(model, prompts(), make(**given), logits_processor=[RememberedRows()]) == expected
+        assert ragged(model, prompts(), make(**given)) != expected
+
+    def test_a_criterion_keeps_what_it_knows_of_each_row(self):
+        model, config = tiny.qwen2().eval(), options(ends=[])
+        written = ragged(model, prompts(), config, stopping_criteria=[CountedDown(12)])
+        assert [len(ids) for ids in written] == [row % 9 + 1 for row in range(12)]
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"encoder_repetition_penalty": 1.5},
+            {"watermarking_config": WatermarkingConfig(bias=4.0)},
+            {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])},
+        ],
+        ids=["penalty", "watermark", "synthid"],
+    )
+    def test_those_of_transformers_see_every_row(self, given):
+        model, config = tiny.qwen2().eval(), options(do_sample=True, top_k=0, **given)
+        expected = plain(model, prompts(), config)
+        check_raggedness(expected)
+        assert ragged(model, prompts(), config) == expected
+        assert ragged(model, prompts(), options(do_sample=True, top_k=0)) != expected
+
+
 class TestRooms:
     def test_a_row_whose_context_is_full_shortens_no_other(self):
         check_full_row(tiny.gpt2(tie_word_embeddings=False), options)
@@ -236,7 +308,6 @@ class TestTrouble:
             ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
             ({"stop_strings": ["x"]}, "stop_strings"),
             ({"guidance_scale": 1.5}, "guidance_scale"),
-            ({"encoder_repetition_penalty": 1.5}, "encoder_repetition_penalty"),
             ({"cache_implementation": "quantized"}, "quantized"),
             ({"cache_implementation": "offloaded"}, "offloaded"),
             ({"use_cache": False}, "use_cache"),

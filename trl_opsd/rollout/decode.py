@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
+from trl_opsd.rollout import every_row
+
 _NEEDS_PLAIN_GENERATE = {
     "stop_strings": "needs a tokenizer",
     "token_healing": "needs a tokenizer",
-    "guidance_scale": "keeps something of every row",
-    "encoder_repetition_penalty": "keeps something of every row",
-    "encoder_no_repeat_ngram_size": "keeps something of every row",
-    "watermarking_config": "keeps something of every row",
+    "guidance_scale": "reads every row a second time",
 }
-"""Options of `generate` that do not know which rows have left, and why."""
+"""Options of `generate` that this loop does not serve, and why."""
 
 _OFF = (None, False, 0, 1.0)
 
@@ -111,13 +110,13 @@ class RaggedDecoding:
         criteria = StoppingCriteriaList(one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria))
         compiled = model._valid_auto_compile_criteria(model_kwargs, generation_config)
         forward = model.get_compiled_call(generation_config.compile_config) if compiled else model
-        batch = _Batch(input_ids, self.rooms, model_kwargs)
+        batch = _Batch(input_ids, self.rooms, generation_config.pad_token_id or 0, model_kwargs)
 
         outputs = model._prefill(input_ids, generation_config, batch.model_kwargs)
         with model._optimize_model_for_decode():
             while model._has_unfinished_sequences(not batch.writing, self.synced, device=input_ids.device):
                 if not batch.writing:
-                    model(input_ids=batch.ids[:1, -1:], use_cache=False)
+                    model(input_ids=batch.every[:1, -1:], use_cache=False)
                     continue
                 if outputs is None:
                     inputs = model.prepare_inputs_for_generation(
@@ -128,7 +127,7 @@ class RaggedDecoding:
                 # A copy: the logits of a whole prompt must not stay, and a CUDA graph writes over its own outputs.
                 logits_nV = outputs.logits[:, -1].to(device=input_ids.device, dtype=torch.float32, copy=True)
                 outputs = None
-                scores_nV = logits_processor(batch.ids, logits_nV)
+                scores_nV = every_row.process(logits_processor, batch.every, batch.rows, logits_nV)
                 batch.write(*self._pick(scores_nV, batch, generation_config.do_sample), criteria)
                 if batch.writing:
                     batch.let_go(buckets=compiled)
@@ -169,9 +168,9 @@ class RaggedDecoding:
 class _Batch:
     """The rows that are still writing, each at a place, and what those that have left wrote."""
 
-    def __init__(self, input_ids: Tensor, rooms: Sequence[int], model_kwargs: dict[str, Any]) -> None:
-        self.ids = input_ids
-        """`[n, L]`."""
+    def __init__(self, input_ids: Tensor, rooms: Sequence[int], pad: int, model_kwargs: dict[str, Any]) -> None:
+        self.every = input_ids
+        """`[B, L]`, the ids of every row, padded since it left."""
         self.rows = torch.arange(len(rooms), device=input_ids.device)
         """`[n]`, the row that each place holds."""
         self.writing = dict(enumerate(range(len(rooms))))
@@ -179,6 +178,7 @@ class _Batch:
         self.model_kwargs = model_kwargs
         self.completions: list[list[int]] = [[] for _ in rooms]
         self._rooms = rooms
+        self._pad = pad
         self._prompt_tokens = input_ids.size(1)
 
     @property
@@ -186,12 +186,18 @@ class _Batch:
         """Places, n."""
         return len(self.rows)
 
+    @property
+    def ids(self) -> Tensor:
+        """`[n, L]`, the ids of the rows that have a place."""
+        return self.every if self.size == len(self.every) else self.every[self.rows]
+
     def write(self, tokens_n: Tensor, broken_n: Tensor, criteria: StoppingCriteriaList) -> None:
         """Appends a token to each row and marks those that have ended by it."""
-        self.ids = torch.cat([self.ids, tokens_n[:, None]], dim=-1)
+        tokens_B = tokens_n.new_full((len(self.every),), self._pad).index_copy_(0, self.rows, tokens_n)
+        self.every = torch.cat([self.every, tokens_B[:, None]], dim=-1)
         # One transfer from the device for each step.
-        ended, broken = torch.stack([criteria(self.ids, None), broken_n]).tolist()
-        written = self.ids.size(1) - self._prompt_tokens
+        ended, broken = torch.stack([every_row.ended(criteria, self.every, self.rows), broken_n]).tolist()
+        written = self.every.size(1) - self._prompt_tokens
         for place, row in list(self.writing.items()):
             if broken[place]:
                 raise FloatingPointError(
@@ -201,7 +207,7 @@ class _Batch:
                 )
             if ended[place] or written >= self._rooms[row]:
                 room = max(self._rooms[row], 0)
-                self.completions[row] = self.ids[place, self._prompt_tokens :][:room].tolist()
+                self.completions[row] = self.every[row, self._prompt_tokens :][:room].tolist()
                 del self.writing[place]
 
     def let_go(self, buckets: bool) -> None:
@@ -212,8 +218,8 @@ class _Batch:
         idle = [place for place in range(self.size) if place not in self.writing]
         kept = [*self.writing, *idle[: size - len(self.writing)]]
         self.writing = dict(enumerate(self.writing.values()))
-        places = torch.tensor(kept, device=self.ids.device)
-        self.ids, self.rows = self.ids[places], self.rows[places]
+        places = torch.tensor(kept, device=self.rows.device)
+        self.rows = self.rows[places]
         for name, value in self.model_kwargs.items():
             if isinstance(value, Tensor):  # [n, L], or [.., n, L] where positions have several axes
                 self.model_kwargs[name] = value.index_select(-2, places.to(value.device))

@@ -13,7 +13,6 @@ from tqdm import tqdm
 from transformers import (
     CompileConfig,
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -22,6 +21,7 @@ from transformers import (
 from trl_opsd.backbone import is_sharded
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
+from trl_opsd.rollout.every_row import OnlyKnown
 
 logger = get_logger(__name__)
 
@@ -80,7 +80,7 @@ class HFRollout(RolloutBackend):
                 written = student.generate(
                     **inputs,
                     generation_config=config,
-                    logits_processor=LogitsProcessorList([_OnlyKnown(trainer.limits.vocabulary)]),
+                    logits_processor=LogitsProcessorList([OnlyKnown(trainer.limits.vocabulary)]),
                     stopping_criteria=StoppingCriteriaList([progress]),
                     custom_generate=loop,
                 )
@@ -112,17 +112,6 @@ class HFRollout(RolloutBackend):
             copy.copy(self._compile) if isinstance(self._compile, CompileConfig) else CompileConfig()
         )
         config.compile_config._compile_all_devices = True
-
-
-class _OnlyKnown(LogitsProcessor):
-    """Leaves no chance to ids that no tokenizer knows: heads are padded to round numbers of rows."""
-
-    def __init__(self, vocabulary: int) -> None:
-        self._vocabulary = vocabulary
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores[:, self._vocabulary :] = -torch.inf
-        return scores
 
 
 class _TokenProgress(StoppingCriteria):
