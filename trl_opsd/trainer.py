@@ -49,6 +49,7 @@ from trl_opsd.teacher.build import (
     check_teachers,
     check_tokenizers,
 )
+from trl_opsd.teacher.origin import Origin
 from trl_opsd.teacher.routed import shares, targets_of
 from trl_opsd.teacher_prompts import COLUMNS, TeacherPrompts, teacher_of
 from trl_opsd.types import LazyLogits, LossParts, OutputHead, Rollout, TeacherTargets
@@ -305,6 +306,9 @@ class OPSDTrainer(SeamTrainer):
     def _build_teachers(self, models: dict[str, Any]) -> None:
         device, average = self.accelerator.device, None
         self.teachers: dict[str, Teacher] = {}
+        self._origin = None
+        if self.args.teacher_model_kind == "base" and self.handed_in is not None:
+            self._origin = Origin(self.model, self.handed_in)
         for name, model in models.items():
             if model is None:
                 self.teachers[name], average = build_own_teacher(
@@ -324,6 +328,8 @@ class OPSDTrainer(SeamTrainer):
         fingerprint.check(folder, self._fingerprint(), self.args.resume_with_changes or ())
 
     def save_state(self, folder: str) -> None:
+        if self._origin is not None:
+            self._origin.check()
         if not self.args.should_save:
             return
         fingerprint.write(folder, self._fingerprint())

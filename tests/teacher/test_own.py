@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout
 from trl_opsd.teacher.average import FILE, Average
@@ -76,6 +78,80 @@ class TestBase:
         trainer.train()
         torch.testing.assert_close(read(trainer.teacher), before, rtol=1e-5, atol=1e-5)
         assert trainer.state.log_history[0]["loss"] > 0
+
+    @pytest.mark.parametrize(
+        ("tied", "adapter"),
+        [
+            (False, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)),
+            (False, LoraConfig(target_modules=["q_proj"], use_dora=True)),
+            (False, LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.up_proj.weight"])),
+            (True, LoraConfig(target_modules=["q_proj", "embed_tokens"])),
+            (True, LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)),
+            (True, LoraConfig(target_modules=["q_proj"], trainable_token_indices=[56, 110])),
+            (False, IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
+            (False, VeraConfig(target_modules=["q_proj"])),
+        ],
+        ids=["random", "dora", "parameters", "embedding", "whole", "tokens", "ia3", "vera"],
+    )
+    def test_with_any_adapter_it_is_the_student_that_was_handed_in(self, make_own, tied, adapter):
+        before = plain_logits(tiny.qwen2(32, seed=0, tie_word_embeddings=tied))
+        student = tiny.qwen2(32, seed=0, tie_word_embeddings=tied)
+        trainer = make_own("base", model=student, peft_config=adapter, save_strategy="steps", save_steps=3)
+        trainer.train()
+        with torch.no_grad():  # some kinds learn slowly
+            for parameter in filter(lambda one: one.requires_grad, trainer.model.parameters()):
+                parameter.add_(torch.linspace(0, 1, parameter.numel()).view_as(parameter))
+        torch.testing.assert_close(read(trainer.teacher), before, rtol=1e-5, atol=1e-5)
+        assert (plain_logits(trainer.model) - before).abs().max() > 1e-2
+
+    @pytest.mark.refusal
+    @pytest.mark.parametrize(
+        ("init", "given"),
+        [
+            ("pissa", "object"),
+            ("pissa", "path"),
+            ("pissa", "adapter"),
+            ("pissa_niter_4", "object"),
+            ("olora", "object"),
+        ],
+    )
+    def test_weights_that_the_adapter_rewrites_do_not_teach(self, make_own, tmp_path, init, given):
+        lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
+        student: Any = tiny.qwen2(32, seed=0)
+        if given == "path":
+            student.save_pretrained(tmp_path / "student")
+            student = str(tmp_path / "student")
+        made = {"model": get_peft_model(student, lora)} if given == "adapter" else {"model": student}
+        with pytest.raises(ValueError, match=f"init_lora_weights='{init}'.* is another model. Initialise the adapter"):
+            make_own("base", **made, **({} if given == "adapter" else {"peft_config": lora}))
+
+    @pytest.mark.refusal
+    @pytest.mark.parametrize("bias", ["all", "lora_only"])
+    def test_a_bias_that_is_trained_beside_the_adapter_does_not_teach(self, make_own, bias):
+        lora = LoraConfig(r=4, target_modules=["q_proj"], bias=bias)
+        with pytest.raises(ValueError, match=r"q_proj.base_layer.bias' is trained and belongs to both .*`bias='none'`"):
+            make_own("base", peft_config=lora)
+
+    @pytest.mark.refusal
+    def test_a_weight_that_is_changed_during_training_is_found_at_the_next_checkpoint(self, make_own):
+        class Drift(TrainerCallback):
+            def on_step_end(self, args, state, control, model, **kwargs):
+                if state.global_step == 3:
+                    model.get_base_model().model.norm.weight.data.mul_(1.01)
+
+        trainer = make_own("base", peft_config=LORA, callbacks=[Drift()], save_strategy="steps", save_steps=1)
+        with pytest.raises(ValueError, match=r"model\.norm\.weight is no longer what it was"):
+            trainer.train()
+        assert trainer.state.global_step == 3
+
+    def test_a_part_of_the_adapter_that_was_frozen_is_not_trained_because_the_teacher_has_read(self, make_own):
+        student = get_peft_model(tiny.qwen2(32, 0), LoraConfig(r=4, target_modules="all-linear"))
+        student.get_base_model().model.layers[0].requires_grad_(False)
+        trainer = make_own("base", model=student)
+        trainer.train()
+        trained = {name for name, one in trainer.model.named_parameters() if one.requires_grad}
+        assert trained
+        assert not [name for name in trained if "layers.0" in name]
 
     def test_with_full_fine_tuning_it_is_a_copy_of_the_weights_handed_in(self, make_own):
         before = plain_logits(tiny.qwen2(32, seed=0))

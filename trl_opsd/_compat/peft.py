@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +17,9 @@ from torch import Tensor
 
 from trl_opsd._compat.shards import plain_name
 from trl_opsd.types import Weight
+
+_OF_A_WRAPPER = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
+"""What PEFT puts into the name of a weight of the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,40 @@ def is_peft(model: Any) -> bool:
 def without_peft(model: Any) -> Any:
     """The model that PEFT has wrapped, or the model itself."""
     return model.get_base_model() if is_peft(model) else model
+
+
+def base_parameters(model: Any) -> dict[str, Tensor]:
+    """The parameters of the model that PEFT has wrapped, none of an adapter's, by their names before it was wrapped."""
+    wrappers = _modules_of(model, (BaseTunerLayer, AuxiliaryTrainingWrapper)) if is_peft(model) else {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        name = plain_name(name)
+        inside = _inside(name, wrappers)
+        part = name.removeprefix(f"{inside}.").partition(".")[0]
+        if inside is None or part in ("base_layer", "original_module"):
+            found[_plain(_OF_A_WRAPPER.sub("", name))] = parameter
+    return found
+
+
+@contextmanager
+def without_adapter(model: Any) -> Iterator[None]:
+    """The model computes what its base computes for as long as the context lasts, and trains nothing of its adapters.
+
+    On the way out PEFT would train all of an adapter, also what the adapter or the user keeps frozen (MiCA's `lora_B`).
+    """
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        for parameter, required in trained:
+            parameter.requires_grad_(required)
+
+
+def rewrites_base(config: Any) -> bool:
+    """Whether an adapter of this config takes a part of the base weights away when it is made, for itself to learn."""
+    kind = getattr(config, "init_lora_weights", None)
+    return isinstance(kind, str) and kind.lower().startswith(("pissa", "corda", "olora", "loftq", "lora_ga"))
 
 
 def merged_weights(model: Any) -> Iterator[Weight]:
@@ -118,7 +157,7 @@ def _saved_modules(model: Any) -> dict[str, Any]:
     return saved
 
 
-def _modules_of(model: Any, kind: type) -> dict[str, Any]:
+def _modules_of(model: Any, kind: type | tuple[type, ...]) -> dict[str, Any]:
     return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, kind)}
 
 

@@ -20,10 +20,12 @@ from torch.utils.data import Sampler
 from trl import DistillationConfig, DistillationTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.models.utils import unwrap_model_for_generation
+from trl.trainer import distillation_trainer
 from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
 
 from trl_opsd._compat.deepspeed import recompute_buffers
-from trl_opsd._compat.peft import without_peft
+from trl_opsd._compat.peft import is_peft, without_peft
+from trl_opsd._compat.samples import Samples, sampled
 from trl_opsd._compat.shards import is_split_model, leave_outputs, unsharded
 from trl_opsd._compat.steps import GuardedSteps
 from trl_opsd._compat.transformers import SafeCheckpoints
@@ -73,6 +75,8 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
 
     row_columns: ClassVar[tuple[str, ...]] = ("prompt",)
     """Columns of a dataset that `remove_unused_columns` has to leave."""
+    handed_in: Samples | None
+    """Of the weights under an adapter, before it was put on them if it is put on here; `None` without one."""
     _name = "OPSD"
     _step: int
     _signature_columns: list[str] | None
@@ -85,10 +89,14 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
         loading = args.model_init_kwargs
         if isinstance(kwargs.get("model"), str):
             args.model_init_kwargs = {"use_safetensors": True, **(loading or {})}
+        self.handed_in: Samples | None = None
         try:
-            super().__init__(teacher_model=None, args=args, **kwargs)
+            with _seen_before_peft(self._take_samples):
+                super().__init__(teacher_model=None, args=args, **kwargs)
         finally:
             args.use_vllm, args.model_init_kwargs = use_vllm, loading
+        if self.handed_in is None and is_peft(self.model):
+            self._take_samples(self.model)
         self._check_fsdp()
         if self._dist.is_fsdp:
             leave_outputs(self.accelerator.state.fsdp_plugin)
@@ -224,6 +232,9 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
         finally:
             self.model.train(was_training)
             del error  # it leads back to this frame, and would keep tensors alive
+
+    def _take_samples(self, student: Any) -> None:
+        self.handed_in = sampled(student)
 
     def _check_fsdp(self) -> None:
         if self._dist.fsdp_version == 1:
@@ -391,6 +402,22 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
             **{f"time/{phase}": spent / max(steps, 1) for phase, spent in seconds.items()},
             "tokens_per_second": tokens / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),
         }
+
+
+@contextmanager
+def _seen_before_peft(look: Callable[[Any], None]) -> Iterator[None]:
+    """Has `look` called with the student that TRL is about to wrap; TRL loads and wraps it in one go."""
+    wrap = distillation_trainer.get_peft_model
+
+    def seen(model: Any, *args: Any, **kwargs: Any) -> Any:
+        look(model)
+        return wrap(model, *args, **kwargs)
+
+    distillation_trainer.get_peft_model = seen
+    try:
+        yield
+    finally:
+        distillation_trainer.get_peft_model = wrap
 
 
 def gathered_head(*heads: OutputHead) -> AbstractContextManager[Any]:

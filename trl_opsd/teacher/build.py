@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from transformers.utils import cached_file
 
 from trl_opsd._compat.deepspeed import loading, reader_config, recompute_buffers
+from trl_opsd._compat.peft import without_adapter
 from trl_opsd._compat.shards import spread, trained_parameters, whole, whole_copy
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.backbone import Run, is_sharded
@@ -188,7 +189,7 @@ def build_own_teacher(
     if kind == "live":
         return own(nullcontext), None
     if kind == "base" and is_peft_model(student):
-        return own(student.disable_adapter), None
+        return own(partial(without_adapter, student)), None
     followed = {name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad}
     if is_peft_model(student):
         if others := [name for name in followed if "lora_" not in name]:

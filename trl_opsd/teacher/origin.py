@@ -1,0 +1,63 @@
+"""Makes sure that a student without its adapter is the one that was handed in, and stays it while it teaches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from torch import Tensor
+
+from trl_opsd._compat.peft import rewrites_base, without_adapter
+from trl_opsd._compat.samples import first_change, sampled
+
+_ANOTHER_COPY = "or pass a second copy of it, for instance its path, as `teacher_model`"
+
+
+@final
+class Origin:
+    """The student as it was handed in.
+
+    Args:
+        student ([`~peft.PeftModel`]):
+            With its adapter on, before training.
+        handed_in (`Mapping[str, torch.Tensor]`):
+            Samples of the weights under the adapter, taken before it was put on if that happens in this program.
+
+    Raises:
+        ValueError: Putting on the adapter has changed them, or training would.
+    """
+
+    def __init__(self, student: Any, handed_in: Mapping[str, Tensor]) -> None:
+        self._student = student
+        self._handed_in = handed_in
+        kinds = {name: config for name, config in student.peft_config.items() if rewrites_base(config)}
+        changed = first_change(handed_in, sampled(student))
+        if kinds or changed is not None:
+            said = [f"init_lora_weights={config.init_lora_weights!r}" for config in kinds.values()]
+            raise ValueError(
+                f"`teacher_model_kind='base'` is the student without its adapter, but the adapter "
+                f"({', '.join(said) or 'as it was put on'}) has changed the weights under it"
+                f"{'' if changed is None else f', first {changed}'}: what is left is another model. Initialise the "
+                f"adapter so that it leaves them alone (`init_lora_weights=True`), {_ANOTHER_COPY}."
+            )
+        self._check_frozen()
+
+    def check(self) -> None:
+        """Raises `ValueError` when a weight under the adapter is no longer what it was. Collective."""
+        changed = first_change(self._handed_in, sampled(self._student))
+        if changed is not None:
+            raise ValueError(
+                f"{changed} is no longer what it was when the student was handed in, so `teacher_model_kind='base'` "
+                f"is another teacher now: leave the weights under the adapter alone (a callback, `merge_adapter`), "
+                f"{_ANOTHER_COPY}."
+            )
+
+    def _check_frozen(self) -> None:
+        with without_adapter(self._student):
+            trained = [name for name, parameter in self._student.named_parameters() if parameter.requires_grad]
+        if trained:
+            raise ValueError(
+                f"`teacher_model_kind='base'` is the student without its adapter, but {trained[0]!r} is trained and "
+                f"belongs to both (in all {len(trained)} such parameters), so the teacher would learn with the "
+                f"student: set `bias='none'` in the `peft_config`, freeze it, {_ANOTHER_COPY}."
+            )
