@@ -18,6 +18,7 @@ FLOORS = {
     "epochs": 0,
     "types": 0,
     "rng": 0,
+    "shares": 0,
     "sigterm": 0,
     "strict_json": 0,
     "watchdog": 0,

@@ -15,6 +15,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.shares import check_sharing
 from trl_opsd.teacher_prompts import TEMPLATE, check_template
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
@@ -213,6 +214,7 @@ class OPSDConfig(DistillationConfig):
         self._check_survival()
         self._check_without_effect()
         self._check_accumulation()
+        check_sharing(self)
         if not isinstance(self.resume_with_changes, list | None):
             raise ValueError(f"`resume_with_changes={self.resume_with_changes!r}`: expected a list of names.")
 
@@ -354,11 +356,13 @@ class OPSDConfig(DistillationConfig):
             raise ValueError(
                 f"`label_smoothing_factor={self.label_smoothing_factor}` has no effect, there are no labels: remove it."
             )
-        if self.train_sampling_strategy == "group_by_length":
+        if self.train_sampling_strategy != "random":
             raise ValueError(
-                "`train_sampling_strategy='group_by_length'` has no effect here, completions have no length before "
-                "they are written: remove it."
+                f"`train_sampling_strategy={self.train_sampling_strategy!r}` has no effect here, completions have no "
+                "length before they are written, and `shuffle_dataset=False` keeps the order: remove it."
             )
+        if self.data_seed is not None:
+            warnings.warn(f"`data_seed={self.data_seed}` is ignored: `seed` decides the order.", stacklevel=4)
 
     def _check_accumulation(self) -> None:
         """transformers refuses the same, when the student has been loaded and in other words."""

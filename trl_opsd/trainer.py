@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
-from datasets import IterableDataset
+from accelerate.utils import gather_object, is_peft_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.integrations import is_fsdp_enabled
@@ -41,6 +40,7 @@ from trl_opsd.readers import Readers, student_prompt
 from trl_opsd.rng import preserved_rng
 from trl_opsd.rollout import HFRollout, RolloutBackend
 from trl_opsd.rollout.base import cut_after_end
+from trl_opsd.shares import check_alike
 from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.build import (
     TeacherLike,
@@ -173,9 +173,13 @@ class OPSDTrainer(SeamTrainer):
         )
         check_models(model, models, args)
         teacher_prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
-        for name, dataset in {"train_dataset": train_dataset, **named(eval_dataset)}.items():
+        datasets = {"train_dataset": train_dataset, **named(eval_dataset)}
+        for name, dataset in datasets.items():
             if dataset is not None:
                 look_ahead(dataset, name, partial(student_prompt, teacher_prompts, tuple(models)))
+        if args.world_size > 1:
+            rows = {name: fingerprint.describe_rows(dataset, self.row_columns) for name, dataset in datasets.items()}
+            check_alike(gather_object([rows]))
         check_tokenizers(processing_class, models, teacher_processing_class, args)
 
         super().__init__(
@@ -339,11 +343,6 @@ class OPSDTrainer(SeamTrainer):
     def load_state(self, folder: str) -> None:
         if self._average is not None:
             self._average.load(folder)
-        if isinstance(self.train_dataset, IterableDataset) and (self.state.epoch or 0) > 1:
-            logger.warning(
-                f"{folder} was written after the stream `train_dataset` had ended and been begun again; where in it "
-                "that was is not known, so this run does not read on at the same row."
-            )
 
     def _fingerprint(self) -> fingerprint.Fingerprint:
         template = self.processing_class.chat_template

@@ -77,9 +77,11 @@ WITHOUT_EFFECT = [
     option("auto_find_batch_size", "set `per_device_train_batch_size`", auto_find_batch_size=True),
     option("label_smoothing_factor", "there are no labels", label_smoothing_factor=0.1),
     option("train_sampling_strategy", "no length before they are written", train_sampling_strategy="group_by_length"),
+    option("train_sampling_strategy", "`shuffle_dataset=False` keeps the order", train_sampling_strategy="sequential"),
 ]
 
 OTHERS = [
+    option("at least", "batches overtake each other", dataloader_in_order=False, dataloader_num_workers=2),
     option(
         "at least",
         "`overlong_prompts='truncate'`: expected one of 'error', 'drop'",

@@ -11,7 +11,8 @@ from transformers import Trainer
 from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd._compat import steps, transformers, trl
+from trl_opsd._compat import loaders, steps, transformers, trl
+from trl_opsd._compat.loaders import EachRowOnce
 from trl_opsd._compat.steps import GuardedSteps
 from trl_opsd._compat.transformers import SafeCheckpoints
 from trl_opsd._compat.trl import SeamTrainer
@@ -22,6 +23,7 @@ CUTS = [
         (DistillationTrainer, SeamTrainer, trl.SEAMS),
         (Trainer, SafeCheckpoints, transformers.SEAMS),
         (Trainer, GuardedSteps, steps.SEAMS),
+        (Trainer, EachRowOnce, loaders.SEAMS),
     )
     for name in seams
 ]
@@ -41,7 +43,12 @@ def test_the_override_takes_what_their_method_takes(theirs, ours, seams, name):
 
 @pytest.mark.parametrize(
     ("ours", "seams"),
-    [(SeamTrainer, trl.SEAMS), (SafeCheckpoints, transformers.SEAMS), (GuardedSteps, steps.SEAMS)],
+    [
+        (SeamTrainer, trl.SEAMS),
+        (SafeCheckpoints, transformers.SEAMS),
+        (GuardedSteps, steps.SEAMS),
+        (EachRowOnce, loaders.SEAMS),
+    ],
 )
 def test_every_override_of_a_private_method_is_in_the_table(ours, seams):
     inherited = {name for base in DistillationTrainer.__mro__[:-1] for name in vars(base)}

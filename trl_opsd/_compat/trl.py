@@ -24,6 +24,7 @@ from trl.trainer import distillation_trainer
 from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
 
 from trl_opsd._compat.deepspeed import recompute_buffers
+from trl_opsd._compat.loaders import EachRowOnce
 from trl_opsd._compat.peft import is_peft, without_peft
 from trl_opsd._compat.samples import Samples, sampled
 from trl_opsd._compat.shards import is_split_model, leave_outputs, unsharded
@@ -66,7 +67,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
 """TRL's methods that are overridden here, with their parameters; a test holds them against the installed TRL."""
 
 
-class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
+class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTrainer):
     """TRL's trainer with its loop cut open at three places: `complete`, `teach` and `compare`.
 
     A subclass fills in those three and three checks; everything it needs to know of a step comes as our own types.
@@ -279,6 +280,7 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
         return completions
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self.check_same_rows(self._mode)
         self.check_rows(inputs)
         batch = super()._generate_and_score_completions(inputs)
         batch["completion_mask"][self._unwritten_rows] = 0
@@ -309,9 +311,7 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
         if self.model.training:
             sums = self.accelerator.reduce(parts.rows.sum(0), "sum")
         else:
-            # The last batch repeats rows so that every process has as many; `gather_for_metrics` drops those, unless
-            # the dataset is a stream, whose length accelerate does not know.
-            sums = self.accelerator.gather_for_metrics(parts.rows).sum(0)
+            sums = self.each_once(parts.rows).sum(0)
         named = dict(zip(LossParts.ROW_NAMES, sums.tolist(), strict=True))
         if not self.is_finite_loss(named, parts):
             return self.condemn(output)

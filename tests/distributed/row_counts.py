@@ -1,0 +1,208 @@
+"""Counts which process reads which row of a dataset, in training and in evaluation.
+
+Run as a script it forks its pairs of processes and writes what it counted; with `--all` it counts every combination and
+prints a table.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import forks
+import fsdp_on_cpu
+import tiny
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from transformers import PrinterCallback
+
+from trl_opsd import OPSDTrainer, RolloutBackend
+
+ROWS = 11
+BATCH = 4
+"""Rows of an optimizer step, whatever the number of processes: an epoch has two, and leaves three rows out."""
+STEPS = 2
+"""Optimizer steps of an epoch."""
+EPOCHS = 2
+SECONDS = 40
+"""After which processes that wait for each other are ended."""
+SHARDS = {"even": [2, 2, 2, 2, 3], "uneven": [7, 1, 0, 3]}
+
+
+def row(number: int) -> dict[str, str]:
+    return {"prompt": f"{'so ' * (number % 3)}{number}="}
+
+
+def make_rows(kind: str) -> Dataset | IterableDataset:
+    """Eleven rows, each with a prompt of its own: "map", "stream", or "even" and "uneven" shards of a stream."""
+    rows = [row(number) for number in range(ROWS)]
+    if kind == "map":
+        return Dataset.from_list(rows)
+    if kind == "stream":
+        return Dataset.from_list(rows).to_iterable_dataset()
+    parts = iter(rows)
+    shards = [list(itertools.islice(parts, length)) for length in SHARDS[kind]]
+    return IterableDataset.from_generator(_read, gen_kwargs={"shards": shards})
+
+
+def _read(shards: list[list[dict[str, str]]]) -> Iterator[dict[str, str]]:
+    for shard in shards:
+        yield from shard
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to share rows."""
+
+    kind: str
+    accumulation: int = 1
+    workers: int = 0
+    accelerator: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        options = "".join(f", {name}={value}" for name, value in self.accelerator.items())
+        return f"{self.kind}, accumulation {self.accumulation}, workers {self.workers}{options}"
+
+
+class Unequal(RolloutBackend):
+    """Completions of different lengths, each of its prompt alone, so that a mean over tokens tells who was counted."""
+
+    def bind(self, trainer: OPSDTrainer) -> None:
+        pass
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        return [[5 + sum(ids) % 200] * (1 + sum(ids) % 5) for ids in prompt_ids]
+
+
+class Counting(OPSDTrainer):
+    """Writes down the prompts that this process reads, in each generation batch."""
+
+    def teach(self, rollout: Any, rows: list[dict[str, Any]]) -> Any:
+        self.read.append([row["prompt"] for row in rows])
+        return super().teach(rollout, rows)
+
+
+def build(folder: Path, variant: Variant, processes: int, **options: Any) -> Counting:
+    given = {
+        "per_device_train_batch_size": BATCH // processes // variant.accumulation,
+        "gradient_accumulation_steps": variant.accumulation,
+        "per_device_eval_batch_size": 2,
+        "max_steps": STEPS * EPOCHS,
+        "dataloader_num_workers": variant.workers,
+        "accelerator_config": dict(variant.accelerator),
+        **options,
+    }
+    fsdp_on_cpu.allow()
+    trainer = Counting(
+        model=str(folder / "student"),
+        teacher_model=str(folder / "teacher"),
+        args=tiny.config(folder / "out", **given),
+        train_dataset=make_rows(variant.kind),
+        eval_dataset=make_rows(variant.kind),
+        processing_class=tiny.tokenizer(),
+        rollout=Unequal(),
+    )
+    trainer.read = []
+    return trainer
+
+
+def flat(lists: Iterable[list[str]]) -> list[str]:
+    return list(itertools.chain.from_iterable(lists))
+
+
+def epochs(found: dict[str, Any]) -> list[list[str]]:
+    """The rows of each epoch of a training."""
+    return [flat(found["train"][STEPS * epoch : STEPS * (epoch + 1)]) for epoch in range(EPOCHS)]
+
+
+def shared(trainer: Counting) -> list[list[str]]:
+    """What all processes have read, a list for each generation batch."""
+    each = gather_object([trainer.read])
+    trainer.read = []
+    return [flat(parts) for parts in zip(*each, strict=True)]
+
+
+def evaluated(trainer: Counting) -> dict[str, Any]:
+    return {"loss": trainer.evaluate()["eval_loss"], "eval": flat(shared(trainer))}
+
+
+def trained(trainer: Counting) -> dict[str, Any]:
+    trainer.train()
+    return {"train": shared(trainer)}
+
+
+def counted(folder: Path, variant: Variant, processes: int, what: Sequence[str] = ("eval", "train")) -> dict[str, Any]:
+    """The rows of each step, and of an evaluation, with its loss; or why there are none."""
+    try:
+        trainer = build(folder, variant, processes)
+        trainer.remove_callback(PrinterCallback)
+        found = evaluated(trainer) if "eval" in what else {}
+        return found | (trained(trainer) if "train" in what else {})
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def count_all(folder: Path, variants: list[Variant], processes: int, *what: Any) -> dict[str, Any]:
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    return {variant.name: counted(folder, variant, processes, *what) for variant in variants}
+
+
+KINDS = ("map", "stream", "even", "uneven")
+SHARED = [Variant(kind, accumulation) for kind in KINDS for accumulation in (1, 2)]
+OPTIONS = ({"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False})
+ALL = [
+    *(Variant(*which) for which in itertools.product(KINDS, (1, 2), (0, 2))),
+    *(Variant(kind, accumulation, 0, option) for option in OPTIONS for kind in KINDS for accumulation in (1, 2)),
+]
+
+
+def said(read: list[str]) -> str:
+    """How many rows were read, and how many of them more than once."""
+    twice = sum(number > 1 for number in Counter(read).values())
+    return f"{len(set(read))}" + (f", {twice} again" if twice else "")
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    cells = [found.get("error", "").splitlines()[0][:70]] if "error" in found else []
+    if "train" in found:
+        cells += ["/".join(map(said, epochs(found)))]
+    if "eval" in found:
+        cells += [f"{said(found['eval'])}: {found['loss']:.6f}"]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def launched(strategy: str, folder: Path, variants: list[Variant], *what: Any) -> dict[str, Any]:
+    """What two processes read, or how they ended."""
+    try:
+        return forks.launch(strategy, count_all, folder, variants, 2, *what)[0]
+    except ChildFailedError as failure:
+        code = failure.get_first_failure()[1].exitcode
+        return {variant.name: {"error": f"a process ended with status {code}"} for variant in variants}
+
+
+def main(folder: Path, *arguments: str) -> None:
+    tiny.qwen2(32, seed=0).save_pretrained(folder / "student")
+    tiny.qwen2(48, seed=1).save_pretrained(folder / "teacher")
+    if "--all" not in arguments:
+        found = {"shared": launched("ddp", folder, SHARED)}
+        (folder / "results.json").write_text(json.dumps(found))
+        return
+    pairs = [("ddp", variant) for variant in ALL] + list(itertools.product(("zero3_cpu", "fsdp2_cpu"), SHARED))
+    for (strategy, variant), what in itertools.product(pairs, ("train", "eval")):
+        found = launched(strategy, folder, [variant], [what])[variant.name]
+        print(line(f"{strategy} | {variant.name} | {what}", found), flush=True)
+    for variant, what in itertools.product(ALL, ("train", "eval")):  # last: what has trained alone cannot fork pairs
+        print(line(f"one process | {variant.name} | {what}", counted(folder, variant, 1, [what])), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
