@@ -56,6 +56,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
     finalize_layerwise_reload,
     get_layerwise_info,
 )
+from vllm.model_executor.models import ModelRegistry, supports_lora  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.v1.sample.logits_processor import LogitsProcessor  # noqa: E402
@@ -120,6 +121,8 @@ class EngineOptions:
     sleep_mode: bool
     lora_rank: int | None
     """Largest rank of an adapter that is sent apart from the base, or `None` where none is."""
+    lora_layers: tuple[str, ...]
+    """Last names of the layers that such an adapter reaches; vLLM prepares no others for one."""
 
 
 class Engine:
@@ -131,7 +134,6 @@ class Engine:
     """
 
     def __init__(self, options: EngineOptions) -> None:
-        lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": options.lora_rank} if options.lora_rank else {}
         with _one_of_one_process_group():
             self._llm = LLM(
                 model=options.model,
@@ -154,7 +156,7 @@ class Engine:
                 # Sampling options and end tokens are the trainer's, not those that lie next to the checkpoint.
                 generation_config="vllm",
                 logits_processors=[_only_the_first(options.vocabulary)],
-                **lora,
+                **_lora_options(options),
             )
         self._adapter: LoRARequest | None = None
         if options.lora_rank:
@@ -235,11 +237,9 @@ class Engine:
             layers (`Mapping[str, tuple[torch.Tensor, torch.Tensor, float]]`):
                 A `[r, in]`, B `[out, r]` and the factor of B A by the name of the layer.
         """
-        mapper: Any = getattr(self._worker.model_runner.get_model(), "hf_to_vllm_mapper", None)
-        mapper = None if mapper is None else mapper.get_rename_mapper()
         built = {}
         for name, (lora_a, lora_b, scaling) in layers.items():
-            module, _ = parse_fine_tuned_lora_name(f"base_model.model.{name}.lora_A.weight", mapper)
+            module = self._named(name)
             # A copy, because vLLM multiplies B by the factor in place.
             built[module] = LoRALayerWeights(
                 module, lora_a.size(0), 0, lora_a.cpu().clone(), lora_b.cpu().clone(), scaling
@@ -248,6 +248,20 @@ class Engine:
         self._arriving = LoRAModel(1, rank, built)
         self._llm.llm_engine.add_lora(LoRARequest("student", 1, "memory", load_inplace=True))
         self._adapter = LoRARequest("student", 1, "memory")
+
+    def without_place(self, layers: Iterable[str]) -> list[str]:
+        """Those of an adapter's layers that are no layer of vLLM's model, which would leave them out in silence."""
+        modules = self._lora_manager._adapter_manager.modules
+        packed = self._lora_manager._adapter_manager.packed_modules
+        held = {*modules, *(part for parts in packed.values() for part in parts)}
+        return [name for name in layers if self._named(name) not in held]
+
+    def _named(self, layer: str) -> str:
+        """What vLLM calls a layer of a checkpoint."""
+        mapper: Any = getattr(self._worker.model_runner.get_model(), "hf_to_vllm_mapper", None)
+        mapper = None if mapper is None else mapper.get_rename_mapper()
+        name: str = parse_fine_tuned_lora_name(f"base_model.model.{layer}.lora_A.weight", mapper)[0]
+        return name
 
     def _built_adapter(self, request: LoRARequest) -> LoRAModel:
         return self._arriving
@@ -271,6 +285,29 @@ class Engine:
     @property
     def _lora_manager(self) -> Any:
         return self._worker.model_runner.lora_manager
+
+
+def _lora_options(options: EngineOptions) -> dict[str, Any]:
+    """By default vLLM prepares the output head too, whose kernel on the CPU cannot score prompts."""
+    if options.lora_rank is None:
+        return {}
+    layers = list(options.lora_layers)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": options.lora_rank, "lora_target_modules": layers}
+
+
+def why_no_adapter(config: Any, model_impl: str) -> str | None:
+    """Why vLLM's model of an architecture cannot hold an adapter, or `None` where it can.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Of the checkpoint.
+        model_impl (`str`):
+            `vllm_model_impl`.
+    """
+    known = [ModelRegistry.models[name] for name in config.architectures or () if name in ModelRegistry.models]
+    if model_impl == "transformers" or not known or supports_lora(known[0].load_model_cls()):
+        return None
+    return f"vLLM's {config.architectures[0]} takes no adapters"
 
 
 def sampling_options(args: Any, end_ids: list[int]) -> dict[str, Any]:
