@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
@@ -434,10 +435,13 @@ def _of_each(ids: list[int], found: Any) -> list[float]:
 
 
 def _only_the_first(vocabulary: int) -> type[Any]:
-    """A logits processor after which ids from `vocabulary` on have probability 0; one write for the whole batch."""
+    """A logits processor after which ids from `vocabulary` on have probability 0; one write for the whole batch.
+
+    Both of vLLM's model runners take it: the second gives it other arguments, and wants its own base class.
+    """
 
     class OnlyTheFirst(LogitsProcessor):
-        def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        def __init__(self, vllm_config: Any, *_: Any) -> None:
             """Needs nothing from the engine."""
 
         def is_argmax_invariant(self) -> bool:
@@ -446,11 +450,19 @@ def _only_the_first(vocabulary: int) -> type[Any]:
         def update_state(self, batch_update: Any) -> None:
             """Is the same for every request."""
 
-        def apply(self, logits: Tensor) -> Tensor:
+        def apply(self, logits: Tensor, *_: Any) -> Tensor:
             logits[:, vocabulary:] = -torch.inf
             return logits
 
-    return OnlyTheFirst
+    return type("OnlyTheFirst", (OnlyTheFirst, _second_base()), {})
+
+
+def _second_base() -> Any:
+    """The base class that the second model runner asks for; `object` where vLLM has none."""
+    try:
+        return import_module("vllm.v1.worker.gpu.sample.logits_processor").LogitsProcessor
+    except ImportError:
+        return object
 
 
 @contextmanager
