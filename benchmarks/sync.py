@@ -34,7 +34,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_opsd._compat.vllm import LORA_RANKS, Engine, EngineOptions
 from trl_opsd.rollout.sync_proof import SyncProof
-from trl_opsd.rollout.weight_sync import Stream, adapter_of, adapter_rank, weights_of
+from trl_opsd.rollout.weight_sync import Stream, adapter_layers, adapter_of, adapter_rank, weights_of
 
 
 def make_student(args: argparse.Namespace, folder: Path, lora: bool) -> Any:
@@ -136,6 +136,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             vocabulary=args.vocab, sequences=8, seed=0, gpu_memory_utilization=0.3, model_impl="vllm",
             trust_remote_code=False, sleep_mode=False,
             lora_rank=None if rank is None else next(size for size in LORA_RANKS if size >= rank),
+            lora_layers=tuple({name.rpartition(".")[2] for name in adapter_layers(student)}) if apart else (),
         ))  # fmt: skip
         engines.append(engine)
         if apart:

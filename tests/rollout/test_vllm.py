@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -12,9 +14,14 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.sample.logits_processor import build_logitsprocs
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcRequestState
 from vllm.v1.worker.gpu_worker import Worker
 from vllm_lab import by_hf, engines_are_shared, gap, lora, make, student, two_end_tokens  # noqa: F401 (two: fixtures)
 
+from trl_opsd._compat import vllm as compat
 from trl_opsd._compat.vllm import Engine
 from trl_opsd.rollout import vllm as backend
 
@@ -67,6 +74,27 @@ def test_an_id_beyond_the_vocabulary_that_is_sampled_is_noticed(make, tmp_path):
 
     assert max(map(max, trainer.rollout.complete(prompts, 0))) < 259
     assert gap(trainer) < 1e-4, "log-probabilities are those before the mask"
+
+
+def test_a_model_runner_that_does_not_mask_unknown_ids_is_noticed(monkeypatch):
+    """vLLM has two; the second, which it takes where there is Triton, has a loader and a base class of its own."""
+    from vllm.v1.worker.gpu.sample.logits_processor import loader
+
+    kind, config = compat._only_the_first(5), VllmConfig()
+    state = SimpleNamespace(**dict.fromkeys(LogitsProcRequestState.__dataclass_fields__))
+    *_, first = build_logitsprocs(config, torch.device("cpu"), False, False, [kind]).non_argmax_invariant
+    (second,) = loader.build_custom_logits_processors(config, state, False, [kind])
+    loader.build_custom_logits_processors_params_validator([kind])(SamplingParams())
+    assert second.add_request(0, SamplingParams()) is True, "else it is left out"
+    second.apply_staged_writes()
+
+    for masked in (first.apply(torch.zeros(2, 8)), second.apply(torch.zeros(2, 8), None)):
+        assert masked.isneginf().tolist() == [[False] * 5 + [True] * 3] * 2
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu.sample.logits_processor", None)
+    before = compat._only_the_first(5)
+    *_, alone = build_logitsprocs(config, torch.device("cpu"), False, False, [before]).non_argmax_invariant
+    assert alone.apply(torch.zeros(2, 8)).isneginf().sum() == 6, "a version that has the first runner only"
 
 
 def test_sampling_options_that_do_not_reach_vllm_are_noticed(make):  # noqa: F811

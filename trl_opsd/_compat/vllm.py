@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
@@ -56,6 +57,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
     finalize_layerwise_reload,
     get_layerwise_info,
 )
+from vllm.model_executor.models import ModelRegistry, supports_lora  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.v1.sample.logits_processor import LogitsProcessor  # noqa: E402
@@ -120,6 +122,8 @@ class EngineOptions:
     sleep_mode: bool
     lora_rank: int | None
     """Largest rank of an adapter that is sent apart from the base, or `None` where none is."""
+    lora_layers: tuple[str, ...]
+    """Last names of the layers that such an adapter reaches; vLLM prepares no others for one."""
 
 
 class Engine:
@@ -131,7 +135,6 @@ class Engine:
     """
 
     def __init__(self, options: EngineOptions) -> None:
-        lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": options.lora_rank} if options.lora_rank else {}
         with _one_of_one_process_group():
             self._llm = LLM(
                 model=options.model,
@@ -154,7 +157,7 @@ class Engine:
                 # Sampling options and end tokens are the trainer's, not those that lie next to the checkpoint.
                 generation_config="vllm",
                 logits_processors=[_only_the_first(options.vocabulary)],
-                **lora,
+                **_lora_options(options),
             )
         self._adapter: LoRARequest | None = None
         if options.lora_rank:
@@ -235,11 +238,9 @@ class Engine:
             layers (`Mapping[str, tuple[torch.Tensor, torch.Tensor, float]]`):
                 A `[r, in]`, B `[out, r]` and the factor of B A by the name of the layer.
         """
-        mapper: Any = getattr(self._worker.model_runner.get_model(), "hf_to_vllm_mapper", None)
-        mapper = None if mapper is None else mapper.get_rename_mapper()
         built = {}
         for name, (lora_a, lora_b, scaling) in layers.items():
-            module, _ = parse_fine_tuned_lora_name(f"base_model.model.{name}.lora_A.weight", mapper)
+            module = self._named(name)
             # A copy, because vLLM multiplies B by the factor in place.
             built[module] = LoRALayerWeights(
                 module, lora_a.size(0), 0, lora_a.cpu().clone(), lora_b.cpu().clone(), scaling
@@ -248,6 +249,20 @@ class Engine:
         self._arriving = LoRAModel(1, rank, built)
         self._llm.llm_engine.add_lora(LoRARequest("student", 1, "memory", load_inplace=True))
         self._adapter = LoRARequest("student", 1, "memory")
+
+    def without_place(self, layers: Iterable[str]) -> list[str]:
+        """Those of an adapter's layers that are no layer of vLLM's model, which would leave them out in silence."""
+        modules = self._lora_manager._adapter_manager.modules
+        packed = self._lora_manager._adapter_manager.packed_modules
+        held = {*modules, *(part for parts in packed.values() for part in parts)}
+        return [name for name in layers if self._named(name) not in held]
+
+    def _named(self, layer: str) -> str:
+        """What vLLM calls a layer of a checkpoint."""
+        mapper: Any = getattr(self._worker.model_runner.get_model(), "hf_to_vllm_mapper", None)
+        mapper = None if mapper is None else mapper.get_rename_mapper()
+        name: str = parse_fine_tuned_lora_name(f"base_model.model.{layer}.lora_A.weight", mapper)[0]
+        return name
 
     def _built_adapter(self, request: LoRARequest) -> LoRAModel:
         return self._arriving
@@ -271,6 +286,29 @@ class Engine:
     @property
     def _lora_manager(self) -> Any:
         return self._worker.model_runner.lora_manager
+
+
+def _lora_options(options: EngineOptions) -> dict[str, Any]:
+    """By default vLLM prepares the output head too, whose kernel on the CPU cannot score prompts."""
+    if options.lora_rank is None:
+        return {}
+    layers = list(options.lora_layers)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": options.lora_rank, "lora_target_modules": layers}
+
+
+def why_no_adapter(config: Any, model_impl: str) -> str | None:
+    """Why vLLM's model of an architecture cannot hold an adapter, or `None` where it can.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Of the checkpoint.
+        model_impl (`str`):
+            `vllm_model_impl`.
+    """
+    known = [ModelRegistry.models[name] for name in config.architectures or () if name in ModelRegistry.models]
+    if model_impl == "transformers" or not known or supports_lora(known[0].load_model_cls()):
+        return None
+    return f"vLLM's {config.architectures[0]} takes no adapters"
 
 
 def sampling_options(args: Any, end_ids: list[int]) -> dict[str, Any]:
@@ -397,10 +435,13 @@ def _of_each(ids: list[int], found: Any) -> list[float]:
 
 
 def _only_the_first(vocabulary: int) -> type[Any]:
-    """A logits processor after which ids from `vocabulary` on have probability 0; one write for the whole batch."""
+    """A logits processor after which ids from `vocabulary` on have probability 0; one write for the whole batch.
+
+    Both of vLLM's model runners take it: the second gives it other arguments, and wants its own base class.
+    """
 
     class OnlyTheFirst(LogitsProcessor):
-        def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        def __init__(self, vllm_config: Any, *_: Any) -> None:
             """Needs nothing from the engine."""
 
         def is_argmax_invariant(self) -> bool:
@@ -409,11 +450,19 @@ def _only_the_first(vocabulary: int) -> type[Any]:
         def update_state(self, batch_update: Any) -> None:
             """Is the same for every request."""
 
-        def apply(self, logits: Tensor) -> Tensor:
+        def apply(self, logits: Tensor, *_: Any) -> Tensor:
             logits[:, vocabulary:] = -torch.inf
             return logits
 
-    return OnlyTheFirst
+    return type("OnlyTheFirst", (OnlyTheFirst, _second_base()), {})
+
+
+def _second_base() -> Any:
+    """The base class that the second model runner asks for; `object` where vLLM has none."""
+    try:
+        return import_module("vllm.v1.worker.gpu.sample.logits_processor").LogitsProcessor
+    except ImportError:
+        return object
 
 
 @contextmanager

@@ -9,11 +9,19 @@ from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 from transformers import AutoConfig
 
-from trl_opsd._compat.vllm import LORA_RANKS, Engine, EngineOptions, sampling_options, why_no_sleep_mode
+from trl_opsd._compat.vllm import (
+    LORA_RANKS,
+    Engine,
+    EngineOptions,
+    sampling_options,
+    why_no_adapter,
+    why_no_sleep_mode,
+)
 from trl_opsd.rng import preserved_rng
 from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of, version_of
 from trl_opsd.rollout.weight_sync import (
     Stream,
+    adapter_layers,
     adapter_of,
     adapter_rank,
     base_weights_of,
@@ -50,20 +58,25 @@ class VLLMRollout(SyncedRollout):
         """
         self._trainer = trainer
         check_student(trainer)
-        _check_checkpoint(trainer)
+        checkpoint = _checked_checkpoint(trainer)
         self._dtype = dtype_of(trainer)
-        self._mode, why = chosen_sync(self._args.vllm_weight_sync, trainer.model, LORA_RANKS)
-        logger.info(f"Weight sync with vLLM: {self._mode!r}, because {why}.")
+        self._choose_sync(why_no_adapter(checkpoint, self._args.vllm_model_impl))
         sampling = sampling_options(self._args, list(trainer.eos_token_ids))
         self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="trl_opsd-tokenizer-")
         trainer.processing_class.save_pretrained(self._tokenizer_folder.name)
         trainer.model.config.save_pretrained(self._tokenizer_folder.name)  # vLLM looks for one there, twice
         with preserved_rng(trainer.accelerator.device):
             engine = Engine(self._engine_options())
+        if self._mode == "adapter" and (lost := engine.without_place(adapter_layers(trainer.model))):
+            self._choose_sync(f"vLLM's model of the student has no layer of its own for {lost[0]}")
         trainer.accelerator.wait_for_everyone()  # else a process still building holds up the others' collectives
         self._take(trainer, engine, sampling, self._dtype)
         self._asleep: set[str] = set()
         self._base_sent: tuple[Any, ...] | None = None
+
+    def _choose_sync(self, against: str | None) -> None:
+        self._mode, why = chosen_sync(self._args.vllm_weight_sync, self._trainer.model, LORA_RANKS, against)
+        logger.info(f"Weight sync with vLLM: {self._mode!r}, because {why}.")
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
@@ -108,7 +121,9 @@ class VLLMRollout(SyncedRollout):
 
     def _engine_options(self) -> EngineOptions:
         trainer, args = self._trainer, self._args
-        rank = adapter_rank(trainer.model) if self._mode == "adapter" else None
+        apart = self._mode == "adapter"
+        rank = adapter_rank(trainer.model) if apart else None
+        reached = {name.rpartition(".")[2] for name in adapter_layers(trainer.model)} if apart else set()
         return EngineOptions(
             model=trainer.model.name_or_path,
             revision=_revision(args),
@@ -125,6 +140,7 @@ class VLLMRollout(SyncedRollout):
             trust_remote_code=args.trust_remote_code,
             sleep_mode=args.vllm_enable_sleep_mode,
             lora_rank=None if rank is None else next(size for size in LORA_RANKS if size >= rank),
+            lora_layers=tuple(sorted(reached)),
         )
 
 
@@ -139,7 +155,8 @@ def _check_options(args: Any) -> None:
     sampling_options(args, end_ids=[])
 
 
-def _check_checkpoint(trainer: Any) -> None:
+def _checked_checkpoint(trainer: Any) -> Any:
+    """The config of the student's checkpoint."""
     args, model = trainer.args, trainer.model
     path = model.name_or_path
     try:
@@ -164,6 +181,7 @@ def _check_checkpoint(trainer: Any) -> None:
                 f"{ours!r}: save the student as it is now with `model.save_pretrained(folder)` and set "
                 "`model.name_or_path = folder`."
             )
+    return found
 
 
 def _revision(args: Any) -> str | None:

@@ -103,7 +103,12 @@ def adapter_rank(model: Any) -> int:
     return max(one.rank for one in lora_factors(model))
 
 
-def chosen_sync(requested: str, model: Any, ranks: Collection[int]) -> tuple[str, str]:
+def adapter_layers(model: Any) -> list[str]:
+    """The layers that the student's adapter reaches, by the names of a checkpoint."""
+    return [one.name for one in lora_factors(model)]
+
+
+def chosen_sync(requested: str, model: Any, ranks: Collection[int], against: str | None = None) -> tuple[str, str]:
     """Decides whether the adapter is sent apart from the base.
 
     Args:
@@ -113,6 +118,8 @@ def chosen_sync(requested: str, model: Any, ranks: Collection[int]) -> tuple[str
             The student.
         ranks (`Collection[int]`):
             Ranks the engine can be built for.
+        against (`str`, *optional*):
+            Why the engine takes no adapter.
 
     Returns:
         `tuple[str, str]`: `"adapter"` or `"full"`, and why.
@@ -122,7 +129,7 @@ def chosen_sync(requested: str, model: Any, ranks: Collection[int]) -> tuple[str
     """
     if requested == "full":
         return "full", "`vllm_weight_sync='full'`"
-    against = _against_adapter(model, ranks)
+    against = _against_adapter(model, ranks) or against
     if against is None:
         return "adapter", "the student is a base with a LoRA adapter, and only the adapter changes"
     if requested == "adapter":
