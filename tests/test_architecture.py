@@ -16,6 +16,7 @@ FLOORS = {
     "failure": 0,
     "nonfinite": 0,
     "epochs": 0,
+    "precision": 0,
     "types": 0,
     "rng": 0,
     "shares": 0,

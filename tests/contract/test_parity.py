@@ -63,11 +63,25 @@ def test_three_steps_of_two_micro_steps_give_trls_losses_and_weights(tmp_path, b
     assert losses(trls).std() > 0, "the losses must move for the comparison to mean anything"
 
 
-def test_bf16_autocast_gives_trls_losses(tmp_path):
-    options = tiny.options(tmp_path, beta=0.5, bf16=True)
-    trls = trained(Replaying, DistillationConfig(**options), lora=False)
-    ours = trained(OPSDTrainer, OPSDConfig(**options), False, rollout=FixedRollout(tiny.recorded(tiny.tokenizer())))
-    assert (losses(trls) / losses(ours) - 1).abs().max() <= 5e-3
+class Rounding(Replaying):
+    """TRL's trainer as it would be, had its forward redirection kept the autocast that accelerate gives `forward`."""
+
+    def _compute_loss(self, *args):
+        with self.accelerator.autocast():
+            return super()._compute_loss(*args)
+
+
+def test_in_bf16_ours_gives_the_losses_that_trl_would_give_if_it_kept_autocast(tmp_path):
+    def trls(cls, **options):
+        return losses(trained(cls, DistillationConfig(**tiny.options(tmp_path, beta=0.5, **options)), lora=False))
+
+    config = OPSDConfig(**tiny.options(tmp_path, beta=0.5, bf16=True))
+    ours = losses(trained(OPSDTrainer, config, False, rollout=FixedRollout(tiny.recorded(tiny.tokenizer()))))
+    full, said, rounded = trls(Replaying), trls(Replaying, bf16=True), trls(Rounding, bf16=True)
+    print(f"float32 {full}, TRL's bf16=True {said}, kept {rounded}, ours {ours}")
+    assert torch.equal(said, full), "TRL 1.16 ignores bf16=True (docs/sharding.md); if it no longer does, drop Rounding"
+    assert not torch.equal(rounded, full)
+    assert (ours - rounded).abs().max() <= (rounded - full).abs().max()
 
 
 def test_sampled_rollouts_are_the_ones_trl_would_have_sampled(tmp_path):

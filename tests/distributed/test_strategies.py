@@ -10,6 +10,7 @@ import tiny
 import torch
 import variants
 from processes import run
+from products import PHASES
 from safetensors.torch import load_file
 
 SECONDS = 600
@@ -78,7 +79,8 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
         assert results["not_gathered"]["losses"] == pytest.approx(results["generated"]["losses"][:1], abs=TOLERANCE)
     for name, half in results.get("bfloat16", {}).items():
         print(f"{strategy}, bfloat16, {name}: losses", *half["losses"], "in float32", *alone[name][1])
-        assert half["dtypes"] == ["torch.bfloat16" if strategy == "zero3" else "torch.float32"]
+        assert half["products"] == {phase: ["bfloat16"] for phase in PHASES}
+        assert half["kept"] == ["torch.bfloat16" if strategy.startswith("zero") else "torch.float32"]
         frequencies = tiny.qwen2(32, seed=0).model.rotary_emb.inv_freq.tolist()
         assert half["frequencies"] == frequencies, "rounded, they turn late positions wrongly"
         assert half["losses"] == pytest.approx(alone[name][1], abs=1e-2)

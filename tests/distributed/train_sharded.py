@@ -13,12 +13,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import forks
 import tiny
 import torch
 import variants
 from accelerate.utils import gather_object
+from products import WatchedTrainer
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -50,8 +52,9 @@ def train(folder: Path, strategy: str) -> None:
         results["empty"].append(gather_object([trainer.rollout.empty]))
         if name == "full, zero3":
             results["share"] = sharded_teacher(trainer)
-    if strategy in ("zero3", "fsdp2"):
-        results["bfloat16"] = {name: in_bfloat16(folder, variants.ALONE[name]) for name in ("full", "lora")}
+    results["bfloat16"] = {
+        name: in_bfloat16(folder, variants.of(strategy)[name][1]) for name in variants.half(strategy)
+    }
     results["processes"] = trainer.accelerator.num_processes
     if strategy == "fsdp2":
         results["refused"] = refusal(folder)
@@ -73,12 +76,26 @@ def refusal(folder: Path) -> str:
 
 
 def in_bfloat16(folder: Path, made_of: dict[str, Any]) -> dict[str, Any]:
-    """What a student that computes in bfloat16 learns, and its rotary frequencies afterwards."""
-    trainer = variants.build(folder, made_of, 2, bf16=True)
-    trainer.train()
-    dtypes = {str(parameter.dtype) for parameter in trainer.model.parameters()}
+    """What a student that computes in bfloat16 learns, the dtypes of what it multiplies and of what is kept, and its
+    rotary frequencies afterwards.
+    """
+    trainer = variants.build(folder, made_of, 2, trainer_class=WatchedTrainer, bf16=True)
+    # On an accelerator DeepSpeed ends autocast here; on a CPU it looks for that of an accelerator, and finds none.
+    ended = torch.autocast("cpu", enabled=False)
+    with mock.patch("deepspeed.runtime.engine.autocast_if_enabled", return_value=ended):
+        trainer.train()
+    rollout = HFRollout()
+    rollout.bind(trainer)
+    with trainer.products, trainer.products.during("complete"):
+        rollout.complete(trainer.tokenize(tiny.PROMPTS[:1]), step=0)
+    kept = {str(parameter.dtype) for parameter in variants.weights(trainer).values()}
     (frequencies,) = (buffer for name, buffer in trainer.model.named_buffers() if name.endswith("rotary_emb.inv_freq"))
-    return {"dtypes": sorted(dtypes), "frequencies": frequencies.tolist(), "losses": losses(trainer)}
+    return {
+        "products": trainer.dtypes(),
+        "kept": sorted(kept),
+        "frequencies": frequencies.tolist(),
+        "losses": losses(trainer),
+    }
 
 
 def losses(trainer: OPSDTrainer) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fsdp_on_cpu
 import tiny
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from trl_opsd import FixedRollout, OPSDTrainer, RolloutBackend
 from trl_opsd._compat.shards import trained_parameters, whole
+
+Trainer = TypeVar("Trainer", bound=OPSDTrainer)
 
 LORA = {"r": 4, "target_modules": "all-linear"}
 HEAD_TOO = {**LORA, "modules_to_save": ["lm_head"]}
@@ -50,6 +52,11 @@ def of(strategy: str) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
+def half(strategy: str) -> tuple[str, ...]:
+    """The variants that are also trained with `bf16=True`."""
+    return ("full", "lora", "lora, own ema", *(("full, zero3",) if strategy == "zero3" else ()))
+
+
 def save_models(folder: Path) -> None:
     """Students and teachers, to be loaded by every process as users load them."""
     models = {
@@ -81,8 +88,9 @@ def build(
     made_of: dict[str, Any],
     processes: int,
     rollout: RolloutBackend | None = None,
+    trainer_class: type[Trainer] = OPSDTrainer,
     **options: Any,
-) -> OPSDTrainer:
+) -> Trainer:
     """A trainer of one variant: four rows an optimizer step, two accumulation steps, whatever the processes."""
     options = {**made_of, **options}
     models, lora = folder / ("gemma2" if options.pop("tied", False) else "qwen2"), options.pop("lora", None)
@@ -97,7 +105,7 @@ def build(
         **options,
     )
     fsdp_on_cpu.allow()
-    return OPSDTrainer(
+    return trainer_class(
         model=str(models / "student"),
         teacher_model=None if own else str(models / "teacher"),
         args=args,

@@ -14,6 +14,8 @@ from accelerate.utils import patch_environment
 from torch import Tensor, nn
 from transformers.integrations import deepspeed as integration
 
+from trl_opsd.precision import carried
+
 Config = dict[str, Any]
 
 
@@ -143,9 +145,11 @@ class Reader:
 
     def __call__(self, function: Any, *args: Any) -> Any:
         """`function(model, *args)`, in the engine's own forward: only there does DeepSpeed bring the weights."""
-        self._stage.task = partial(function, self._stage.model, *args)
+        device = self._engine.device
+        self._stage.task = carried(partial(function, self._stage.model, *args), device)
         try:
-            return self._engine()
+            with torch.autocast(device.type, enabled=False):  # DeepSpeed would warn of it
+                return self._engine()
         finally:
             self._stage.task = None
 

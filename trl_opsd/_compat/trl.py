@@ -32,6 +32,7 @@ from trl_opsd._compat.steps import GuardedSteps
 from trl_opsd._compat.transformers import SafeCheckpoints
 from trl_opsd.clock import PhaseClock
 from trl_opsd.epochs import EpochSampler
+from trl_opsd.precision import autocast, carried
 from trl_opsd.rng import preserved_rng
 from trl_opsd.types import LossParts, OutputHead, Rollout, TeacherTargets
 from trl_opsd.watchdog import Watchdog
@@ -200,7 +201,9 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
         student = self.accelerator.unwrap_model(self.model_wrapped)
         if not is_split_model(student):
             return function(student, *args)
-        return self._forward_redirection(self.model_wrapped, student, partial(function, student, *args))
+        function = carried(partial(function, student, *args), self.accelerator.device)
+        with torch.autocast(self.accelerator.device.type, enabled=False):  # DeepSpeed would warn of it
+            return self._forward_redirection(self.model_wrapped, student, function)
 
     @contextmanager
     def student_for_generation(self) -> Iterator[Any]:
@@ -221,6 +224,8 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
                     gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
                 ) as student,
                 torch.no_grad(),
+                # Once around all tokens: each weight is then rounded once, and not for each token.
+                autocast(self.accelerator),
                 self._dist.summon_full_params(self.model_wrapped, recurse=False),
             ):
                 try:
@@ -286,15 +291,17 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
         batch["completion_mask"][self._unwritten_rows] = 0
         rollout = Rollout.unpack(batch)
         batch["num_items_in_batch"] = self.accelerator.gather(rollout.loss_mask.sum()).sum()
-        with self.phase("teach"), self.accelerator.autocast():
+        with self.phase("teach"), autocast(self.accelerator):
             batch.update(self.teach(rollout, inputs).pack())
         self._totals[self._mode]["generation_batches"] += 1
         return batch
 
     def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple:
-        parts = self.compare(
-            unwrapped_student, Rollout.unpack(inputs), TeacherTargets.unpack(inputs), num_items_in_batch
-        )
+        # TRL puts this method in the place of the `forward` that accelerate has given autocast.
+        with autocast(self.accelerator):
+            parts = self.compare(
+                unwrapped_student, Rollout.unpack(inputs), TeacherTargets.unpack(inputs), num_items_in_batch
+            )
         self._loss_parts = parts
         if self.model.training:
             self._probe.attach(unwrapped_student)
