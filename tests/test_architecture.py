@@ -16,6 +16,7 @@ FLOORS = {
     "failure": 0,
     "nonfinite": 0,
     "epochs": 0,
+    "padding": 0,
     "types": 0,
     "rng": 0,
     "sigterm": 0,
