@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.utils import logging
 
 from trl_opsd import HFRollout
+from trl_opsd.padding import PADDED
 from trl_opsd.prompts import PromptLimits
 from trl_opsd.rollout.base import cut_after_end
 
@@ -111,6 +112,7 @@ def trainer_of(model: Any, args: argparse.Namespace) -> SimpleNamespace:
         ),
         limits=PromptLimits(vocabulary=args.vocab, context=None, completion=args.tokens),
         pad_prompts=pad_prompts,
+        reading=PADDED,
         student_for_generation=lambda: contextlib.nullcontext(model),
         show_progress=False,
     )

@@ -17,6 +17,7 @@ FLOORS = {
     "nonfinite": 0,
     "epochs": 0,
     "precision": 0,
+    "padding": 0,
     "types": 0,
     "rng": 0,
     "shares": 0,

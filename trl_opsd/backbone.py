@@ -14,7 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from trl_opsd.padding import PADDED, Reading, prove_reading
+from trl_opsd.rng import preserved_rng
 from trl_opsd.types import OutputHead, Rollout
 
 WholeHead: TypeAlias = Callable[[Any], AbstractContextManager[OutputHead]]
@@ -27,7 +30,7 @@ def call(model: Any, function: Run, *args: Any) -> Any:
     return function(model, *args)
 
 
-def completion_hidden(model: Any, rollout: Rollout) -> Tensor:
+def completion_hidden(model: Any, rollout: Rollout, reading: Reading = PADDED) -> Tensor:
     """The last hidden state at the position that predicts each completion token.
 
     Equals `model(...).hidden_states[-1][:, P - 1 : -1]` with every token at the position it would have without padding.
@@ -37,12 +40,36 @@ def completion_hidden(model: Any, rollout: Rollout) -> Tensor:
             A causal language model, not wrapped for distributed training.
         rollout ([`~types.Rollout`]):
             The rows to read.
+        reading ([`~padding.Reading`], *optional*, defaults to `PADDED`):
+            Which of them share a forward pass, as [`prove_padding`] found it.
 
     Returns:
-        `torch.Tensor`: `[B, C, H]`.
+        `torch.Tensor`: `[B, C, H]`. What stands at padding means nothing.
     """
-    hidden_BLH = _hidden(model, rollout.input_ids, rollout.attention_mask)
-    return hidden_BLH[:, rollout.prompt_ids.size(1) - 1 : -1]
+    if reading == PADDED:
+        hidden_BLH = _hidden(model, rollout.input_ids, rollout.attention_mask)
+        return hidden_BLH[:, rollout.prompt_ids.size(1) - 1 : -1]
+    lengths = rollout.attention_mask.sum(-1).tolist()
+    groups = reading.groups(lengths, is_sharded(model) or isinstance(model, FSDPModule))
+    read = [_completion_hidden_unpadded if _are_one(lengths, rows) else completion_hidden for rows in groups]
+    parts = [one(model, rollout.select(rows)) for one, rows in zip(read, groups, strict=True)]
+    order = torch.tensor([row for rows in groups for row in rows], device=parts[0].device)
+    return torch.cat(parts)[order.argsort()]
+
+
+def _are_one(lengths: list[int], rows: list[int]) -> bool:
+    return len({lengths[row] for row in rows}) == 1
+
+
+def _completion_hidden_unpadded(model: Any, rollout: Rollout) -> Tensor:
+    """[n, C, H], of rows with as many tokens each, prompt and completion."""
+    mask_nL = rollout.attention_mask
+    ids_nL = rollout.input_ids[mask_nL != 0].view(len(mask_nL), -1)
+    hidden_nLH = _hidden(model, ids_nL, torch.ones_like(ids_nL))
+    before_n1 = rollout.prompt_mask.sum(-1, keepdim=True) - 1
+    places_nC = before_n1 + torch.arange(rollout.completion_ids.size(1), device=ids_nL.device)
+    places_nC = places_nC.clamp(max=ids_nL.size(1) - 1).to(hidden_nLH.device)
+    return hidden_nLH.gather(1, places_nC[..., None].expand(-1, -1, hidden_nLH.size(-1)))
 
 
 def context_of(model: Any) -> int | None:
@@ -123,17 +150,65 @@ def prove_head(model: Any, role: str, whole_head: WholeHead = _as_it_is, run: Ru
     )
 
 
+def prove_padding(model: Any, role: str, run: Run | None = None) -> Reading:
+    """Finds out by computing which rows this model can read in one batch.
+
+    Padding changes what some families compute, in `transformers` itself: learned positions that count it, convolutions
+    and recurrences that read it, rotary frequencies that depend on the longest row. Two small forward passes for a
+    family that it does not change, and nothing of the random state.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model to probe.
+        role (`str`):
+            `"student"` or `"teacher"`, for the message.
+        run (`Callable`, *optional*):
+            `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called as it is.
+
+    Raises:
+        ValueError: No way of reading gives each row the states that it has alone; the message says by how much.
+    """
+    run = run or partial(call, model)
+    head = OutputHead.of(model)
+    takes_positions = "position_ids" in inspect.signature(_backbone(model).forward).parameters
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), preserved_rng(head.weight.device):
+            return prove_reading(
+                partial(run, _hidden),
+                vocabulary=head.shape[0],
+                device=head.weight.device,
+                borders=_borders(model) if takes_positions else set(),
+                called=f"{role} ({type(model).__name__})",
+            )
+    finally:
+        model.train(was_training)
+
+
+def _borders(model: Any) -> set[int]:
+    """Positions within the context at which rotary frequencies may change."""
+    config, name = model.config.get_text_config(), "original_max_position_embeddings"
+    rope = getattr(config, "rope_parameters", None) or {}
+    stated = [getattr(config, name, None)]
+    stated += [one.get(name) for one in (rope, *rope.values()) if isinstance(one, dict)]
+    return {border for border in stated if border and border < (context_of(model) or 0)}
+
+
 def _backbone(model: Any) -> Any:
     causal_lm = model.base_model.model if is_peft_model(model) else model
     return causal_lm.base_model
 
 
-def _hidden(model: Any, input_ids_BL: Tensor, attention_mask_BL: Tensor) -> Tensor:
+def _hidden(
+    model: Any, input_ids_BL: Tensor, attention_mask_BL: Tensor, position_ids_BL: Tensor | None = None
+) -> Tensor:
     backbone = _backbone(model)
     inputs = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL, "use_cache": False}
     if "position_ids" in inspect.signature(backbone.forward).parameters:
         # As `generate` numbers them. Left alone, a model counts the padding too, and learned positions then shift.
-        inputs["position_ids"] = (attention_mask_BL.long().cumsum(-1) - 1).clamp(min=0)
+        counted_BL = (attention_mask_BL.long().cumsum(-1) - 1).clamp(min=0)
+        inputs["position_ids"] = counted_BL if position_ids_BL is None else position_ids_BL
     hidden_BLH: Tensor = backbone(**inputs).last_hidden_state
     return hidden_BLH
 

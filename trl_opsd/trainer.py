@@ -31,10 +31,11 @@ from trl_opsd.arguments import (
     columns_of,
     named,
 )
-from trl_opsd.backbone import completion_hidden, context_of, is_sharded, prove_head
+from trl_opsd.backbone import completion_hidden, context_of, is_sharded, prove_head, prove_padding
 from trl_opsd.config import OPSDConfig
 from trl_opsd.guards import check_opinion
 from trl_opsd.losses import reduce, streamed_divergence
+from trl_opsd.padding import PADDED
 from trl_opsd.prompts import PromptLimits
 from trl_opsd.readers import Readers, student_prompt
 from trl_opsd.rng import preserved_rng
@@ -109,6 +110,7 @@ class OPSDTrainer(SeamTrainer):
         divergence ([`~losses.Divergence`]): what `compare` minimises. Assign another to change the objective; TRL's
             attribute `beta` is read once, at construction.
         limits ([`~prompts.PromptLimits`]): what the contexts of both models allow.
+        reading ([`~padding.Reading`]): which rows the student reads and writes in one batch.
         dropped_prompts (`Counter`): rows left out of each dataset because they were too long.
 
     Raises:
@@ -199,7 +201,7 @@ class OPSDTrainer(SeamTrainer):
             check_tokenizers(self.processing_class, models, teacher_processing_class, args)
         self.divergence = args.build_divergence()
         self.show_progress = self.accelerator.is_main_process and not args.disable_tqdm
-        self._student_is_proved = False
+        self._student_is_proved, self.reading = False, PADDED
         self.dropped_prompts: Counter[str] = Counter()
         # TRL has seeded generation by now; whatever is built here must not move it.
         with preserved_rng(self.accelerator.device):
@@ -259,7 +261,7 @@ class OPSDTrainer(SeamTrainer):
     def compare(
         self, student: Any, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
     ) -> LossParts:
-        hidden_BCH = completion_hidden(student, rollout)
+        hidden_BCH = completion_hidden(student, rollout, self.reading)
         counts_BC = rollout.loss_mask != 0
         if num_items is None:
             num_items = counts_BC.sum().clamp(min=1)
@@ -305,6 +307,7 @@ class OPSDTrainer(SeamTrainer):
 
     def _prove(self) -> None:
         prove_head(self.model, "student", whole_head, self.in_student)
+        self.reading = prove_padding(self.model, "student", self.in_student)
         self._student_is_proved = True
 
     def _build_teachers(self, models: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from trl_opsd.backbone import is_sharded
+from trl_opsd.padding import PADDED
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 from trl_opsd.rollout.every_row import OnlyKnown
@@ -59,10 +60,20 @@ class HFRollout(RolloutBackend):
             )
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        reading, limits = self._trainer.reading, self._trainer.limits
+        lengths = list(map(len, prompt_ids))
+        rooms = [limits.room(length) for length in lengths]
+        completions: dict[int, list[int]] = {}
+        for rows in reading.groups_to_continue(lengths, rooms, self._is_synced()):
+            written = self._write([prompt_ids[row] for row in rows], [rooms[row] for row in rows])
+            completions.update(zip(rows, written, strict=True))
+        return [completions[row] for row in range(len(prompt_ids))]
+
+    def _write(self, prompt_ids: list[list[int]], rooms: list[int]) -> list[list[int]]:
+        """Continues prompts in one batch, each by as many tokens as it has room for."""
         trainer = self._trainer
-        inputs = trainer.pad_prompts(prompt_ids)
+        inputs = self._padded(prompt_ids)
         prompt_tokens = inputs["input_ids"].size(1)
-        rooms = [trainer.limits.room(len(ids)) for ids in prompt_ids]
         with trainer.student_for_generation() as student:
             config = copy.copy(trainer.generation_config)
             if reason := obstacle(student, config):
@@ -86,6 +97,13 @@ class HFRollout(RolloutBackend):
                 )
         completions: list[list[int]] = written if loop else written[:, prompt_tokens:].tolist()
         return completions
+
+    def _padded(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
+        inputs: dict[str, Tensor] = self._trainer.pad_prompts(prompt_ids)
+        if self._trainer.reading == PADDED:
+            return inputs
+        longest = max(map(len, prompt_ids))  # `pad_to_multiple_of` may have added more
+        return {name: tensor[:, -longest:] for name, tensor in inputs.items()}
 
     def _is_synced(self) -> bool:
         """Whether each forward pass of the student is collective while it writes."""

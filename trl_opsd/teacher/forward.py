@@ -12,7 +12,8 @@ from torch import Tensor, distributed
 from tqdm import tqdm
 
 from trl_opsd.backbone import Run, completion_hidden
-from trl_opsd.types import Rollout
+from trl_opsd.padding import PADDED, Reading
+from trl_opsd.types import OutputHead, Rollout
 
 PASS_BYTES = 2_000_000_000
 """What the activations of one pass may take, in bytes; about what makes a pass long enough to hide streamed layers."""
@@ -27,6 +28,7 @@ def read(
     device: torch.device,
     cache_device: str = "auto",
     progress: bool = False,
+    reading: Reading = PADDED,
 ) -> Tensor:
     """The last hidden state at the position that predicts each completion token.
 
@@ -44,6 +46,8 @@ def read(
             Where the result waits to be used: see `OPSDConfig.teacher_cache_device`.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
+        reading ([`~padding.Reading`], *optional*, defaults to `PADDED`):
+            Which rows of a pass the model reads together.
 
     Returns:
         `torch.Tensor`: `[B, C, H]`.
@@ -54,14 +58,14 @@ def read(
     start = 0
     with torch.no_grad():
         for chunk in bar:
-            chunk_hidden = run(completion_hidden, chunk.to(device))
+            chunk_hidden = run(completion_hidden, chunk.to(device), reading)
             if hidden_BCH is None:
                 hidden_BCH = _room_for(rollout, chunk_hidden, cache_device)
             # Copied, because the chunk is a view that would keep the hidden states of the prompts alive.
             hidden_BCH[start : start + len(chunk_hidden)] = chunk_hidden
             start += len(chunk_hidden)
         for _ in range(passes - len(chunks)):
-            run(completion_hidden, next(rollout.chunks(1)).to(device))
+            run(completion_hidden, next(rollout.chunks(1)).to(device), reading)
     assert hidden_BCH is not None, "a generation batch has rows"
     return hidden_BCH
 
@@ -92,14 +96,21 @@ def rows_per_pass(model: Any, length: int, pass_bytes: int = PASS_BYTES) -> int:
 
     An estimate from the model's config alone, so that it does not depend on where the model is: per token ten vectors
     of the hidden width (residuals, norms in float32, attention) and three of the inner width live at once, and one byte
-    of the attention mask for each token of the row; eager attention also keeps its scores, twice in float32.
+    of the attention mask for each token of the row; eager attention also keeps its scores, twice in float32. A config
+    that does not state the inner width is taken to have four times the hidden one, and no heads if it states none.
     """
-    config = model.config.get_text_config()
-    width = config.hidden_size
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
-    per_pair = 8 * config.num_attention_heads if config._attn_implementation == "eager" else 1
+    config, (_, width) = model.config.get_text_config(), OutputHead.of(model).shape
+    inner = _largest(config, "intermediate_size") or _largest(config, "n_inner") or 4 * width
+    heads = _largest(config, "num_attention_heads")
+    per_pair = max(8 * heads, 1) if config._attn_implementation == "eager" else 1
     per_token = model.dtype.itemsize * (10 * width + 3 * inner) + per_pair * length
     return int(max(1, pass_bytes // (length * per_token)))
+
+
+def _largest(config: Any, name: str) -> int:
+    """A size that may be missing, or stated for each layer."""
+    stated = getattr(config, name, None) or 0
+    return max(stated) if isinstance(stated, list | tuple) else int(stated)
 
 
 def _room_for(rollout: Rollout, like: Tensor, cache_device: str) -> Tensor:

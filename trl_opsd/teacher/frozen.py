@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trl_opsd._compat.trl import whole_head
-from trl_opsd.backbone import context_of, prove_head
+from trl_opsd.backbone import context_of, prove_head, prove_padding
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.forward import PASS_BYTES, passes_needed, read
 from trl_opsd.teacher.placement import Placement
@@ -26,8 +26,11 @@ class FrozenTeacher(Teacher):
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
 
+    Attributes:
+        reading ([`~padding.Reading`]): which rows are read in one batch.
+
     Raises:
-        ValueError: The model's logits cannot be rebuilt from its hidden states.
+        ValueError: The model's logits cannot be rebuilt from its hidden states, or these are not those of a row alone.
     """
 
     def __init__(
@@ -38,8 +41,9 @@ class FrozenTeacher(Teacher):
         self._cache_device = cache_device
         self._pass_bytes = pass_bytes
         self._progress = progress
-        with placement.reading(passes=2) as run:
+        with placement.reading(passes=4) as run:
             prove_head(self.model, "teacher", whole_head, run)
+            self.reading = prove_padding(self.model, "teacher", run)
 
     @property
     def head(self) -> OutputHead:
@@ -53,4 +57,5 @@ class FrozenTeacher(Teacher):
         passes = self.placement.agreed(passes_needed(self.model, rollout, self._pass_bytes))
         device = self.placement.device
         with self.placement.reading(passes) as run:
-            return TeacherTargets(hidden=read(run, rollout, passes, device, self._cache_device, self._progress))
+            hidden_BCH = read(run, rollout, passes, device, self._cache_device, self._progress, self.reading)
+            return TeacherTargets(hidden=hidden_BCH)

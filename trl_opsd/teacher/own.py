@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, final
 
-from trl_opsd.backbone import Run, context_of
+from trl_opsd.backbone import Run, context_of, prove_padding
+from trl_opsd.padding import Reading
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.forward import most_of_all, passes_needed, read
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
@@ -31,6 +32,9 @@ class OwnTeacher(Teacher):
             Where targets are kept until they are used up: see `OPSDConfig.teacher_cache_device`.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
+
+    Attributes:
+        reading ([`~padding.Reading`], *optional*): which rows are read in one batch, as the first reading found it.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class OwnTeacher(Teacher):
         self._as_teacher = as_teacher
         self._cache_device = cache_device
         self._progress = progress
+        self.reading: Reading | None = None
 
     @property
     def head(self) -> OutputHead:
@@ -67,8 +72,9 @@ class OwnTeacher(Teacher):
             # A student that is split over processes reads with all of them, so all have to read equally often.
             passes = most_of_all(passes_needed(self.model, rollout), device)
             with self._as_teacher():
-                return TeacherTargets(
-                    hidden=read(self._run, rollout, passes, device, self._cache_device, self._progress)
-                )
+                # Not before: where the student is split, it can read only once training has begun.
+                self.reading = self.reading or prove_padding(self.model, "teacher", self._run)
+                hidden_BCH = read(self._run, rollout, passes, device, self._cache_device, self._progress, self.reading)
+                return TeacherTargets(hidden=hidden_BCH)
         finally:
             self.model.train(was_training)

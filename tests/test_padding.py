@@ -1,0 +1,226 @@
+"""Rows share a batch only where that changes none of them: what is found by trying, and how rows are then read."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import BartConfig, Phi3Config
+
+from trl_opsd.backbone import completion_hidden, prove_padding
+from trl_opsd.padding import PADDED, Reading, prove_reading
+from trl_opsd.types import Rollout
+
+CPU = torch.device("cpu")
+BY_LENGTH, ALONE = Reading(0), Reading(0, shares=False)
+TABLE = torch.randn(300, 8, generator=torch.Generator().manual_seed(0))
+
+
+def states(ids: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
+    """Sums over the tokens so far, scaled by their positions: what a sound model's states depend on."""
+    if positions is None:
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return ((TABLE[ids] * mask[..., None]).cumsum(1) * (1 + positions[..., None])).float()
+
+
+def counts_padding(ids: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
+    return states(ids, mask, torch.arange(ids.size(1)).expand_as(ids))
+
+
+def mixes_rows(ids: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
+    return states(ids, mask, positions) + 0.1 * TABLE[ids].mean((0, 1))
+
+
+def looks_ahead(ids: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
+    return states(ids, mask, positions) + 0.1 * TABLE[ids].sum(1, keepdim=True)
+
+
+def draws(ids: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
+    return states(ids, mask, positions) + torch.randn(8)
+
+
+def stretches_far_rows(ids: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
+    found = states(ids, mask, positions)
+    return found * 2 if positions is not None and positions.max() >= 64 else found
+
+
+def rounds_and_sends_one_token_elsewhere(ids: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
+    found = states(ids, mask, positions)
+    if len(ids) > 1:
+        found[:, 4] *= 1.5
+    return (found * (1 + 0.004 * len(ids))).bfloat16()
+
+
+class TestProof:
+    @pytest.mark.parametrize(
+        ("read", "reading"),
+        [
+            (states, PADDED),
+            (counts_padding, BY_LENGTH),
+            (stretches_far_rows, Reading(64)),
+            (rounds_and_sends_one_token_elsewhere, PADDED),
+            (lambda *row: counts_padding(*row).bfloat16(), BY_LENGTH),
+        ],
+    )
+    def test_what_padding_changes_is_read_without_it(self, read, reading):
+        assert prove_reading(read, 300, CPU, (32, 64), "student (X)") == reading
+
+    def test_rows_that_change_each_other_are_read_one_at_a_time(self):
+        def alone_only(ids: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
+            return states(ids, mask, positions) * len(ids)
+
+        assert prove_reading(alone_only, 300, CPU, (), "student (X)") == ALONE
+
+    @pytest.mark.parametrize(
+        ("read", "message"),
+        [
+            (draws, r"The student \(X\) changes the hidden state of a token by \d.* when it is read a second time"),
+            (looks_ahead, r"The student \(X\) changes the hidden state of a token by \d.* when more tokens follow"),
+            (mixes_rows, r"when more tokens follow"),
+        ],
+    )
+    def test_what_no_way_of_reading_makes_right_is_refused_with_the_difference(self, read, message):
+        with pytest.raises(ValueError, match=message):
+            prove_reading(read, 300, CPU, (), "student (X)")
+
+    @pytest.mark.parametrize("make", [tiny.qwen2, tiny.gpt2, tiny.gemma2])
+    def test_a_sound_model_pays_two_small_passes_and_no_random_number(self, make):
+        model, passes = make().train(), []
+        model.base_model.register_forward_pre_hook(
+            lambda module, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True
+        )
+        before = torch.get_rng_state()
+        assert prove_padding(model, "student") == PADDED
+        assert passes == [5, 32]
+        assert model.training
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+class TestGroups:
+    LENGTHS = (5, 3, 9, 3, 9, 5)
+
+    @pytest.mark.parametrize(
+        ("reading", "collective", "groups"),
+        [
+            (PADDED, False, [[0, 1, 2, 3, 4, 5]]),
+            (BY_LENGTH, False, [[0, 5], [1, 3], [2, 4]]),
+            (BY_LENGTH, True, [[0], [1], [2], [3], [4], [5]]),
+            (ALONE, False, [[0], [1], [2], [3], [4], [5]]),
+            (Reading(5), False, [[0, 1, 3, 5], [2, 4]]),
+            (Reading(9), True, [[0, 1, 2, 3, 4, 5]]),
+        ],
+    )
+    def test_rows_are_together_where_they_may_be(self, reading, collective, groups):
+        assert reading.groups(self.LENGTHS, collective) == groups
+
+    def test_processes_that_would_read_unequally_often_are_refused(self):
+        with pytest.raises(ValueError, match="A row can have 9 tokens, but beyond 5"):
+            Reading(5).groups(self.LENGTHS, collective=True)
+
+    def test_prompts_that_may_pass_a_border_are_continued_apart(self):
+        assert Reading(10).groups_to_continue((2, 9, 3, 9), (4, 4, 4, 4), False) == [[0, 2], [1], [3]]
+        assert BY_LENGTH.groups_to_continue((2, 9, 2), (4, 4, 4), False) == [[0, 2], [1]]
+
+
+def bart(**overrides: object) -> torch.nn.Module:
+    """Counts padding as positions."""
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64, "dropout": 0.0}
+    return tiny.model(BartConfig(vocab_size=259, is_decoder=True, max_position_embeddings=256, **sizes, **overrides))
+
+
+def longrope(context: int = 256) -> torch.nn.Module:
+    """Rotary frequencies of all rows change with the longest one, beyond 16 positions."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [8.0] * 8, "rope_theta": 10000.0}
+    sizes = {**tiny._sizes(32), "max_position_embeddings": context, "original_max_position_embeddings": 16}
+    return tiny.model(Phi3Config(**sizes, rope_parameters={**rope, "original_max_position_embeddings": 16}))
+
+
+def ragged() -> Rollout:
+    """Four rows of 6, 12, 24 and 24 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    prompts, completions = torch.tensor([4, 9, 14, 12]), torch.tensor([2, 3, 10, 12])
+    prompt_mask = (torch.arange(14) >= 14 - prompts[:, None]).long()
+    completion_mask = (torch.arange(12) < completions[:, None]).long()
+    return Rollout(
+        prompt_ids=torch.randint(3, 259, (4, 14), generator=generator) * prompt_mask,
+        prompt_mask=prompt_mask,
+        completion_ids=torch.randint(3, 259, (4, 12), generator=generator) * completion_mask,
+        completion_mask=completion_mask,
+        loss_mask=completion_mask,
+    )
+
+
+def largest_gap(model: torch.nn.Module, reading: Reading) -> float:
+    """Between the states of padded rows and those of each row alone in float64, relative to the largest state."""
+    rows, precise = ragged(), copy.deepcopy(model).double().eval()
+    hidden = completion_hidden(model, rows, reading).double()
+    gap = 0.0
+    for row, (prompt, completion) in enumerate(zip(rows.prompt_lists(), rows.completion_lists(), strict=True)):
+        bare = precise.get_base_model() if hasattr(precise, "peft_config") else precise
+        alone = bare.base_model(input_ids=torch.tensor([prompt + completion]), use_cache=False).last_hidden_state[0]
+        expected = alone[len(prompt) - 1 : -1]
+        gap = max(gap, float((hidden[row, : len(completion)] - expected).abs().max() / expected.abs().max()))
+    return gap
+
+
+class TestReading:
+    @pytest.mark.parametrize("make", [bart, longrope])
+    @pytest.mark.parametrize("adapted", [False, True])
+    def test_each_row_has_the_states_it_has_alone(self, make, adapted):
+        model = make().eval()
+        if adapted:
+            model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
+        reading = prove_padding(model, "student")
+        assert reading == (BY_LENGTH if make is bart else Reading(16))
+        with torch.no_grad():
+            assert largest_gap(model, PADDED) > 5e-3
+            assert largest_gap(model, reading) < 1e-5
+            assert largest_gap(model, ALONE) < 1e-5
+
+    def test_gradients_flow_through_rows_that_are_read_apart(self):
+        model = bart().eval()
+        rows = ragged()
+        weights = torch.randn(4, 12, 32, generator=torch.Generator().manual_seed(1)) * rows.completion_mask[..., None]
+        gradients = []
+        for reading in (BY_LENGTH, ALONE):
+            model.zero_grad()
+            (completion_hidden(model, rows, reading) * weights).sum().backward()
+            gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+        assert len(gradients[0]) > 10
+        assert math.isfinite(sum(float(one.norm()) for one in gradients[0]))
+
+
+@pytest.mark.parametrize(("make", "reading"), [(bart, BY_LENGTH), (longrope, Reading(16)), (tiny.qwen2, PADDED)])
+def test_half_precision_hides_nothing(make, reading):
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.ndim > 1 else 1.0)  # as far from zero as trained weights
+    assert prove_padding(model.to(torch.bfloat16), "student") == reading
+
+
+class TestTrainer:
+    def test_student_teacher_and_own_teacher_are_proved(self, make_trainer):
+        trainer = make_trainer(model=bart(), teacher_model=longrope())
+        assert (trainer.reading, trainer.teacher.reading) == (BY_LENGTH, Reading(16))
+        trainer.train()
+        own = make_trainer(
+            model=bart(),
+            teacher_model=None,
+            teacher_model_kind="live",
+            train_dataset=tiny.rows().add_column("privileged_context", ["hint"] * 8),
+        )
+        own.train()
+        assert own.teacher.reading == own.reading == BY_LENGTH
+
+    def test_a_student_that_draws_while_it_reads_is_refused(self, make_trainer):
+        student = tiny.qwen2()
+        student.model.norm.register_forward_hook(lambda module, args, output: output + torch.randn_like(output))
+        with pytest.raises(ValueError, match=r"The student .* does not compute its logits|read a second time"):
+            make_trainer(model=student)
