@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import tiny
 import torch
@@ -16,6 +18,7 @@ from trl_opsd._compat.vllm import Engine
 from trl_opsd.rollout import sync_proof, weight_sync
 from trl_opsd.rollout import vllm as backend
 from trl_opsd.rollout.sync_proof import SyncError
+from trl_opsd.types import Weight
 
 pytestmark = pytest.mark.vllm
 
@@ -359,6 +362,37 @@ def test_a_tied_head_without_a_name_of_its_own_is_noticed(tmp_path):
     names = [weight.name for weight in weight_sync.weights_of(model)]
     assert names == list(model.state_dict())
     assert "lm_head.weight" in names
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
+def test_weights_that_leave_their_gather_before_they_were_read_are_noticed(monkeypatch, split):
+    """vLLM packs for NCCL on streams of its own, and keeps tensors of several buckets until a buffer is full."""
+    done = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: done.append("synchronize"))
+
+    @contextmanager
+    def gathered(parts):
+        done.append(f"gather {len(parts)}")
+        yield
+        done.append("leave")
+
+    tensors = [torch.empty(2**25 + 1, device="meta") for _ in range(3)]  # of which no bucket holds two
+    for tensor in tensors if split else ():
+        tensor.ds_id = id(tensor)
+    weights = [Weight.of(str(number), tensor) for number, tensor in enumerate(tensors)]
+    taken = []
+    with weight_sync.Stream(weights, torch.float32, torch.device("meta"), gathered) as drawn:
+        for name, tensor in drawn:
+            done.append(name)
+            taken.append(tensor)
+
+    steps = [["gather 1", name, "synchronize", "leave"] if split else ["gather 0", name, "leave"] for name in "012"]
+    assert done == [step for of_one in steps for step in of_one]
+    aliased = [
+        one.untyped_storage()._cdata == of.untyped_storage()._cdata for one, of in zip(taken, tensors, strict=True)
+    ]
+    assert aliased == [not split] * 3, "what was gathered is given back, so it is copied"
 
 
 def test_noise_that_is_no_number_and_outlives_the_first_sync_is_noticed(make, monkeypatch):  # noqa: F811

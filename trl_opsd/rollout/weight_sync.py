@@ -57,12 +57,16 @@ class Stream:
 
     def _draw(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in _buckets(self.weights):
-            with self.gathered(_parts(bucket)):
+            split = _parts(bucket)
+            with self.gathered(split):
                 for weight in bucket:
                     made = weight.made()
-                    tensor = whole(made.to(self.device, self._dtype_of(made)))  # in this order: fewer bytes to gather
+                    # In this order: fewer bytes to gather. A copy, because vLLM keeps what it is given for a while.
+                    tensor = whole(made.to(self.device, self._dtype_of(made), copy=bool(split)))
                     self.bytes += tensor.nbytes
                     yield weight.name, tensor
+                if split and torch.accelerator.is_available():
+                    torch.accelerator.synchronize()  # the copies may be made on another stream than gathers run on
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         return self.dtype if tensor.is_floating_point() else tensor.dtype
