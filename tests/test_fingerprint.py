@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import tiny
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
+from trl_opsd._compat.samples import digest, sampled
 from trl_opsd.checkpoint import MANIFEST
 from trl_opsd.fingerprint import FILE, describe_rows
 
@@ -29,6 +30,9 @@ def test_each_checkpoint_says_in_plain_json_what_is_learnt_and_in_which_order(ch
     assert said["teachers"] == {"teacher": "Qwen2ForCausalLM [259, 48]"}
     assert said["train_dataset"].startswith("8 rows, sha256 ")
     assert said["chat_template"].startswith("sha256 ")
+    assert said["teacher_weights"]["teacher"].startswith("sha256 ")
+    assert (said["student"], said["adapter"]) == ("Qwen2ForCausalLM [259, 32]", None), "all of it is in the checkpoint"
+    assert said["optimizer"] == "adamw_torch"
     expected = {
         "temperature": 1.0,
         "max_completion_length": 24,
@@ -62,6 +66,16 @@ def test_accepted_differences_are_said_and_the_next_checkpoint_has_the_new_value
     assert json.loads((tmp_path / "checkpoint-3" / FILE).read_text())["divergence"] == "ForwardKL()"
 
 
+def test_what_an_older_version_did_not_write_down_is_not_compared(make_trainer, checkpoint):
+    said = json.loads((checkpoint / FILE).read_text())
+    new = ("teacher_weights", "student", "adapter", "optimizer")
+    (checkpoint / FILE).write_text(json.dumps({name: value for name, value in said.items() if name not in new}))
+    (checkpoint / MANIFEST).unlink()  # else the change itself is found
+    trainer = make_trainer()
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.global_step == 3
+
+
 def test_what_changes_neither_objective_nor_order_may_change(make_trainer, checkpoint):
     trainer = make_trainer(loss_chunk_tokens=3, learning_rate=1e-5, logging_steps=2, max_steps=2)
     trainer.train(resume_from_checkpoint=str(checkpoint))
@@ -90,6 +104,14 @@ def test_the_rate_of_an_average_counts_only_where_there_is_one(make_trainer, tmp
     make_trainer(**common, teacher_model_kind="ema", teacher_update_rate=0.5).train()
     with pytest.raises(ValueError, match=r"teacher_update_rate: 0\.5 in the checkpoint, 0\.1 now"):
         make_trainer(**common, teacher_model_kind="ema", teacher_update_rate=0.1).train(resume_from_checkpoint=True)
+
+
+def test_a_digest_is_of_the_weights_and_not_of_how_they_are_kept():
+    plain = digest(sampled(tiny.qwen2(32, 0)))
+    lora = get_peft_model(tiny.qwen2(32, 0), LoraConfig(target_modules="all-linear", modules_to_save=["lm_head"]))
+    assert {plain, digest(sampled(tiny.qwen2(32, 0).bfloat16())), digest(sampled(lora))} == {plain}
+    lora.get_base_model().model.layers[1].mlp.up_proj.base_layer.weight.data.mul_(1.02)
+    assert len({plain, digest(sampled(lora)), digest(sampled(tiny.qwen2(32, 1)))}) == 3
 
 
 def test_rows_are_told_apart_by_what_is_read_of_them_and_not_by_how_they_are_stored():

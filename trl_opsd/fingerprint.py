@@ -10,8 +10,14 @@ from typing import Any, TypeAlias
 
 from accelerate.logging import get_logger
 from datasets import IterableDataset
+from transformers.training_args import OptimizerNames
 
+from trl_opsd._compat.peft import without_peft
+from trl_opsd._compat.samples import Samples, digest, sampled
+from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
+from trl_opsd.teacher import FrozenTeacher, Teacher
+from trl_opsd.types import OutputHead
 
 logger = get_logger(__name__)
 
@@ -42,6 +48,9 @@ OPTIONS = (
 
 OF_AN_AVERAGE = ("teacher_update_rate", "teacher_sync_steps")
 """Options that mean something with `teacher_model_kind="ema"` only."""
+
+PARTED = ("adapter",)
+"""Names whose values have parts: those that both have are compared, as a newer version of a library may have more."""
 
 Fingerprint: TypeAlias = dict[str, Any]
 """Values that JSON can hold, by the name a message gives them; an option by its own name."""
@@ -76,6 +85,50 @@ def describe_rows(dataset: Any, columns: Collection[str] | None) -> str:
     return f"{len(dataset)} rows, sha256 {digest.hexdigest()[:16]}"
 
 
+def describe_student(student: Any, handed_in: Samples | None) -> str:
+    """Its class, the shape of its head, and a digest of the weights under an adapter, which no checkpoint holds.
+
+    Args:
+        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The student.
+        handed_in (`dict`, *optional*):
+            Samples of the weights under its adapter; `None` without one: all weights come out of the checkpoint.
+    """
+    shape = f"{type(without_peft(student)).__name__} {list(OutputHead.of(student).shape)}"
+    return shape if handed_in is None else f"{shape}, {digest(handed_in)}"
+
+
+def describe_optimizer(given: Any, args: OPSDConfig) -> str:
+    """The class of an optimizer that was passed, or the name of the option; one that is fused keeps the same state."""
+    if given is not None:
+        return type(given).__qualname__
+    return str(OptimizerNames(args.optim).value).removesuffix("_fused")
+
+
+def describe_teachers(teachers: Mapping[str, Teacher], kind: str | None) -> dict[str, str]:
+    """The last part of each one's path, as a folder may have moved, and the shape of its head.
+
+    Args:
+        teachers (`Mapping[str, Teacher]`):
+            By name.
+        kind (`str`, *optional*):
+            `teacher_model_kind`. A teacher that follows the student comes out of the checkpoint, wherever the student
+            was loaded from at first.
+    """
+    described = {}
+    for name, teacher in teachers.items():
+        source = teacher if kind in ("ema", "live") else getattr(teacher, "model", teacher)
+        path = get_config_model_id(source.config) if hasattr(source, "config") else ""
+        described[name] = f"{Path(path).name or type(source).__name__} {list(teacher.head.shape)}"
+    return described
+
+
+def digest_teachers(teachers: Mapping[str, Teacher], kind: str | None) -> dict[str, str]:
+    """A digest of the weights of each teacher that has its own and keeps them. Collective."""
+    frozen = {name: one.model for name, one in teachers.items() if isinstance(one, FrozenTeacher) and kind != "ema"}
+    return {name: digest(sampled(model)) for name, model in frozen.items()}
+
+
 def write(folder: str | Path, now: Fingerprint) -> None:
     """Puts a fingerprint into a checkpoint."""
     (Path(folder) / FILE).write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
@@ -86,7 +139,8 @@ def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) ->
 
     Args:
         folder (`str` or `Path`):
-            The checkpoint. One that TRL wrote has no fingerprint and is taken with a warning.
+            The checkpoint. One that TRL wrote has no fingerprint and is taken with a warning; what an older version of
+            this package did not write down is not compared.
         now (`dict`):
             What this run learns.
         accepted (`Sequence[str]`, *optional*):
@@ -123,10 +177,20 @@ def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) ->
 
 
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """A line with both values for each name that differs."""
-    missing = "not recorded"
+    """A line with both values for each name of the checkpoint that differs."""
+    pairs = {name: _apart(name, value, now.get(name, "not recorded")) for name, value in sorted(then.items())}
+    if then.get("teachers") != now.get("teachers"):
+        pairs.pop("teacher_weights", None)  # are another's, of course
     return {
-        name: f"  {name}: {then.get(name, missing)!r} in the checkpoint, {now.get(name, missing)!r} now"
-        for name in sorted({*then, *now})
-        if name not in then or name not in now or then[name] != now[name]
+        name: f"  {name}: {before!r} in the checkpoint, {after!r} now"
+        for name, (before, after) in pairs.items()
+        if before != after
     }
+
+
+def _apart(name: str, then: Any, now: Any) -> tuple[Any, Any]:
+    """Both values, or of values with parts, those that differ."""
+    if not (name in PARTED and isinstance(then, dict) and isinstance(now, dict) and then.keys() & now.keys()):
+        return then, now
+    parts = [part for part in then if part in now and then[part] != now[part]]
+    return {part: then[part] for part in parts}, {part: now[part] for part in parts}

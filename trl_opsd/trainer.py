@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from functools import cached_property, partial
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd import fingerprint
-from trl_opsd._compat.trl import SeamTrainer, gathered_head, get_config_model_id, whole_head
+from trl_opsd._compat.peft import describe_adapters
+from trl_opsd._compat.trl import SeamTrainer, gathered_head, whole_head
 from trl_opsd.admission import Reader, admit, look_ahead
 from trl_opsd.arguments import (
     AnyDataset,
@@ -199,6 +199,8 @@ class OPSDTrainer(SeamTrainer):
         if processing_class is None:  # it was loaded with the student
             check_processing_class(self.processing_class)
             check_tokenizers(self.processing_class, models, teacher_processing_class, args)
+        self._student = fingerprint.describe_student(self.model, self.handed_in)
+        self._optimizer = fingerprint.describe_optimizer(self.optimizer, args)
         self.divergence = args.build_divergence()
         self.show_progress = self.accelerator.is_main_process and not args.disable_tqdm
         self._student_is_proved, self.reading = False, PADDED
@@ -325,6 +327,7 @@ class OPSDTrainer(SeamTrainer):
                 self.teachers[name] = build_teacher(model, self.model, self.args, device, self.show_progress)
         self.teacher = next(iter(self.teachers.values())) if len(self.teachers) == 1 else None
         self.teacher_model = getattr(self.teacher, "model", None)  # under TRL's name
+        self._teacher_weights = fingerprint.digest_teachers(self.teachers, self.args.teacher_model_kind)
         self._average = average
         if average is not None:
             self.add_callback(average)
@@ -353,7 +356,11 @@ class OPSDTrainer(SeamTrainer):
             self.args,
             divergence=repr(self.divergence) if is_dataclass(self.divergence) else type(self.divergence).__qualname__,
             train_dataset=self._rows,
-            teachers={name: self._describe(teacher) for name, teacher in self.teachers.items()},
+            teachers=fingerprint.describe_teachers(self.teachers, self.args.teacher_model_kind),
+            teacher_weights=self._teacher_weights,
+            student=self._student,
+            adapter=describe_adapters(self.model),
+            optimizer=self._optimizer,
             tools=[tool.__name__ for tool in self.tools or ()],
             chat_template=None if template is None else f"sha256 {sha256(str(template).encode()).hexdigest()[:16]}",
         )
@@ -362,15 +369,6 @@ class OPSDTrainer(SeamTrainer):
     def _rows(self) -> str:
         reads_any_column = self.readers.prompts.prompt_fn is not None
         return fingerprint.describe_rows(self.train_dataset, None if reads_any_column else self.row_columns)
-
-    def _describe(self, teacher: Teacher) -> str:
-        """The last part of its path, as a folder may have moved, and the shape of its head."""
-        vocabulary, width = teacher.head.shape
-        # A teacher that follows the student comes out of the checkpoint, wherever the student was loaded from at first.
-        follows = self.args.teacher_model_kind in ("ema", "live")
-        source = teacher if follows else getattr(teacher, "model", teacher)
-        path = get_config_model_id(source.config) if hasattr(source, "config") else ""
-        return f"{Path(path).name or type(source).__name__} [{vocabulary}, {width}]"
 
     def _student_limits(self) -> PromptLimits:
         context = context_of(self.model)

@@ -10,6 +10,7 @@ from typing import Any
 
 import tiny
 from cases import Case, Lab
+from peft import LoraConfig
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.checkpoint import MANIFEST
@@ -70,6 +71,45 @@ def assigned_objective(lab: Lab) -> None:
     trainer.divergence = ForwardKL()
     trainer.train(resume_from_checkpoint=str(checkpoint))
 
+
+def _final(folder: Path, seed: int, width: int) -> str:
+    """The path of a model whose folder is called as all others are."""
+    tiny.qwen2(width, seed).save_pretrained(folder / f"{seed}" / "final")
+    return str(folder / f"{seed}" / "final")
+
+
+def another_with_an_adapter(name: str, line: str, **changed: Any) -> Case:
+    """As [`another`], of a student with an adapter; models are paths that end in `final`."""
+
+    def provoke(lab: Lab) -> None:
+        def given(student: int = 0, teacher: int = 1, optim: str = "adamw_torch", **lora: Any) -> dict[str, Any]:
+            return {
+                "model": _final(lab.folder, student, 32),
+                "teacher_model": _final(lab.folder, teacher, 48),
+                "peft_config": LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **lora}),
+                "optim": optim,
+            }
+
+        lab.make_trainer(**given(), save_strategy="steps", save_steps=1, max_steps=1).train()
+        lab.make(**given(**changed)).train(resume_from_checkpoint=str(lab.folder / "checkpoint-1"))
+
+    message = rf"would not continue the one that wrote .*, these differ:\n  {line}.*\nSet them back"
+    return Case("resume path with another fingerprint", name, message, provoke)
+
+
+ADAPTERS = [
+    another_with_an_adapter(
+        "another base under the adapter", r"student: 'Qwen2ForCausalLM \[259, 32\], sha256 \w+' in", student=2
+    ),
+    another_with_an_adapter(
+        "another teacher of the same name", r"teacher_weights: \{'teacher': 'sha256 \w+'\} in", teacher=3
+    ),
+    another_with_an_adapter(
+        "alpha", r"adapter: \{'lora_alpha': 8\} in the checkpoint, \{'lora_alpha': 16\} now", lora_alpha=16
+    ),
+    another_with_an_adapter("rank", r"adapter: \{'r': 4\} in the checkpoint, \{'r': 8\} now", r=8),
+    another_with_an_adapter("optimizer", "optimizer: 'adamw_torch' in the checkpoint, 'sgd' now", optim="sgd"),
+]
 
 FINGERPRINT = [
     another(
@@ -153,4 +193,5 @@ CASES: list[Case] = [
     torn("a manifest cut short", f"{MANIFEST} cannot be read", lambda folder: os.truncate(folder / MANIFEST, 40)),
     *map(torn_fingerprint, ("", "{", '{"beta"', "[1]", "3")),
     *FINGERPRINT,
+    *ADAPTERS,
 ]

@@ -18,6 +18,16 @@ from torch import Tensor
 from trl_opsd._compat.shards import plain_name
 from trl_opsd.types import Weight
 
+_NO_MATTER = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "peft_version",
+    "revision",
+    "runtime_config",
+    "task_type",
+)
+"""What a config says that does not change what is learnt."""
 _OF_A_WRAPPER = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
 """What PEFT puts into the name of a weight of the base model."""
 
@@ -57,6 +67,19 @@ def base_parameters(model: Any) -> dict[str, Tensor]:
         if inside is None or part in ("base_layer", "original_module"):
             found[_plain(_OF_A_WRAPPER.sub("", name))] = parameter
     return found
+
+
+def describe_adapters(model: Any) -> dict[str, Any] | None:
+    """What the configs of the adapters say, in values that JSON can hold; `None` without PEFT."""
+    if not is_peft(model):
+        return None
+    several = len(model.peft_config) > 1
+    return {
+        f"{adapter}.{name}" if several else name: sorted(value) if isinstance(value, set) else value
+        for adapter, config in model.peft_config.items()
+        for name, value in config.to_dict().items()
+        if name not in _NO_MATTER
+    }
 
 
 @contextmanager
