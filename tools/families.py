@@ -136,10 +136,11 @@ def compare(student: Any, teacher: Any, folder: str, **given: Any) -> tuple[floa
     gap = size = rounding = 0.0
     start, wanted = dict(before.named_parameters()), dict(after.named_parameters())
     for name, parameter in trainer.model.named_parameters():
-        change = wanted[name] - start[name]
-        gap += float((parameter.double() - wanted[name]).square().sum())
+        target = wanted[name].detach()
+        change = target - start[name].detach()
+        gap += float((parameter.detach().double() - target).square().sum())
         size += float(change.square().sum())
-        rounding += float(parameter.double().square().sum())
+        rounding += float(parameter.detach().double().square().sum())
     # What is stored in float32 cannot have changed by less than its rounding.
     beyond = max(gap**0.5 - 2e-7 * rounding**0.5, 0.0)
     return beyond / size**0.5 if size else float("inf"), readings(trainer)

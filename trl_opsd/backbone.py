@@ -216,8 +216,8 @@ def _readable(model: Any, role: str) -> Iterator[None]:
 def _backbone(model: Any) -> Any:
     causal_lm = model.base_model.model if is_peft_model(model) else model
     backbone = causal_lm.base_model
-    # Some name it as a larger model does, of which they are a part, and then do not find it.
-    return causal_lm.get_decoder() if backbone is causal_lm else backbone
+    # Parts of a larger model name it as that does, and then `base_model` does not find it (Llama 4, Mllama).
+    return getattr(causal_lm, "model", causal_lm) if backbone is causal_lm else backbone
 
 
 def _hidden(
