@@ -12,8 +12,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import BartConfig, Phi3Config
 
+from trl_opsd import HFRollout
 from trl_opsd.backbone import completion_hidden, prove_padding
 from trl_opsd.padding import PADDED, Reading, prove_reading
+from trl_opsd.rollout.base import cut_after_end
 from trl_opsd.types import Rollout
 
 CPU = torch.device("cpu")
@@ -133,10 +135,10 @@ def bart(**overrides: object) -> torch.nn.Module:
     return tiny.model(BartConfig(vocab_size=259, is_decoder=True, max_position_embeddings=256, **sizes, **overrides))
 
 
-def longrope(context: int = 256) -> torch.nn.Module:
+def longrope(**overrides: object) -> torch.nn.Module:
     """Rotary frequencies of all rows change with the longest one, beyond 16 positions."""
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [8.0] * 8, "rope_theta": 10000.0}
-    sizes = {**tiny._sizes(32), "max_position_embeddings": context, "original_max_position_embeddings": 16}
+    sizes = {**tiny._sizes(32), "original_max_position_embeddings": 16, **overrides}
     return tiny.model(Phi3Config(**sizes, rope_parameters={**rope, "original_max_position_embeddings": 16}))
 
 
@@ -218,6 +220,20 @@ class TestTrainer:
         )
         own.train()
         assert own.teacher.reading == own.reading == BY_LENGTH
+
+    @pytest.mark.parametrize("make", [bart, longrope])
+    def test_prompts_are_continued_as_they_would_be_alone(self, make_trainer, make):
+        """Rows of the second pass 16 tokens at different times, or not at all."""
+        student = make(tie_word_embeddings=False)
+        trainer = make_trainer(model=student, rollout=HFRollout(), generation_kwargs={"do_sample": False})
+        prompts = [list(range(3, 3 + length)) for length in (2, 14, 2, 5, 15, 20, 9)]
+        written = trainer.complete(prompts)
+        config = copy.copy(trainer.generation_config)
+        config.max_new_tokens = 24
+        for prompt, ids in zip(prompts, written, strict=True):
+            inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt)).long()}
+            alone = student.eval().generate(**inputs, generation_config=config)[0, len(prompt) :].tolist()
+            assert ids == cut_after_end(alone, trainer.eos_token_ids)
 
     def test_a_student_that_draws_while_it_reads_is_refused(self, make_trainer):
         student = tiny.qwen2()

@@ -6,8 +6,8 @@ B rows · P prompt tokens · C completion tokens · L = P + C · V vocabulary ·
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -23,6 +23,9 @@ from trl_opsd.types import OutputHead, Rollout
 WholeHead: TypeAlias = Callable[[Any], AbstractContextManager[OutputHead]]
 Run: TypeAlias = Callable[..., Any]
 """`run(function, *args)` equals `function(model, *args)`, wherever the model is."""
+
+
+_CANNOT_RUN = (AttributeError, TypeError, LookupError, AssertionError, NotImplementedError, RuntimeError)
 
 
 def call(model: Any, function: Run, *args: Any) -> Any:
@@ -120,7 +123,7 @@ def prove_head(model: Any, role: str, whole_head: WholeHead = _as_it_is, run: Ru
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _readable(model, role):
             hidden_BLH = run(_hidden, ids_BL, torch.ones_like(ids_BL)).to(head.weight.device)
             expected_BLV = run(_own_logits, ids_BL).to(head.weight.device)
             with whole_head(model) as head:
@@ -195,9 +198,26 @@ def _borders(model: Any) -> set[int]:
     return {border for border in stated if border and border < (context_of(model) or 0)}
 
 
+@contextmanager
+def _readable(model: Any, role: str) -> Iterator[None]:
+    """Says in our words that a model cannot be run at all, which is noticed where it is run first."""
+    try:
+        yield
+    except _CANNOT_RUN as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(
+            f"The {role} ({type(model).__name__}) cannot read eight tokens, {type(error).__name__}: {error}. Its "
+            "forward has to take `input_ids` and `attention_mask` alone, also with the adapter it was given: take "
+            "another model, or give `target_modules` by name."
+        ) from error
+
+
 def _backbone(model: Any) -> Any:
     causal_lm = model.base_model.model if is_peft_model(model) else model
-    return causal_lm.base_model
+    backbone = causal_lm.base_model
+    # Parts of a larger model name it as that does, and then `base_model` does not find it (Llama 4, Mllama).
+    return getattr(causal_lm, "model", causal_lm) if backbone is causal_lm else backbone
 
 
 def _hidden(
@@ -209,7 +229,14 @@ def _hidden(
         # As `generate` numbers them. Left alone, a model counts the padding too, and learned positions then shift.
         counted_BL = (attention_mask_BL.long().cumsum(-1) - 1).clamp(min=0)
         inputs["position_ids"] = counted_BL if position_ids_BL is None else position_ids_BL
-    hidden_BLH: Tensor = backbone(**inputs).last_hidden_state
+    output = backbone(**inputs)
+    if getattr(output, "last_hidden_state", None) is None:
+        raise ValueError(
+            f"The {type(backbone).__name__} inside of the {type(model).__name__} returns a {type(output).__name__} "
+            "without `last_hidden_state`, which the loss reads: take a causal language model that returns it, or "
+            "report the family that is missing."
+        )
+    hidden_BLH: Tensor = output.last_hidden_state
     return hidden_BLH
 
 

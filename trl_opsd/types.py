@@ -143,7 +143,7 @@ class OutputHead:
             weight=layer.weight,
             bias=getattr(layer, "bias", None),
             scale=_logit_scale(config),
-            softcap=getattr(config, "final_logit_softcapping", None),
+            softcap=_softcap(config),
         )
 
 
@@ -155,6 +155,14 @@ def _logit_scale(config: Any) -> float:
     if (scaling := getattr(config, "logits_scaling", None)) is not None:
         return float(scaling) if config.model_type == "hyperclovax" else 1.0 / float(scaling)
     return 1.0
+
+
+def _softcap(config: Any) -> float | None:
+    """Architectures bound their logits under three names."""
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        if (bound := getattr(config, name, None)) is not None:
+            return float(bound)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

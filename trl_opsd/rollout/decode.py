@@ -8,13 +8,15 @@ B rows to begin with · n places in the batch now · P prompt tokens, padded · 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor
-from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from trl_opsd.rollout import every_row
 
@@ -51,9 +53,20 @@ def obstacle(model: Any, config: Any) -> str | None:
         return f"rows cannot leave a cache of `cache_implementation={config.cache_implementation!r}`"
     if config.use_cache is False:
         return "`use_cache=False` leaves nothing to go on from"
-    if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
+    if not _has_common_cache(model.get_base_model() if is_peft_model(model) else model):
         return f"{type(model).__name__} keeps a cache of its own kind"
     return None
+
+
+def _has_common_cache(model: Any) -> bool:
+    """Whether `generate` gives the model a cache whose rows can be selected layer by layer."""
+    if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
+        return False
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return False
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    # A family may bring layers that hold more than those of `transformers` know to select.
+    return all(type(layer).__module__ == DynamicCache.__module__ for layer in layers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,37 +64,37 @@ class HFRollout(RolloutBackend):
         lengths = list(map(len, prompt_ids))
         rooms = [limits.room(length) for length in lengths]
         completions: dict[int, list[int]] = {}
-        for rows in reading.groups_to_continue(lengths, rooms, self._is_synced()):
-            written = self._write([prompt_ids[row] for row in rows], [rooms[row] for row in rows])
-            completions.update(zip(rows, written, strict=True))
+        with self._trainer.student_for_generation() as student:
+            for rows in reading.groups_to_continue(lengths, rooms, self._is_synced()):
+                written = self._write(student, [prompt_ids[row] for row in rows], [rooms[row] for row in rows])
+                completions.update(zip(rows, written, strict=True))
         return [completions[row] for row in range(len(prompt_ids))]
 
-    def _write(self, prompt_ids: list[list[int]], rooms: list[int]) -> list[list[int]]:
+    def _write(self, student: Any, prompt_ids: list[list[int]], rooms: list[int]) -> list[list[int]]:
         """Continues prompts in one batch, each by as many tokens as it has room for."""
         trainer = self._trainer
         inputs = self._padded(prompt_ids)
         prompt_tokens = inputs["input_ids"].size(1)
-        with trainer.student_for_generation() as student:
-            config = copy.copy(trainer.generation_config)
-            if reason := obstacle(student, config):
-                logger.warning_once(
-                    f"Rollouts are written by plain `generate`, whose batch runs until its longest row ends: {reason}."
-                )
-                # One length for all; in a later turn with tools a prompt may already fill most of the context.
-                config.max_new_tokens, loop = min(rooms), None
-            else:
-                config.max_new_tokens = max(*rooms, 1)
-                loop = RaggedDecoding(rooms=rooms, context=trainer.limits.context, synced=self._is_synced())
-                if self._compile:
-                    self._set_up_compilation(config, prompt_tokens)
-            with _TokenProgress(config.max_new_tokens, trainer.show_progress) as progress:
-                written = student.generate(
-                    **inputs,
-                    generation_config=config,
-                    logits_processor=LogitsProcessorList([OnlyKnown(trainer.limits.vocabulary)]),
-                    stopping_criteria=StoppingCriteriaList([progress]),
-                    custom_generate=loop,
-                )
+        config = copy.copy(trainer.generation_config)
+        if reason := obstacle(student, config):
+            logger.warning_once(
+                f"Rollouts are written by plain `generate`, whose batch runs until its longest row ends: {reason}."
+            )
+            # One length for all; in a later turn with tools a prompt may already fill most of the context.
+            config.max_new_tokens, loop = min(rooms), None
+        else:
+            config.max_new_tokens = max(*rooms, 1)
+            loop = RaggedDecoding(rooms=rooms, context=trainer.limits.context, synced=self._is_synced())
+            if self._compile:
+                self._set_up_compilation(config, prompt_tokens)
+        with _TokenProgress(config.max_new_tokens, trainer.show_progress) as progress:
+            written = student.generate(
+                **inputs,
+                generation_config=config,
+                logits_processor=LogitsProcessorList([OnlyKnown(trainer.limits.vocabulary)]),
+                stopping_criteria=StoppingCriteriaList([progress]),
+                custom_generate=loop,
+            )
         completions: list[list[int]] = written if loop else written[:, prompt_tokens:].tolist()
         return completions
 

@@ -1,0 +1,58 @@
+"""Model families of each kind, as the tool for all of them tries them: exact, exact because read apart, or refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parents[1] / "tools"
+
+
+@pytest.fixture(scope="module")
+def verdict():
+    sys.path.insert(0, str(TOOLS))
+    import families
+
+    yield families.verdict
+    sys.path.remove(str(TOOLS))
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "expected"),
+    [
+        ("bart", "student", "exact"),
+        ("bart", "rollout", "exact"),
+        ("mamba", "teacher", "exact"),
+        ("mamba", "rollout", "exact"),
+        ("gemma3n_text", "teacher", "exact"),
+        ("llama4_text", "student", "exact"),
+        ("deepseek_v4", "rollout", "exact"),
+        ("bert", "teacher", "refused: ValueError: The teacher (BertLMHeadModel) does not compute its logits as"),
+        ("phimoe", "LoRA", "refused: ValueError: The student (PeftModel) cannot read eight tokens, AttributeError"),
+    ],
+)
+def test_a_family_that_is_silently_wrong_or_crashes_is_noticed(verdict, family, role, expected):
+    assert verdict(role, family).startswith(expected)
+
+
+def test_the_table_names_every_kind_and_shortens_reasons(monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    from family_table import document
+
+    page = document(
+        {
+            "sound": {"student": "exact 1e-05", "teacher": "exact 0e+00"},
+            "apart": {"student": "exact 1e-05 (rows of one length together)", "teacher": "exact 0e+00"},
+            "odd": {"student": "refused: ValueError: it is read a second time", "teacher": "WRONG 0.3"},
+            "absent": {"student": "not built: ImportError", "teacher": "not built: ImportError"},
+        },
+        ["student", "teacher"],
+    )
+    assert "| student | 0 | 2 | 1 |" in page
+    assert "| teacher | 1 | 2 | 0 |" in page
+    assert "| odd | refused: it draws random numbers while it reads | WRONG 0.3 |" in page
+    assert "is not installed: absent." in page
+    assert "\nsound.\n" in page
+    assert "\napart.\n" in page

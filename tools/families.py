@@ -1,0 +1,261 @@
+"""Tries every causal language model family of the installed transformers as student and teacher; writes a table.
+
+    python tools/families.py                       # all of them, about a quarter of an hour; rewrites docs/families.md
+    python tools/families.py bart mamba phi3       # some, printed
+
+Each family is built at toy size with random weights and driven by the trainer, in float32, for two optimizer steps: as
+a student, in full and with LoRA, as a teacher, and as the writer of greedy rollouts. The oracle is the model itself in
+float64 on each row alone, without padding: its logits, a dense forward KL, plain autograd and plain SGD; for rollouts
+`generate` on each prompt alone. A family is tried in a process of its own, with limits on time and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import toys
+import transformers
+from datasets import Dataset
+from family_table import document
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+import trl_opsd
+from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
+from trl_opsd.rollout.base import cut_after_end
+
+VOCABULARY = 259
+PROMPTS = ["2+2=", "The sky is", "a", "Count: one", "red, green,", "x y z"]
+ANSWERS = ["4 or so.", " blue today", "bc", " two three", " blue", "!"]
+RATE, STEPS, ROWS, SECONDS, BYTES = 1e-2, 2, 3, 120, 6 << 30
+ENDS = list(range(2, VOCABULARY, 12))
+EXACT = 1e-3
+"""What a change of the weights in two steps may differ from the oracle's, relative to its norm."""
+TABLE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
+
+
+def words() -> PreTrainedTokenizerFast:
+    """One token for each byte and three special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+def trainer_of(student: Any, teacher: Any, folder: str, rollout: Any, **given: Any) -> OPSDTrainer:
+    """Plain SGD, forward KL, in the order of the rows."""
+    args = OPSDConfig(
+        output_dir=folder, per_device_train_batch_size=ROWS, gradient_accumulation_steps=1, max_steps=STEPS,
+        max_completion_length=12, learning_rate=RATE, lr_scheduler_type="constant", optim="sgd", max_grad_norm=1e9,
+        divergence="forward_kl", temperature=1.0, shuffle_dataset=False, save_strategy="no", report_to="none",
+        disable_tqdm=True, bf16=False, use_cpu=True, gradient_checkpointing=False,
+        generation_kwargs={"do_sample": False},
+    )  # fmt: skip
+    data = Dataset.from_dict({"prompt": PROMPTS})
+    return OPSDTrainer(
+        model=student,
+        teacher_model=teacher,
+        args=args,
+        train_dataset=data,
+        processing_class=words(),
+        rollout=rollout,
+        **given,
+    )
+
+
+def qwen2(seed: int) -> Any:
+    sizes = {name: value for name, value in toys.SIZES.items() if name in Qwen2Config().to_dict()}
+    return toys.toy("qwen2", VOCABULARY, seed, sharpness=12.0, **{**sizes, "num_hidden_layers": 2})
+
+
+def recorded() -> tuple[list[list[int]], list[list[int]]]:
+    tokenizer = words()
+    return tokenizer(PROMPTS)["input_ids"], tokenizer(ANSWERS)["input_ids"]
+
+
+def precise(model: Any) -> Any:
+    """A copy in float64, its experts computed one by one."""
+    copied = copy.deepcopy(model).double().eval()
+    bare = copied.get_base_model() if hasattr(copied, "get_base_model") else copied
+    bare.set_experts_implementation("eager")
+    return copied
+
+
+def log_probs(model: Any, prompt: list[int], completion: list[int]) -> Tensor:
+    """[C, V], float64, from a row alone."""
+    logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits
+    return logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+
+
+def learn(student: Any, teacher: Any) -> None:
+    """The oracle: two steps of SGD on the mean forward KL over the tokens of each batch, row by row, in place."""
+    prompts, completions = recorded()
+    trained = [one for one in student.parameters() if one.requires_grad]
+    for start in (0, ROWS):
+        rows = range(start, start + ROWS)
+        tokens = sum(len(completions[row]) for row in rows)
+        for one in trained:
+            one.grad = None
+        for row in rows:
+            with torch.no_grad():
+                target = log_probs(teacher, prompts[row], completions[row])
+            found = log_probs(student, prompts[row], completions[row])
+            ((target.exp() * (target - found)).sum() / tokens).backward()
+        with torch.no_grad():
+            for one in trained:
+                if one.grad is not None:
+                    one.sub_(one.grad, alpha=RATE)
+
+
+def compare(student: Any, teacher: Any, folder: str, **given: Any) -> tuple[float, str]:
+    """Relative distance between the trainer's change of the weights and the oracle's."""
+    prompts, completions = recorded()
+    pairs = {tuple(prompt): answer for prompt, answer in zip(prompts, completions, strict=True)}
+    theirs = precise(teacher)
+    trainer = trainer_of(student, teacher, folder, FixedRollout(pairs), **given)
+    before, after = precise(trainer.model), precise(trainer.model)
+    learn(after, theirs)
+    trainer.train()
+    gap = size = rounding = 0.0
+    start, wanted = dict(before.named_parameters()), dict(after.named_parameters())
+    for name, parameter in trainer.model.named_parameters():
+        target = wanted[name].detach()
+        change = target - start[name].detach()
+        gap += float((parameter.detach().double() - target).square().sum())
+        size += float(change.square().sum())
+        rounding += float(parameter.detach().double().square().sum())
+    # What is stored in float32 cannot have changed by less than its rounding.
+    beyond = max(gap**0.5 - 2e-7 * rounding**0.5, 0.0)
+    return beyond / size**0.5 if size else float("inf"), readings(trainer)
+
+
+def readings(trainer: Any) -> str:
+    """How student and teacher read rows, as the trainer found it."""
+    found = {str(getattr(one, "reading", "padded")) for one in (trainer, *trainer.teachers.values())}
+    return " ".join(sorted(found - {"padded"}))
+
+
+def write(student: Any, folder: str) -> tuple[float, str]:
+    """Share of rows whose greedy completion is not that of `generate` on the prompt alone."""
+    # So many end tokens that rows end one after the other.
+    student.generation_config.eos_token_id = ENDS
+    alone = copy.deepcopy(student).eval()
+    trainer = trainer_of(student, qwen2(1), folder, HFRollout())
+    prompts, _ = recorded()
+    written = trainer.complete(prompts)
+    config = copy.copy(trainer.generation_config)
+    config.max_new_tokens = 12
+    wrong = 0
+    for prompt, ids in zip(prompts, written, strict=True):
+        inputs = torch.tensor([prompt])
+        with torch.no_grad():
+            expected = alone.generate(
+                input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=config
+            )
+        expected = expected[0, len(prompt) :].tolist()
+        wrong += cut_after_end(expected, ENDS) != ids
+    return wrong / len(prompts), readings(trainer)
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
+
+
+ROLES: dict[str, Callable[[Any, str], tuple[float, str]]] = {
+    "student": lambda model, folder: compare(model, qwen2(1), folder),
+    "LoRA": lambda model, folder: compare(model, qwen2(1), folder, peft_config=lora()),
+    "teacher": lambda model, folder: compare(qwen2(1), model, folder),
+    "rollout": write,
+}
+
+
+def verdict(role: str, family: str) -> str:
+    """What became of a family in a role: `exact`, `WRONG ...`, `refused: ...` or `CRASHED ...`."""
+    try:
+        # A random model whose head is tied repeats its last token for ever.
+        untied = {"tie_word_embeddings": False} if role == "rollout" else {}
+        model = toys.toy(family, VOCABULARY, sharpness=12.0, **untied).eval()
+        with torch.no_grad():
+            model(input_ids=torch.arange(3, 9)[None], use_cache=False)
+    except Exception as error:
+        return f"not built: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            gap, reading = ROLES[role](model, folder)
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        if isinstance(error, ValueError | TypeError) and (frame.line or "").startswith("raise ValueError(\n"[:16]):
+            if str(Path(trl_opsd.__file__).parent) in frame.filename:
+                return f"refused: {text}"
+            if "/peft/" in frame.filename:
+                return f"refused: by PEFT: {text}"
+        return f"CRASHED {text[:300]} ({Path(frame.filename).name}:{frame.lineno})"
+    how = f" ({reading})" if reading else ""
+    return (f"exact {gap:.0e}" if gap < EXACT else f"WRONG {gap:.2g}") + how
+
+
+def apart(call: Callable[[], str]) -> str:
+    """What a function returns, in a process of its own with limits."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+        signal.alarm(SECONDS)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        try:
+            os.write(writer, call().encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        answer = pipe.read().decode()
+    _, status = os.waitpid(child, 0)
+    return answer or f"CRASHED the process ended with status {status}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="family")
+    parser.add_argument("--roles", nargs="+", default=list(ROLES), choices=list(ROLES))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, str]] = {}
+    for family in options.families or toys.families():
+        found[family] = {}
+        for role in options.roles:
+            found[family][role] = apart(lambda role=role, family=family: verdict(role, family))
+            print(f"{family:24} {role:8} {found[family][role]}", flush=True)
+    for role in options.roles:
+        print(role, dict(Counter(one[role].split()[0] for one in found.values())))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    if not options.families:
+        TABLE.write_text(document(found, list(ROLES)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Writes what was found out about model families as a page of the documentation."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import transformers
+
+REASONS = {
+    "does not compute its logits as": "its head does more than a product with its weight",
+    "when more tokens follow": "a token's state depends on tokens after it",
+    "a second time": "it draws random numbers while it reads",
+    "by PEFT": 'PEFT does not allow "all-linear"',
+    "cannot read eight tokens": "its forward fails on text alone",
+    "has no output embeddings": "it has no output embeddings",
+}
+"""What a refusal is called in the table, by a part of its message."""
+
+_INTRODUCTION = """\
+Every causal language model of transformers {version} that can be built at toy size, tried by
+`python tools/families.py`, which writes this page: two optimizer steps as a student, in full and with LoRA on
+"all-linear", and as a teacher, against the model itself in float64 on each row alone; greedy rollouts of a ragged batch
+against `generate` on each prompt alone. *Exact* is as near as float32 allows; *refused* is an error at construction,
+before anything is trained, that says why."""
+
+
+def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
+    """The page of the documentation.
+
+    Args:
+        found (`dict[str, dict[str, str]]`):
+            Verdicts by family and role.
+        roles (`list[str]`):
+            The roles, in the order of the columns.
+    """
+    built = {family: one for family, one in found.items() if not one["student"].startswith("not built")}
+    sound = [family for family, one in built.items() if all(text.startswith("exact") for text in one.values())]
+    unpadded = [family for family in sound if any("(" in text for text in built[family].values())]
+    counts = {role: Counter(one[role].split()[0].strip(":") for one in built.values()) for role in roles}
+    kinds = sorted({kind for one in counts.values() for kind in one})
+    lines = [
+        "# Model families",
+        "",
+        _INTRODUCTION.format(version=transformers.__version__),
+        "",
+        f"| | {' | '.join(kinds)} |",
+        f"|---|{'---|' * len(kinds)}",
+        *(f"| {role} | {' | '.join(str(counts[role][kind]) for kind in kinds)} |" for role in roles),
+        "",
+        "## Exact in every role",
+        "",
+        ", ".join(family for family in sound if family not in unpadded) + ".",
+        "",
+        "## Exact in every role, because rows are read apart",
+        "",
+        "Padding changes what these compute, in transformers itself: found by trying at construction. Only rows of one "
+        "length share a forward pass, which costs speed, not exactness; prompts are continued in the same way.",
+        "",
+        ", ".join(unpadded) + ".",
+        "",
+        "## The others",
+        "",
+        "| family | " + " | ".join(roles) + " |",
+        "|---|" + "---|" * len(roles),
+        *(
+            f"| {family} | {' | '.join(map(_cell, one.values()))} |"
+            for family, one in built.items()
+            if family not in sound
+        ),
+        "",
+        f"Not built at this size, or not without what is not installed: {', '.join(sorted(set(found) - set(built)))}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """A verdict without its figure, and a reason as far as its first clause."""
+    kind = text.split()[0]
+    if kind == "exact":
+        return "exact, apart" if "(" in text else "exact"
+    for reason, short in REASONS.items():
+        if reason in text:
+            return f"refused: {short}"
+    return text.replace("|", "/")[:200]
