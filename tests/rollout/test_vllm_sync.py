@@ -226,6 +226,21 @@ def test_weights_rounded_on_their_way_are_detected(make, monkeypatch):  # noqa: 
     assert "It looks like a dtype" in message(trainer)
 
 
+def test_weights_in_half_precision_rounded_further_on_their_way_are_detected(make, tmp_path, monkeypatch):  # noqa: F811
+    """The largest difference is as large with nothing wrong: rounding is nats where the model is sure."""
+    trainer = make(model=half(tmp_path / "student"))
+    trainer.complete(trainer.tokenize(tiny.PROMPTS))
+    load = Engine.load
+
+    def rounded(self, weights):
+        load(self, ((name, tensor.to(torch.float8_e4m3fn).bfloat16()) for name, tensor in weights))
+
+    monkeypatch.setattr(Engine, "load", rounded)
+    with pytest.raises(SyncError, match="times what rounding in bfloat16 explains") as error:
+        trainer.rollout.sync_weights()
+    print("\n", error.value)
+
+
 def test_a_prefix_cache_that_survives_a_sync_is_detected(make, monkeypatch):  # noqa: F811
     trainer = moved(make())
     monkeypatch.setattr(Engine, "forget_prefixes", lambda self: None)

@@ -6,27 +6,52 @@ L probe tokens · T written tokens · V vocabulary
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-WRITTEN = 8
+WRITTEN = 16
 """Tokens the engine writes after the probe."""
 
-RELATIVE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""By how much two implementations may differ in a log-probability, as a share of the largest logit."""
+PROMPTED = 64
+"""Tokens of the probe at least, so that an average over them is one."""
+
+RELATIVE = {torch.float32: 1e-4, torch.float16: 2.5e-3, torch.bfloat16: 2e-2}
+"""By how much two implementations may differ in half of their log-probabilities, as a share of the logits' root mean
+square."""
+
+AVERAGE = 3
+"""How many times as much they may differ on average. The largest difference says little: where a model is sure, one
+step of rounding can be nats."""
 
 
 class SyncError(RuntimeError):
     """The engine does not write as the student does, although the student's weights were sent to it."""
 
 
-class SyncProof:
-    """Compares engine and student on a fixed prompt and on what the engine writes after it.
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How far engine and student are apart."""
 
-    The prompt goes in twice. Once the engine scores it, which it can only do without its prefix cache; once it may use
-    the cache, and since the prompt is longer than a block of it, a stale cache shows.
+    largest: float
+    """Over all tokens, in nats."""
+    average: float
+    """Of the row where it is larger, in nats."""
+    excess: float
+    """As a share of what rounding explains: more than 1 is a fault."""
+
+
+class SyncProof:
+    """Compares engine and student on the prompts of the first rollout and on what the engine writes after them.
+
+    What a model says about text is what it was trained on; about arbitrary ids, rounding alone moves it by nats. Before
+    there are prompts, the engine writes the text by itself. The probe goes in twice. Once the engine scores it, which
+    it can only do without its prefix cache; once it may use the cache, and since the probe is longer than a block of
+    it, a stale cache shows.
 
     Args:
         trainer ([`OPSDTrainer`]):
@@ -42,11 +67,20 @@ class SyncProof:
     def __init__(self, trainer: Any, engine: Any, dtype: torch.dtype, with_adapter: bool) -> None:
         self._trainer, self._engine, self._dtype, self._with_adapter = trainer, engine, dtype, with_adapter
         self._last_scores_L: Tensor | None = None
-        length = engine.block_size + 2
+        self._length = max(engine.block_size + 2, PROMPTED)
         if trainer.limits.context is not None:
-            length = min(length, trainer.limits.context - WRITTEN)
-        # Spread over the vocabulary, and without drawing from the random state of training.
-        self._probe_ids = [place * 7919 % trainer.limits.vocabulary for place in range(max(length, 1))]
+            self._length = max(1, min(self._length, trainer.limits.context - WRITTEN - 1))
+        self._probe_ids: list[int] | None = None
+
+    def prompted(self, prompt_ids: list[list[int]]) -> None:
+        """Takes the main process's first prompts for the probe, one after the other, until it is long enough.
+
+        Every process calls this equally often; it talks to the others until there is a probe.
+        """
+        if self._probe_ids is None:
+            text = list(islice(cycle(chain.from_iterable(prompt_ids)), self._length))
+            (text,) = broadcast_object_list([text])
+            self._probe_ids, self._last_scores_L = text or None, None
 
     def check(self) -> float:
         """Compares both.
@@ -55,21 +89,22 @@ class SyncProof:
             `float`: the largest difference of log-probabilities over all processes, in nats.
 
         Raises:
-            SyncError: It is larger than rounding explains. The message says what it looks like.
+            SyncError: They differ by more than rounding explains. The message says what it looks like.
         """
         ids_RL, scores = self._asked()
-        own_RL, largest = self._student(ids_RL)
-        gap, tolerance = self._gap(scores, own_RL), self._tolerance(largest)
+        own_RL, scale = self._student(ids_RL)
+        gap = self._gap(scores, own_RL, scale)
         worst = self._trainer.accelerator.gather(
-            torch.tensor([gap, gap / tolerance], device=self._trainer.accelerator.device)
+            torch.tensor([gap.largest, gap.excess], device=self._trainer.accelerator.device)
         ).view(-1, 2)
         if not worst[:, 1].max() <= 1:
             # Every process comes here: each asks equally often, as all are needed where the student is split.
             bare_RL = self._student(ids_RL, without_adapter=True)[0] if self._with_adapter else None
             raise SyncError(
-                f"After a weight sync vLLM and the student disagree by {gap:.3g} nats on a log-probability; rounding "
-                f"in {str(self._dtype).removeprefix('torch.')} explains {tolerance:.3g}. "
-                f"{self._looks_like(scores, own_RL, bare_RL, largest)} No rollout was written with these weights. "
+                f"After a weight sync vLLM and the student disagree by {gap.average:.3g} nats on the average "
+                f"log-probability: {worst[:, 1].max():.3g} times what rounding in "
+                f"{str(self._dtype).removeprefix('torch.')} explains. "
+                f"{self._looks_like(scores, own_RL, bare_RL, scale)} No rollout was written with these weights. "
                 "Set `use_vllm=False` to go on without vLLM."
             )
         self._last_scores_L = scores[0]
@@ -81,14 +116,16 @@ class SyncProof:
 
     def _asked(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The token ids [2, L + T] and the engine's log-probabilities: the whole first row, the end of the second."""
-        sampled = {"max_tokens": WRITTEN, "ignore_eos": True, "seed": 0, "logprobs": 0}
-        rows = self._engine.write([self._probe_ids] * 2, [{**sampled, "prompt_logprobs": 0}, {**sampled, "seed": 1}])
+        probe = self._probe_ids or [0]
+        length = WRITTEN if self._probe_ids else self._length
+        sampled = {"max_tokens": length, "ignore_eos": True, "seed": 0, "logprobs": 0}
+        rows = self._engine.write([probe] * 2, [{**sampled, "prompt_logprobs": 0}, {**sampled, "seed": 1}])
         ids_RL = torch.tensor([row.prompt_ids + row.completion_ids for row in rows])
         scored = torch.tensor(rows[0].prompt_logprobs + rows[0].logprobs)
         return ids_RL, (scored, torch.tensor(rows[1].logprobs))
 
     def _student(self, ids_RL: Tensor, without_adapter: bool = False) -> tuple[Tensor, float]:
-        """The student's log-probabilities of all tokens but the first, [2, L + T - 1], and its largest logit."""
+        """The student's log-probabilities of all tokens but the first, [2, L + T - 1], and the size of its logits."""
         trainer = self._trainer
         ids_RL = ids_RL.to(trainer.accelerator.device)
         with trainer.student_for_generation() as student, trainer.accelerator.autocast():
@@ -97,35 +134,35 @@ class SyncProof:
                 logits_RLV = student(input_ids=ids_RL, attention_mask=torch.ones_like(ids_RL), use_cache=False).logits[
                     :, :-1
                 ]
-        logprobs_RLV = logits_RLV.float().log_softmax(-1)
-        chosen_RL = logprobs_RLV.gather(-1, ids_RL[:, 1:, None])[..., 0]
-        return chosen_RL.cpu(), float(logits_RLV.abs().max())
+        logits_RLV = logits_RLV.float()
+        chosen_RL = logits_RLV.gather(-1, ids_RL[:, 1:, None])[..., 0] - logits_RLV.logsumexp(-1)
+        return chosen_RL.cpu(), float(torch.linalg.vector_norm(logits_RLV)) / logits_RLV.numel() ** 0.5
 
-    def _gap(self, scores: tuple[Tensor, Tensor], own_RL: Tensor) -> float:
+    def _gap(self, scores: tuple[Tensor, Tensor], own_RL: Tensor, scale: float, relative: float | None = None) -> Gap:
         scored, cached = scores
-        return max(
-            float((scored - own_RL[0]).abs().max()),
-            float((cached - own_RL[1, -cached.numel() :]).abs().max()),
+        rounding = (relative or RELATIVE[self._dtype]) * max(scale, 1e-6)
+        rows = [(scored - own_RL[0]).abs(), (cached - own_RL[1, -cached.numel() :]).abs()]
+        averages = torch.stack([row.mean() for row in rows])
+        medians = torch.stack([row.median() for row in rows])
+        return Gap(
+            largest=float(torch.cat(rows).max()),
+            average=float(averages.max()),
+            excess=float(torch.cat([averages / AVERAGE, medians]).max()) / rounding,
         )
 
-    def _tolerance(self, largest: float) -> float:
-        return RELATIVE[self._dtype] * max(largest, 1.0)
-
-    def _looks_like(self, scores: tuple[Tensor, Tensor], own_RL: Tensor, bare_RL: Tensor | None, largest: float) -> str:
+    def _looks_like(self, scores: tuple[Tensor, Tensor], own_RL: Tensor, bare_RL: Tensor | None, scale: float) -> str:
         """What the difference is like; `bare_RL` are the student's log-probabilities without its adapter."""
-        gap, tolerance = self._gap(scores, own_RL), self._tolerance(largest)
-        if bare_RL is not None and self._gap(scores, bare_RL) <= tolerance:
+        if bare_RL is not None and self._gap(scores, bare_RL, scale).excess <= 1:
             return "It looks like a missing adapter: vLLM agrees with the student without its adapter."
-        scored, _ = scores
-        before = self._last_scores_L
-        prompt = len(self._probe_ids) - 1
-        if before is not None and float((scored[:prompt] - before[:prompt]).abs().max()) <= gap / 10:
+        scored, cached = scores
+        prompt = len(self._probe_ids or [0]) - 1
+        if self._unmoved(scored[:prompt], self._gap(scores, own_RL, scale).largest):
             return (
                 "It looks stale: what vLLM says has not changed since before the sync, so the weights did not arrive."
             )
-        if float((scored - own_RL[0]).abs().max()) <= tolerance:
+        if self._gap((scored, own_RL[1, -cached.numel() :]), own_RL, scale).excess <= 1:
             return "It looks like a stale prefix cache: vLLM agrees with the student where it may not use its cache."
-        if gap <= RELATIVE[torch.bfloat16] * max(largest, 1.0):
+        if self._gap(scores, own_RL, scale, RELATIVE[torch.bfloat16]).excess <= 1:
             return "It looks like a dtype: the difference is what a lower precision than the student's would give."
         if self._trainer.model.config.get_text_config().tie_word_embeddings:
             return (
@@ -133,3 +170,9 @@ class SyncProof:
                 "its weight with the embedding, which vLLM keeps a second time."
             )
         return "New weights arrived, but not all of them, or not under the names vLLM knows for this architecture."
+
+    def _unmoved(self, scored_L: Tensor, gap: float) -> bool:
+        """Whether the engine says about the probe what it said before the sync."""
+        if self._last_scores_L is None or not len(scored_L):
+            return False
+        return float((scored_L - self._last_scores_L[: len(scored_L)]).abs().max()) <= gap / 10

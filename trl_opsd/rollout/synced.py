@@ -34,6 +34,7 @@ class SyncedRollout(RolloutBackend):
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         self._wake("weights")
+        self._proof.prompted(prompt_ids)
         if self._moved():
             self.sync_weights()
         self._wake("kv_cache")
