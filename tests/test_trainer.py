@@ -330,3 +330,13 @@ def test_without_arguments_the_config_is_ours_and_named_after_the_student(make_t
     trainer = make_trainer(model="student", teacher_model=teacher, args=None, train_dataset=tiny.rows(64))
     assert type(trainer.args) is OPSDConfig
     assert trainer.args.output_dir == "student-OPSD"
+
+
+def test_an_evaluation_that_reads_the_rows_of_the_one_before(make_trainer):
+    kept = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "per_device_eval_batch_size": 2}
+    trainer = make_trainer(eval_dataset=tiny.rows(), **kept)
+    whole, again, one_row = (trainer.evaluate(rows)["eval_loss"] for rows in (None, None, tiny.rows(1)))
+    assert whole == again != one_row
+    predicted = trainer.predict(tiny.rows(1).to_iterable_dataset()).metrics
+    assert predicted["test_loss"] == one_row
+    assert predicted["test_samples_per_second"] > 0

@@ -176,11 +176,16 @@ def named(eval_dataset: AnyDataset | dict[str, AnyDataset] | None) -> dict[str, 
 
 
 def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:
-    """Checks that a dataset fills one generation batch; a stream is as long as it is.
+    """Checks that a dataset fills one generation batch; a stream is as long as it is, and has to be told when to end.
 
     Raises:
-        ValueError: It does not, so that training would end after 0 steps.
+        ValueError: It does not, so that training would end after 0 steps; or nobody says when a stream ends.
     """
+    if isinstance(dataset, IterableDataset) and args.max_steps <= 0:
+        raise ValueError(
+            f"`max_steps={args.max_steps}`: `train_dataset` is a stream, whose length is not known: set `max_steps` to "
+            "the number of optimizer steps."
+        )
     rows, processes, steps = args.per_device_train_batch_size, args.world_size, args.gradient_accumulation_steps
     needed = rows * processes * steps
     if isinstance(dataset, Dataset) and len(dataset) < needed:

@@ -7,8 +7,30 @@ from typing import Any, final
 
 import torch
 from torch.utils.data import Sampler
+from transformers import TrainerCallback
 
-__all__ = ["EpochSampler"]
+__all__ = ["EpochCount", "EpochSampler"]
+
+
+@final
+class EpochCount(TrainerCallback):
+    """Counts epochs as they begin, from the one in which a run begins.
+
+    The trainer's `state.epoch` counts steps, and stays behind where a callback ends an epoch early.
+
+    Attributes:
+        number (`int`): of the epoch that was begun last, counted from 0.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._next = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._next = int(state.epoch or 0)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.number, self._next = self._next, self._next + 1
 
 
 @final

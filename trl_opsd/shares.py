@@ -20,7 +20,7 @@ _MISSHARED = {
         True,
         "it cuts through the rows of an optimizer step; lower `per_device_train_batch_size` instead",
     ),
-    "dispatch_batches": (True, "it sends rows to other processes as tensors, and prompts are text; remove it"),
+    "dispatch_batches": (True, "it hands rows out as tensors, and prompts are text; remove it"),
     "even_batches": (False, "one would end an evaluation before the others; remove it, no row is counted twice"),
 }
 """Options of accelerate with which rows would be read twice or never, with that value, and why."""
@@ -37,7 +37,7 @@ def check_sharing(args: Any) -> None:
         ValueError: There is one.
     """
     for name, (value, why) in _MISSHARED.items():
-        if args.world_size > 1 and getattr(args.accelerator_config, name) is value:
+        if getattr(args.accelerator_config, name) is value and (args.world_size > 1 or name == "dispatch_batches"):
             raise ValueError(f"`accelerator_config`: `{name}={value}` on {args.world_size} processes: {why}.")
     if not args.dataloader_in_order and args.dataloader_num_workers:
         raise ValueError(

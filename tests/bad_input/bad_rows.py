@@ -96,6 +96,19 @@ DATASETS = [
         "1 rows, but one generation batch takes 2",
         train_dataset=prompts("a"),
     ),
+    untouched(
+        "at least",
+        "a stream without `max_steps`",
+        "`train_dataset` is a stream, whose length is not known: set `max_steps`",
+        train_dataset=prompts("a", "b").to_iterable_dataset(),
+        max_steps=-1,
+    ),
+    trained_on(
+        "dataset too small",
+        "a stream that ends before a batch is full",
+        "ended before it filled one generation batch of 2 = 2 per device x 1 processes x 1 accumulation",
+        prompts("a").to_iterable_dataset(),
+    ),
     trained_on(
         "dataset without prompt",
         "another column",

@@ -9,9 +9,10 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import json
+import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import fsdp_on_cpu
 import tiny
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
+from datasets.distributed import split_dataset_by_node
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from transformers import PrinterCallback
 
@@ -32,7 +34,7 @@ BATCH = 4
 STEPS = 2
 """Optimizer steps of an epoch."""
 EPOCHS = 2
-SECONDS = 40
+SECONDS = 60
 """After which processes that wait for each other are ended."""
 SHARDS = {"even": [2, 2, 2, 2, 3], "uneven": [7, 1, 0, 3]}
 
@@ -91,7 +93,7 @@ class Counting(OPSDTrainer):
         return super().teach(rollout, rows)
 
 
-def build(folder: Path, variant: Variant, processes: int, **options: Any) -> Counting:
+def build(folder: Path, variant: Variant, processes: int, rows: Any = None, **options: Any) -> Counting:
     given = {
         "per_device_train_batch_size": BATCH // processes // variant.accumulation,
         "gradient_accumulation_steps": variant.accumulation,
@@ -101,12 +103,13 @@ def build(folder: Path, variant: Variant, processes: int, **options: Any) -> Cou
         "accelerator_config": dict(variant.accelerator),
         **options,
     }
+    args = tiny.config(folder / "out", **given)
     fsdp_on_cpu.allow()
     trainer = Counting(
         model=str(folder / "student"),
         teacher_model=str(folder / "teacher"),
-        args=tiny.config(folder / "out", **given),
-        train_dataset=make_rows(variant.kind),
+        args=args,
+        train_dataset=make_rows(variant.kind) if rows is None else rows,
         eval_dataset=make_rows(variant.kind),
         processing_class=tiny.tokenizer(),
         rollout=Unequal(),
@@ -145,17 +148,93 @@ def counted(folder: Path, variant: Variant, processes: int, what: Sequence[str] 
     try:
         trainer = build(folder, variant, processes)
         trainer.remove_callback(PrinterCallback)
-        found = evaluated(trainer) if "eval" in what else {}
-        return found | (trained(trainer) if "train" in what else {})
+        found: dict[str, Any] = {}
+        for part in what:
+            found |= {"eval": evaluated, "train": trained}[part](trainer)
+        return found
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 def count_all(folder: Path, variants: list[Variant], processes: int, *what: Any) -> dict[str, Any]:
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
     return {variant.name: counted(folder, variant, processes, *what) for variant in variants}
 
 
+def subset(folder: Path) -> dict[str, Any]:
+    return {"shared": count_all(folder, SHARED, 2), **siblings(folder)}
+
+
+def in_time(function: Callable[..., Any], *args: Any) -> Any:
+    """What it returns; processes that wait for each other are ended, and say where they were."""
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    found = function(*args)
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+def refused(make: Callable[[], Counting]) -> str:
+    """What is said before a completion is written, as it would be about rows that no process or both would read."""
+    trainer = None
+    try:
+        trainer = make()
+        trainer.train()
+    except ValueError as error:
+        return str(error) if trainer is None or not trainer.read else "too late"
+    return "nothing"
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """What is said to two processes that were not given the same rows, or share them by other rules."""
+    rank = int(os.environ["RANK"])
+    given = {
+        "order": make_rows("map").shuffle(seed=rank),
+        "split": split_dataset_by_node(make_rows("map"), rank, 2),
+        "stream's order": make_rows("stream").shuffle(seed=rank),
+        "stream split": split_dataset_by_node(make_rows("even"), rank, 2),
+    }
+    variants = {str(option): Variant("even", accelerator=option) for option in OPTIONS}
+    return {
+        **{
+            name: refused(lambda rows=rows: build(folder, Variant("map"), 2, rows=rows)) for name, rows in given.items()
+        },
+        **{name: refused(lambda variant=variant: build(folder, variant, 2)) for name, variant in variants.items()},
+    }
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    """Runs on a sharded stream: whole, the same trainer again, and resumed in the second pass."""
+    variant, saves = Variant("uneven", 2), {"save_strategy": "steps", "save_steps": 1}
+    trainer = build(folder, variant, 2, **saves)
+    first, again = trained(trainer), trained(trainer)
+    trainer = build(folder, variant, 2)
+    trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-3"))
+    return {"whole": first["train"], "again": again["train"], "resumed": shared(trainer)}
+
+
+def short(folder: Path) -> dict[str, Any]:
+    """Evaluations of fewer rows than two processes read at once; and rows too long, dropped by options for workers."""
+    trainer = build(folder, Variant("map"), 2)
+    found: dict[str, Any] = {}
+    for kind, number in itertools.product(("map", "even"), (1, 2, 4, 5)):
+        rows = make_rows("map").select(range(number))
+        rows = rows if kind == "map" else rows.to_iterable_dataset(num_shards=min(3, number))
+        found[f"{kind} {number}"] = trainer.evaluate(rows)["eval_loss"]
+    long = [row(number) if number % 4 else {"prompt": "x" * 300} for number in range(ROWS)]
+    workers = {"dataloader_persistent_workers": True, "dataloader_prefetch_factor": 2, "overlong_prompts": "drop"}
+    stream = Dataset.from_list(long).to_iterable_dataset(num_shards=4)
+    dropping = build(folder, Variant("even", 2, workers=2), 2, rows=stream, **workers)
+    return found | {
+        "dropping": trained(dropping)["train"],
+        "dropped": gather_object([dropping.dropped_prompts["train_dataset"]]),
+    }
+
+
+def siblings(folder: Path) -> dict[str, Any]:
+    return {"refused": refusals(folder), "resumed": resumed(folder), "short": short(folder)}
+
+
+BACKWARD = ("train", "eval")
+"""FSDP2 can only evaluate a student that has been given an optimizer."""
 KINDS = ("map", "stream", "even", "uneven")
 SHARED = [Variant(kind, accumulation) for kind in KINDS for accumulation in (1, 2)]
 OPTIONS = ({"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False})
@@ -183,7 +262,7 @@ def line(name: str, found: dict[str, Any]) -> str:
 def launched(strategy: str, folder: Path, variants: list[Variant], *what: Any) -> dict[str, Any]:
     """What two processes read, or how they ended."""
     try:
-        return forks.launch(strategy, count_all, folder, variants, 2, *what)[0]
+        return forks.launch(strategy, in_time, count_all, folder, variants, 2, *what)[0]
     except ChildFailedError as failure:
         code = failure.get_first_failure()[1].exitcode
         return {variant.name: {"error": f"a process ended with status {code}"} for variant in variants}
@@ -193,7 +272,8 @@ def main(folder: Path, *arguments: str) -> None:
     tiny.qwen2(32, seed=0).save_pretrained(folder / "student")
     tiny.qwen2(48, seed=1).save_pretrained(folder / "teacher")
     if "--all" not in arguments:
-        found = {"shared": launched("ddp", folder, SHARED)}
+        found = forks.launch("ddp", in_time, subset, folder)[0]
+        found["fsdp2"] = forks.launch("fsdp2_cpu", in_time, count_all, folder, [Variant("uneven", 2)], 2, BACKWARD)[0]
         (folder / "results.json").write_text(json.dumps(found))
         return
     pairs = [("ddp", variant) for variant in ALL] + list(itertools.product(("zero3_cpu", "fsdp2_cpu"), SHARED))

@@ -22,6 +22,7 @@ def read(tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
     folder = tmp_path_factory.mktemp("rows")
     run(HERE / "row_counts.py", folder, seconds=SECONDS)
     alone = {kind: row_counts.counted(folder, Variant(kind), 1) for kind in KINDS}
+    alone["trained"] = row_counts.counted(folder, Variant("uneven"), 1, row_counts.BACKWARD)
     return json.loads((folder / "results.json").read_text()), alone
 
 
@@ -45,3 +46,45 @@ def test_an_evaluation_that_counts_a_row_twice_or_never(read, kind, accumulation
     assert len(found["eval"]) == ROWS + 1, "one row fills the last batch"
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert alone["loss"] == pytest.approx(read[1]["map"]["loss"], rel=1e-6)
+
+
+def test_an_evaluation_of_a_split_student_that_counts_a_row_twice_or_never(read):
+    (found,) = read[0]["fsdp2"].values()
+    assert "error" not in found, found
+    assert found["loss"] == pytest.approx(read[1]["trained"]["loss"], rel=1e-4)
+    assert abs(found["loss"] / read[1]["uneven"]["loss"] - 1) > 1e-3, "it was trained"
+    assert found["train"] == read[1]["uneven"]["train"]
+
+
+@pytest.mark.parametrize("what", ["order", "split", "stream's order", "stream split"])
+def test_processes_that_take_their_shares_of_different_rows(read, what):
+    said = "read different rows from the stream" if "stream" in what else "is another dataset in process 1"
+    assert said in read[0]["refused"][what]
+    assert "Shuffle" in read[0]["refused"][what]
+
+
+@pytest.mark.parametrize("option", row_counts.OPTIONS, ids=str)
+def test_an_option_that_shares_rows_out_otherwise(read, option):
+    ((name, value),) = option.items()
+    assert f"`{name}={value}` on 2 processes" in read[0]["refused"][str(option)]
+
+
+def test_a_sharded_stream_that_two_processes_do_not_read_on_at_the_same_row(read):
+    runs = read[0]["resumed"]
+    assert runs["resumed"] == runs["whole"][3:]
+    assert runs["again"] == runs["whole"], "a second `train()` begins anew"
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 5])
+def test_an_evaluation_of_fewer_rows_than_the_processes_read_at_once(read, number):
+    losses = read[0]["short"]
+    assert losses[f"map {number}"] == pytest.approx(losses[f"even {number}"], rel=1e-6)
+    assert len({losses[f"map {number}"] for number in (1, 2, 4, 5)}) == 4
+
+
+def test_long_rows_of_a_stream_that_are_not_dropped_or_not_counted(read):
+    short = read[0]["short"]
+    assert short["dropped"] == [3 * EPOCHS] * 2, "each process reads the whole stream, in each epoch"
+    assert {prompt for step in short["dropping"] for prompt in step} == {
+        row_counts.row(number)["prompt"] for number in range(ROWS) if number % 4
+    }

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 from watched import EPOCHS, Witness, rows, trainer
 
 STEPS = 4
@@ -61,3 +62,28 @@ def test_a_resumed_run_that_does_not_read_on_at_the_same_row_of_a_stream(tmp_pat
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert resumed.witness.written[: 6 - step] == run.witness.written[step:]
         assert resumed.witness.weights[: 6 - step] == run.witness.weights[step:]
+
+
+def test_workers_that_are_kept_alive_draw_from_training_when_a_run_is_resumed(tmp_path):
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "num_train_epochs": 2}
+    run = trainer(tmp_path / "whole", "full", save_strategy="steps", save_steps=3, **options)
+    run.train()
+    resumed = trainer(tmp_path / "resumed", "full", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert resumed.witness.written == run.witness.written[3:]
+    assert resumed.witness.weights == run.witness.weights[3:]
+
+
+class OneStep(TrainerCallback):
+    """Ends each epoch after its first step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = True
+
+
+def test_an_epoch_that_was_ended_early_is_begun_again(tmp_path, whole):
+    run = trainer(tmp_path, "full")
+    run.add_callback(OneStep())
+    run.train()
+    prompts = [prompts for prompts, _ in run.witness.written]
+    assert prompts == [whole["full"][1].written[STEPS * epoch][0] for epoch in range(EPOCHS)]

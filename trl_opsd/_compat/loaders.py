@@ -114,7 +114,12 @@ class EachRowOnce(Trainer):
             options = {"dataloader_persistent_workers": False}
         self._streams["train" if is_training else "eval"] = stream
         with self._with_options(options):
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+            loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+            if self.args.dataloader_persistent_workers:
+                # Workers are given a seed when they start. One drawn from training's randomness would be drawn once
+                # in a whole run, and once more in a resumed one.
+                loader.base_dataloader.generator = torch.Generator().manual_seed(self.args.seed)
+        return loader
 
     @contextmanager
     def _with_options(self, options: dict[str, Any]) -> Iterator[None]:

@@ -31,7 +31,7 @@ from trl_opsd._compat.shards import is_split_model, leave_outputs, unsharded
 from trl_opsd._compat.steps import GuardedSteps
 from trl_opsd._compat.transformers import SafeCheckpoints
 from trl_opsd.clock import PhaseClock
-from trl_opsd.epochs import EpochSampler
+from trl_opsd.epochs import EpochCount, EpochSampler
 from trl_opsd.precision import autocast, carried
 from trl_opsd.rng import preserved_rng
 from trl_opsd.types import LossParts, OutputHead, Rollout, TeacherTargets
@@ -105,6 +105,8 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
         if is_split_model(self.model):
             with preserved_rng(self.accelerator.device):
                 recompute_buffers(without_peft(self.model))
+        self._epochs = EpochCount()
+        self.add_callback(self._epochs)
         self._first_turn = False
         self._unwritten_rows: list[int] = []
         self._loss_parts: LossParts | None = None
@@ -261,7 +263,7 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
             self._signature_columns = list(self.row_columns)
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
-        return EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+        return EpochSampler(super()._get_train_sampler(dataset), lambda: self._epochs.number)
 
     def _tokenize_prompts(self, prompts: list) -> tuple:
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
