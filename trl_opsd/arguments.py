@@ -10,13 +10,14 @@ from typing import Any, TypeAlias
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.integrations import is_fsdp_enabled
 from transformers.utils import CONFIG_NAME, cached_file
 
 from trl_opsd._compat.peft import without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
-from trl_opsd.prompts import check_columns
+from trl_opsd.prompts import IMAGE_COLUMNS, check_columns, check_no_images
 
 AnyDataset: TypeAlias = Dataset | IterableDataset
 
@@ -53,12 +54,33 @@ def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) ->
             Says how to load them.
 
     Raises:
-        ValueError: A model cannot be found, or is not a causal language model.
+        ValueError: A model cannot be found, is not a causal language model, or is a student without its weights.
     """
     _check_causal(student, "model", args.model_init_kwargs or {})
+    check_in_memory(student)
     place = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
     for name, teacher in teachers.items():
         _check_causal(teacher, "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]", place)
+
+
+def check_in_memory(student: Any) -> None:
+    """Refuses a student of which a part is on disk or nowhere: what it learns there would be lost.
+
+    Args:
+        student (`Any`):
+            A model; a path is not loaded yet.
+
+    Raises:
+        ValueError: A weight has no values in memory, because of its device map or because none were loaded.
+    """
+    if not isinstance(student, nn.Module) or is_fsdp_enabled():  # there only the main process may have read it
+        return
+    for name, parameter in student.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name!r} of the student is not in memory (its device is 'meta'), so it could not learn: load the "
+                "student with `from_pretrained` and without parts on disk or in host memory (`device_map`)."
+            )
 
 
 def _check_causal(model: Any, called: str, loading: Mapping[str, Any]) -> None:
@@ -88,23 +110,43 @@ def _check_causal(model: Any, called: str, loading: Mapping[str, Any]) -> None:
         )
 
 
+def loaded_processing_class(student: Any, args: OPSDConfig) -> Any:
+    """The tokenizer, or the processor of more than text, from where the student comes from, as TRL loads it."""
+    return AutoProcessor.from_pretrained(
+        student if isinstance(student, str) else get_config_model_id(student.config),
+        revision=(args.model_init_kwargs or {}).get("revision") if isinstance(student, str) else None,
+        truncation_side="left",
+        padding_side="left",
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def text_tokenizer(processing_class: Any) -> Any:
+    """The tokenizer of a processor of more than text, with the chat template of the processor if it has none.
+
+    Args:
+        processing_class (`Any`):
+            A [`~transformers.ProcessorMixin`]; anything else is returned as it is.
+    """
+    if not isinstance(processing_class, ProcessorMixin):
+        return processing_class
+    tokenizer = getattr(processing_class, "tokenizer", None)
+    if isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.chat_template is None:
+        tokenizer.chat_template = getattr(processing_class, "chat_template", None)
+    return tokenizer
+
+
 def check_processing_class(processing_class: Any) -> None:
-    """Refuses what cannot tokenize text for a student; `None` means that it is not loaded yet.
+    """Refuses what cannot tokenize text for a student.
 
     Raises:
-        TypeError: It is a processor of images, or nothing that tokenizes.
+        TypeError: It is nothing that tokenizes, or a processor without a tokenizer.
         ValueError: It has no end-of-sequence token.
     """
-    if processing_class is None:
-        return
-    name = type(processing_class).__name__
-    if isinstance(processing_class, ProcessorMixin):
-        raise TypeError(
-            f"`processing_class` is a {name}, a processor for more than text: only tokenizers are supported yet. Pass "
-            "the tokenizer of a text model, or use `trl.DistillationTrainer`, which reads images."
-        )
+    processing_class, given = text_tokenizer(processing_class), processing_class
+    name = type(given).__name__
     if not isinstance(processing_class, PreTrainedTokenizerBase):
-        raise TypeError(f"`processing_class` is a {name}: expected a tokenizer.")
+        raise TypeError(f"`processing_class` is a {name}: expected a tokenizer, or a processor that has one.")
     if processing_class.eos_token_id is None:
         raise ValueError(
             "The tokenizer has no end-of-sequence token, so no completion could end: set `tokenizer.eos_token`."
@@ -148,6 +190,7 @@ def check_datasets(
             )
         columns = columns_of(dataset)
         check_columns(columns, where, teachers)
+        _check_stored_images(dataset, where)
         if needs_privilege and columns is not None and not {"teacher_prompt", "privileged_context"} & set(columns):
             raise ValueError(
                 f"The student teaches itself (`teacher_model_kind={args.teacher_model_kind!r}`), but {where} tells the "
@@ -158,6 +201,17 @@ def check_datasets(
             check_train_size(dataset, args)
         elif isinstance(dataset, Dataset) and len(dataset) == 0:
             raise ValueError(f"`{where}` has no rows: add some, or leave it out.")
+
+
+def _check_stored_images(dataset: AnyDataset, where: str) -> None:
+    """A stream cannot be read ahead: its rows are looked at when they are used."""
+    if isinstance(dataset, IterableDataset):
+        return
+    stored = dataset.with_format("arrow")  # nothing is decoded
+    for name in IMAGE_COLUMNS:
+        if name in stored.column_names:
+            for table in stored.select_columns([name]).iter(batch_size=100):
+                check_no_images({name: table.column(name).to_pylist()}, where)
 
 
 def columns_of(dataset: AnyDataset) -> list[str] | None:

@@ -5,10 +5,12 @@ Messages name the row and say of what kind a wrong value is, but never show it: 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+IMAGE_COLUMNS = ("image", "images")
+"""Where a dataset keeps images, as TRL reads it."""
 _HOW_TO_NAME_IT = "rename the column that holds the prompts, for instance `dataset.rename_column('question', 'prompt')`"
 
 
@@ -24,24 +26,29 @@ def check_columns(columns: Iterable[str] | None, where: str, teachers: Collectio
             Names of the teachers, when each row says which of them is its own.
 
     Raises:
-        ValueError: There is no `prompt`, or there are images, or no `teacher` where there are several.
+        ValueError: There is no `prompt`, or no `teacher` where there are several.
     """
     if columns is None:
         return
     names = list(columns)
     if "prompt" not in names:
         raise ValueError(f"{where} has no column 'prompt', only {names}: {_HOW_TO_NAME_IT}.")
-    for name in ("image", "images"):
-        if name in names:
-            raise ValueError(
-                f"{where} has a column {name!r}, but prompts with images are not supported yet: remove the column, or "
-                "use `trl.DistillationTrainer`, which reads them."
-            )
     if teachers and "teacher" not in names:
         raise ValueError(
             f"There are several teachers, but {where} has no column 'teacher', only {names}: add one that names one of "
             f"{sorted(teachers)} in each row."
         )
+
+
+def check_no_images(values: Mapping[str, Iterable[Any]], where: str) -> None:
+    """Raises `ValueError` at the first image in the columns of images; `None` and lists without one are text."""
+    for name in IMAGE_COLUMNS:
+        for value in values.get(name, ()):
+            if value is not None and not (isinstance(value, list) and all(one is None for one in value)):
+                raise ValueError(
+                    f"{where} has a column {name!r} with images in it, but prompts with images are not supported yet: "
+                    "remove the column, or use `trl.DistillationTrainer`, which reads them."
+                )
 
 
 def check_prompt(prompt: Any, where: str) -> str:

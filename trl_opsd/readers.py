@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from trl_opsd.admission import Reader
-from trl_opsd.prompts import PromptLimits, check_columns
+from trl_opsd.prompts import IMAGE_COLUMNS, PromptLimits, check_columns, check_no_images
 from trl_opsd.teacher_prompts import Row, TeacherPrompts, teacher_of
 
 
@@ -26,9 +26,10 @@ def student_prompt(prompts: TeacherPrompts, teachers: tuple[str, ...], row: Row,
             What to call it in a message.
 
     Raises:
-        ValueError: It lacks a column, or what the teacher is to read cannot be read.
+        ValueError: It lacks a column, has an image, or what the teacher is to read cannot be read.
         TypeError: What the teacher is to read is neither text nor messages.
     """
+    check_no_images({column: [row.get(column)] for column in IMAGE_COLUMNS}, name)
     check_columns(row, name, teachers if len(teachers) > 1 else ())
     teacher_of(row, name, teachers)
     if prompts.prompt_fn is None and prompts.in_row(row):

@@ -14,7 +14,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object, is_peft_model
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd import fingerprint
@@ -24,19 +24,22 @@ from trl_opsd.admission import Reader, admit, look_ahead
 from trl_opsd.arguments import (
     AnyDataset,
     check_datasets,
+    check_in_memory,
     check_models,
     check_processing_class,
     check_train_size,
     checked_args,
     columns_of,
+    loaded_processing_class,
     named,
+    text_tokenizer,
 )
 from trl_opsd.backbone import completion_hidden, context_of, is_sharded, prove_head, prove_padding
 from trl_opsd.config import OPSDConfig
 from trl_opsd.guards import check_opinion
 from trl_opsd.losses import reduce, streamed_divergence
 from trl_opsd.padding import PADDED
-from trl_opsd.prompts import PromptLimits
+from trl_opsd.prompts import IMAGE_COLUMNS, PromptLimits
 from trl_opsd.readers import Readers, student_prompt
 from trl_opsd.rng import preserved_rng
 from trl_opsd.rollout import HFRollout, RolloutBackend
@@ -82,8 +85,9 @@ class OPSDTrainer(SeamTrainer):
             `"privileged_context"`. May be `None` for a trainer that only evaluates.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or a `dict` of them, *optional*):
             As `train_dataset`.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-            The tokenizer. When `None`, it is loaded from where the student comes from.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
+            The tokenizer, or a processor whose tokenizer is used for prompts of text and which is saved beside the
+            student. When `None`, it is loaded from where the student comes from.
         callbacks (list of [`~transformers.TrainerCallback`], *optional*):
             Added to the default callbacks.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
@@ -133,6 +137,7 @@ class OPSDTrainer(SeamTrainer):
     """
 
     row_columns = ("prompt", *COLUMNS)
+    hidden_columns = IMAGE_COLUMNS  # empty, but TRL takes them for images all the same
     args: OPSDConfig
     train_dataset: AnyDataset | None
     eval_dataset: AnyDataset | dict[str, AnyDataset] | None
@@ -144,7 +149,7 @@ class OPSDTrainer(SeamTrainer):
         args: OPSDConfig | None = None,
         train_dataset: AnyDataset | None = None,
         eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         quantization_config: Any = None,
@@ -160,7 +165,8 @@ class OPSDTrainer(SeamTrainer):
         check_teachers(teacher_model, model, args)
         models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {"teacher": teacher_model}
         rollout = _picked_rollout(rollout, args)
-        check_processing_class(processing_class)
+        if processing_class is not None:
+            check_processing_class(processing_class)
         teacher_template = args.teacher_template_kwargs
         if teacher_prompt_fn is not None and args.remove_unused_columns:
             raise ValueError(
@@ -182,23 +188,25 @@ class OPSDTrainer(SeamTrainer):
         if args.world_size > 1:
             rows = {name: fingerprint.describe_rows(dataset, self.row_columns) for name, dataset in datasets.items()}
             check_alike(gather_object([rows]))
-        check_tokenizers(processing_class, models, teacher_processing_class, args)
+        if processing_class is None:
+            processing_class = loaded_processing_class(model, args)
+            check_processing_class(processing_class)
+        check_tokenizers(text_tokenizer(processing_class), models, teacher_processing_class, args)
 
         super().__init__(
             model=model,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=processing_class,
+            processing_class=text_tokenizer(processing_class),
+            processor=processing_class if isinstance(processing_class, ProcessorMixin) else None,
             callbacks=callbacks,
             optimizers=optimizers,
             quantization_config=quantization_config,
             peft_config=peft_config,
             tools=tools,
         )
-        if processing_class is None:  # it was loaded with the student
-            check_processing_class(self.processing_class)
-            check_tokenizers(self.processing_class, models, teacher_processing_class, args)
+        check_in_memory(self.model)
         self._student = fingerprint.describe_student(self.model, self.handed_in)
         self._optimizer = fingerprint.describe_optimizer(self.optimizer, args)
         self.divergence = args.build_divergence()
@@ -324,7 +332,7 @@ class OPSDTrainer(SeamTrainer):
                     self.model, self.in_student, self.args, device, self.show_progress
                 )
             else:
-                self.teachers[name] = build_teacher(model, self.model, self.args, device, self.show_progress)
+                self.teachers[name] = build_teacher(model, self.args, device, self.show_progress)
         self.teacher = next(iter(self.teachers.values())) if len(self.teachers) == 1 else None
         self.teacher_model = getattr(self.teacher, "model", None)  # under TRL's name
         self._teacher_weights = fingerprint.digest_teachers(self.teachers, self.args.teacher_model_kind)

@@ -9,9 +9,13 @@ import tiny
 import torch
 import transformers
 from cases import Case, Lab, MustNotLoad, untouched
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from trl import DistillationConfig
+
+from trl_opsd import FrozenTeacher
+from trl_opsd.teacher.resident import Resident
 
 ROLES = ("model", "teacher_model")
 
@@ -88,6 +92,22 @@ def shared_weights(lab: Lab) -> None:
     student, teacher = tiny.qwen2(32, 0), tiny.qwen2(32, 1)
     teacher.model.embed_tokens.weight = student.model.embed_tokens.weight
     lab.make(model=student, teacher_model=teacher)
+
+
+def shared_memory(lab: Lab) -> None:
+    student, teacher = tiny.qwen2(32, 0), tiny.qwen2(32, 1)
+    teacher.model.norm.weight.data = student.model.norm.weight.data
+    lab.make(model=student, teacher_model=teacher)
+
+
+def the_model_under_its_adapter(lab: Lab) -> None:
+    base = tiny.qwen2()
+    lab.make(model=get_peft_model(base, LoraConfig(target_modules=["q_proj"])), teacher_model=base)
+
+
+def inside_of_a_teacher(lab: Lab) -> None:
+    student = tiny.qwen2()
+    lab.make(model=student, teacher_model=FrozenTeacher(Resident(student, torch.device("cpu"))))
 
 
 def unlike_its_config(role: str, called: str) -> Case:
@@ -175,11 +195,14 @@ UNFIT = [
         same_object_among_several,
         before_loading=True,
     ),
-    Case(
-        "same object as the student",
-        "a part of it",
-        "shares parameters with the student",
-        shared_weights,
+    *(
+        Case("same object as the student", name, "`teacher_model` shares parameters with the student", provoke)
+        for name, provoke in {
+            "a part of it": shared_weights,
+            "a part of its memory": shared_memory,
+            "the model under its adapter": the_model_under_its_adapter,
+            "a teacher made of it": inside_of_a_teacher,
+        }.items()
     ),
     Case(
         "vocabulary mismatch",
@@ -262,8 +285,8 @@ OTHERS = [
     ),
     Case(
         "at least",
-        "a processor of images",
-        "a processor for more than text",
+        "a processor without a tokenizer",
+        "`processing_class` is a _Processor: expected a tokenizer, or a processor that has one",
         lambda lab: lab.make(processing_class=_Processor()),
         TypeError,
         before_loading=True,

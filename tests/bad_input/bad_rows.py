@@ -135,8 +135,8 @@ DATASETS = [
     trained_on(
         "at least",
         "a column of images",
-        "has a column 'image'",
-        Dataset.from_dict({"prompt": ["a", "b"], "image": ["", ""]}),
+        "train_dataset has a column 'image' with images in it",
+        Dataset.from_dict({"prompt": ["a", "b"], "image": [None, "b.png"]}),
         before_loading=True,
     ),
 ]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from accelerate import dispatch_model, init_empty_weights
 from peft import LoraConfig
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -340,6 +343,12 @@ def _device_map() -> Any:
     return model
 
 
+def _on_disk(model: Any, parts: list[str], folder: Path) -> Any:
+    names = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
+    places = {name: "disk" if name in parts else "cpu" for name in names}
+    return dispatch_model(model, places, main_device="cpu", offload_dir=str(folder), force_hooks=True)
+
+
 def _quantised() -> Any:
     model = tiny.qwen2(48, 1)
     model.is_quantized = True
@@ -394,6 +403,27 @@ class TestRefusals:
         model.to = None  # what is quantised must not be moved, not even to where it is
         trainer = make_trainer(teacher_model=model)
         assert trainer.teacher.targets(rollout()).hidden.shape == (6, 7, 48)
+
+    @pytest.mark.refusal
+    @pytest.mark.parametrize("on_disk", [["lm_head"], ["model.layers.0"], ["model.embed_tokens", "model.norm"]])
+    def test_a_teacher_that_is_partly_on_disk(self, make_trainer, tmp_path, on_disk):
+        whole = make_trainer().teacher.targets(rollout()).hidden
+        spread = partial(make_trainer, teacher_model=_on_disk(tiny.qwen2(48, 1), on_disk, tmp_path / "disk"))
+        if "lm_head" in on_disk:
+            with pytest.raises(ValueError, match=r"its output head is not in memory.* Leave the head on a device"):
+                spread()
+        else:
+            assert torch.equal(spread().teacher.targets(rollout()).hidden, whole)
+
+    @pytest.mark.refusal
+    def test_models_without_values(self, make_trainer, tmp_path):
+        with init_empty_weights():
+            empty = AutoModelForCausalLM.from_config(tiny.qwen2(48, 1).config)
+        with pytest.raises(ValueError, match="its output head is not in memory"):
+            make_trainer(teacher_model=empty)
+        for student in (empty, _on_disk(tiny.qwen2(), ["model.layers.0"], tmp_path / "disk")):
+            with pytest.raises(ValueError, match=r"of the student is not in memory .* it could not learn"):
+                make_trainer(model=student)
 
     @pytest.mark.refusal
     def test_a_quantised_checkpoint_whose_own_config_says_so(self, make_trainer, tmp_path):

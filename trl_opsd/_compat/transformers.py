@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
-from transformers import Trainer, TrainingArguments
+from transformers import ProcessorMixin, Trainer, TrainingArguments
 
 from trl_opsd import checkpoint
 from trl_opsd.sigterm import StopOnSigterm
@@ -23,6 +23,7 @@ logger = get_logger(__name__)
 SEAMS: dict[str, tuple[str, ...]] = {
     "_save_checkpoint": ("self", "model", "trial"),
     "_get_output_dir": ("self", "trial"),
+    "_save": ("self", "output_dir", "state_dict"),
     "_push_from_checkpoint": ("self", "checkpoint_folder"),
     "_save_optimizer_and_scheduler": ("self", "output_dir"),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
@@ -38,9 +39,12 @@ class SafeCheckpoints(Trainer):
 
     Attributes:
         loads (`int`): how often the weights were replaced by those of a checkpoint.
+        processor ([`~transformers.ProcessorMixin`], *optional*): of images and more, saved beside the weights, so that
+            the folder can be loaded as what it came from.
     """
 
     loads: int = 0
+    processor: ProcessorMixin | None = None
     _writes_aside: bool = False
 
     def __init__(self, *, args: TrainingArguments, **kwargs: Any) -> None:
@@ -113,6 +117,11 @@ class SafeCheckpoints(Trainer):
         return str(folder_of_all)
 
     # ---- Writing ------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.processor is not None:
+            self.processor.save_pretrained(output_dir or self.args.output_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As transformers', but in a folder aside, which is given its name when every process has written."""

@@ -17,6 +17,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from torch import Tensor
 from torch.utils.data import Sampler
+from transformers import ProcessorMixin
 from trl import DistillationConfig, DistillationTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.models.utils import unwrap_model_for_generation
@@ -77,6 +78,8 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
 
     row_columns: ClassVar[tuple[str, ...]] = ("prompt",)
     """Columns of a dataset that `remove_unused_columns` has to leave."""
+    hidden_columns: ClassVar[tuple[str, ...]] = ()
+    """Columns that TRL would read, and must not."""
     handed_in: Samples | None
     """Of the weights under an adapter, before it was put on them if it is put on here; `None` without one."""
     _name = "OPSD"
@@ -85,7 +88,11 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
     chat_template_kwargs: dict[str, Any]
     _tag_names: ClassVar = [*DistillationTrainer._tag_names, "opsd"]
 
-    def __init__(self, *, args: DistillationConfig, **kwargs: Any) -> None:
+    def __init__(self, *, args: DistillationConfig, processor: ProcessorMixin | None = None, **kwargs: Any) -> None:
+        self.processor = processor
+        reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+        if processor is not None and args.ddp_find_unused_parameters is None and not reentrant:
+            args.ddp_find_unused_parameters = True  # text leaves the parts that see without gradients
         # TRL would build an engine of its own, and its tool loop would reach into it.
         use_vllm, args.use_vllm = args.use_vllm, False
         loading = args.model_init_kwargs
@@ -289,7 +296,8 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self.check_same_rows(self._mode)
         self.check_rows(inputs)
-        batch = super()._generate_and_score_completions(inputs)
+        text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in inputs]
+        batch = super()._generate_and_score_completions(text)
         batch["completion_mask"][self._unwritten_rows] = 0
         rollout = Rollout.unpack(batch)
         batch["num_items_in_batch"] = self.accelerator.gather(rollout.loss_mask.sum()).sum()

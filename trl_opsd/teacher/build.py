@@ -27,6 +27,7 @@ from trl_opsd.teacher.own import OwnTeacher
 from trl_opsd.teacher.placement import Placement
 from trl_opsd.teacher.resident import Resident
 from trl_opsd.teacher.sharded import Sharded
+from trl_opsd.teacher.sharing import share_memory
 from trl_opsd.teacher.streamed import Streamed
 from trl_opsd.vocabulary import check_token_maps
 
@@ -106,11 +107,15 @@ def _check_one(teacher_model: Any, student: Any, called: str) -> None:
             f"{called} is a {type(teacher_model).__name__}: expected a path, a `PreTrainedModel`, a `PeftModel`, "
             "a `trl_opsd.Teacher`, or a dict of them by name."
         )
+    if share_memory(teacher_model, student):
+        raise ValueError(
+            f"{called} shares parameters with the student, so it would learn with it: load the teacher as an object of "
+            "its own."
+        )
 
 
 def build_teacher(
     teacher_model: TeacherLike,
-    student: nn.Module,
     args: Any,
     device: torch.device,
     progress: bool = False,
@@ -120,8 +125,6 @@ def build_teacher(
     Args:
         teacher_model (`str` or [`~transformers.PreTrainedModel`] or [`Teacher`]):
             A [`Teacher`] is returned as it is.
-        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student, loaded.
         args ([`OPSDConfig`]):
             Says how to load a teacher from a path, and where it and its targets shall be.
         device (`torch.device`):
@@ -150,11 +153,6 @@ def build_teacher(
         raise ValueError(
             "The teacher was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
             "path, which is loaded as `teacher_offload` says, or load it before the config is built."
-        )
-    if _share_parameters(teacher_model, student):
-        raise ValueError(
-            "The teacher shares parameters with the student, so it would learn with it: load the teacher as an object "
-            "of its own."
         )
     return _frozen(teacher_model, args, device, progress)
 
@@ -320,8 +318,3 @@ def _check_movable(teacher: Any, offload: str) -> None:
             f"({teacher.hf_device_map}): accelerate already moves its weights. Load it without `device_map`, or leave "
             "`teacher_offload='none'`."
         )
-
-
-def _share_parameters(one: nn.Module, other: nn.Module) -> bool:
-    mine = {id(parameter) for parameter in one.parameters()}
-    return any(id(parameter) in mine for parameter in other.parameters())

@@ -1,0 +1,117 @@
+"""A checkpoint that reads images too learns from text what TRL's trainer teaches it, and can be loaded again whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import (
+    AutoProcessor,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
+    PreTrainedTokenizerFast,
+)
+from trl import DistillationConfig, DistillationTrainer
+
+from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
+
+TOKENS = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"}
+
+
+def processor() -> Gemma3Processor:
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=tiny.tokenizer().backend_tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=TOKENS,
+        chat_template=tiny.CHAT_TEMPLATE,
+    )
+    images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    return Gemma3Processor(images, words, image_seq_length=4)
+
+
+def gemma3(width: int, seed: int) -> Gemma3ForConditionalGeneration:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": 262, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256}
+    vision = {**sizes, "image_size": 28, "patch_size": 14}
+    ids = {f"{name}_index": 259 + number for number, name in enumerate(TOKENS)}
+    config = Gemma3Config(
+        text_config={**text, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 0},
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        **ids,
+    )
+    model = Gemma3ForConditionalGeneration(config)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(12)
+    return model
+
+
+class Replaying(DistillationTrainer):
+    """TRL's trainer with recorded completions instead of generated ones."""
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, has_tool_images=False):
+        return FixedRollout(tiny.recorded(self._tokenizer)).complete(prompt_ids, 0)
+
+
+def trained(cls: type, config: Any, lora: bool, **given: Any) -> Any:
+    adapter = LoraConfig(r=4, target_modules=r".*language_model.*(q_proj|up_proj)") if lora else None
+    rows = tiny.rows()
+    arguments = {"model": gemma3(32, 0), "processing_class": processor(), "train_dataset": rows, **given}
+    trainer = cls(teacher_model=gemma3(48, 1), args=config, peft_config=adapter, **arguments)
+    trainer.train()
+    return trainer
+
+
+def losses(trainer: Any) -> torch.Tensor:
+    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+
+def replay() -> FixedRollout:
+    return FixedRollout(tiny.recorded(tiny.tokenizer()))
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_text_teaches_it_what_trl_teaches_it(tmp_path, lora):
+    options = tiny.options(tmp_path, beta=0.5, learning_rate=1e-3)
+    trls = trained(Replaying, DistillationConfig(**options), lora)
+    ours = trained(OPSDTrainer, OPSDConfig(**options), lora, rollout=replay())
+    assert losses(trls).std() > 0
+    assert (losses(trls) - losses(ours)).abs().max() <= 1e-5
+    for mine, theirs in zip(ours.model.parameters(), trls.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+    assert ours.args.ddp_find_unused_parameters, "text leaves the vision tower without gradients"
+
+
+def test_from_a_path_it_is_saved_with_its_processor_and_columns_without_images_are_text(tmp_path):
+    gemma3(32, 0).save_pretrained(tmp_path / "student")
+    processor().save_pretrained(tmp_path / "student")
+    rows = tiny.rows().add_column("images", [[]] * 8).add_column("image", [None] * 8)
+    given = {"model": str(tmp_path / "student"), "processing_class": None, "train_dataset": rows}
+    options = {"save_strategy": "steps", "save_steps": 3, "remove_unused_columns": False}
+    trainer = trained(OPSDTrainer, tiny.config(tmp_path / "out", **options), False, rollout=replay(), **given)
+    again = AutoProcessor.from_pretrained(tmp_path / "out" / "checkpoint-3")
+    assert isinstance(again, Gemma3Processor)
+    assert again.tokenizer.get_vocab() == trainer.processing_class.get_vocab()
+    assert Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "out" / "checkpoint-3")
+
+
+@pytest.mark.refusal
+@pytest.mark.before_loading
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "x", "images": ["a.png"]}, "train_dataset has a column 'images' with images in it"),
+        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, r"parts of type \['audio'\]: only text"),
+    ],
+)
+def test_images_and_sounds_are_refused(make_trainer, row, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(train_dataset=Dataset.from_list([row] * 8), processing_class=processor())
