@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 
+from trl_opsd.precision import dtypes_of
 from trl_opsd.types import OutputHead, Rollout
 
 WholeHead: TypeAlias = Callable[[Any], AbstractContextManager[OutputHead]]
@@ -78,7 +79,8 @@ def prove_head(model: Any, role: str, whole_head: WholeHead = _as_it_is, run: Ru
             `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called as it is.
 
     Raises:
-        ValueError: Two of them differ by more than rounding; the message gives both. Or all logits are the same.
+        ValueError: Two of them differ by more than rounding; the message gives both. Or all logits are the same, or
+            the model cannot be run, because its weights have dtypes that do not go together.
     """
     head = OutputHead.of(model)
     rows, said = head.shape[0], model.config.get_text_config().vocab_size
@@ -94,9 +96,9 @@ def prove_head(model: Any, role: str, whole_head: WholeHead = _as_it_is, run: Ru
     model.eval()
     try:
         with torch.no_grad():
-            hidden_BLH = run(_hidden, ids_BL, torch.ones_like(ids_BL)).to(head.weight.device)
-            expected_BLV = run(_own_logits, ids_BL).to(head.weight.device)
-            with whole_head(model) as head:
+            hidden_BLH, own_BLV = _read_both(model, run, ids_BL, role)
+            hidden_BLH, expected_BLV = hidden_BLH.to(head.weight.device), own_BLV.float().to(head.weight.device)
+            with torch.autocast(head.weight.device.type, enabled=False), whole_head(model) as head:
                 actual_BLV = _logits(hidden_BLH, head)
     finally:
         model.train(was_training)
@@ -111,7 +113,7 @@ def prove_head(model: Any, role: str, whole_head: WholeHead = _as_it_is, run: Ru
         largest = expected_BLV.abs().max()
         difference = (expected_BLV - actual_BLV).abs().max()
         # Half precision rounds the logits themselves; single precision only reorders sums.
-        tolerance = 2e-2 if head.weight.dtype in (torch.bfloat16, torch.float16) else 1e-4
+        tolerance = 2e-2 if {head.weight.dtype, own_BLV.dtype} & {torch.bfloat16, torch.float16} else 1e-4
         if difference <= tolerance * largest:
             return
         gap = f"a difference of {difference:.3g} where the largest logit is {largest:.3g}"
@@ -138,8 +140,29 @@ def _hidden(model: Any, input_ids_BL: Tensor, attention_mask_BL: Tensor) -> Tens
     return hidden_BLH
 
 
+def _read_both(model: Any, run: Run, ids_BL: Tensor, role: str) -> tuple[Tensor, Tensor]:
+    """The last hidden state and the model's own logits, in autocast only where a mixture of dtypes needs it."""
+
+    def both() -> tuple[Tensor, Tensor]:
+        return run(_hidden, ids_BL, torch.ones_like(ids_BL)), run(_own_logits, ids_BL)
+
+    try:
+        with torch.autocast(ids_BL.device.type, enabled=False):
+            return both()
+    except RuntimeError as error:
+        if not ("dtype" in str(error) or "scalar type" in str(error)):
+            raise
+        if not torch.is_autocast_enabled(ids_BL.device.type):
+            raise ValueError(
+                f"The {role} ({type(model).__name__}) has weights of dtypes that cannot be multiplied with each other: "
+                f"{dtypes_of(model)}. Load it in one, for instance with `dtype='bfloat16'`, or cast it, `model.to("
+                f"torch.bfloat16)`; or set `bf16=True`, which rounds factors where they meet. Said torch: {error}"
+            ) from error
+    return both()
+
+
 def _own_logits(model: Any, input_ids_BL: Tensor) -> Tensor:
-    logits_BLV: Tensor = model(input_ids=input_ids_BL, use_cache=False).logits.float()
+    logits_BLV: Tensor = model(input_ids=input_ids_BL, use_cache=False).logits
     return logits_BLV
 
 

@@ -36,6 +36,7 @@ from trl_opsd.backbone import completion_hidden, context_of, is_sharded, prove_h
 from trl_opsd.config import OPSDConfig
 from trl_opsd.guards import check_opinion
 from trl_opsd.losses import reduce, streamed_divergence
+from trl_opsd.precision import autocast, check_trained
 from trl_opsd.prompts import PromptLimits
 from trl_opsd.readers import Readers, student_prompt
 from trl_opsd.rng import preserved_rng
@@ -192,6 +193,8 @@ class OPSDTrainer(SeamTrainer):
         if processing_class is None:  # it was loaded with the student
             check_processing_class(self.processing_class)
             check_tokenizers(self.processing_class, models, teacher_processing_class, args)
+        if not args.deepspeed_plugin:  # which keeps weights of its own to step with
+            check_trained(self.model)
         self.divergence = args.build_divergence()
         self.show_progress = self.accelerator.is_main_process and not args.disable_tqdm
         self._student_is_proved = False
@@ -209,7 +212,8 @@ class OPSDTrainer(SeamTrainer):
                 student_limits=self._student_limits(),
             )
             self._admit_datasets(self.readers.student)
-            self._build_teachers(models)
+            with autocast(self.accelerator):
+                self._build_teachers(models)
             self._heed_teachers()
         self.rollout = rollout
         rollout.bind(self)
@@ -289,7 +293,7 @@ class OPSDTrainer(SeamTrainer):
             self.limits.check(ids, f"The prompt in row {number} of this batch")
 
     def check_sums(self, sums: dict[str, float]) -> None:
-        check_opinion(sums, self.limits.vocabulary)
+        check_opinion(sums, self.limits.vocabulary, self.temperature)
 
     @property
     def limits(self) -> PromptLimits:
@@ -299,7 +303,8 @@ class OPSDTrainer(SeamTrainer):
     # ---- Construction -------------------------------------------------------------------------------------------
 
     def _prove(self) -> None:
-        prove_head(self.model, "student", whole_head, self.in_student)
+        with autocast(self.accelerator):
+            prove_head(self.model, "student", whole_head, self.in_student)
         self._student_is_proved = True
 
     def _build_teachers(self, models: dict[str, Any]) -> None:
