@@ -95,3 +95,82 @@ def gradients(loss, model):
     found = torch.autograd.grad(loss, list(model.parameters()))
     assert {one.dtype for one in found} == {next(model.parameters()).dtype}
     return loss.detach(), torch.cat([one.flatten() for one in found])
+
+
+def mixed(change):
+    """A model in bfloat16, but for one module."""
+    model = tiny.qwen2(48, seed=1).bfloat16()
+    change(model)
+    return model
+
+
+MIXED = {
+    "head": lambda model: model.lm_head.float(),
+    "last norm": lambda model: model.model.norm.float(),
+    "norms": lambda model: [one.float() for one in model.modules() if type(one).__name__ == "Qwen2RMSNorm"],
+    "a layer in float16": lambda model: model.model.layers[0].half(),
+}
+
+
+@pytest.mark.parametrize(
+    ("role", "change"),
+    [
+        ("model", "head"),
+        ("model", "norms"),
+        ("teacher_model", "head"),
+        ("teacher_model", "last norm"),
+        ("teacher_model", "a layer in float16"),
+    ],
+)
+def test_a_mixture_of_dtypes_that_cannot_be_multiplied_is_refused_and_under_autocast_read(make_trainer, role, change):
+    called = {"model": "student", "teacher_model": "teacher"}[role]
+    with pytest.raises(ValueError, match=rf"The {called} .* has weights of dtypes .* in bfloat16 \('"):
+        make_trainer(**{role: mixed(MIXED[change])})
+    trainer = make_trainer(WatchedTrainer, **{role: mixed(MIXED[change])}, rollout=HFRollout(), bf16=True, max_steps=1)
+    trainer.train()
+    assert trainer.dtypes() == dict.fromkeys(PHASES, BF16)
+
+
+def test_a_float32_head_is_multiplied_as_one_where_nothing_rounds(make_trainer):
+    """Without autocast only a model that widens its hidden states itself can have one."""
+    teacher = mixed(MIXED["head"])
+    teacher.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+    trainer = make_trainer(WatchedTrainer, teacher_model=teacher, max_steps=1)
+    trainer.train()
+    assert trainer.dtypes()["loss"] == ["bfloat16", "float32"]  # the teacher's hidden states; all else
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_teacher_of_any_one_dtype_says_nearly_the_same(make_trainer, dtype):
+    exact, rounded = (
+        make_trainer(teacher_model=tiny.qwen2(48, seed=1).to(one), max_steps=1) for one in (torch.float32, dtype)
+    )
+    losses = []
+    for trainer in (exact, rounded):
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    spacing = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    assert losses[0] == pytest.approx(losses[1], rel=4 * spacing)
+
+
+@pytest.mark.refusal
+@pytest.mark.before_loading
+def test_float16_without_a_loss_scaler_is_refused(make_trainer):
+    with pytest.raises(ValueError, match=r"`fp16=True` .* on a CPU, where there is no loss scaler"):
+        make_trainer(fp16=True)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("bf16", [False, True])
+def test_weights_that_would_be_trained_in_float16_are_refused(make_trainer, bf16):
+    with pytest.raises(ValueError, match=r"\d+ trained parameters of the student are float16"):
+        make_trainer(model=tiny.qwen2().half(), bf16=bf16)
+
+
+def test_an_adapter_on_float16_weights_learns(make_trainer):
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    trainer = make_trainer(model=tiny.qwen2().half(), peft_config=lora, learning_rate=1e-2)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] == losses[-1] != losses[0]
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())

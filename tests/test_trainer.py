@@ -12,7 +12,7 @@ import tiny
 import torch
 from datasets import IterableDataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BambaConfig, MixtralConfig
 
 import trl_opsd.arguments
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer, RolloutBackend
@@ -340,3 +340,30 @@ def test_an_evaluation_that_reads_the_rows_of_the_one_before(make_trainer):
     predicted = trainer.predict(tiny.rows(1).to_iterable_dataset()).metrics
     assert predicted["test_loss"] == one_row
     assert predicted["test_samples_per_second"] > 0
+
+
+@pytest.mark.refusal
+@pytest.mark.before_loading
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [
+        (MixtralConfig(output_router_logits=True, num_local_experts=2, **tiny._sizes(32)), {}),
+        (MixtralConfig(num_local_experts=2, **tiny._sizes(32)), {"model_init_kwargs": {"output_router_logits": True}}),
+        (BambaConfig(z_loss_coefficient=1e-3, mamba_n_heads=4, **tiny._sizes(32)), {}),
+    ],
+    ids=["routers", "routers, asked for while loading", "normalisers"],
+)
+def test_a_loss_that_the_student_would_add_itself_is_refused(make_trainer, tmp_path, config, how):
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.save_pretrained(tmp_path / "student")
+    with pytest.raises(ValueError, match=r"asks the student to add a loss .* in its own forward"):
+        make_trainer(model=str(tmp_path / "student"), **how)
+
+
+def test_a_student_with_experts_that_adds_no_loss_learns(make_trainer):
+    student = tiny.model(MixtralConfig(num_local_experts=2, **tiny._sizes(32)))
+    student.config.output_router_logits, student.config.router_aux_loss_coef = True, 0.0
+    make_trainer(model=student).train()
+    student.config.router_aux_loss_coef = 0.1
+    with pytest.raises(ValueError, match="`output_router_logits=True` asks the student"):
+        make_trainer(model=student)

@@ -1,8 +1,15 @@
-"""Says what the running environment lacks: `pip check`, but for the three CUDA-only packages left out on purpose."""
+"""Says what the running environment computes on and what it lacks: `pip check`, but for three packages left out.
+
+Those are CUDA-only and left out on purpose.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
+import re
 from importlib.metadata import PackageNotFoundError, distributions, version
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
@@ -25,5 +32,27 @@ def problems() -> list[str]:
     return sorted(set(found))
 
 
+FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "bf16")
+"""Instruction sets that decide how products are rounded, on x86 and on ARM."""
+
+
+def machine() -> str:
+    """What a failing test may depend on, in one line."""
+    import torch
+
+    told = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    flags = set(re.findall(r"[\w]+", " ".join(re.findall(r"(?:flags|Features)\s*:(.*)", told))))
+    name = re.search(r"model name\s*: (.*)", told)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    parts = (
+        name[1] if name else platform.processor() or platform.machine(),
+        " ".join(one for one in FEATURES if one in flags) or "no known features",
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {memory:.0f} GiB",
+        f"torch {torch.__version__} uses {torch.backends.cpu.get_cpu_capability()}",
+    )
+    return "; ".join(parts)
+
+
 if __name__ == "__main__":
+    print(machine())
     raise SystemExit("\n".join(problems()) or None)

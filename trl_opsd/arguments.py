@@ -54,9 +54,11 @@ def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) ->
             Says how to load them.
 
     Raises:
-        ValueError: A model cannot be found, is not a causal language model, or is a student without its weights.
+        ValueError: A model cannot be found, or is not a causal language model, or the student has a loss of its own, or
+            is not in memory.
     """
-    _check_causal(student, "model", args.model_init_kwargs or {})
+    config = _check_causal(student, "model", args.model_init_kwargs or {})
+    _check_own_loss({**config, **(args.model_init_kwargs or {})})
     check_in_memory(student)
     place = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
     for name, teacher in teachers.items():
@@ -83,7 +85,23 @@ def check_in_memory(student: Any) -> None:
             )
 
 
-def _check_causal(model: Any, called: str, loading: Mapping[str, Any]) -> None:
+def _check_own_loss(config: Mapping[str, Any]) -> None:
+    """What a model adds to the loss in its own forward, which is not called."""
+    weight_of_routers = config.get("router_aux_loss_coef", config.get("aux_loss_coef", 1.0))
+    if config.get("output_router_logits") and weight_of_routers != 0:
+        option, loss, off = "output_router_logits", "a loss that balances its experts", "False"
+    elif config.get("z_loss_coefficient"):
+        option, loss, off = "z_loss_coefficient", "a loss of its log-normalisers", "0.0"
+    else:
+        return
+    raise ValueError(
+        f"`{option}={config[option]}` asks the student to add {loss} in its own forward, which distillation does not "
+        f"call: it would have no effect. Set `{option}` to {off} in the student's config, or in `model_init_kwargs`."
+    )
+
+
+def _check_causal(model: Any, called: str, loading: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config of the language model, as far as it says something; empty for what is no model."""
     if isinstance(model, str):
         place = {name: loading[name] for name in _PLACE if loading.get(name) is not None}
         found, why = None, "There is none."
@@ -101,13 +119,15 @@ def _check_causal(model: Any, called: str, loading: Mapping[str, Any]) -> None:
     elif isinstance(model, PreTrainedModel) or (isinstance(model, nn.Module) and is_peft_model(model)):
         inner = without_peft(model)
         causal, kind = inner.can_generate() and not inner.config.is_encoder_decoder, type(inner).__name__
+        config = inner.config.to_dict()
     else:
-        return
+        return {}
     if not causal:
         raise ValueError(
             f"`{called}` is a {kind}, which does not continue a text token by token: pass a causal language model, for "
             "instance one loaded with `AutoModelForCausalLM`."
         )
+    return {**config, **(config.get("text_config") or {})}
 
 
 def loaded_processing_class(student: Any, args: OPSDConfig) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trl_opsd.padding import PADDED, Reading, prove_reading
+from trl_opsd.precision import dtypes_of
 from trl_opsd.rng import preserved_rng
 from trl_opsd.types import OutputHead, Rollout
 
@@ -108,7 +109,8 @@ def prove_head(model: Any, role: str, whole_head: WholeHead = _as_it_is, run: Ru
             `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called as it is.
 
     Raises:
-        ValueError: Two of them differ by more than rounding; the message gives both. Or all logits are the same.
+        ValueError: Two of them differ by more than rounding; the message gives both. Or all logits are the same, or
+            the model cannot be run, because its weights have dtypes that do not go together.
     """
     head = OutputHead.of(model)
     rows, said = head.shape[0], model.config.get_text_config().vocab_size
@@ -124,9 +126,9 @@ def prove_head(model: Any, role: str, whole_head: WholeHead = _as_it_is, run: Ru
     model.eval()
     try:
         with torch.no_grad(), _readable(model, role):
-            hidden_BLH = run(_hidden, ids_BL, torch.ones_like(ids_BL)).to(head.weight.device)
-            expected_BLV = run(_own_logits, ids_BL).to(head.weight.device)
-            with whole_head(model) as head:
+            hidden_BLH, own_BLV = _most_exactly(model, role, lambda: _read_both(run, ids_BL))
+            hidden_BLH, expected_BLV = hidden_BLH.to(head.weight.device), own_BLV.float().to(head.weight.device)
+            with torch.autocast(head.weight.device.type, enabled=False), whole_head(model) as head:
                 actual_BLV = _logits(hidden_BLH, head)
     finally:
         model.train(was_training)
@@ -141,7 +143,7 @@ def prove_head(model: Any, role: str, whole_head: WholeHead = _as_it_is, run: Ru
         largest = expected_BLV.abs().max()
         difference = (expected_BLV - actual_BLV).abs().max()
         # Half precision rounds the logits themselves; single precision only reorders sums.
-        tolerance = 2e-2 if head.weight.dtype in (torch.bfloat16, torch.float16) else 1e-4
+        tolerance = 2e-2 if {head.weight.dtype, own_BLV.dtype} & {torch.bfloat16, torch.float16} else 1e-4
         if difference <= tolerance * largest:
             return
         gap = f"a difference of {difference:.3g} where the largest logit is {largest:.3g}"
@@ -178,13 +180,18 @@ def prove_padding(model: Any, role: str, run: Run | None = None) -> Reading:
     model.eval()
     try:
         with torch.no_grad(), preserved_rng(head.weight.device):
-            return prove_reading(
-                partial(run, _hidden),
-                vocabulary=head.shape[0],
-                device=head.weight.device,
-                borders=_borders(model) if takes_positions else set(),
-                called=f"{role} ({type(model).__name__})",
+            reading: Reading = _most_exactly(
+                model,
+                role,
+                lambda: prove_reading(
+                    partial(run, _hidden),
+                    vocabulary=head.shape[0],
+                    device=head.weight.device,
+                    borders=_borders(model) if takes_positions else set(),
+                    called=f"{role} ({type(model).__name__})",
+                ),
             )
+            return reading
     finally:
         model.train(was_training)
 
@@ -240,8 +247,31 @@ def _hidden(
     return hidden_BLH
 
 
+def _read_both(run: Run, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """The last hidden state and the model's own logits."""
+    return run(_hidden, ids_BL, torch.ones_like(ids_BL)), run(_own_logits, ids_BL)
+
+
+def _most_exactly(model: Any, role: str, read: Callable[[], Any]) -> Any:
+    """`read()`, in autocast only where a mixture of dtypes needs it: it rounds what is to be compared."""
+    device = OutputHead.of(model).weight.device.type
+    try:
+        with torch.autocast(device, enabled=False):
+            return read()
+    except RuntimeError as error:
+        if not ("dtype" in str(error) or "scalar type" in str(error)):
+            raise
+        if not torch.is_autocast_enabled(device):
+            raise ValueError(
+                f"The {role} ({type(model).__name__}) has weights of dtypes that cannot be multiplied with each other: "
+                f"{dtypes_of(model)}. Load it in one, for instance with `dtype='bfloat16'`, or cast it, `model.to("
+                f"torch.bfloat16)`; or set `bf16=True`, which rounds factors where they meet. Said torch: {error}"
+            ) from error
+    return read()
+
+
 def _own_logits(model: Any, input_ids_BL: Tensor) -> Tensor:
-    logits_BLV: Tensor = model(input_ids=input_ids_BL, use_cache=False).logits.float()
+    logits_BLV: Tensor = model(input_ids=input_ids_BL, use_cache=False).logits
     return logits_BLV
 
 

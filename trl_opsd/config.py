@@ -15,6 +15,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.precision import check_scaler
 from trl_opsd.shares import check_sharing
 from trl_opsd.teacher_prompts import TEMPLATE, check_template
 
@@ -215,6 +216,7 @@ class OPSDConfig(DistillationConfig):
         self._check_without_effect()
         self._check_accumulation()
         check_sharing(self)
+        check_scaler(self)
         if not isinstance(self.resume_with_changes, list | None):
             raise ValueError(f"`resume_with_changes={self.resume_with_changes!r}`: expected a list of names.")
 

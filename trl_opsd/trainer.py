@@ -39,6 +39,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.guards import check_opinion
 from trl_opsd.losses import reduce, streamed_divergence
 from trl_opsd.padding import PADDED
+from trl_opsd.precision import autocast, check_trained
 from trl_opsd.prompts import IMAGE_COLUMNS, PromptLimits
 from trl_opsd.readers import Readers, student_prompt
 from trl_opsd.rng import preserved_rng
@@ -207,6 +208,8 @@ class OPSDTrainer(SeamTrainer):
             tools=tools,
         )
         check_in_memory(self.model)
+        if not args.deepspeed_plugin:  # which keeps weights of its own to step with
+            check_trained(self.model)
         self._student = fingerprint.describe_student(self.model, self.handed_in)
         self._optimizer = fingerprint.describe_optimizer(self.optimizer, args)
         self.divergence = args.build_divergence()
@@ -226,7 +229,8 @@ class OPSDTrainer(SeamTrainer):
                 student_limits=self._student_limits(),
             )
             self._admit_datasets(self.readers.student)
-            self._build_teachers(models)
+            with autocast(self.accelerator):
+                self._build_teachers(models)
             self._heed_teachers()
         self.rollout = rollout
         rollout.bind(self)
@@ -306,7 +310,7 @@ class OPSDTrainer(SeamTrainer):
             self.limits.check(ids, f"The prompt in row {number} of this batch")
 
     def check_sums(self, sums: dict[str, float]) -> None:
-        check_opinion(sums, self.limits.vocabulary)
+        check_opinion(sums, self.limits.vocabulary, self.temperature)
 
     @property
     def limits(self) -> PromptLimits:
@@ -316,8 +320,9 @@ class OPSDTrainer(SeamTrainer):
     # ---- Construction -------------------------------------------------------------------------------------------
 
     def _prove(self) -> None:
-        prove_head(self.model, "student", whole_head, self.in_student)
-        self.reading = prove_padding(self.model, "student", self.in_student)
+        with autocast(self.accelerator):
+            prove_head(self.model, "student", whole_head, self.in_student)
+            self.reading = prove_padding(self.model, "student", self.in_student)
         self._student_is_proved = True
 
     def _build_teachers(self, models: dict[str, Any]) -> None:

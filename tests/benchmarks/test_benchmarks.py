@@ -57,6 +57,13 @@ def test_wherever_a_teacher_lives_it_says_the_same(run):
     assert "stream" in benchmark.table(result)
 
 
+def test_a_step_in_bf16_is_one_in_every_phase(run):
+    shape = ("--width", 64, "--layers", 1, "--vocab", 320, "--rows", 2, "--prompt-tokens", 6, "--tokens", 4)
+    benchmark, found = run("bf16", *shape, "--repeats", 1, "--device", "cpu")
+    assert found["dtypes"] == {phase: ["bfloat16"] for phase in ("teach", "student", "loss", "backward")}
+    assert "teach" in benchmark.table(found)
+
+
 @pytest.mark.vllm
 def test_a_sync_is_one_call_and_arrives(run):
     shape = ("--hidden", 128, "--layers", 1, "--vocab", 128, "--rank", 4)

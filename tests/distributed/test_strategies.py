@@ -66,10 +66,18 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
     for name, (same, _) in variants.of(strategy).items():
         mine = {key.removeprefix(f"{name}/"): tensor for key, tensor in trained.items() if key.startswith(f"{name}/")}
         weights, losses = alone[same]
-        differences[name] = variants.largest_difference(mine, weights)
-        assert results["losses"][name] == pytest.approx(losses, abs=TOLERANCE), name
-    print(f"\n{strategy}", *(f"{value:.1e}  {name}" for name, value in differences.items()), sep="\n")
-    assert max(differences.values()) <= TOLERANCE, differences
+        exact = variants.EXACT.get(same)
+        # Rounded otherwise in another batch shape, a teacher in half precision is as far off as it is from float32.
+        allowed = TOLERANCE if exact is None else variants.largest_difference(weights, alone[exact][0])
+        of_losses = (
+            TOLERANCE if exact is None else max(abs(a - b) for a, b in zip(losses, alone[exact][1], strict=True))
+        )
+        differences[name] = variants.largest_difference(mine, weights) / allowed
+        assert results["losses"][name] == pytest.approx(losses, abs=of_losses), name
+    print(
+        f"\n{strategy}, of what is allowed", *(f"{value:.1e}  {name}" for name, value in differences.items()), sep="\n"
+    )
+    assert max(differences.values()) <= 1, differences
 
     assert (results["processes"], results["wrapper"]) == (2, STRATEGIES[strategy])
     assert set(results["split"].values()) == {strategy in ("zero3", "fsdp2")}
@@ -78,12 +86,13 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
         _check_sharded_teacher(results["share"])
         assert results["not_gathered"]["losses"] == pytest.approx(results["generated"]["losses"][:1], abs=TOLERANCE)
     for name, half in results.get("bfloat16", {}).items():
-        print(f"{strategy}, bfloat16, {name}: losses", *half["losses"], "in float32", *alone[name][1])
+        _, in_float32 = alone[variants.of(strategy)[name][0]]
+        print(f"{strategy}, bfloat16, {name}: losses", *half["losses"], "in float32", *in_float32)
         assert half["products"] == {phase: ["bfloat16"] for phase in PHASES}
         assert half["kept"] == ["torch.bfloat16" if strategy.startswith("zero") else "torch.float32"]
         frequencies = tiny.qwen2(32, seed=0).model.rotary_emb.inv_freq.tolist()
         assert half["frequencies"] == frequencies, "rounded, they turn late positions wrongly"
-        assert half["losses"] == pytest.approx(alone[name][1], abs=1e-2)
+        assert half["losses"] == pytest.approx(in_float32, abs=1e-2)
         assert all(torch.tensor(loss).bfloat16().item() != loss for loss in half["losses"]), (
             "the loss itself is not rounded"
         )

@@ -35,6 +35,9 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 """What one process trains, as the measure of all others."""
 
+EXACT = {"full, teacher in bfloat16": "full"}
+"""Those that compute in half precision, and the same in float32."""
+
 PLACED = {f"{name}, {offload}": (name, offload) for offload in ("cpu", "stream") for name in ("full", "lora")}
 IN_ZERO3 = {
     f"{name}, zero3": (name, "zero3")

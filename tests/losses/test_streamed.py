@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_opsd.losses import (
     ForwardKL,
@@ -236,6 +238,28 @@ class TestExtremes:
         ours, oracle = (gradients(f, pair, divergence) for f in (streamed_divergence, dense_divergence))
         assert_close(ours[0].divergence, oracle[0].divergence, **tolerance)
         assert_close(ours[1][0], oracle[1][0], **tolerance)
+
+
+class TestStrides:
+    @pytest.mark.parametrize("vocabulary", [None, 1001])
+    def test_no_vocabulary_has_rows_at_odd_addresses_in_a_product(self, gradients, vocabulary):
+        class Strides(TorchDispatchMode):
+            found: ClassVar[set[int]] = set()
+
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                if "mm" in function.__name__:
+                    matrices = (one for one in args if isinstance(one, torch.Tensor))
+                    self.found |= {max(one.stride()) for one in matrices if min(one.shape) > 1}
+                return function(*args, **(kwargs or {}))
+
+        def side(width, rows):
+            return LazyLogits(torch.randn(9, width), OutputHead(torch.randn(rows, width)))
+
+        rows = (1001, 1001) if vocabulary is None else (1024, 1088)
+        with Strides() as strides:
+            gradients(streamed_divergence, (side(64, rows[0]), side(128, rows[1])), ForwardKL(), None, 4, vocabulary)
+        assert {stride % 64 for stride in strides.found} == {0}
+        assert {64, 128, 1024} == strides.found
 
 
 class TestPrecision:

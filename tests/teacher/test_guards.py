@@ -95,3 +95,18 @@ def test_the_same_token_over_and_over_is_no_broken_teacher(make_trainer):
     prompts = trainer.tokenize(tiny.PROMPTS)
     trainer.rollout = FixedRollout({tuple(prompt): [68, 68, 68] for prompt in prompts})
     trainer.train()
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 3.0, 1000.0])
+def test_no_temperature_makes_a_teacher_with_an_opinion_look_like_one_without(make_trainer, temperature):
+    trainer = make_trainer(temperature=temperature)
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_a_zeroed_teacher_is_noticed_at_a_higher_temperature_too(make_trainer):
+    trainer = make_trainer(eval_dataset=tiny.rows(), temperature=2.0)
+    with torch.no_grad():
+        trainer.teacher.model.lm_head.weight.zero_()
+    with pytest.raises(ValueError, match="same probability"):
+        trainer.evaluate()

@@ -26,6 +26,9 @@ TILE_BYTES = 600_000_000
 _GROUP_TILES = 4
 """Tiles whose low-precision gradient is collected before it meets the head. Reading and writing the head's gradient
 once per tile would cost more than the product: at 790 TFLOP/s and 4.3 TB/s, for any tile under 735 tokens."""
+_STRIDE_ELEMENTS = 64
+"""Rows of logits begin at multiples of this: products have no fast kernel for rows that begin at odd addresses, and
+models with heads of 151936 and 152064 rows share 151665 ids."""
 _BLOCK_ELEMENTS = {"cpu": 1 << 17}
 """Logits that go through all elementwise steps before the next ones do: on a CPU, as many as its cache can hold."""
 _BLOCK_ELEMENTS_ELSEWHERE = 1 << 24
@@ -43,9 +46,9 @@ def streamed_divergence(
 ) -> PerToken:
     """The divergence of every token between two models whose logits are never formed in full.
 
-    Equals [`dense_divergence`]. Statistics are float32 whatever the inputs' dtype; products run in the hidden states'
-    dtype, or in autocast's, and accumulate in float32. A gradient reaches the student's hidden states, head weight and
-    head bias, each in its own dtype, and never the teacher. What needs no gradient costs no product.
+    Equals [`dense_divergence`]. Statistics are float32 whatever the inputs' dtype; products run in the wider dtype of
+    hidden states and head, or in autocast's, and accumulate in float32. A gradient reaches the student's hidden states,
+    head weight and head bias, each in its own dtype, and never the teacher. What needs no gradient costs no product.
 
     The gradient of the hidden states serves any upstream gradient. The head's was summed over tokens in the forward
     pass, so it serves an upstream gradient that is the same for all tokens: that of `divergence.sum()`, however scaled.
@@ -76,7 +79,7 @@ def streamed_divergence(
         ValueError: If shapes, devices or settings do not fit together.
     """
     check_comparable(student, teacher, weights, chunk_tokens, vocabulary)
-    dtypes = _product_dtype(student.hidden), _product_dtype(teacher.hidden)
+    dtypes = _product_dtype(student), _product_dtype(teacher)
     fold = _Fold(student, teacher, divergence, dtypes, chunk_tokens, vocabulary)
     inputs = (student.hidden, student.head.weight, student.head.bias)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
@@ -145,11 +148,14 @@ class _Fold:
 
         # In float32 the gradient is written over the student's logits; products in less want it in their own dtype.
         in_place = dtype == torch.float32 or not any(wanted)
-        token_bytes = vocabulary * (8 if in_place else 8 + _GROUP_TILES * dtype.itemsize)
+        stride = -(-vocabulary // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
+        token_bytes = stride * (8 if in_place else 8 + _GROUP_TILES * dtype.itemsize)
         tile_tokens = max(1, min(tokens, self.chunk_tokens or TILE_BYTES // token_bytes))
         group_tokens = tile_tokens if in_place else min(tokens, tile_tokens * _GROUP_TILES)
-        student_CV, teacher_CV = torch.empty(2, tile_tokens, vocabulary, device=device)
-        gradient_GV = student_CV if in_place else torch.empty(group_tokens, vocabulary, dtype=dtype, device=device)
+        student_CV, teacher_CV = torch.empty(2, tile_tokens, stride, device=device)[..., :vocabulary]
+        gradient_GV = student_CV
+        if not in_place:
+            gradient_GV = torch.empty(group_tokens, stride, dtype=dtype, device=device)[:, :vocabulary]
 
         statistics = tuple(torch.empty(tokens, device=device) for _ in range(3))
         head_rows = self.student.head.weight.size(0)
@@ -287,9 +293,11 @@ def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.is_cuda and dtype in (torch.float16, torch.bfloat16) else tensor.float()
 
 
-def _product_dtype(hidden: Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+def _product_dtype(side: LazyLogits) -> torch.dtype:
+    kind = side.hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return torch.promote_types(side.hidden.dtype, side.head.weight.dtype)
 
 
 def _is_uniform(upstream_N: Tensor) -> bool:
