@@ -16,6 +16,14 @@ REASONS = {
 }
 """What a refusal is called in the table, by a part of its message."""
 
+NOTES = {
+    "recurrent_gemma": "It keeps its state in its layers; in transformers a prompt of one token goes on from the state "
+    "of the call before. Longer prompts are exact.",
+    "reformer": "In training it takes rows of exactly the length of its axial positions; transformers says so at the "
+    "first step.",
+}
+"""What the table cannot say."""
+
 _INTRODUCTION = """\
 Every causal language model of transformers {version} that can be built at toy size, tried by
 `python tools/families.py`, which writes this page: two optimizer steps as a student, in full and with LoRA on
@@ -67,6 +75,8 @@ def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
             for family, one in built.items()
             if family not in sound
         ),
+        "",
+        *(f"- {family}: {note}" for family, note in NOTES.items() if family in built and family not in sound),
         "",
         f"Not built at this size, or not without what is not installed: {', '.join(sorted(set(found) - set(built)))}.",
         "",

@@ -48,10 +48,24 @@ SIZES: dict[str, Any] = {
 }
 """What a field of such a name is set to; `None` stands for the size of the vocabulary."""
 
+QSA = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
+"""Sparse attention over blocks of four tokens."""
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"n_head": 4},
-    "cohere_compass_text": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
+        },
+    },
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -61,9 +75,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mamba2": {"num_heads": 4},
+    "mimo_v2_flash": {"head_dim": 24, "swa_head_dim": 24},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16]},
-    "qwen4_exp": {"text_config": {"num_hidden_layers": 2}},
-    "qwen4_exp_text": {"num_hidden_layers": 2},
+    "qwen4_exp": {"text_config": QSA},
+    "qwen4_exp_text": QSA,
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"]},

@@ -103,14 +103,14 @@ def prove_reading(read: Read, vocabulary: int, device: torch.device, borders: Co
     mask_2L[0] = 0
     mask_2L[0, short_S] = 1
     beside_SH, begun_LH = read(pair_2L * mask_2L, mask_2L, None)
-    if _same(beside_SH[short_S], alone_SH) and _same(begun_LH[:_SHORT], alone_SH):
+    if agree(beside_SH[short_S], alone_SH) and agree(begun_LH[:_SHORT], alone_SH):
         return _within_borders(read, ids_L[:_SHORT], borders)
     if gap := _gap(_plain(read, ids_L[None, :_SHORT])[0], alone_SH, called, "when it is read a second time"):
         raise ValueError(gap)
     if gap := _gap(_plain(read, ids_L[None])[0, :_SHORT], alone_SH, called, "when more tokens follow"):
         raise ValueError(gap)
     together_SH = _plain(read, torch.stack([ids_L[:_SHORT], ids_L[_SHORT : 2 * _SHORT]]))[0]
-    return Reading(0, shares=_same(together_SH, alone_SH))
+    return Reading(0, shares=agree(together_SH, alone_SH))
 
 
 def _within_borders(read: Read, ids_S: Tensor, borders: Collection[int]) -> Reading:
@@ -123,7 +123,7 @@ def _within_borders(read: Read, ids_S: Tensor, borders: Collection[int]) -> Read
     for border in sorted(borders):
         beside_SH = read(ids_2S, torch.ones_like(ids_2S), torch.stack([near_S, near_S + border]))[0]
         # Of the same shape, so that rounding hides less.
-        if not _same(beside_SH, near_SH, half=1e-2):
+        if not agree(beside_SH, near_SH, half=1e-2):
             return Reading(border)
     return PADDED
 
@@ -133,17 +133,19 @@ def _plain(read: Read, ids_nL: Tensor) -> Tensor:
 
 
 def _gap(found_SH: Tensor, expected_SH: Tensor, called: str, when: str) -> str | None:
-    if _same(found_SH, expected_SH):
+    if agree(found_SH, expected_SH):
         return None
     return (
         f"The {called} changes the hidden state of a token by {_distances(found_SH, expected_SH).max():.2g} of its "
         f"norm {when}, also without padding, so what a token predicts is not a function of the tokens before it: "
-        "take a causal language model without randomness in its forward pass."
+        "take a causal language model that looks back only and draws no random numbers."
     )
 
 
-def _same(found_SH: Tensor, expected_SH: Tensor, half: float = 5e-2) -> bool:
-    distance_S = _distances(found_SH, expected_SH)
+def agree(found_SH: Tensor, expected_SH: Tensor, half: float = 5e-2) -> bool:
+    """Whether the vectors of [S, H] are the same but for rounding; `half` is how far those of half precision may be."""
+    # What is not a number here is not one there: those who look for it name the phase in which it came.
+    distance_S = _distances(found_SH, expected_SH).nan_to_num(nan=0.0)
     full = found_SH.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(found_SH.device.type)
     if full and torch.get_float32_matmul_precision() == "highest":
         return bool(distance_S.max() <= 1e-3)

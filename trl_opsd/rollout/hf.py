@@ -19,10 +19,12 @@ from transformers import (
 )
 
 from trl_opsd.backbone import is_sharded
-from trl_opsd.padding import PADDED
+from trl_opsd.padding import PADDED, Reading
+from trl_opsd.rng import preserved_rng
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 from trl_opsd.rollout.every_row import OnlyKnown
+from trl_opsd.rollout.writing_proof import prove_writing
 
 logger = get_logger(__name__)
 
@@ -45,6 +47,7 @@ class HFRollout(RolloutBackend):
 
     def __init__(self, compile: bool | CompileConfig = False) -> None:
         self._compile = compile
+        self._together: Reading | None = None
 
     def bind(self, trainer: Any) -> None:
         """Takes the trainer.
@@ -60,12 +63,13 @@ class HFRollout(RolloutBackend):
             )
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-        reading, limits = self._trainer.reading, self._trainer.limits
+        limits = self._trainer.limits
         lengths = list(map(len, prompt_ids))
         rooms = [limits.room(length) for length in lengths]
         completions: dict[int, list[int]] = {}
         with self._trainer.student_for_generation() as student:
-            for rows in reading.groups_to_continue(lengths, rooms, self._is_synced()):
+            together = self._provedly_together(student)
+            for rows in together.groups_to_continue(lengths, rooms, self._is_synced()):
                 written = self._write(student, [prompt_ids[row] for row in rows], [rooms[row] for row in rows])
                 completions.update(zip(rows, written, strict=True))
         return [completions[row] for row in range(len(prompt_ids))]
@@ -76,7 +80,10 @@ class HFRollout(RolloutBackend):
         inputs = self._padded(prompt_ids)
         prompt_tokens = inputs["input_ids"].size(1)
         config = copy.copy(trainer.generation_config)
-        if reason := obstacle(student, config):
+        reason = obstacle(student, config)
+        if reason is None and not self._may_leave:
+            reason = f"{type(student).__name__} keeps something of rows that have left"
+        if reason:
             logger.warning_once(
                 f"Rollouts are written by plain `generate`, whose batch runs until its longest row ends: {reason}."
             )
@@ -98,9 +105,22 @@ class HFRollout(RolloutBackend):
         completions: list[list[int]] = written if loop else written[:, prompt_tokens:].tolist()
         return completions
 
+    def _provedly_together(self, student: Any) -> Reading:
+        """Which prompts this student can continue together; found out when it first writes."""
+        if self._together is None:
+            reading, vocabulary = self._trainer.reading, self._trainer.limits.vocabulary
+            with preserved_rng(self._trainer.accelerator.device):
+                self._together, self._may_leave = prove_writing(student, reading, vocabulary, self._is_synced())
+            if self._together != reading:
+                logger.warning(
+                    f"Padding changes what `generate` of {type(student).__name__} writes: {self._together} is how "
+                    "prompts are continued, which is slower."
+                )
+        return self._together
+
     def _padded(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
         inputs: dict[str, Tensor] = self._trainer.pad_prompts(prompt_ids)
-        if self._trainer.reading == PADDED:
+        if self._together == PADDED:
             return inputs
         longest = max(map(len, prompt_ids))  # `pad_to_multiple_of` may have added more
         return {name: tensor[:, -longest:] for name, tensor in inputs.items()}

@@ -99,7 +99,8 @@ def rows_per_pass(model: Any, length: int, pass_bytes: int = PASS_BYTES) -> int:
     of the attention mask for each token of the row; eager attention also keeps its scores, twice in float32. A config
     that does not state the inner width is taken to have four times the hidden one, and no heads if it states none.
     """
-    config, (_, width) = model.config.get_text_config(), OutputHead.of(model).shape
+    config = model.config.get_text_config()
+    width = _largest(config, "hidden_size") or OutputHead.of(model).shape[1]
     inner = _largest(config, "intermediate_size") or _largest(config, "n_inner") or 4 * width
     heads = _largest(config, "num_attention_heads")
     per_pair = max(8 * heads, 1) if config._attn_implementation == "eager" else 1
