@@ -19,6 +19,7 @@ FLOORS = {
     "types": 0,
     "rng": 0,
     "sigterm": 0,
+    "versions": 0,
     "watchdog": 0,
     "prompts": 1,
     "backbone": 1,

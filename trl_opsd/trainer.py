@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.integrations import is_fsdp_enabled
 
-from trl_opsd import fingerprint
+from trl_opsd import fingerprint, versions
 from trl_opsd._compat.trl import SeamTrainer, gathered_head, get_config_model_id, whole_head
 from trl_opsd.admission import Reader, admit, look_ahead
 from trl_opsd.arguments import (
@@ -153,6 +153,7 @@ class OPSDTrainer(SeamTrainer):
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
     ) -> None:
         args = checked_args(args, model)
+        versions.warn_of_newer()
         teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
         check_teachers(teacher_model, model, args)
         models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {"teacher": teacher_model}
