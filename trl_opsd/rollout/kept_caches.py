@@ -78,7 +78,7 @@ def _first(value: Any, rows: int) -> Any:
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         made = {key: _first(one, rows) for key, one in pairs}
         return made if isinstance(value, dict) else list(made.values())
-    if not isinstance(value, Tensor) or not value.dim():  # one count of tokens serves all
+    if not _holds_rows(value):
         return value
     # No view: autograd would have the compiler look at what it is a view of.
     first = value.new_empty(0).set_(
@@ -94,6 +94,11 @@ def _moved(value: Any, target: Any, places: Tensor) -> Any:
         return {key: _moved(one, target.get(key), places) for key, one in value.items()}
     if isinstance(value, list):
         return [_moved(*pair, places) for pair in zip(value, target, strict=True)]
-    if not isinstance(value, Tensor) or not value.dim():
+    if not _holds_rows(value):
         return value
     return target.copy_(value.index_select(0, places.to(value.device)))
+
+
+def _holds_rows(value: Any) -> bool:
+    """Whether it is keys, values or states, and not the count of tokens, which all rows share."""
+    return isinstance(value, Tensor) and value.dim() > 1
