@@ -10,7 +10,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check lint types spelling floors wheel format lock clean
+.PHONY: help venv demo test check lint types spelling floors wheel versions format lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,6 +55,9 @@ floors: venv ## which file may import which, and that the environment is whole
 
 wheel: venv ## build the wheel, install it into a clean environment, import it there
 	$(BIN)/python tools/check_wheel.py
+
+versions: venv ## before a release: tests with the newest libraries and with the lower bounds, each in a fresh environment
+	$(BIN)/python tools/check_versions.py
 
 format: venv ## let ruff repair and format
 	$(BIN)/ruff check --fix

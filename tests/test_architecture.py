@@ -23,6 +23,7 @@ FLOORS = {
     "shares": 0,
     "sigterm": 0,
     "strict_json": 0,
+    "versions": 0,
     "watchdog": 0,
     "prompts": 1,
     "backbone": 1,

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import is_fsdp_enabled
 
-from trl_opsd import fingerprint
+from trl_opsd import fingerprint, versions
 from trl_opsd._compat.peft import describe_adapters
 from trl_opsd._compat.trl import SeamTrainer, gathered_head, whole_head
 from trl_opsd.admission import Reader, admit, look_ahead
@@ -162,6 +162,7 @@ class OPSDTrainer(SeamTrainer):
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
     ) -> None:
         args = checked_args(args, model)
+        versions.warn_of_newer()
         teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
         check_teachers(teacher_model, model, args)
         models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {"teacher": teacher_model}

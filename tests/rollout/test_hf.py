@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import tiny
 import torch
-from transformers import CompileConfig
+from peft import LoraConfig, get_peft_model
+from transformers import CompileConfig, GenerationMixin, Qwen2ForCausalLM
 
 from trl_opsd import HFRollout
 from trl_opsd.rollout.base import cut_after_end
@@ -25,6 +29,10 @@ def make_writing(make_trainer):
         return make_trainer(model=student, rollout=rollout or HFRollout(), **given)
 
     return make
+
+
+def lora(student):
+    return get_peft_model(student, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
 def trls(trainer, prompt_ids: list[list[int]]) -> list[list[int]]:
@@ -79,6 +87,116 @@ class TestTokens:
         assert [len(ids) for ids in written] == [6, 24, 5]
 
 
+class Overridden(Qwen2ForCausalLM):
+    """A `generate` with a signature of its own, which knows no loop but that of `transformers`."""
+
+    def generate(self, input_ids, attention_mask, generation_config):
+        return super().generate(input_ids, attention_mask=attention_mask, generation_config=generation_config)
+
+
+def patched(student, ours):
+    """Replaces `generate` on the instance, as remote code and patches for speed do."""
+    theirs = student.generate
+    student.generate = lambda **given: ours(theirs, **given)
+    return student
+
+
+def sequences(theirs, generation_config, **given):
+    generation_config.return_dict_in_generate = True
+    return theirs(generation_config=generation_config, **given)
+
+
+class TestAnotherGenerate:
+    """A model whose `generate` is not the one of `transformers`."""
+
+    @pytest.mark.parametrize(
+        ("make", "reason"),
+        [
+            (lambda: Overridden(tiny.qwen2().config), "Overridden has a `generate` of its own"),
+            (lambda: patched(tiny.qwen2(), sequences), "the `generate` of this Qwen2ForCausalLM was replaced"),
+            (lambda: lora(patched(tiny.qwen2(), sequences)), ""),  # said once, above
+        ],
+        ids=["overridden", "patched", "lora"],
+    )
+    def test_its_tokens_are_understood_and_its_loop_is_left_alone(self, make_writing, caplog, make, reason):
+        trainer = make_writing(model=make())
+        prompt_ids = trainer.tokenize(PROMPTS)
+        torch.manual_seed(0)
+        written = trainer.complete(prompt_ids)
+        assert reason in caplog.text
+        trainer.model.__dict__.pop("generate", None)
+        torch.manual_seed(0)
+        inputs = trainer.pad_prompts(prompt_ids)
+        with trainer.student_for_generation() as student:
+            expected = student.generate(**inputs, generation_config=trainer.generation_config)
+        expected = getattr(expected, "sequences", expected)[:, inputs["input_ids"].size(1) :].tolist()
+        assert written == [cut_after_end(ids, trainer.eos_token_ids) for ids in expected]
+
+    def test_a_loop_that_was_dropped_on_the_way_is_noticed(self, make_writing, monkeypatch):
+        trainer = make_writing(max_completion_length=32)
+        prompt_ids = trainer.tokenize(PROMPTS)
+        torch.manual_seed(0)
+        expected = trainer.complete(prompt_ids)
+        theirs = GenerationMixin.generate
+        monkeypatch.setattr(
+            GenerationMixin, "generate", lambda self, custom_generate=None, **given: theirs(self, **given)
+        )
+        torch.manual_seed(0)
+        assert trainer.complete(prompt_ids) == expected
+
+    @pytest.mark.parametrize(
+        ("ours", "message"),
+        [
+            (lambda theirs, **given: "text", r"returned a str; expected integers of shape \[4, 14 to 38\]"),
+            (lambda theirs, **given: theirs(**given)[:, 14:], "returned (shape|rows that)"),
+            (lambda theirs, **given: theirs(**given).flip(1), "rows that do not begin with their prompts"),
+            (lambda theirs, **given: theirs(**given).float(), "returned torch.float32 of shape"),
+            (lambda theirs, **given: theirs(**given).repeat(2, 1), r"returned shape \[8, "),
+            (lambda theirs, **given: torch.nn.functional.pad(theirs(**given), (0, 99)), r"returned shape \[4, 1"),
+        ],
+        ids=["text", "stripped", "no_prompt", "floats", "rows", "length"],
+    )
+    def test_what_is_no_completion_is_refused(self, make_writing, ours, message):
+        trainer = make_writing(model=patched(tiny.qwen2(), ours))
+        with pytest.raises(ValueError, match=message):
+            trainer.rollout.complete(trainer.tokenize(PROMPTS), 0)
+
+    def test_one_that_takes_no_options_is_refused(self, make_writing):
+        student = tiny.qwen2()
+        student.generate = lambda input_ids, attention_mask: input_ids
+        trainer = make_writing(model=student)
+        with pytest.raises(ValueError, match=r"takes \['input_ids', 'attention_mask'\], and no `generation_config`"):
+            trainer.rollout.complete([[5]], 0)
+
+
+class TestCheckpointsOptions:
+    """What a checkpoint's generation config sets where the trainer leaves it open."""
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"num_return_sequences": 2},
+            {"return_dict_in_generate": True, "output_scores": True},
+            {"suppress_tokens": [7, 9], "begin_suppress_tokens": [11], "bad_words_ids": [[5], [6, 7]]},
+            {"forced_eos_token_id": 2, "exponential_decay_length_penalty": (2, 1.1)},
+            {"watermarking_config": {"bias": 4.0, "seeding_scheme": "selfhash", "context_width": 2}},
+            {"cache_implementation": "static", "prefill_chunk_size": 4},
+            {"num_beams": 2},
+        ],
+        ids=lambda given: next(iter(given)),
+    )
+    def test_the_rows_are_one_for_each_prompt_as_trl_would_write_them(self, make_writing, given):
+        student = tiny.qwen2()
+        vars(student.generation_config).update(given)
+        trainer = make_writing(model=student)
+        prompt_ids = trainer.tokenize(PROMPTS * 2)
+        torch.manual_seed(0)
+        written = trainer.complete(prompt_ids)
+        student.generation_config.num_return_sequences, student.generation_config.return_dict_in_generate = 1, False
+        torch.manual_seed(0)
+        assert written == trls(trainer, prompt_ids)
+
+
 class TestFallback:
     def test_plain_generate_is_announced_once_with_its_reason(self, make_writing, caplog):
         trainer = make_writing(generation_kwargs={"use_cache": False})
@@ -94,6 +212,31 @@ class TestFallback:
         assert not [record for record in caplog.records if record.name.startswith("trl_opsd")]
 
 
+class Recordings:
+    """A compiler's backend that records as CUDA graphs do: anew for other addresses of what was marked as static."""
+
+    def __init__(self) -> None:
+        self.graphs: set[tuple[int, ...]] = set()
+        """Rows and addresses."""
+        self.buffers: list[torch.Tensor] = []
+
+    def __deepcopy__(self, memo: dict) -> Recordings:
+        return self  # `generate` copies its options
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list, **options: str) -> Callable:
+        def run(*inputs):
+            marked = [one for one in inputs if hasattr(one, "_dynamo_static_input_type")]
+            keys_and_values = [one for one in marked if one.dim() == 4]
+            assert len(keys_and_values) == 4, "of two layers"
+            recording = (len(keys_and_values[0]), *(one.data_ptr() for one in marked))
+            if recording not in self.graphs:
+                self.graphs.add(recording)
+                self.buffers += keys_and_values
+            return graph(*inputs)
+
+        return run
+
+
 class TestCompile:
     def test_a_compiled_rollout_writes_the_same_tokens(self, make_writing):
         torch._dynamo.reset()
@@ -107,6 +250,36 @@ class TestCompile:
         torch.manual_seed(0)
         assert compiled.complete(prompt_ids) == expected
         assert calls == ["eager"]
+
+    def test_graphs_are_recorded_once_and_nothing_old_is_read(self, make_writing):
+        """Training, longer prompts, fewer rows and more in between; a graph is one per size and set of addresses."""
+        torch._dynamo.reset()
+        recorded = Recordings()
+        compiled = make_writing(HFRollout(compile=CompileConfig(backend=recorded)), max_completion_length=24)
+        counts = []
+        for rows, length, seed in [(8, 3, 0), (8, 9, 1), (3, 5, 2), (8, 40, 3), (5, 2, 4), (8, 3, 0), (1, 7, 5)]:
+            prompt_ids = [[3 + (seed * 31 + row * 7 + i) % 250 for i in range(length + row)] for row in range(rows)]
+            torch.manual_seed(seed)
+            written = compiled.complete(prompt_ids)
+            torch.manual_seed(seed)
+            assert written == trls(compiled, prompt_ids)
+            counts.append(len(recorded.graphs))
+            with torch.no_grad():  # as a step of training does, and as a diverged one
+                for weight in compiled.model.parameters():
+                    weight.add_(0.01 * torch.randn_like(weight))
+            for buffer in recorded.buffers:
+                buffer.fill_(torch.nan)
+        del buffer
+        assert counts[0] >= 3
+        sizes = {rows for rows, *_ in recorded.graphs}
+        assert counts[-1] == len(sizes), f"{counts} recordings for rows in {sorted(sizes)}"
+
+        kept = [weakref.ref(buffer) for buffer in recorded.buffers]
+        recorded.buffers.clear()
+        compiled.rollout.close()
+        torch._dynamo.reset()
+        gc.collect()
+        assert not [one for one in kept if one()], "the memory is given back"
 
     def test_nothing_is_compiled_unasked(self, make_writing, monkeypatch):
         trainer = make_writing()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from trl_opsd.rollout import every_row
+from trl_opsd.rollout.generate import other_generate
+from trl_opsd.rollout.kept_caches import KeptCaches
 
 _NEEDS_PLAIN_GENERATE = {
     "stop_strings": "needs a tokenizer",
@@ -41,6 +43,8 @@ def obstacle(model: Any, config: Any) -> str | None:
         config ([`~transformers.GenerationConfig`]):
             The options, as they would be passed to `generate`.
     """
+    if reason := other_generate(model):
+        return reason
     # What the model's own generation config adds counts too.
     config, _ = model._prepare_generation_config(config)
     mode = config.get_generation_mode().value
@@ -83,11 +87,14 @@ class RaggedDecoding:
             Positions the model has, where that is limited.
         synced (`bool`):
             Whether a forward pass is collective, so that a process that is done keeps the others company.
+        caches ([`KeptCaches`], *optional*):
+            What a compiled step writes its keys to; from one call to the next, so that graphs are recorded once.
     """
 
     rooms: Sequence[int]
     context: int | None
     synced: bool
+    caches: KeptCaches = field(default_factory=KeptCaches)
 
     def __call__(
         self,
@@ -124,8 +131,12 @@ class RaggedDecoding:
         compiled = model._valid_auto_compile_criteria(model_kwargs, generation_config)
         forward = model.get_compiled_call(generation_config.compile_config) if compiled else model
         batch = _Batch(input_ids, self.rooms, generation_config.pad_token_id or 0, model_kwargs)
+        if compiled:
+            model_kwargs["past_key_values"] = self.caches.start(model, model_kwargs["past_key_values"], batch.size)
 
         outputs = model._prefill(input_ids, generation_config, batch.model_kwargs)
+        if compiled:
+            self.caches.keep(batch.model_kwargs["past_key_values"], batch.size)
         with model._optimize_model_for_decode():
             while model._has_unfinished_sequences(not batch.writing, self.synced, device=input_ids.device):
                 if not batch.writing:
@@ -143,7 +154,7 @@ class RaggedDecoding:
                 scores_nV = every_row.process(logits_processor, batch.every, batch.rows, logits_nV)
                 batch.write(*self._pick(scores_nV, batch, generation_config.do_sample), criteria)
                 if batch.writing:
-                    batch.let_go(buckets=compiled)
+                    batch.let_go(self.caches if compiled else None)
                 if compiled and self.context is not None and "position_ids" in batch.model_kwargs:
                     # A row that has ended but keeps its place must not walk past the table of positions.
                     batch.model_kwargs["position_ids"].clamp_(max=self.context - 1)
@@ -223,9 +234,9 @@ class _Batch:
                 self.completions[row] = self.every[row, self._prompt_tokens :][:room].tolist()
                 del self.writing[place]
 
-    def let_go(self, buckets: bool) -> None:
-        """Closes the places of rows that have ended: all of them, or as many as lead to a size used before."""
-        size = min(_bucket(len(self.writing)), self.size) if buckets else len(self.writing)
+    def let_go(self, caches: KeptCaches | None) -> None:
+        """Closes the places of rows that have ended: all of them, or as many as lead to a size that `caches` has."""
+        size = min(_bucket(len(self.writing)), self.size) if caches else len(self.writing)
         if size == self.size:
             return
         idle = [place for place in range(self.size) if place not in self.writing]
@@ -236,15 +247,11 @@ class _Batch:
         for name, value in self.model_kwargs.items():
             if isinstance(value, Tensor):  # [n, L], or [.., n, L] where positions have several axes
                 self.model_kwargs[name] = value.index_select(-2, places.to(value.device))
-        self._select_from_cache(places, fixed=buckets)
-
-    def _select_from_cache(self, places: Tensor, fixed: bool) -> None:
         cache = self.model_kwargs["past_key_values"]
-        cache.reorder_cache(places)
-        if fixed:  # what CUDA graphs write into in place; the cache marked the tensors it had before
-            for layer in cache.layers:
-                torch._dynamo.mark_static_address(layer.keys)
-                torch._dynamo.mark_static_address(layer.values)
+        if caches:
+            self.model_kwargs["past_key_values"] = caches.shrink(cache, places)
+        else:
+            cache.reorder_cache(places)
 
 
 def _bucket(rows: int) -> int:

@@ -2,7 +2,7 @@
 
 Whatever processes logits may remember something of each row by its place: its prompt, the length of its padding, the
 context of a watermark. Which do changes between versions of `transformers`, and a model may bring its own. So only
-those known to read nothing but the scores meet the rows that are left; all others meet every row, padded since it left.
+those known to read nothing but scores meet the rows that are left; others meet all rows, padded since they left.
 
 B rows to begin with · n places in the batch now · L tokens so far · V logits
 """

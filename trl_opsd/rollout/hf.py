@@ -24,6 +24,8 @@ from trl_opsd.rng import preserved_rng
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 from trl_opsd.rollout.every_row import OnlyKnown
+from trl_opsd.rollout.generate import completions_of, generate, other_generate
+from trl_opsd.rollout.kept_caches import KeptCaches
 from trl_opsd.rollout.writing_proof import prove_writing
 
 logger = get_logger(__name__)
@@ -48,6 +50,7 @@ class HFRollout(RolloutBackend):
     def __init__(self, compile: bool | CompileConfig = False) -> None:
         self._compile = compile
         self._together: Reading | None = None
+        self._caches = KeptCaches()
 
     def bind(self, trainer: Any) -> None:
         """Takes the trainer.
@@ -56,6 +59,7 @@ class HFRollout(RolloutBackend):
             ValueError: `compile` was asked for and the student cannot be compiled.
         """
         self._trainer = trainer
+        self._caches.clear()
         self._is_split = is_sharded(trainer.model) or trainer.accelerator.distributed_type == DistributedType.FSDP
         if self._compile and (reason := self._why_not_compiled(trainer.model, trainer.args.cache_implementation)):
             raise ValueError(
@@ -80,6 +84,8 @@ class HFRollout(RolloutBackend):
         inputs = self._padded(prompt_ids)
         prompt_tokens = inputs["input_ids"].size(1)
         config = copy.copy(trainer.generation_config)
+        # What is unset, a checkpoint's own generation config would set.
+        config.num_return_sequences, config.return_dict_in_generate = 1, False
         reason = obstacle(student, config)
         if reason is None and not self._may_leave:
             reason = f"{type(student).__name__} keeps something of rows that have left"
@@ -91,24 +97,35 @@ class HFRollout(RolloutBackend):
             config.max_new_tokens, loop = min(rooms), None
         else:
             config.max_new_tokens = max(*rooms, 1)
-            loop = RaggedDecoding(rooms=rooms, context=trainer.limits.context, synced=self._is_synced())
+            loop = RaggedDecoding(
+                rooms=rooms, context=trainer.limits.context, synced=self._is_synced(), caches=self._caches
+            )
             if self._compile:
                 self._set_up_compilation(config, prompt_tokens)
         with _TokenProgress(config.max_new_tokens, trainer.show_progress) as progress:
-            written = student.generate(
-                **inputs,
-                generation_config=config,
+            written = generate(
+                student,
+                inputs,
+                config,
                 logits_processor=LogitsProcessorList([OnlyKnown(trainer.limits.vocabulary)]),
                 stopping_criteria=StoppingCriteriaList([progress]),
-                custom_generate=loop,
+                **({"custom_generate": loop} if loop else {}),
             )
-        completions: list[list[int]] = written if loop else written[:, prompt_tokens:].tolist()
-        return completions
+        if loop and isinstance(written, list):
+            return written
+        completions = completions_of(written, inputs["input_ids"], config.max_new_tokens, type(student).__name__)
+        return [ids[: max(room, 0)] for ids, room in zip(completions, rooms, strict=True)]
+
+    def close(self) -> None:
+        self._caches.clear()
 
     def _provedly_together(self, student: Any) -> Reading:
         """Which prompts this student can continue together; found out when it first writes."""
         if self._together is None:
             reading, vocabulary = self._trainer.reading, self._trainer.limits.vocabulary
+            if other_generate(student):  # whose options and results are its own affair
+                self._together, self._may_leave = reading, False
+                return reading
             with preserved_rng(self._trainer.accelerator.device):
                 self._together, self._may_leave = prove_writing(student, reading, vocabulary, self._is_synced())
             if self._together != reading:
@@ -134,6 +151,8 @@ class HFRollout(RolloutBackend):
     def _why_not_compiled(self, model: Any, cache_implementation: str | None) -> str | None:
         if self._is_split:
             return "the student is split over devices"
+        if reason := other_generate(model):
+            return reason
         if not model._can_compile_fullgraph:
             return f"{type(model).__name__} does not support it"
         if cache_implementation not in (None, "static"):

@@ -1,0 +1,84 @@
+"""Calls a model's `generate`, whosever it is, and looks at what comes back."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
+
+
+def other_generate(model: Any) -> str | None:
+    """Why a decoding loop cannot be handed to this model's `generate`, or `None` where it is that of `transformers`.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model that would generate.
+    """
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if "generate" in vars(bare) or "generate" in vars(model):
+        return f"the `generate` of this {type(bare).__name__} was replaced"
+    if type(bare).generate is not GenerationMixin.generate:
+        return f"{type(bare).__name__} has a `generate` of its own"
+    return None
+
+
+def generate(model: Any, inputs: dict[str, Tensor], config: GenerationConfig, **extras: Any) -> Any:
+    """What `model.generate` returns.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model that generates.
+        inputs (`dict[str, torch.Tensor]`):
+            `input_ids` and `attention_mask`, `[B, P]`.
+        config ([`~transformers.GenerationConfig`]):
+            The options.
+        extras:
+            Left out where this `generate` does not take them.
+
+    Raises:
+        ValueError: It takes no options.
+    """
+    parameters = inspect.signature(model.generate).parameters
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    if not takes_any and "generation_config" not in parameters:
+        raise ValueError(
+            f"`generate` of {type(model).__name__} takes {list(parameters)}, and no `generation_config`: neither "
+            "length nor sampling can be set. Pass a model with `generate` of `transformers`, or set `use_vllm=True`."
+        )
+    taken = {name: value for name, value in extras.items() if takes_any or name in parameters}
+    return model.generate(**inputs, generation_config=config, **taken)
+
+
+def completions_of(written: Any, prompt_ids: Tensor, max_new_tokens: int, name: str) -> list[list[int]]:
+    """The completions in what a plain `generate` returned.
+
+    Args:
+        written (`torch.Tensor` or [`~transformers.utils.ModelOutput`]):
+            Ids of prompts and completions, or an output with these as its `sequences`.
+        prompt_ids (`torch.Tensor`):
+            `[B, P]`, as they were passed.
+        max_new_tokens (`int`):
+            As it was passed.
+        name (`str`):
+            Of the model, for errors.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    ids = getattr(written, "sequences", written)
+    rows, tokens = prompt_ids.shape
+    asked = f"expected integers of shape [{rows}, {tokens} to {tokens + max_new_tokens}] that begin with the prompts"
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        got = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+    elif len(ids) != rows or not tokens <= ids.size(1) <= tokens + max_new_tokens:
+        got = f"shape {list(ids.shape)}"
+    elif not ids[:, :tokens].equal(prompt_ids.to(ids.device, ids.dtype)):
+        got = "rows that do not begin with their prompts"
+    else:
+        return ids[:, tokens:].tolist()
+    raise ValueError(
+        f"`generate` of {name} returned {got}; {asked}. Pass a model with the `generate` of `transformers`, set "
+        "`use_vllm=True`, or write a `RolloutBackend` around it."
+    )
