@@ -21,7 +21,7 @@ from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 
 _TOKENS = 3
 """So many are written; another row leaves the batch after the first."""
-_FAILS = (AttributeError, TypeError, ValueError, LookupError, AssertionError, NotImplementedError)
+_FAILS = (AttributeError, TypeError, ValueError, LookupError, AssertionError, RuntimeError)
 BY_LENGTH, ALONE = Reading(0), Reading(0, shares=False)
 
 
@@ -50,6 +50,8 @@ def prove_writing(student: Any, reading: Reading, vocabulary: int, synced: bool)
         loops.insert(0, lambda: RaggedDecoding(rooms=[1, _TOKENS], context=None, synced=synced))
     try:
         alone_TV = _logits(student, [prompt], vocabulary, None)
+    except torch.OutOfMemoryError:
+        raise
     except _FAILS as error:
         raise ValueError(
             f"`generate` of {type(student).__name__} cannot continue three tokens by three, {type(error).__name__}: "
@@ -66,6 +68,8 @@ def prove_writing(student: Any, reading: Reading, vocabulary: int, synced: bool)
 def _writes(student: Any, prompts: list[list[int]], vocabulary: int, loop: Any, alone_TV: Tensor) -> bool:
     try:
         return agree(_logits(student, prompts, vocabulary, loop), alone_TV)
+    except torch.OutOfMemoryError:
+        raise
     except _FAILS:
         return False
 
