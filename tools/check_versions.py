@@ -1,4 +1,4 @@
-"""Tests the wheel in two environments: with the newest libraries that resolve, and with the lower bounds of setup.cfg.
+"""Tests the wheel in two environments: the newest libraries that resolve, and the lower bounds of `setup.cfg`.
 
 Before a release: `make versions`. Takes two environments (the older torch comes with its CUDA packages, several GB) and
 some minutes. What is newer than `TESTED` in `trl_opsd/versions.py` and passes here goes in there.
@@ -23,6 +23,7 @@ TESTS = (
     "tests/rollout/test_hf.py",
     "tests/rollout/test_hf_decode.py",
     "tests/rollout/test_recomputed.py",
+    "tests/test_readme.py",
     "tests/test_trainer.py",
     "tests/test_versions.py",
 )

@@ -58,7 +58,7 @@ class HFRollout(RolloutBackend):
         Raises:
             ValueError: `compile` was asked for and the student cannot be compiled.
         """
-        self._trainer = trainer
+        self._trainer, self._together = trainer, None
         self._caches.clear()
         self._is_split = is_sharded(trainer.model) or trainer.accelerator.distributed_type == DistributedType.FSDP
         if self._compile and (reason := self._why_not_compiled(trainer.model, trainer.args.cache_implementation)):
