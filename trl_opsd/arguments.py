@@ -83,6 +83,22 @@ def check_in_memory(student: Any) -> None:
             )
 
 
+def check_trainable(student: nn.Module) -> None:
+    """Refuses a student that bitsandbytes could not train after the first rollout.
+
+    Raises:
+        ValueError: It is quantised to 4 bits on a CPU with AVX512-BF16, where the first forward in eval mode stores the
+            weights in an order that gradients do not pass.
+    """
+    on_cpu = next(student.parameters()).device.type == "cpu"
+    if on_cpu and any(getattr(layer, "support_avx512bf16_for_cpu", False) for layer in student.modules()):
+        raise ValueError(
+            "The student is quantised to 4 bits by bitsandbytes and is on a CPU, where it is packed for inference as "
+            "soon as it writes, and no gradient passes it afterwards: train it on a GPU, or load it without "
+            "`quantization_config`."
+        )
+
+
 def _check_causal(model: Any, called: str, loading: Mapping[str, Any]) -> None:
     if isinstance(model, str):
         place = {name: loading[name] for name in _PLACE if loading.get(name) is not None}

@@ -29,6 +29,7 @@ from trl_opsd.arguments import (
     check_models,
     check_processing_class,
     check_train_size,
+    check_trainable,
     checked_args,
     columns_of,
     loaded_processing_class,
@@ -201,6 +202,7 @@ class OPSDTrainer(SeamTrainer):
             tools=tools,
         )
         check_in_memory(self.model)
+        check_trainable(self.model)
         self._student = fingerprint.describe_student(self.model, self.handed_in)
         self._optimizer = fingerprint.describe_optimizer(self.optimizer, args)
         self.divergence = args.build_divergence()
