@@ -100,6 +100,22 @@ def _check_own_loss(config: Mapping[str, Any]) -> None:
     )
 
 
+def check_trainable(student: nn.Module) -> None:
+    """Refuses a student that bitsandbytes could not train after the first rollout.
+
+    Raises:
+        ValueError: It is quantised to 4 bits on a CPU with AVX512-BF16, where the first forward in eval mode stores the
+            weights in an order that gradients do not pass.
+    """
+    on_cpu = next(student.parameters()).device.type == "cpu"
+    if on_cpu and any(getattr(layer, "support_avx512bf16_for_cpu", False) for layer in student.modules()):
+        raise ValueError(
+            "The student is quantised to 4 bits by bitsandbytes and is on a CPU, where it is packed for inference as "
+            "soon as it writes, and no gradient passes it afterwards: train it on a GPU, or load it without "
+            "`quantization_config`."
+        )
+
+
 def _check_causal(model: Any, called: str, loading: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of the language model, as far as it says something; empty for what is no model."""
     if isinstance(model, str):

@@ -66,7 +66,7 @@ def check_scaler(args: Any) -> None:
         )
 
 
-def check_trained(model: nn.Module) -> None:
+def check_trained_dtypes(model: nn.Module) -> None:
     """Refuses to train float16 weights themselves; frozen ones, below an adapter, are no matter.
 
     Raises:

@@ -28,6 +28,7 @@ from trl_opsd.arguments import (
     check_models,
     check_processing_class,
     check_train_size,
+    check_trainable,
     checked_args,
     columns_of,
     loaded_processing_class,
@@ -39,7 +40,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.guards import check_opinion
 from trl_opsd.losses import reduce, streamed_divergence
 from trl_opsd.padding import PADDED
-from trl_opsd.precision import autocast, check_trained
+from trl_opsd.precision import autocast, check_trained_dtypes
 from trl_opsd.prompts import IMAGE_COLUMNS, PromptLimits
 from trl_opsd.readers import Readers, student_prompt
 from trl_opsd.rng import preserved_rng
@@ -209,8 +210,9 @@ class OPSDTrainer(SeamTrainer):
             tools=tools,
         )
         check_in_memory(self.model)
+        check_trainable(self.model)
         if not args.deepspeed_plugin:  # which keeps weights of its own to step with
-            check_trained(self.model)
+            check_trained_dtypes(self.model)
         self._student = fingerprint.describe_student(self.model, self.handed_in)
         self._optimizer = fingerprint.describe_optimizer(self.optimizer, args)
         self.divergence = args.build_divergence()

@@ -110,6 +110,12 @@ def inside_of_a_teacher(lab: Lab) -> None:
     lab.make(model=student, teacher_model=FrozenTeacher(Resident(student, torch.device("cpu"))))
 
 
+def packed_for_inference(lab: Lab) -> None:
+    student = tiny.qwen2()
+    student.model.layers[0].mlp.up_proj.support_avx512bf16_for_cpu = True  # as bitsandbytes marks its 4-bit layers
+    lab.make(model=student)
+
+
 def unlike_its_config(role: str, called: str) -> Case:
     def provoke(lab: Lab) -> None:
         models = {"model": tiny.qwen2(32, 0), "teacher_model": tiny.qwen2(48, 1)}
@@ -291,6 +297,7 @@ OTHERS = [
         TypeError,
         before_loading=True,
     ),
+    Case("at least", "4 bits on a CPU", "packed for inference as soon as it writes", packed_for_inference),
     Case(
         "at least",
         "how to load a teacher that is loaded",
