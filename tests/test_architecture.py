@@ -19,6 +19,7 @@ FLOORS = {
     "types": 0,
     "rng": 0,
     "sigterm": 0,
+    "special_tokens": 0,
     "strict_json": 0,
     "watchdog": 0,
     "prompts": 1,

@@ -187,5 +187,6 @@ class PromptLimits:
         if largest_id >= self.vocabulary:
             raise ValueError(
                 f"{where} has the token id {largest_id}, but the models know {self.vocabulary} ids: use the tokenizer "
-                "the student was trained with."
+                "the student was trained with; after `tokenizer.add_tokens` both models grow by "
+                "`model.resize_token_embeddings(len(tokenizer))`."
             )

@@ -41,6 +41,7 @@ from trl_opsd.readers import Readers, student_prompt
 from trl_opsd.rng import preserved_rng
 from trl_opsd.rollout import HFRollout, RolloutBackend
 from trl_opsd.rollout.base import cut_after_end
+from trl_opsd.special_tokens import rows_said, settle_special_tokens
 from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.build import (
     TeacherLike,
@@ -171,6 +172,7 @@ class OPSDTrainer(SeamTrainer):
             needs_privilege=_teaches_itself(model, args) and teacher_prompt_fn is None and not teacher_template,
         )
         check_models(model, models, args)
+        settle_special_tokens(processing_class, rows_said(model, args.model_init_kwargs or {}))
         teacher_prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
         for name, dataset in {"train_dataset": train_dataset, **named(eval_dataset)}.items():
             if dataset is not None:
@@ -191,7 +193,9 @@ class OPSDTrainer(SeamTrainer):
         )
         if processing_class is None:  # it was loaded with the student
             check_processing_class(self.processing_class)
+            settle_special_tokens(self.processing_class, OutputHead.of(self.model).shape[0])
             check_tokenizers(self.processing_class, models, teacher_processing_class, args)
+        self.use_special_tokens(OutputHead.of(self.model).shape[0])
         self.divergence = args.build_divergence()
         self.show_progress = self.accelerator.is_main_process and not args.disable_tqdm
         self._student_is_proved = False

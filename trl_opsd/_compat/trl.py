@@ -30,6 +30,7 @@ from trl_opsd._compat.transformers import SafeCheckpoints
 from trl_opsd.clock import PhaseClock
 from trl_opsd.epochs import EpochSampler
 from trl_opsd.rng import preserved_rng
+from trl_opsd.special_tokens import writable
 from trl_opsd.types import LossParts, OutputHead, Rollout, TeacherTargets
 from trl_opsd.watchdog import Watchdog
 
@@ -169,6 +170,15 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
             "attention_mask": pad([torch.ones_like(row) for row in rows], 0, "left", self.pad_to_multiple_of),
         }
         return {name: tensor.to(self.accelerator.device) for name, tensor in tensors.items()}
+
+    def use_special_tokens(self, rows: int) -> None:
+        """Takes over what has become of the tokenizer's padding, and only end tokens that the student has a row for."""
+        self.eos_token_ids = writable(self.eos_token_ids, rows)
+        of_both = {"pad_token_id": self._tokenizer.pad_token_id, "eos_token_id": self.eos_token_ids}
+        self.generation_kwargs.update(of_both)
+        self.generation_config.update(**of_both)
+        self.model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
+        self.model.generation_config.pad_token_id = self._tokenizer.pad_token_id
 
     def record(self, name: str, value: float) -> None:
         """Adds a number of this process to the next log, which shows the mean; in an evaluation as `eval_<name>`."""
