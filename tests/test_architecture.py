@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "trl_opsd"
 
 FLOORS = {
+    "strict_json": -2,
+    "manifest": -1,
     "checkpoint": 0,
     "clock": 0,
     "failure": 0,
@@ -20,7 +22,6 @@ FLOORS = {
     "rng": 0,
     "sigterm": 0,
     "special_tokens": 0,
-    "strict_json": 0,
     "watchdog": 0,
     "prompts": 1,
     "backbone": 1,

@@ -12,8 +12,8 @@ import tiny
 from datasets import Dataset
 from peft import LoraConfig
 
-from trl_opsd.checkpoint import MANIFEST
 from trl_opsd.fingerprint import FILE, describe_rows
+from trl_opsd.manifest import MANIFEST
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import tiny
 from cases import Case, Lab
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.checkpoint import MANIFEST
 from trl_opsd.fingerprint import FILE
 from trl_opsd.losses import ForwardKL
+from trl_opsd.manifest import MANIFEST
 
 
 def missing(name: str, asked: Callable[[Lab], Any], message: str) -> Case:

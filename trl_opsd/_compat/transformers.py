@@ -138,7 +138,8 @@ class SafeCheckpoints(Trainer):
         if self.args.should_save:
             best = self.state.best_model_checkpoint
             keep = [run_dir / name, *([Path(best)] if best else [])]
-            checkpoint.rotate(run_dir, self.args.save_total_limit, keep)
+            for remark in checkpoint.rotate(run_dir, self.args.save_total_limit, keep):
+                logger.warning(remark)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))

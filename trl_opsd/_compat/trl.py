@@ -78,6 +78,7 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
     _step: int
     _signature_columns: list[str] | None
     chat_template_kwargs: dict[str, Any]
+    eos_token_ids: list[int]
     _tag_names: ClassVar = [*DistillationTrainer._tag_names, "opsd"]
 
     def __init__(self, *, args: DistillationConfig, **kwargs: Any) -> None:
