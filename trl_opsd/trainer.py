@@ -40,7 +40,7 @@ from trl_opsd.prompts import PromptLimits
 from trl_opsd.readers import Readers, student_prompt
 from trl_opsd.rng import preserved_rng
 from trl_opsd.rollout import HFRollout, RolloutBackend
-from trl_opsd.rollout.base import cut_after_end
+from trl_opsd.rollout.base import cut_after_end, token_ids
 from trl_opsd.special_tokens import rows_said, settle_special_tokens
 from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.build import (
@@ -223,15 +223,13 @@ class OPSDTrainer(SeamTrainer):
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         if not self._student_is_proved:
             self._prove()
-        completions = self.rollout.complete(prompt_ids, self.state.global_step)
-        if len(completions) != len(prompt_ids):
-            raise ValueError(
-                f"{type(self.rollout).__name__} returned {len(completions)} completions for {len(prompt_ids)} prompts: "
-                "`complete` must return one for each, in order."
-            )
+        backend = type(self.rollout).__name__
+        # Prompts of its own: what it does to them must not reach what is trained on.
+        returned = self.rollout.complete([list(ids) for ids in prompt_ids], self.state.global_step)
+        completions = token_ids(returned, len(prompt_ids), backend)
         completions = [cut_after_end(ids, self.eos_token_ids) for ids in completions]
         for prompt, completion in zip(prompt_ids, completions, strict=True):
-            self.limits.check_completion(prompt, completion, type(self.rollout).__name__)
+            self.limits.check_completion(prompt, completion, backend)
         return completions
 
     def teach(self, rollout: Rollout, rows: list[dict[str, Any]]) -> TeacherTargets:

@@ -359,6 +359,7 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
         metric_key_prefix: str = "eval",
     ) -> Any:
         """As TRL's, but with one seed, nothing drawn from training's randomness, and a loss that weighs tokens."""
+        self._metrics["eval"].clear()  # an evaluation that was interrupted has left its own
         self._start_counting("eval")
         with preserved_rng(self.accelerator.device):
             set_seed(self.args.seed, device_specific=True)
