@@ -34,8 +34,10 @@ from trl_opsd.arguments import (
 )
 from trl_opsd.backbone import completion_hidden, context_of, is_sharded, prove_head
 from trl_opsd.config import OPSDConfig
+from trl_opsd.footprint import footprint
 from trl_opsd.guards import check_opinion
 from trl_opsd.losses import reduce, streamed_divergence
+from trl_opsd.memory import explained
 from trl_opsd.prompts import PromptLimits
 from trl_opsd.readers import Readers, student_prompt
 from trl_opsd.rng import preserved_rng
@@ -216,7 +218,8 @@ class OPSDTrainer(SeamTrainer):
             self._build_teachers(models)
             self._heed_teachers()
         self.rollout = rollout
-        rollout.bind(self)
+        with explained("start", partial(self.footprint, "start")):
+            rollout.bind(self)
 
     # ---- The three verbs ----------------------------------------------------------------------------------------
 
@@ -292,6 +295,9 @@ class OPSDTrainer(SeamTrainer):
 
     def check_sums(self, sums: dict[str, float]) -> None:
         check_opinion(sums, self.limits.vocabulary)
+
+    def footprint(self, phase: str) -> dict[str, int]:
+        return footprint(self, phase)
 
     @property
     def limits(self) -> PromptLimits:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
 from trl_opsd import RolloutBackend
@@ -83,4 +82,3 @@ def test_completions_that_are_no_token_ids_are_noticed(make_trainer):
     trainer.rollout.written = [torch.tensor([7, 8, 2]), np.array([9])]
     trainer.train()
     assert trainer.state.global_step == 3
-    assert tiny.VOCABULARY == 259

@@ -29,6 +29,7 @@ from trl_opsd._compat.steps import GuardedSteps
 from trl_opsd._compat.transformers import SafeCheckpoints
 from trl_opsd.clock import PhaseClock
 from trl_opsd.epochs import EpochSampler
+from trl_opsd.memory import explained
 from trl_opsd.rng import preserved_rng
 from trl_opsd.special_tokens import writable
 from trl_opsd.types import LossParts, OutputHead, Rollout, TeacherTargets
@@ -100,8 +101,8 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
         self._first_turn = False
         self._unwritten_rows: list[int] = []
         self._loss_parts: LossParts | None = None
-        watchdog = Watchdog(self.args.phase_timeout, self.accelerator.process_index)
-        self._clocks = {mode: PhaseClock(watchdog) for mode in ("train", "eval")}
+        self._watchdog = Watchdog(self.args.phase_timeout, self.accelerator.process_index)
+        self._clocks = {mode: PhaseClock(self._watched) for mode in ("train", "eval")}
         self._totals: dict[str, dict[str, float]] = {"train": defaultdict(float), "eval": defaultdict(float)}
 
     # ---- What a subclass fills in -------------------------------------------------------------------------------
@@ -142,6 +143,10 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
 
     def check_sums(self, sums: dict[str, float]) -> None:
         """Refuses a loss, before its gradient exists, by its sums over all processes, which are finite."""
+        raise NotImplementedError
+
+    def footprint(self, phase: str) -> dict[str, int]:
+        """What a phase holds, in bytes by name, for an error of lacking memory."""
         raise NotImplementedError
 
     # ---- What a subclass may use --------------------------------------------------------------------------------
@@ -348,7 +353,8 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
         self._buffered_inputs, self._step, self._current_train_step_time = None, 0, 0.0
         self._metrics["train"].clear()
         self._start_counting("train")
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        with explained("step", partial(self.footprint, "step")):  # what is in no phase is the optimizer's
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def evaluation_loop(
         self,
@@ -380,6 +386,11 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, DistillationTrainer):
         if mode == "train" and "loss" in logs and self._guard.counts:
             logs["nonfinite/skipped_steps"] = self._guard.skipped
         super().log(logs, start_time)
+
+    @contextmanager
+    def _watched(self, phase: str) -> Iterator[None]:
+        with explained(phase, partial(self.footprint, phase)), self._watchdog(phase):
+            yield
 
     # ---- Bookkeeping --------------------------------------------------------------------------------------------
 
