@@ -11,9 +11,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "trl_opsd"
 
 FLOORS = {
+    "strict_json": -2,
+    "manifest": -1,
     "checkpoint": 0,
     "clock": 0,
     "failure": 0,
+    "memory": 0,
     "nonfinite": 0,
     "epochs": 0,
     "precision": 0,
@@ -22,8 +25,8 @@ FLOORS = {
     "rng": 0,
     "shares": 0,
     "sigterm": 0,
-    "strict_json": 0,
     "versions": 0,
+    "special_tokens": 0,
     "watchdog": 0,
     "prompts": 1,
     "backbone": 1,
@@ -38,6 +41,7 @@ FLOORS = {
     "admission": 3,
     "arguments": 4,
     "fingerprint": 4,
+    "footprint": 4,
     "readers": 4,
     "trainer": 5,
     "checks": 6,

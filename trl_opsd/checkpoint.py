@@ -6,28 +6,27 @@ whole, and the checkpoint before it is still there.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-MANIFEST = "opsd_manifest.json"
-"""Every other file of a checkpoint with its size and SHA-256; written last, so without it a checkpoint is torn."""
+from trl_opsd.manifest import MANIFEST, has_manifest, problems, seal, sync_folder
+
 UNFINISHED = "_unfinished"
 """Folder beside the checkpoints in which one is written. Uploads to the Hub leave out what starts with `_`."""
 
 _NAME = re.compile(r"checkpoint-(\d+)")
+_MADE_ASIDE = re.compile(r"(deleted-)?checkpoint-\d+")
+"""What is written or deleted in the folder for unfinished ones. Nothing else in it is touched."""
 _STATE = "trainer_state.json"
 """What transformers writes last into a checkpoint of its own."""
 
 
 def begin(run_dir: Path) -> Path:
-    """Makes an empty folder to write a checkpoint in, beside those that are whole.
+    """Makes a folder to write a checkpoint in, beside those that are whole, without one that was begun before.
 
     Args:
         run_dir (`Path`):
@@ -37,13 +36,13 @@ def begin(run_dir: Path) -> Path:
         `Path`: The folder in which to make one named `checkpoint-N`.
 
     Raises:
-        ValueError: A symlink stands where the folder has to be.
+        ValueError: Something else stands where the folder has to be.
         OSError: The disk does not let us.
     """
     recover(run_dir)
     unfinished = run_dir / UNFINISHED
-    _remove(unfinished)
-    unfinished.mkdir(parents=True)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    _clear(unfinished)
     return unfinished
 
 
@@ -61,58 +60,21 @@ def publish(written: Path, run_dir: Path) -> Path:
     Returns:
         `Path`: The checkpoint.
     """
-    files = _files(written)
-    with ThreadPoolExecutor() as pool:
-        contents = dict(zip(files, pool.map(_settled, files.values()), strict=True))
-    manifest = written / MANIFEST
-    with manifest.open("w", encoding="utf-8") as file:
-        json.dump({"format": 1, "files": contents}, file, indent=1)
-    _settled(manifest)
-    for folder in {written, *(path.parent for path in files.values())}:
-        _sync_folder(folder)
+    seal(written)
     return _move_in(written, run_dir)
 
 
 def recover(run_dir: Path) -> None:
     """Moves in what a killed process had finished, but for its name."""
     unfinished = run_dir / UNFINISHED
-    if unfinished.is_symlink():
+    if unfinished.is_symlink() or (unfinished.exists() and not unfinished.is_dir()):
         raise ValueError(
-            f"{unfinished} is a symlink: expected a folder of our own, in which checkpoints are written and from which "
-            "they are deleted. Remove the link, or take another `output_dir`."
+            f"{unfinished} is a {'symlink' if unfinished.is_symlink() else 'file'}: expected a folder of our own, in "
+            "which checkpoints are written and from which they are deleted. Remove it, or take another `output_dir`."
         )
     for _, folder in _numbered(unfinished):
-        if not problems(folder):
+        if not folder.is_symlink() and not problems(folder):
             _move_in(folder, run_dir)
-
-
-def problems(checkpoint: Path) -> list[str]:
-    """What is missing from a checkpoint, or differs from its manifest; nothing if it is whole.
-
-    Args:
-        checkpoint (`Path`):
-            Its folder.
-    """
-    manifest = checkpoint / MANIFEST
-    if not manifest.is_file():
-        return [f"{MANIFEST} is missing, so it was torn or written by something else"]
-    try:
-        expected: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        sizes = {name: int(entry["bytes"]) for name, entry in expected.items()}
-        hashes = {name: str(entry["sha256"]) for name, entry in expected.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return [f"{MANIFEST} cannot be read"]
-    found = _files(checkpoint)  # only what lies in the folder is ever opened, whatever a manifest names
-    wrong = {name: f"{name} is missing" for name in sizes if name not in found}
-    for name in sizes.keys() - wrong.keys():
-        if (size := found[name].stat().st_size) != sizes[name]:
-            wrong[name] = f"{name} has {size} bytes instead of {sizes[name]}"
-    if not wrong:
-        with ThreadPoolExecutor() as pool:
-            for name, sha256 in zip(sizes, pool.map(_sha256, [found[name] for name in sizes]), strict=True):
-                if sha256 != hashes[name]:
-                    wrong[name] = f"{name} has other contents than were written"
-    return [wrong[name] for name in sorted(wrong)]
 
 
 def newest_complete(run_dir: Path) -> tuple[Path | None, dict[Path, list[str]]]:
@@ -159,7 +121,7 @@ def checked(asked: str | bool, run_dir: Path) -> tuple[Path, list[str]]:
     return folder, []
 
 
-def rotate(run_dir: Path, limit: int | None, keep: Collection[Path]) -> None:
+def rotate(run_dir: Path, limit: int | None, keep: Collection[Path]) -> list[str]:
     """Deletes the oldest checkpoints that were made here until at most `limit` are left.
 
     Args:
@@ -169,18 +131,27 @@ def rotate(run_dir: Path, limit: int | None, keep: Collection[Path]) -> None:
             How many may stay; `None` or 0 keeps them all.
         keep (`Collection[Path]`):
             Checkpoints that stay in any case: the newest, which is known to be whole, and the best.
+
+    Returns:
+        `list[str]`: what could not be deleted, and why. It stays, and so does the run.
     """
-    ours = [folder for _, folder in sorted(_numbered(run_dir)) if _is_ours(folder)]
+    # An empty folder is what a killed run of somebody else's trainer leaves: it is no checkpoint, and not in the way.
+    ours = [folder for _, folder in sorted(_numbered(run_dir)) if not folder.is_symlink() and has_manifest(folder)]
     ours.sort(key=lambda folder: (folder / MANIFEST).stat().st_mtime)  # a new run counts its steps from 0 again
     kept = {os.path.realpath(folder) for folder in keep}
     surplus = len(ours) - max(limit, 1) if limit else 0
+    remarks = []
     for folder in [folder for folder in ours if os.path.realpath(folder) not in kept][: max(surplus, 0)]:
         # Under its own name a checkpoint is whole or gone, also when this is where the process is killed.
         doomed = run_dir / UNFINISHED / f"deleted-{folder.name}"
         doomed.parent.mkdir(exist_ok=True)
-        os.rename(folder, doomed)
-        shutil.rmtree(doomed)
-    _remove(run_dir / UNFINISHED)
+        try:
+            os.rename(folder, doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            remarks.append(f"{folder} should go (`save_total_limit={limit}`), but cannot be deleted: {error}.")
+    _close(run_dir / UNFINISHED)
+    return remarks
 
 
 _HOW_TO_GO_ON = "Pass the path of a complete checkpoint, or train without `resume_from_checkpoint`."
@@ -208,7 +179,7 @@ def _move_in(written: Path, run_dir: Path) -> Path:
         os.rename(checkpoint, replaced if _is_ours(checkpoint) else _free_name(run_dir, checkpoint.name))
     # Killed between these two renames, `recover` does the second.
     os.rename(written, checkpoint)
-    _sync_folder(run_dir)
+    sync_folder(run_dir)
     if replaced.exists():
         shutil.rmtree(replaced)
     return checkpoint
@@ -226,13 +197,25 @@ def _is_ours(checkpoint: Path) -> bool:
     """Whether it may be deleted: it has our manifest, or there is nothing in it."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return False
-    names = os.listdir(checkpoint)
-    return MANIFEST in names or not names
+    return has_manifest(checkpoint) or not os.listdir(checkpoint)
 
 
-def _remove(unfinished: Path) -> None:
-    if unfinished.exists():
-        shutil.rmtree(unfinished)
+def _clear(unfinished: Path) -> None:
+    """Deletes what was begun there. What has such a name and is not ours is moved among the checkpoints."""
+    for path in [unfinished / name for name in os.listdir(unfinished) if _MADE_ASIDE.fullmatch(name)]:
+        if path.is_symlink() or not path.is_dir():
+            os.rename(path, _free_name(unfinished.parent, path.name))
+        else:
+            shutil.rmtree(path)
+
+
+def _close(unfinished: Path) -> None:
+    """Deletes what is left there of ours, and the folder unless it holds something else."""
+    if not unfinished.exists():
+        return
+    with suppress(OSError):  # what cannot be deleted was remarked on, and the next save tries again
+        _clear(unfinished)
+        unfinished.rmdir()
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
@@ -240,32 +223,3 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
         return []
     matches = [(_NAME.fullmatch(name), folder / name) for name in os.listdir(folder)]
     return [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Every file but the manifest, by its name relative to the folder."""
-    paths = [Path(root) / name for root, _, names in os.walk(folder) for name in names]
-    named = {path.relative_to(folder).as_posix(): path for path in sorted(paths) if path.is_file()}
-    named.pop(MANIFEST, None)
-    return named
-
-
-def _settled(path: Path) -> dict[str, Any]:
-    """Waits until a file is on disk; its size and hash."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Waits until the names in a folder are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -163,7 +163,7 @@ def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) ->
         return
     try:
         then = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:  # no JSON, or JSON of something else
+    except (ValueError, TypeError, RecursionError) as error:  # no JSON, or JSON of something else
         raise ValueError(f"{path} cannot be read ({error}): the checkpoint is damaged; resume from another.") from error
     differing = _differing(then, now)
     if refused := {name: line for name, line in differing.items() if name not in accepted}:

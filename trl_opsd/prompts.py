@@ -188,11 +188,15 @@ class PromptLimits:
                 f"{backend} wrote {len(completion_ids)} tokens after a prompt of {len(prompt_ids)}, but the context is "
                 f"{self.context}: let it write at most max_completion_length={self.completion}."
             )
-        self._check_known(max(completion_ids, default=0), f"What {backend} wrote")
+        where = f"What {backend} wrote"
+        if (smallest := min(completion_ids, default=0)) < 0:
+            raise ValueError(f"{where} has the token id {smallest}: expected ids from 0 on, and no padding.")
+        self._check_known(max(completion_ids, default=0), where)
 
     def _check_known(self, largest_id: int, where: str) -> None:
         if largest_id >= self.vocabulary:
             raise ValueError(
                 f"{where} has the token id {largest_id}, but the models know {self.vocabulary} ids: use the tokenizer "
-                "the student was trained with."
+                "the student was trained with; after `tokenizer.add_tokens` both models grow by "
+                "`model.resize_token_embeddings(len(tokenizer))`."
             )

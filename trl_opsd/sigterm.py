@@ -9,6 +9,7 @@ fall between the random numbers of a step and the step, so that nothing resumes 
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,7 +36,18 @@ class StopOnSigterm(TrainerCallback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes SIGTERM as a request for as long as the context lasts; only the main thread may."""
+        """Takes SIGTERM as a request for as long as the context lasts.
+
+        Raises:
+            ValueError: This is not the main thread, the only one that Python lets listen.
+        """
+        here = threading.current_thread()
+        if here is not threading.main_thread():
+            raise ValueError(
+                f"`enable_jit_checkpoint=True`, but `train` was called in the thread {here.name!r}: Python hands "
+                "signals to the main thread only, so a SIGTERM would end this run without a checkpoint. Call `train` "
+                "in the main thread, or set it to False."
+            )
         self._received = self._stopping = False
         before = signal.signal(signal.SIGTERM, self._receive)
         try:

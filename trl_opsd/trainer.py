@@ -37,16 +37,19 @@ from trl_opsd.arguments import (
 )
 from trl_opsd.backbone import completion_hidden, context_of, is_sharded, prove_head, prove_padding
 from trl_opsd.config import OPSDConfig
+from trl_opsd.footprint import footprint
 from trl_opsd.guards import check_opinion
 from trl_opsd.losses import reduce, streamed_divergence
+from trl_opsd.memory import explained
 from trl_opsd.padding import PADDED
 from trl_opsd.precision import autocast, check_trained_dtypes
 from trl_opsd.prompts import IMAGE_COLUMNS, PromptLimits
 from trl_opsd.readers import Readers, student_prompt
 from trl_opsd.rng import preserved_rng
 from trl_opsd.rollout import HFRollout, RolloutBackend
-from trl_opsd.rollout.base import cut_after_end
+from trl_opsd.rollout.base import cut_after_end, token_ids
 from trl_opsd.shares import check_alike
+from trl_opsd.special_tokens import rows_said, settle_special_tokens
 from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.build import (
     TeacherLike,
@@ -194,6 +197,7 @@ class OPSDTrainer(SeamTrainer):
         if processing_class is None:
             processing_class = loaded_processing_class(model, args)
             check_processing_class(processing_class)
+        settle_special_tokens(text_tokenizer(processing_class), rows_said(model, args.model_init_kwargs or {}))
         check_tokenizers(text_tokenizer(processing_class), models, teacher_processing_class, args)
 
         super().__init__(
@@ -213,6 +217,8 @@ class OPSDTrainer(SeamTrainer):
         check_trainable(self.model)
         if not args.deepspeed_plugin:  # which keeps weights of its own to step with
             check_trained_dtypes(self.model)
+        settle_special_tokens(self.processing_class, OutputHead.of(self.model).shape[0])
+        self.use_special_tokens(OutputHead.of(self.model).shape[0])
         self._student = fingerprint.describe_student(self.model, self.handed_in)
         self._optimizer = fingerprint.describe_optimizer(self.optimizer, args)
         self.divergence = args.build_divergence()
@@ -236,22 +242,21 @@ class OPSDTrainer(SeamTrainer):
                 self._build_teachers(models)
             self._heed_teachers()
         self.rollout = rollout
-        rollout.bind(self)
+        with explained("start", partial(self.footprint, "start")):
+            rollout.bind(self)
 
     # ---- The three verbs ----------------------------------------------------------------------------------------
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         if not self._student_is_proved:
             self._prove()
-        completions = self.rollout.complete(prompt_ids, self.state.global_step)
-        if len(completions) != len(prompt_ids):
-            raise ValueError(
-                f"{type(self.rollout).__name__} returned {len(completions)} completions for {len(prompt_ids)} prompts: "
-                "`complete` must return one for each, in order."
-            )
+        backend = type(self.rollout).__name__
+        # Prompts of its own: what it does to them must not reach what is trained on.
+        returned = self.rollout.complete([list(ids) for ids in prompt_ids], self.state.global_step)
+        completions = token_ids(returned, len(prompt_ids), backend)
         completions = [cut_after_end(ids, self.eos_token_ids) for ids in completions]
         for prompt, completion in zip(prompt_ids, completions, strict=True):
-            self.limits.check_completion(prompt, completion, type(self.rollout).__name__)
+            self.limits.check_completion(prompt, completion, backend)
         return completions
 
     def teach(self, rollout: Rollout, rows: list[dict[str, Any]]) -> TeacherTargets:
@@ -314,6 +319,9 @@ class OPSDTrainer(SeamTrainer):
 
     def check_sums(self, sums: dict[str, float]) -> None:
         check_opinion(sums, self.limits.vocabulary, self.temperature)
+
+    def footprint(self, phase: str) -> dict[str, int]:
+        return footprint(self, phase)
 
     @property
     def limits(self) -> PromptLimits:

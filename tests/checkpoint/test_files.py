@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from trl_opsd import checkpoint
-from trl_opsd.checkpoint import MANIFEST, UNFINISHED, begin, checked, newest_complete, problems, publish, rotate
+from trl_opsd import checkpoint, manifest
+from trl_opsd.checkpoint import UNFINISHED, begin, checked, newest_complete, publish, rotate
+from trl_opsd.manifest import MANIFEST, problems
 
 
 def written(run_dir: Path, step: int, text: str = "weights") -> Path:
@@ -62,7 +64,39 @@ def empty_the_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text("[]")
 
 
+def nest_the_manifest(folder: Path) -> None:
+    (folder / MANIFEST).write_text("[" * 100_000)
+
+
+def say(text: str) -> Callable[[Path], None]:
+    """Replaces the manifest."""
+
+    def say(folder: Path) -> None:
+        (folder / MANIFEST).write_text(text)
+
+    return say
+
+
+def swell_the_manifest(folder: Path) -> None:
+    os.truncate(folder / MANIFEST, 2**27)
+
+
+def say_in_bytes(folder: Path) -> None:
+    (folder / MANIFEST).write_bytes(b"\xff\xfe\x00")
+
+
 TEARS = [
+    (nest_the_manifest, f"{MANIFEST} cannot be read: it is nested too deeply"),
+    (swell_the_manifest, f"{MANIFEST} cannot be read: it has 134217728 bytes"),
+    (say_in_bytes, f"{MANIFEST} cannot be read: 'utf"),
+    (say('{"files": {}, "files": {}}'), f"{MANIFEST} cannot be read: it gives 'files' twice"),
+    (say('{"files": []}'), f"{MANIFEST} cannot be read: it lists no files"),
+    (say('{"files": {"a": 3}}'), f"{MANIFEST} cannot be read: 'a' has no size and hash"),
+    (say('{"files": {"a": {"bytes": NaN, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: it holds NaN"),
+    (say('{"files": {"a": {"bytes": 1.5, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
+    (say('{"files": {"a": {"bytes": true, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
+    (say('{"files": {"a": {"bytes": 1, "sha256": null}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
+    (say('{"files": {"a\\u0000b": {"bytes": 1, "sha256": ""}}}'), "a\0b is missing"),
     (remove_a_file, "sub/optimizer.pt is missing"),
     (cut_a_file, "model.safetensors has 4 bytes instead of 10"),
     (flip_a_bit, "model.safetensors has other contents than were written"),
@@ -176,6 +210,51 @@ def test_an_empty_folder_is_taken_for_somebody_elses(tmp_path):
     assert names(tmp_path) == {"checkpoint-3", UNFINISHED}
 
 
+def test_a_file_of_somebody_else_among_unfinished_checkpoints_that_is_deleted(tmp_path):
+    unfinished = begin(tmp_path)
+    (unfinished / "notes").mkdir()
+    for name in ("mine.txt", "notes/mine.txt", "checkpoint-9", "checkpoint-3.bak"):
+        (unfinished / name).write_text("keep me")
+    (unfinished / "deleted-checkpoint-3").symlink_to(tmp_path)
+    (unfinished / "checkpoint-7").mkdir()
+    for step in (9, 9, 10):
+        assert problems(saved(tmp_path, step)) == []
+        rotate(tmp_path, 1, keep=[tmp_path / f"checkpoint-{step}"])
+    assert names(unfinished) == {"mine.txt", "notes", "checkpoint-3.bak"}
+    assert names(tmp_path) == {
+        "checkpoint-10", UNFINISHED, "replaced-checkpoint-9", "replaced-deleted-checkpoint-3",
+    }  # fmt: skip
+    assert (tmp_path / "replaced-checkpoint-9").read_text() == "keep me"
+    assert (unfinished / "notes" / "mine.txt").read_text() == "keep me"
+
+
+def test_a_file_with_the_name_of_the_folder_for_unfinished_ones_is_not_explained(tmp_path):
+    (tmp_path / UNFINISHED).write_text("keep me")
+    with pytest.raises(ValueError, match="_unfinished is a file: expected a folder of our own"):
+        begin(tmp_path)
+
+
+def stray(run_dir: Path) -> None:
+    """What may lie where checkpoints are, of a killed run or of somebody else."""
+    for name in ("checkpoint-4", "checkpoint-x", "checkpoint-", "checkpoint-6"):
+        (run_dir / name).mkdir(parents=True)
+    (run_dir / "checkpoint-6" / MANIFEST).mkdir()
+    (run_dir / "checkpoint-5").write_text("a file")
+    (run_dir / "checkpoint-7").symlink_to(run_dir / "nowhere")
+
+
+def test_strays_with_names_of_checkpoints_that_end_a_run_are_noticed(tmp_path):
+    stray(tmp_path)
+    for step in range(1, 8):
+        assert problems(saved(tmp_path, step)) == []
+        assert rotate(tmp_path, 2, keep=[tmp_path / f"checkpoint-{step}"]) == []
+    assert checked(True, tmp_path) == (tmp_path / "checkpoint-7", [])
+    assert names(tmp_path) == {
+        "checkpoint-6", "checkpoint-7", "checkpoint-x", "checkpoint-",
+        "replaced-checkpoint-5", "replaced-checkpoint-6", "replaced-checkpoint-7",
+    }  # fmt: skip
+
+
 class TestRotation:
     def steps(self, run_dir: Path) -> list[int]:
         return sorted(int(name.partition("-")[2]) for name in names(run_dir) if name.startswith("checkpoint-"))
@@ -214,6 +293,23 @@ class TestRotation:
         folders = [self.at(saved(tmp_path, step), 1000 + step) for step in (1, 2)]
         rotate(tmp_path, 2, keep=[folders[-1]])
         assert self.steps(tmp_path) == [0, 1, 2]
+
+    def test_one_that_cannot_be_deleted_ends_the_run(self, tmp_path, monkeypatch):
+        folders = [self.at(saved(tmp_path, step), 1000 + step) for step in (1, 2, 3)]
+
+        def refused(real):
+            def rename(old, new):
+                if Path(old) == folders[0]:
+                    raise PermissionError(errno.EACCES, "Permission denied")
+                real(old, new)
+
+            return rename
+
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint.os, "rename", refused(os.rename))
+            [remark] = rotate(tmp_path, 1, keep=[folders[-1]])
+        assert f"{folders[0]} should go (`save_total_limit=1`), but cannot be deleted: [Errno 13]" in remark
+        assert self.steps(tmp_path) == [1, 3]
 
     def test_a_symlink_is_followed(self, tmp_path):
         elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "out"
@@ -273,7 +369,7 @@ def test_a_full_disk_leaves_half_a_checkpoint_under_its_name(tmp_path, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.json, "dump", full)
+        patched.setattr(manifest.json, "dump", full)
         with pytest.raises(OSError, match="No space left"):
             publish(aside, tmp_path)
     assert checked(True, tmp_path) == (whole, [])

@@ -8,12 +8,14 @@ import os
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
-from trl_opsd.checkpoint import MANIFEST, UNFINISHED, checked, problems
+from trl_opsd.checkpoint import UNFINISHED, checked
+from trl_opsd.manifest import MANIFEST, problems
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
 
@@ -64,6 +66,19 @@ def test_false_resumes(make_trainer, tmp_path):
 def test_other_checkpoints_stay_than_the_limit_says(make_trainer, tmp_path, limit, left):
     make_trainer(**EACH_STEP, save_total_limit=limit).train()
     assert names(tmp_path) == {f"checkpoint-{step}" for step in left}
+
+
+def test_what_a_killed_run_of_another_trainer_left_that_ends_this_one_is_noticed(make_trainer, tmp_path):
+    (tmp_path / "checkpoint-8").mkdir()
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / UNFINISHED).mkdir()
+    (tmp_path / UNFINISHED / "mine.txt").write_text("keep me")
+    make_trainer(**BEST, save_total_limit=2, eval_dataset=tiny.rows(4)).train()
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-3", "checkpoint-8", UNFINISHED}
+    assert names(tmp_path / UNFINISHED) == {"mine.txt"}
+    resumed = make_trainer(max_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
 
 
 BEST = {

@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import ProcessorMixin, Trainer, TrainingArguments
 
 from trl_opsd import checkpoint
+from trl_opsd._compat.leftovers import nothing_left
 from trl_opsd.sigterm import StopOnSigterm
 
 __all__ = ["SEAMS", "SafeCheckpoints"]
@@ -81,7 +82,8 @@ class SafeCheckpoints(Trainer):
         if resume_from_checkpoint:
             resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint)
             self.check_state(resume_from_checkpoint)
-        with self._stop_on_sigterm.listening() if self._stop_on_sigterm else nullcontext():
+        listening = self._stop_on_sigterm.listening() if self._stop_on_sigterm else nullcontext()
+        with listening, nothing_left(self):
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -147,7 +149,8 @@ class SafeCheckpoints(Trainer):
         if self.args.should_save:
             best = self.state.best_model_checkpoint
             keep = [run_dir / name, *([Path(best)] if best else [])]
-            checkpoint.rotate(run_dir, self.args.save_total_limit, keep)
+            for remark in checkpoint.rotate(run_dir, self.args.save_total_limit, keep):
+                logger.warning(remark)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))

@@ -33,8 +33,10 @@ from trl_opsd._compat.steps import GuardedSteps
 from trl_opsd._compat.transformers import SafeCheckpoints
 from trl_opsd.clock import PhaseClock
 from trl_opsd.epochs import EpochCount, EpochSampler
+from trl_opsd.memory import explained
 from trl_opsd.precision import autocast, carried
 from trl_opsd.rng import preserved_rng
+from trl_opsd.special_tokens import writable
 from trl_opsd.types import LossParts, OutputHead, Rollout, TeacherTargets
 from trl_opsd.watchdog import Watchdog
 
@@ -86,6 +88,7 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
     _step: int
     _signature_columns: list[str] | None
     chat_template_kwargs: dict[str, Any]
+    eos_token_ids: list[int]
     _tag_names: ClassVar = [*DistillationTrainer._tag_names, "opsd"]
 
     def __init__(self, *, args: DistillationConfig, processor: ProcessorMixin | None = None, **kwargs: Any) -> None:
@@ -117,8 +120,8 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
         self._first_turn = False
         self._unwritten_rows: list[int] = []
         self._loss_parts: LossParts | None = None
-        watchdog = Watchdog(self.args.phase_timeout, self.accelerator.process_index)
-        self._clocks = {mode: PhaseClock(watchdog) for mode in ("train", "eval")}
+        self._watchdog = Watchdog(self.args.phase_timeout, self.accelerator.process_index)
+        self._clocks = {mode: PhaseClock(self._watched) for mode in ("train", "eval")}
         self._totals: dict[str, dict[str, float]] = {"train": defaultdict(float), "eval": defaultdict(float)}
 
     # ---- What a subclass fills in -------------------------------------------------------------------------------
@@ -161,6 +164,10 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
         """Refuses a loss, before its gradient exists, by its sums over all processes, which are finite."""
         raise NotImplementedError
 
+    def footprint(self, phase: str) -> dict[str, int]:
+        """What a phase holds, in bytes by name, for an error of lacking memory."""
+        raise NotImplementedError
+
     # ---- What a subclass may use --------------------------------------------------------------------------------
 
     def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
@@ -188,6 +195,15 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
             "attention_mask": pad([torch.ones_like(row) for row in rows], 0, "left", self.pad_to_multiple_of),
         }
         return {name: tensor.to(self.accelerator.device) for name, tensor in tensors.items()}
+
+    def use_special_tokens(self, rows: int) -> None:
+        """Takes over what has become of the tokenizer's padding, and only end tokens that the student has a row for."""
+        self.eos_token_ids = writable(self.eos_token_ids, rows)
+        of_both = {"pad_token_id": self._tokenizer.pad_token_id, "eos_token_id": self.eos_token_ids}
+        self.generation_kwargs.update(of_both)
+        self.generation_config.update(**of_both)
+        self.model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
+        self.model.generation_config.pad_token_id = self._tokenizer.pad_token_id
 
     def record(self, name: str, value: float) -> None:
         """Adds a number of this process to the next log, which shows the mean; in an evaluation as `eval_<name>`."""
@@ -365,7 +381,8 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
         self._buffered_inputs, self._step, self._current_train_step_time = None, 0, 0.0
         self._metrics["train"].clear()
         self._start_counting("train")
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        with explained("step", partial(self.footprint, "step")):  # what is in no phase is the optimizer's
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def evaluation_loop(
         self,
@@ -376,6 +393,7 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
         metric_key_prefix: str = "eval",
     ) -> Any:
         """As TRL's, but with one seed, nothing drawn from training's randomness, and a loss that weighs tokens."""
+        self._metrics["eval"].clear()  # an evaluation that was interrupted has left its own
         self._start_counting("eval")
         with preserved_rng(self.accelerator.device):
             set_seed(self.args.seed, device_specific=True)
@@ -396,6 +414,11 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
         if mode == "train" and "loss" in logs and self._guard.counts:
             logs["nonfinite/skipped_steps"] = self._guard.skipped
         super().log(logs, start_time)
+
+    @contextmanager
+    def _watched(self, phase: str) -> Iterator[None]:
+        with explained(phase, partial(self.footprint, phase)), self._watchdog(phase):
+            yield
 
     # ---- Bookkeeping --------------------------------------------------------------------------------------------
 

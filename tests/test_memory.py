@@ -1,0 +1,92 @@
+"""An error of lacking memory says in which phase it came, what that phase holds, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from trl_opsd import FixedRollout
+from trl_opsd.memory import ADVICE, explained
+
+ABSURD = 2**60
+
+
+def allocate(*_: Any, **__: Any) -> Any:
+    """A real failure of torch's allocator."""
+    return torch.empty(ABSURD)
+
+
+class Greedy(FixedRollout):
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        return allocate()
+
+
+def break_in(trainer: Any, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has one phase ask for more than there is, inside what it calls."""
+    if phase == "complete":
+        trainer.rollout = Greedy({})
+    elif phase == "teach":
+        trainer.teacher.model.model.register_forward_hook(allocate)
+    elif phase == "compare":
+        trainer.model.model.register_forward_hook(allocate)
+    elif phase == "step":
+        monkeypatch.setattr(torch.optim.AdamW, "step", allocate)
+    else:
+        monkeypatch.setattr(trainer, "save_state", allocate)
+
+
+@pytest.mark.parametrize("phase", ["complete", "teach", "compare", "step", "save"])
+def test_a_phase_that_lacks_memory_and_does_not_say_for_what_is_noticed(make_trainer, monkeypatch, phase):
+    trainer = make_trainer(
+        save_strategy="steps", save_steps=1, gradient_accumulation_steps=2, max_completion_length=24,
+        optim="adamw_torch", loss_chunk_tokens=100,
+    )  # fmt: skip
+    break_in(trainer, phase, monkeypatch)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as raised:
+        trainer.train()
+    [note] = [line for line in raised.value.__notes__ if line.startswith("Out of memory")]
+    student = sum(tensor.nbytes for tensor in trainer.model.state_dict().values())
+    teacher = sum(tensor.nbytes for tensor in trainer.teacher.model.state_dict().values())
+    expected = {"the student's weights": student, "weights of 'teacher', a teacher": teacher}
+    if phase == "complete":  # 2 layers, keys and values, one head of 16, float32
+        expected["the cache of 4 x 24 completion tokens, prompts apart"] = 4 * 24 * 2 * 2 * 16 * 4
+    if phase in ("step", "compare"):
+        expected |= {"gradients": student, "the optimizer's states, of Adam": 2 * student}
+    if phase in ("teach", "compare"):
+        expected["the teacher's states of 4 x 24 tokens"] = 4 * 24 * 48 * 4
+    if phase == "compare":
+        expected["tiles of logits, at most"] = 100 * 259 * 8
+    first, *lines, advice = note.splitlines()
+    assert first == f"Out of memory in phase '{phase}', which by its shapes holds at least:"
+    assert [line.strip() for line in lines] == [f"{size / 1e6:.3f} MB  {name}" for name, size in expected.items()]
+    assert advice == f"What makes it less: {ADVICE[phase]}."
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_engine_that_finds_no_memory_when_it_starts_is_noticed(make_trainer, error):
+    class Starting(FixedRollout):
+        def bind(self, trainer: Any) -> None:
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        make_trainer(rollout=Starting({}))
+    [note] = raised.value.__notes__
+    assert note.startswith("Out of memory in phase 'start'")
+    assert "`vllm_gpu_memory_utilization`" in note
+
+
+def test_an_error_of_another_kind_that_gets_a_note_is_noticed(make_trainer):
+    for error in (RuntimeError("boom"), ValueError("boom"), OSError("boom")):
+        with pytest.raises(type(error), match="boom") as raised, explained("teach", lambda: pytest.fail("asked")):
+            raise error
+        assert not hasattr(raised.value, "__notes__")
