@@ -108,7 +108,7 @@ def test_a_server_in_another_precision_that_goes_unsaid_is_noticed(serve, monkey
     trainer = serve()
     assert "computes in torch.bfloat16 and the student in torch.float32" in caplog.text
     assert "start the server with `--dtype float32`" in caplog.text
-    trainer.complete(trainer.tokenize(["a"]))
+    trainer.complete(trainer.tokenize(tiny.PROMPTS))
     whole = sum(weight.base.nbytes for weight in weight_sync.weights_of(trainer.model))
     logged = trainer._metrics[trainer._mode]
     assert logged["sync/bytes"] == [whole / 2], "rounded before the way"
