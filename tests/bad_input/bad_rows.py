@@ -103,11 +103,11 @@ DATASETS = [
         train_dataset=prompts("a", "b").to_iterable_dataset(),
         max_steps=-1,
     ),
-    trained_on(
+    Case(
         "dataset too small",
         "a stream that ends before a batch is full",
         "ended before it filled one generation batch of 2 = 2 per device x 1 processes x 1 accumulation",
-        prompts("a").to_iterable_dataset(),
+        lambda lab: lab.make(train_dataset=prompts("a").to_iterable_dataset()).train(),
     ),
     trained_on(
         "dataset without prompt",
