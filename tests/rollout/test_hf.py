@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import CompileConfig, GenerationMixin, Qwen2ForCausalLM
+from transformers import CompileConfig, GenerationMixin, Qwen2ForCausalLM, WatermarkingConfig
 
 from trl_opsd import HFRollout
 from trl_opsd.rollout.base import cut_after_end
@@ -179,7 +179,7 @@ class TestCheckpointsOptions:
             {"return_dict_in_generate": True, "output_scores": True},
             {"suppress_tokens": [7, 9], "begin_suppress_tokens": [11], "bad_words_ids": [[5], [6, 7]]},
             {"forced_eos_token_id": 2, "exponential_decay_length_penalty": (2, 1.1)},
-            {"watermarking_config": {"bias": 4.0, "seeding_scheme": "selfhash", "context_width": 2}},
+            {"watermarking_config": WatermarkingConfig(bias=4.0, seeding_scheme="selfhash", context_width=2)},
             {"cache_implementation": "static", "prefill_chunk_size": 4},
             {"num_beams": 2},
         ],

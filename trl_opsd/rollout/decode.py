@@ -8,6 +8,7 @@ B rows to begin with · n places in the batch now · P prompt tokens, padded · 
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -251,6 +252,9 @@ class _Batch:
         if caches:
             self.model_kwargs["past_key_values"] = caches.shrink(cache, places)
         else:
+            # A copy: before transformers 5.13 a model keeps its static cache, and the next batch would meet fewer rows.
+            cache = self.model_kwargs["past_key_values"] = copy.copy(cache)
+            cache.layers = [copy.copy(layer) for layer in cache.layers]
             cache.reorder_cache(places)
 
 
