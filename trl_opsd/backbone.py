@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trl_opsd.padding import PADDED, Reading, prove_reading
-from trl_opsd.precision import dtypes_of
+from trl_opsd.precision import dtypes_of, least_precise
 from trl_opsd.rng import preserved_rng
 from trl_opsd.types import OutputHead, Rollout
 
@@ -175,6 +175,7 @@ def prove_padding(model: Any, role: str, run: Run | None = None) -> Reading:
     """
     run = run or partial(call, model)
     head = OutputHead.of(model)
+    rounded = least_precise(model)
     takes_positions = "position_ids" in inspect.signature(_backbone(model).forward).parameters
     was_training = model.training
     model.eval()
@@ -184,7 +185,7 @@ def prove_padding(model: Any, role: str, run: Run | None = None) -> Reading:
                 model,
                 role,
                 lambda: prove_reading(
-                    partial(run, _hidden),
+                    lambda *inputs: run(_hidden, *inputs).to(rounded),
                     vocabulary=head.shape[0],
                     device=head.weight.device,
                     borders=_borders(model) if takes_positions else set(),

@@ -87,3 +87,9 @@ def dtypes_of(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         names[str(parameter.dtype).removeprefix("torch.")].append(name)
     return ", ".join(f"{len(those)} in {dtype} ({those[-1]!r})" for dtype, those in sorted(names.items()))
+
+
+def least_precise(model: nn.Module) -> torch.dtype:
+    """The dtype of a model's weights that rounds most; what it computes is no more precise, whatever dtype that has."""
+    dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

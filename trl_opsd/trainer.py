@@ -345,7 +345,7 @@ class OPSDTrainer(SeamTrainer):
         for name, model in models.items():
             if model is None:
                 self.teachers[name], average = build_own_teacher(
-                    self.model, self.in_student, self.args, device, self.show_progress
+                    self.model, self.in_student, lambda: self.reading, self.args, device, self.show_progress
                 )
             else:
                 self.teachers[name] = build_teacher(model, self.args, device, self.show_progress)

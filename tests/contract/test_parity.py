@@ -103,9 +103,11 @@ def test_the_logs_keep_trls_names(tmp_path):
 def test_each_epoch_has_the_order_of_rows_that_trl_gives_it(make_trainer):
     trainer = make_trainer(gradient_accumulation_steps=2)
     order = DistillationTrainer._get_train_sampler(trainer)
-    for epoch in range(3):
+    trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+    for _ in range(3):
         trls = list(order)
+        trainer.callback_handler.on_epoch_begin(trainer.args, trainer.state, trainer.control)
         for progress in (0, 0.5):
-            trainer.state.epoch = epoch + progress
+            trainer.state.epoch = progress
             assert list(trainer._get_train_sampler()) == trls
     assert len({tuple(order) for _ in range(3)}) == 3

@@ -9,6 +9,7 @@ T tokens written · V logits
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from trl_opsd.padding import Reading, agree
+from trl_opsd.precision import least_precise
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 
 _TOKENS = 3
@@ -44,6 +46,11 @@ def prove_writing(student: Any, reading: Reading, vocabulary: int, synced: bool)
     Raises:
         ValueError: Its `generate` does not even continue one prompt.
     """
+    with _without_options_of_its_own(student):
+        return _proved(student, reading, vocabulary, synced)
+
+
+def _proved(student: Any, reading: Reading, vocabulary: int, synced: bool) -> tuple[Reading, bool]:
     prompt, other = [vocabulary // 3, vocabulary // 4, vocabulary // 5], [vocabulary // 2, vocabulary // 6]
     loops: list[Callable[[], Any]] = [lambda: None]
     if obstacle(student, _config()) is None:
@@ -82,6 +89,21 @@ def _kinds(reading: Reading) -> Iterator[Reading]:
         yield BY_LENGTH
 
 
+@contextmanager
+def _without_options_of_its_own(student: Any) -> Iterator[None]:
+    """Beams, returned sequences or caches that a checkpoint asks for say nothing of the architecture."""
+    bare = _bare(student)
+    own, bare.generation_config = bare.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        bare.generation_config = own
+
+
+def _bare(student: Any) -> Any:
+    return student.get_base_model() if is_peft_model(student) else student
+
+
 def _config() -> GenerationConfig:
     return GenerationConfig(
         max_new_tokens=_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=[], disable_compile=True
@@ -96,8 +118,11 @@ def _logits(student: Any, prompts: list[list[int]], vocabulary: int, loop: Any) 
     mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts], device=device)
     logits: list[Tensor] = []
     # Not by a logits processor: those of the model's own generation config come before, and may look at padding.
-    bare = student.get_base_model() if is_peft_model(student) else student
-    hook = bare.register_forward_hook(lambda module, args, output: logits.append(output.logits[-1, -1].clone()))
+    bare = _bare(student)
+    rounded = least_precise(bare)
+    hook = bare.register_forward_hook(
+        lambda module, args, output: logits.append(output.logits[-1, -1].to(rounded, copy=True))
+    )
     try:
         student.generate(
             input_ids=ids,

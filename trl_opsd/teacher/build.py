@@ -19,6 +19,7 @@ from trl_opsd._compat.peft import without_adapter
 from trl_opsd._compat.shards import spread, trained_parameters, whole, whole_copy
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.backbone import Run, is_sharded
+from trl_opsd.padding import Reading
 from trl_opsd.teacher.average import Average
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
@@ -158,7 +159,7 @@ def build_teacher(
 
 
 def build_own_teacher(
-    student: Any, run: Run, args: Any, device: torch.device, progress: bool = False
+    student: Any, run: Run, reading: Callable[[], Reading], args: Any, device: torch.device, progress: bool = False
 ) -> tuple[Teacher, Average | None]:
     """A teacher that is the student in another state, and the average it follows, if it does.
 
@@ -167,6 +168,8 @@ def build_own_teacher(
             The student, loaded, before training.
         run (`Callable`):
             `run(function, *args)` equals `function(student, *args)`, also when it is split.
+        reading (`Callable`):
+            Says which rows the student reads in one batch.
         args ([`OPSDConfig`]):
             Its `teacher_model_kind` says which state.
         device (`torch.device`):
@@ -183,7 +186,7 @@ def build_own_teacher(
             f"`teacher_offload={args.teacher_offload!r}` has nothing to move: with `teacher_model_kind={kind!r}` this "
             "student teaches with its own weights. Leave `teacher_offload='none'`."
         )
-    own = partial(OwnTeacher, student, run, cache_device=args.teacher_cache_device, progress=progress)
+    own = partial(OwnTeacher, student, run, reading=reading, cache_device=args.teacher_cache_device, progress=progress)
     if kind == "live":
         return own(nullcontext), None
     if kind == "base" and is_peft_model(student):

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, final
 
-from trl_opsd.backbone import Run, context_of, prove_padding
+from trl_opsd.backbone import Run, context_of
 from trl_opsd.padding import Reading
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.forward import most_of_all, passes_needed, read
@@ -28,13 +28,15 @@ class OwnTeacher(Teacher):
         as_teacher (`Callable`):
             Makes a context in which the student's parameters are the teacher's: `student.disable_adapter` for the
             model the adapter was put on, `contextlib.nullcontext` for the student as it is now.
+        reading (`Callable`):
+            Says which rows the student reads in one batch, which for a student that is split is found out late.
         cache_device (`str`, *optional*, defaults to `"auto"`):
             Where targets are kept until they are used up: see `OPSDConfig.teacher_cache_device`.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
 
     Attributes:
-        reading ([`~padding.Reading`], *optional*): which rows are read in one batch, as the first reading found it.
+        reading ([`~padding.Reading`]): which rows are read in one batch: those that the student reads so.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class OwnTeacher(Teacher):
         student: Any,
         run: Run,
         as_teacher: Callable[[], AbstractContextManager[Any]],
+        reading: Callable[[], Reading],
         cache_device: str = "auto",
         progress: bool = False,
     ) -> None:
@@ -54,7 +57,7 @@ class OwnTeacher(Teacher):
         self._as_teacher = as_teacher
         self._cache_device = cache_device
         self._progress = progress
-        self.reading: Reading | None = None
+        self._reading = reading
 
     @property
     def head(self) -> OutputHead:
@@ -64,6 +67,10 @@ class OwnTeacher(Teacher):
     def context(self) -> int | None:
         return context_of(self.model)
 
+    @property
+    def reading(self) -> Reading:
+        return self._reading()
+
     def targets(self, rollout: Rollout) -> TeacherTargets:
         was_training = self.model.training
         self.model.eval()
@@ -72,8 +79,6 @@ class OwnTeacher(Teacher):
             # A student that is split over processes reads with all of them, so all have to read equally often.
             passes = most_of_all(passes_needed(self.model, rollout), device)
             with self._as_teacher():
-                # Not before: where the student is split, it can read only once training has begun.
-                self.reading = self.reading or prove_padding(self.model, "teacher", self._run)
                 hidden_BCH = read(self._run, rollout, passes, device, self._cache_device, self._progress, self.reading)
                 return TeacherTargets(hidden=hidden_BCH)
         finally:
