@@ -8,7 +8,6 @@ B rows to begin with · n places in the batch now · P prompt tokens, padded · 
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -132,8 +131,11 @@ class RaggedDecoding:
         compiled = model._valid_auto_compile_criteria(model_kwargs, generation_config)
         forward = model.get_compiled_call(generation_config.compile_config) if compiled else model
         batch = _Batch(input_ids, self.rooms, generation_config.pad_token_id or 0, model_kwargs)
+        # transformers 5.10 would meet the static cache that it made for this batch again in the next.
+        vars(model).pop("_cache", None)
         if compiled:
-            model_kwargs["past_key_values"] = self.caches.start(model, model_kwargs["past_key_values"], batch.size)
+            tokens = max(generation_config.max_length, getattr(generation_config, "max_cache_len", None) or 0)
+            model_kwargs["past_key_values"] = self.caches.start(model, tokens, batch.size)
 
         outputs = model._prefill(input_ids, generation_config, batch.model_kwargs)
         if compiled:
@@ -252,9 +254,6 @@ class _Batch:
         if caches:
             self.model_kwargs["past_key_values"] = caches.shrink(cache, places)
         else:
-            # A copy: before transformers 5.13 a model keeps its static cache, and the next batch would meet fewer rows.
-            cache = self.model_kwargs["past_key_values"] = copy.copy(cache)
-            cache.layers = [copy.copy(layer) for layer in cache.layers]
             cache.reorder_cache(places)
 
 

@@ -11,40 +11,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StaticCache
 
 
 class KeptCaches:
     """Static caches of one student in the same buffers, one for each number of rows.
 
-    The buffers are made anew, and graphs recorded again, for more rows or another length than ever before. They take
+    The buffers are made anew, and graphs recorded again, for more rows or a greater length than ever before. They take
     the memory of one static cache, between rollouts too, until `clear`.
     """
 
     def __init__(self) -> None:
         self._by_rows: dict[int, Any] = {}
         self._made_for: tuple[Any, ...] = ()
+        self._tokens = 0
 
     def clear(self) -> None:
         """Gives the memory back."""
-        self._by_rows, self._made_for = {}, ()
+        self._by_rows, self._made_for, self._tokens = {}, (), 0
 
-    def start(self, model: Any, fresh: Any, rows: int) -> Any:
-        """The cache to fill: a kept one, emptied, or else `fresh`.
+    def start(self, model: Any, tokens: int, rows: int) -> Any:
+        """An empty cache to fill: a kept one, or one without memory yet.
 
         Args:
             model ([`~transformers.PreTrainedModel`]):
                 Whose keys it holds.
-            fresh ([`~transformers.StaticCache`]):
-                As `generate` has just made it, without memory yet.
+            tokens (`int`):
+                Tokens of the longest row, prompt included.
             rows (`int`):
                 Rows of the batch.
         """
-        layers = [(type(layer), getattr(layer, "max_cache_len", None)) for layer in fresh.layers]
-        made_for = (model, model.dtype, model.device, *layers)
-        if made_for != self._made_for or rows > max(self._by_rows, default=0):
+        made_for = (model, model.dtype, model.device)
+        kept_tokens = self._tokens if made_for == self._made_for else 0
+        if tokens > kept_tokens or rows > max(self._by_rows, default=0):
             self.clear()  # before the new one takes its memory
-            self._made_for = made_for
-            return fresh
+            self._made_for, self._tokens = made_for, max(tokens, kept_tokens)
+            return StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=self._tokens)
         cache = self._first(rows)
         cache.reset()
         return cache
