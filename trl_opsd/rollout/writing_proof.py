@@ -23,7 +23,7 @@ from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 
 _TOKENS = 3
 """So many are written; another row leaves the batch after the first."""
-_FAILS = (AttributeError, TypeError, ValueError, LookupError, AssertionError, RuntimeError)
+_FAILS = (AttributeError, TypeError, ValueError, LookupError, AssertionError)
 BY_LENGTH, ALONE = Reading(0), Reading(0, shares=False)
 
 
@@ -57,9 +57,7 @@ def _proved(student: Any, reading: Reading, vocabulary: int, synced: bool) -> tu
         loops.insert(0, lambda: RaggedDecoding(rooms=[1, _TOKENS], context=None, synced=synced))
     try:
         alone_TV = _logits(student, [prompt], vocabulary, None)
-    except torch.OutOfMemoryError:
-        raise
-    except _FAILS as error:
+    except _FAILS as error:  # not a RuntimeError, which may be the machine's
         raise ValueError(
             f"`generate` of {type(student).__name__} cannot continue three tokens by three, {type(error).__name__}: "
             f"{error}. Take another model, or pass a `rollout` that can let it write."
@@ -77,7 +75,7 @@ def _writes(student: Any, prompts: list[list[int]], vocabulary: int, loop: Any, 
         return agree(_logits(student, prompts, vocabulary, loop), alone_TV)
     except torch.OutOfMemoryError:
         raise
-    except _FAILS:
+    except (*_FAILS, RuntimeError):  # of shapes: this prompt alone was just written
         return False
 
 
