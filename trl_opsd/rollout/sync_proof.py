@@ -128,7 +128,7 @@ class SyncProof:
         """The student's log-probabilities of all tokens but the first, [2, L + T - 1], and the size of its logits."""
         trainer = self._trainer
         ids_RL = ids_RL.to(trainer.accelerator.device)
-        with trainer.student_for_generation() as student, trainer.accelerator.autocast():
+        with trainer.student_for_generation() as student:
             off: AbstractContextManager[Any] = student.disable_adapter() if without_adapter else nullcontext()
             with off:
                 logits_RLV = student(input_ids=ids_RL, attention_mask=torch.ones_like(ids_RL), use_cache=False).logits[
