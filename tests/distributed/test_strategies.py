@@ -67,10 +67,11 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
         mine = {key.removeprefix(f"{name}/"): tensor for key, tensor in trained.items() if key.startswith(f"{name}/")}
         weights, losses = alone[same]
         exact = variants.EXACT.get(same)
-        # Rounded otherwise in another batch shape, a teacher in half precision is as far off as it is from float32.
-        allowed = TOLERANCE if exact is None else variants.largest_difference(weights, alone[exact][0])
+        # Rounded otherwise in another batch shape, a teacher in half precision is as far off as it is from float32, and
+        # two of them on either side are twice as far apart.
+        allowed = TOLERANCE if exact is None else 2 * variants.largest_difference(weights, alone[exact][0])
         of_losses = (
-            TOLERANCE if exact is None else max(abs(a - b) for a, b in zip(losses, alone[exact][1], strict=True))
+            TOLERANCE if exact is None else 2 * max(abs(a - b) for a, b in zip(losses, alone[exact][1], strict=True))
         )
         differences[name] = variants.largest_difference(mine, weights) / allowed
         assert results["losses"][name] == pytest.approx(losses, abs=of_losses), name
