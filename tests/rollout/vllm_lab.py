@@ -9,6 +9,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import dataclasses
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from trl_opsd.rollout.base import cut_after_end
 
 _AT_ONCE = 3
 """Engines that are kept: each holds a GiB of cache, and test files run side by side."""
-SHAPES = {"qwen2": tiny.qwen2, "llama": tiny.llama}
+SHAPES = {"qwen2": tiny.qwen2, "llama": tiny.llama, "gemma2": partial(tiny.gemma2, head_dim=32)}
 
 
 def student(folder: Path, shape: str = "qwen2", tied: bool = False, seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -62,6 +62,9 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.v1.sample.logits_processor import LogitsProcessor  # noqa: E402
 
+_HEAD = "lm_head.weight"
+"""A checkpoint's name of the output head, which vLLM refuses for models that always use their embeddings."""
+
 LORA_RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
 """Ranks an engine can be built for; smaller adapters fit."""
 
@@ -222,11 +225,12 @@ class Engine:
         Args:
             weights (`Iterable[tuple[str, torch.Tensor]]`):
                 By the names of a checkpoint. A tied head comes under its own name too: vLLM rebuilds what it is sent
-                and leaves out what it is not.
+                and leaves out what it is not. Where its model has no head apart (Gemma 2), it is not handed on.
         """
         self._adapter = None  # vLLM drops its adapters here
+        has_head = hasattr(self._worker.model_runner.get_model(), "lm_head")
         try:
-            self._worker.reload_weights(weights_iterator=weights)
+            self._worker.reload_weights(weights_iterator=(one for one in weights if has_head or one[0] != _HEAD))
         except BaseException:
             _end_reload(self._worker.model_runner)
             raise
