@@ -27,7 +27,7 @@ TESTS = (
     "tests/test_trainer.py",
     "tests/test_versions.py",
 )
-FOR_TESTS = ("hypothesis", "jmespath", "pytest", "pytest-timeout", "pytest-xdist")
+FOR_TESTS = ("hypothesis", "jmespath", "pillow", "pytest", "pytest-timeout", "pytest-xdist")
 
 
 def main() -> None:
