@@ -11,11 +11,12 @@ from transformers import Trainer
 from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd._compat import loaders, steps, transformers, trl
+from trl_opsd._compat import loaders, steps, transformers, trl, wrapping
 from trl_opsd._compat.loaders import EachRowOnce
 from trl_opsd._compat.steps import GuardedSteps
 from trl_opsd._compat.transformers import SafeCheckpoints
 from trl_opsd._compat.trl import SeamTrainer
+from trl_opsd._compat.wrapping import WrappedToTrain
 
 CUTS = [
     pytest.param(theirs, ours, seams, name, id=f"{theirs.__name__}.{name}")
@@ -24,6 +25,7 @@ CUTS = [
         (Trainer, SafeCheckpoints, transformers.SEAMS),
         (Trainer, GuardedSteps, steps.SEAMS),
         (Trainer, EachRowOnce, loaders.SEAMS),
+        (Trainer, WrappedToTrain, wrapping.SEAMS),
     )
     for name in seams
 ]
@@ -48,6 +50,7 @@ def test_the_override_takes_what_their_method_takes(theirs, ours, seams, name):
         (SafeCheckpoints, transformers.SEAMS),
         (GuardedSteps, steps.SEAMS),
         (EachRowOnce, loaders.SEAMS),
+        (WrappedToTrain, wrapping.SEAMS),
     ],
 )
 def test_every_override_of_a_private_method_is_in_the_table(ours, seams):

@@ -63,7 +63,10 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
     results, trained = json.loads((out / "results.json").read_text()), load_file(out / "weights.safetensors")
 
     differences = {}
-    for name, (same, _) in variants.of(strategy).items():
+    for name, same in {
+        variants.AFTER: "full",
+        **{name: same for name, (same, _) in variants.of(strategy).items()},
+    }.items():
         mine = {key.removeprefix(f"{name}/"): tensor for key, tensor in trained.items() if key.startswith(f"{name}/")}
         weights, losses = alone[same]
         exact = variants.EXACT.get(same)
@@ -100,8 +103,18 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
     for generated in (results[name] for name in ("generated", "not_gathered") if name in results):
         assert [len(ids) for ids in generated["written"]] == [3, 3, 60, 60]
         assert generated["written"] == generated["alone"]
+    assert results["used_before"]["wrapper"] == STRATEGIES[strategy]
+    _check_used_before(results["used_before"])
     if strategy == "fsdp2":
         assert "not launched with DeepSpeed ZeRO-3" in results["refused"]
+
+
+def _check_used_before(found):
+    assert all(mine == theirs for mine, theirs in found["summed"]), "each process trains a model of its own"
+    before, once, twice = found["evaluated"]
+    assert twice < once < before
+    assert found["moved"] > 20 * TOLERANCE, "the second training learns nothing"
+    assert set(found["timeouts"]) == {variants.TIMEOUT}, "a group waits for less, or more, than `ddp_timeout`"
 
 
 def _check_sharded_teacher(found):

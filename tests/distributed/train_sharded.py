@@ -23,6 +23,7 @@ from accelerate.utils import gather_object
 from products import WatchedTrainer
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd._compat.shards import is_split
@@ -52,6 +53,9 @@ def train(folder: Path, strategy: str) -> None:
         results["empty"].append(gather_object([trainer.rollout.empty]))
         if name == "full, zero3":
             results["share"] = sharded_teacher(trainer)
+    results["used_before"], after = used_before(folder)
+    trained |= {f"{variants.AFTER}/{parameter}": tensor for parameter, tensor in after.items()}
+    results["losses"][variants.AFTER] = results["used_before"]["losses"]
     results["bfloat16"] = {
         name: in_bfloat16(folder, variants.of(strategy)[name][1]) for name in variants.half(strategy)
     }
@@ -64,6 +68,28 @@ def train(folder: Path, strategy: str) -> None:
         save_file({name: tensor.contiguous() for name, tensor in trained.items()}, out / "weights.safetensors")
         (out / "results.json").write_text(json.dumps(results))
     trainer.accelerator.wait_for_everyone()
+
+
+def used_before(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a trainer says that evaluates first, trains, and does both once more; its weights after it trained once."""
+    trainer = variants.build(folder, FULL, processes=2, ddp_timeout=variants.TIMEOUT)
+    trainer.eval_dataset = trainer.train_dataset
+    evaluated, learned, trained, summed = [], [], [], []
+    for _ in range(2):
+        evaluated.append(trainer.evaluate()["eval_loss"])
+        trainer.train()
+        learned.append(losses(trainer))
+        trained.append(variants.weights(trainer))
+        of_each = gather_object([float(sum(tensor.double().sum() for tensor in trained[-1].values()))])
+        summed.append(of_each)
+    return {
+        "evaluated": [*evaluated, trainer.evaluate()["eval_loss"]],
+        "losses": learned[0],
+        "summed": summed,
+        "moved": variants.largest_difference(*trained),
+        "wrapper": type(trainer.model_wrapped).__name__,
+        "timeouts": [group._get_backend(torch.device("cpu")).options._timeout.seconds for group in c10d._world.pg_map],
+    }, trained[0]
 
 
 def refusal(folder: Path) -> str:

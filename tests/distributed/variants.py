@@ -35,6 +35,12 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 """What one process trains, as the measure of all others."""
 
+AFTER = "full, after an evaluation"
+"""As "full", with a trainer that has evaluated before it trains."""
+
+TIMEOUT = 555
+"""Seconds for which its processes wait for each other."""
+
 EXACT = {"full, teacher in bfloat16": "full"}
 """Those that compute in half precision, and the same in float32."""
 

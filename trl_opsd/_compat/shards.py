@@ -52,11 +52,16 @@ def leave_outputs(plugin: Any) -> None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
 
-def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters as the optimizer has them, by name: FSDP2 replaces them, and leaves some whole after a forward."""
+def reshard(model: nn.Module) -> None:
+    """Splits again what FSDP2 has left whole after a forward; does nothing to other models."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters as the optimizer has them, by name: FSDP2 replaces them, and leaves some whole after a forward."""
+    reshard(model)
     return {plain_name(name): parameter for name, parameter in model.named_parameters()}
 
 

@@ -25,12 +25,14 @@ from trl.trainer import distillation_trainer
 from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
 
 from trl_opsd._compat.deepspeed import recompute_buffers
+from trl_opsd._compat.groups import wait_for
 from trl_opsd._compat.loaders import EachRowOnce
 from trl_opsd._compat.peft import is_peft, without_peft
 from trl_opsd._compat.samples import Samples, sampled
 from trl_opsd._compat.shards import is_split_model, leave_outputs, unsharded
 from trl_opsd._compat.steps import GuardedSteps
 from trl_opsd._compat.transformers import SafeCheckpoints
+from trl_opsd._compat.wrapping import WrappedToTrain
 from trl_opsd.clock import PhaseClock
 from trl_opsd.epochs import EpochCount, EpochSampler
 from trl_opsd.memory import explained
@@ -71,7 +73,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
 """TRL's methods that are overridden here, with their parameters; a test holds them against the installed TRL."""
 
 
-class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTrainer):
+class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, DistillationTrainer):
     """TRL's trainer with its loop cut open at three places: `complete`, `teach` and `compare`.
 
     A subclass fills in those three and three checks; everything it needs to know of a step comes as our own types.
@@ -310,6 +312,7 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, DistillationTraine
         return completions
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        wait_for(self.args.ddp_timeout_delta)
         self.check_same_rows(self._mode)
         self.check_rows(inputs)
         text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in inputs]
