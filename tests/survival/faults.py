@@ -94,6 +94,19 @@ def fail_in(trainer: OPSDTrainer, phase: str) -> None:
     setattr(owner, name, failing)
 
 
+def hang(trainer: OPSDTrainer) -> None:
+    """One process does not come back from a rollout, after saying on stderr when it began."""
+    complete = trainer.rollout.complete
+
+    def hanging(*args: Any, **kwargs: Any) -> Any:
+        if is_time(trainer):
+            print(f"\nHANGS {time.time()}", file=sys.stderr, flush=True)
+            time.sleep(3600)
+        return complete(*args, **kwargs)
+
+    trainer.rollout.complete = hanging
+
+
 class Watching(TrainerCallback):
     """Keeps the weights of this process, whole or its shard of them, as they were before each step."""
 

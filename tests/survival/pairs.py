@@ -25,6 +25,8 @@ VARIANTS = {
     for side, norm in (("teacher", 1.0), ("student", 1.0), ("gradient", 1.0), ("gradient", 0.0))
 }
 PHASES = ("complete", "teach", "compare", "save")
+PATIENCE = 8
+"""Seconds, as `ddp_timeout`, that one process waits for the other."""
 SECONDS = 120
 """After which a process that still waits is ended, and says where it was."""
 
@@ -36,10 +38,13 @@ def every_nan(folder: Path) -> dict[str, Any]:
 
 
 def fails(folder: Path, phase: str) -> None:
-    """A script whose training fails, in a phase, or of a NaN."""
-    trainer = faults.make_trainer(folder, tiny.qwen2(48, seed=1), save_strategy="steps", save_steps=1)
+    """A script whose training fails, in a phase, of a NaN, or because one process hangs."""
+    options = {"save_strategy": "steps", "save_steps": 1, "ddp_timeout": PATIENCE}
+    trainer = faults.make_trainer(folder, tiny.qwen2(48, seed=1), **options)
     if phase == "nan":
         faults.poison(trainer, "teacher")
+    elif phase == "hang":
+        faults.hang(trainer)
     else:
         faults.fail_in(trainer, phase)
     trainer.train()
@@ -66,7 +71,7 @@ def launched(what: str, folder: Path, strategy: str = "ddp") -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     results = {}
-    for what in ("every nan", "nan", *PHASES):
+    for what in ("every nan", "nan", "hang", *PHASES):
         with (folder / f"{what}.err").open("wb") as file:
             os.dup2(file.fileno(), 2)
         results[what] = launched(what, folder)

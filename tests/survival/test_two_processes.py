@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
+from pairs import PATIENCE
 from printed import DEADLINE, check_one_traceback
 from processes import SECONDS, launch, run
 
@@ -92,6 +93,17 @@ def test_an_error_in_both_processes_that_is_printed_twice(pairs):
     first = results["nan"]["first"]
     assert f"[rank{first}]: FloatingPointError: The teacher's logits are NaN or infinite in step 2 on rank 1" in printed
     check_one_traceback(printed, results["nan"]["ended"], first)
+
+
+def test_a_process_that_waits_longer_than_it_may_for_one_that_hangs(pairs):
+    results, folder = pairs
+    printed = (folder / "hang.err").read_text()
+    (began,) = map(float, re.findall(r"^HANGS (.*)$", printed, re.MULTILINE))
+    seconds = results["hang"]["ended"] - began
+    print(f"\nboth ended {seconds:.2f} s after one of them hung")
+    assert PATIENCE <= seconds < PATIENCE + DEADLINE
+    assert results["hang"]["first"] == 0, "the one that hangs is ended by the agent, because the other failed"
+    check_one_traceback(printed, results["hang"]["ended"], first=0)
 
 
 def test_the_record_of_what_was_not_finite(pairs):
