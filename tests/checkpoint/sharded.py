@@ -1,6 +1,6 @@
 """Run as a process of its own: forks pairs of processes that resume, are told to stop, and are killed while they save.
 
-python tests/checkpoint/sharded.py FOLDER ddp zero3_cpu --kill some
+PYTHONPATH=tests python tests/checkpoint/sharded.py FOLDER ddp zero3_cpu --kill some
 
 Writes down what happened in `FOLDER/results.json`.
 """

@@ -1,7 +1,8 @@
 """Counts which process reads which row of a dataset, in training and in evaluation.
 
-Run as a script it forks its pairs of processes and writes what it counted; with `--all` it counts every combination and
-prints a table.
+    PYTHONPATH=tests python tests/distributed/row_counts.py FOLDER --all
+
+It forks its pairs of processes and writes what it counted; with `--all` it counts every combination and prints a table.
 """
 
 from __future__ import annotations
@@ -233,8 +234,6 @@ def siblings(folder: Path) -> dict[str, Any]:
     return {"refused": refusals(folder), "resumed": resumed(folder), "short": short(folder)}
 
 
-BACKWARD = ("train", "eval")
-"""FSDP2 can only evaluate a student that has been given an optimizer."""
 KINDS = ("map", "stream", "even", "uneven")
 SHARED = [Variant(kind, accumulation) for kind in KINDS for accumulation in (1, 2)]
 OPTIONS = ({"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False})
@@ -273,7 +272,8 @@ def main(folder: Path, *arguments: str) -> None:
     tiny.qwen2(48, seed=1).save_pretrained(folder / "teacher")
     if "--all" not in arguments:
         found = forks.launch("ddp", in_time, subset, folder)[0]
-        found["fsdp2"] = forks.launch("fsdp2_cpu", in_time, count_all, folder, [Variant("uneven", 2)], 2, BACKWARD)[0]
+        for strategy in ("zero3", "fsdp2"):
+            found[strategy] = forks.launch(f"{strategy}_cpu", in_time, count_all, folder, [Variant("uneven", 2)], 2)[0]
         (folder / "results.json").write_text(json.dumps(found))
         return
     pairs = [("ddp", variant) for variant in ALL] + list(itertools.product(("zero3_cpu", "fsdp2_cpu"), SHARED))

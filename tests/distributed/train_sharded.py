@@ -1,6 +1,6 @@
 """Run as a process of its own: forks a pair of processes for each strategy, which train all its variants.
 
-python tests/distributed/train_sharded.py FOLDER ddp zero2 zero3 fsdp2
+PYTHONPATH=tests python tests/distributed/train_sharded.py FOLDER ddp zero2 zero3 fsdp2
 
 Writes down what came of it in `FOLDER/<strategy>`; the models lie in `FOLDER`.
 """

@@ -76,6 +76,20 @@ def gathered(parameters: Sequence[Tensor], written: bool = False) -> Iterator[No
         yield
 
 
+def announce(module: nn.Module, parameters: Sequence[Tensor | None]) -> None:
+    """Tells ZeRO-3 that a module's forward also reads what belongs to another one.
+
+    DeepSpeed would find out by itself, but not before it has written down in which order a forward reads; one without a
+    gradient then fails the next time.
+    """
+    split = [one for one in parameters if isinstance(one, nn.Parameter) and hasattr(one, "ds_id")]
+    if split:
+        from deepspeed import zero  # slow, and not everybody has it
+
+        for parameter in split:
+            zero.register_external_parameter(module, parameter)
+
+
 @contextmanager
 def loading(config: Config | None) -> Iterator[None]:
     """What `from_pretrained` sees of the launch: this config of DeepSpeed, or nothing, whatever the student's is.

@@ -24,7 +24,7 @@ from trl.models.utils import unwrap_model_for_generation
 from trl.trainer import distillation_trainer
 from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
 
-from trl_opsd._compat.deepspeed import recompute_buffers
+from trl_opsd._compat.deepspeed import announce, recompute_buffers
 from trl_opsd._compat.groups import wait_for
 from trl_opsd._compat.loaders import EachRowOnce
 from trl_opsd._compat.peft import is_peft, without_peft
@@ -228,6 +228,8 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, Di
         student = self.accelerator.unwrap_model(self.model_wrapped)
         if not is_split_model(student):
             return function(student, *args)
+        head = OutputHead.of(student)
+        announce(student, [head.weight, head.bias])
         function = carried(partial(function, student, *args), self.accelerator.device)
         with torch.autocast(self.accelerator.device.type, enabled=False):  # DeepSpeed would warn of it
             return self._forward_redirection(self.model_wrapped, student, function)
