@@ -26,6 +26,7 @@ from trl_opsd.rollout.weight_sync import (
     adapter_rank,
     base_weights_of,
     chosen_sync,
+    saved_by,
     weights_of,
 )
 
@@ -60,7 +61,7 @@ class VLLMRollout(SyncedRollout):
         check_student(trainer)
         checkpoint = _checked_checkpoint(trainer)
         self._dtype = dtype_of(trainer)
-        self._choose_sync(why_no_adapter(checkpoint, self._args.vllm_model_impl))
+        self._choose_sync(why_no_adapter(checkpoint, self._args.vllm_model_impl, adapter_layers(trainer.model)))
         sampling = sampling_options(self._args, list(trainer.eos_token_ids))
         self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="trl_opsd-tokenizer-")
         trainer.processing_class.save_pretrained(self._tokenizer_folder.name)
@@ -82,13 +83,14 @@ class VLLMRollout(SyncedRollout):
 
     def _send(self) -> int:
         model, how = self._trainer.model, (self._dtype, self._trainer.accelerator.device, self._trainer.gathered)
+        saved = saved_by(model)
         if self._mode == "full":
-            return self._load(Stream(weights_of(model), *how))
+            return self._load(Stream(weights_of(model), *how, saved))
         sent = 0
         base = version_of(weight.base for weight in base_weights_of(model))
         if base != self._base_sent:
             self._base_sent = None
-            sent = self._load(Stream(base_weights_of(model), *how))
+            sent = self._load(Stream(base_weights_of(model), *how, saved))
             self._base_sent = base
         layers, size = adapter_of(model, *how)
         self._engine.load_adapter(layers)
