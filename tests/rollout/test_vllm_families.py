@@ -82,8 +82,9 @@ def breaking(weights):
         yield pair
 
 
-def test_an_adapter_beside_experts_that_vllm_cannot_hold_here_is_worked_in(make):  # noqa: F811
-    trainer = make("mixtral", peft_config=lora(target_modules=["q_proj", "v_proj"]))
+@pytest.mark.parametrize(("shape", "layers"), [("mixtral", ["q_proj", "v_proj"]), ("gpt_bigcode", "all-linear")])
+def test_an_adapter_that_vllm_cannot_hold_and_is_not_worked_in_is_noticed(make, shape, layers):  # noqa: F811
+    trainer = make(shape, peft_config=lora(target_modules=layers))
     assert trainer.rollout._mode == "full"
     trainer.complete(trainer.tokenize(tiny.PROMPTS))
     assert gap(trainer) <= 1e-4

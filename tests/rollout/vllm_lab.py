@@ -17,7 +17,14 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, MixtralConfig, PhimoeConfig, PreTrainedModel, Starcoder2Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPTBigCodeConfig,
+    MixtralConfig,
+    PhimoeConfig,
+    PreTrainedModel,
+    Starcoder2Config,
+)
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd._compat.vllm import Engine, EngineOptions
@@ -38,6 +45,7 @@ SHAPES = {
     "gemma2": partial(tiny.gemma2, head_dim=32),
     "mixtral": partial(_sized, MixtralConfig, num_local_experts=4),
     "starcoder2": partial(_sized, Starcoder2Config),
+    "gpt_bigcode": partial(_sized, GPTBigCodeConfig),
     "phimoe": partial(_sized, PhimoeConfig, num_local_experts=4),
 }
 

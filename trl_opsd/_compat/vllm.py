@@ -248,8 +248,10 @@ class Engine:
             method.moe_kernel = None
         try:
             self._worker.reload_weights(weights_iterator=(one for one in weights if has_head or one[0] != _HEAD))
-        except BaseException:
+        except BaseException as error:
             _end_reload(self._worker.model_runner)
+            if isinstance(error, KeyError | ValueError):
+                raise _refused("does not take the student's weights by their names in a checkpoint", error) from error
             raise
         finally:
             for method, kernel in kernels.items():
@@ -421,11 +423,12 @@ def _starting(model: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_REASON]
-        raise ValueError(
-            f"vLLM does not start an engine for the student's checkpoint {model!r}, {reason}. Where it does not know "
-            "the architecture, set `use_vllm=False`."
-        ) from error
+        raise _refused(f"does not start an engine for the student's checkpoint {model!r}", error) from error
+
+
+def _refused(what: str, error: Exception) -> ValueError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:_REASON]
+    return ValueError(f"vLLM {what}, {reason}. Where it does not know the architecture, set `use_vllm=False`.")
 
 
 @contextmanager

@@ -67,13 +67,26 @@ class VLLMRollout(SyncedRollout):
         trainer.processing_class.save_pretrained(self._tokenizer_folder.name)
         trainer.model.config.save_pretrained(self._tokenizer_folder.name)  # vLLM looks for one there, twice
         with preserved_rng(trainer.accelerator.device):
-            engine = Engine(self._engine_options())
-        if self._mode == "adapter" and (lost := engine.without_place(adapter_layers(trainer.model))):
-            self._choose_sync(f"vLLM's model of the student has no layer of its own for {lost[0]}")
+            engine = self._started()
         trainer.accelerator.wait_for_everyone()  # else a process still building holds up the others' collectives
         self._take(trainer, engine, sampling, self._dtype)
         self._asleep: set[str] = set()
         self._base_sent: tuple[Any, ...] | None = None
+
+    def _started(self) -> Engine:
+        """The engine; where it takes no adapter, or does not start with a place for one, all weights will be sent."""
+        if self._mode == "full":
+            return Engine(self._engine_options())
+        try:
+            engine = Engine(self._engine_options())
+        except ValueError as error:
+            if "LoRA" not in str(error):
+                raise
+            self._choose_sync(str(error))
+            return self._started()
+        if lost := engine.without_place(adapter_layers(self._trainer.model)):
+            self._choose_sync(f"vLLM's model of the student has no layer of its own for {lost[0]}")
+        return engine
 
     def _choose_sync(self, against: str | None) -> None:
         self._mode, why = chosen_sync(self._args.vllm_weight_sync, self._trainer.model, LORA_RANKS, against)
