@@ -82,7 +82,9 @@ def breaking(weights):
         yield pair
 
 
-@pytest.mark.parametrize(("shape", "layers"), [("mixtral", ["q_proj", "v_proj"]), ("gpt_bigcode", "all-linear")])
+@pytest.mark.parametrize(
+    ("shape", "layers"), [("mixtral", ["q_proj"]), ("mixtral", "all-linear"), ("gpt_bigcode", "all-linear")]
+)
 def test_an_adapter_that_vllm_cannot_hold_and_is_not_worked_in_is_noticed(make, shape, layers):  # noqa: F811
     trainer = make(shape, peft_config=lora(target_modules=layers))
     assert trainer.rollout._mode == "full"

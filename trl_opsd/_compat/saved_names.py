@@ -19,4 +19,6 @@ def as_saved(model: Any, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         tensor (`torch.Tensor`):
             Its value, whole; or without one, on the device `meta`.
     """
+    if getattr(model, "_weight_conversions", None) == []:  # loaded as it was saved: what follows would take a while
+        return [(name, tensor)]
     return list(revert_weight_conversion(model, {name: tensor}).items())
