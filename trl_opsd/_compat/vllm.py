@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import json
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trl_opsd._compat.borrowed_classes import classes_kept, retyped
+from trl_opsd._compat.engine_kwargs import checked_kwargs
 from trl_opsd._compat.lone_process import one_of_one_process_group
 
 SUPPORTED = (Version("0.22.0"), Version("0.32.0"))
@@ -76,19 +76,6 @@ _REASON = 400
 
 LORA_RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
 """Ranks an engine can be built for; smaller adapters fit."""
-
-_SET_HERE = {
-    "max_tokens": "max_completion_length",
-    "stop_token_ids": "the end tokens of the tokenizer and the model",
-    "ignore_eos": "the end tokens of the tokenizer and the model",
-    "logprobs": "vllm_sync_check",
-    "prompt_logprobs": "vllm_sync_check",
-    "allowed_token_ids": "the vocabulary of the student",
-    "output_kind": "the trainer",
-    "detokenize": "the trainer",
-}
-"""Options of `SamplingParams` that are ours to set, and what decides them."""
-
 
 _PARAMETERS = inspect.signature(SamplingParams).parameters
 
@@ -397,23 +384,11 @@ def _options(args: Any, end_ids: list[int], known: list[str]) -> dict[str, Any]:
         "stop_token_ids": end_ids,
         # The end token vLLM reads from the tokenizer is one of ours, or none.
         "ignore_eos": True,
-        **_checked_kwargs(args.generation_kwargs or {}, known),
+        **checked_kwargs(args.generation_kwargs or {}, known),
     }
     if args.vllm_structured_outputs_regex is not None:
         given["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
     return given
-
-
-def _checked_kwargs(generation_kwargs: dict[str, Any], known: list[str]) -> dict[str, Any]:
-    for name, value in generation_kwargs.items():
-        shown = f"`generation_kwargs={{{name!r}: {value!r}}}`"
-        if name in _SET_HERE:
-            raise ValueError(f"{shown} would override what {_SET_HERE[name]} decides: remove it.")
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "see `vllm.SamplingParams` for those it has."
-            raise ValueError(f"{shown} is not an option of vLLM: {hint}")
-    return generation_kwargs
 
 
 @contextmanager
