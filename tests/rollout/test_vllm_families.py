@@ -57,6 +57,7 @@ def move(trainer):
 
 
 def test_experts_that_an_engine_is_sent_but_does_not_compute_with_are_noticed(make, monkeypatch):  # noqa: F811
+    make()  # an engine without experts, as the first of the process
     trainer = make("mixtral")
     prompts = trainer.tokenize(tiny.PROMPTS)
     for _ in range(2):

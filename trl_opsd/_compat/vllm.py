@@ -134,6 +134,7 @@ class Engine:
     """
 
     def __init__(self, options: EngineOptions) -> None:
+        _lend_expert_group()
         # vLLM's models out of transformers' change the student's class, of which they are made.
         with one_of_one_process_group(), classes_kept(PreTrainedModel) as changed, _starting(options.model):
             self._llm = LLM(
@@ -424,6 +425,12 @@ def _shut_down(core: Any) -> None:
     finally:
         for name, destroyer in kept.items():
             setattr(parallel_state, name, destroyer)
+
+
+def _lend_expert_group() -> None:
+    """Engines share process groups, and a first one without experts made none for them: each group is one process."""
+    if getattr(parallel_state, "_EP", None) is None:
+        parallel_state._EP = parallel_state._TP
 
 
 def _expert_kernels(model: Any) -> dict[Any, Any]:
