@@ -117,7 +117,8 @@ def measure(family: str, way: str, tied: bool, dtype: torch.dtype) -> dict[str, 
 HEADER = """# Engines: which families vLLM writes for
 
 Largest difference of log-probabilities in nats between a student and a colocated engine after a second sync: toy
-students, {versions}, on the CPU; where tied and untied heads were run, the larger.
+students, {versions}, on the CPU; where tied and untied heads were run, the larger. Cohere and
+Gemma 2 are refused where their heads are untied, as vLLM always ties them; no checkpoint of them is.
 Written by `python benchmarks/sync_families.py --table FILE`.
 
 *Worked in*: vLLM's model takes no adapter here, so `vllm_weight_sync="auto"` sends all weights with the adapter worked
@@ -145,13 +146,14 @@ def _cell(cases: list[dict[str, Any] | None], way: str, notes: list[str]) -> str
     shown = []
     if measured := [case for case in run if "gap" in case]:
         sent = "*worked in*, " if way == "adapter" and measured[0]["sent"] == "full" else ""
-        shown.append(f"{sent}{max(case['gap'] for case in measured):.1e}")
+        only = f" ({run[0]['head']})" if len(run) < len(HEADS) else ""
+        shown.append(f"{sent}{max(case['gap'] for case in measured):.1e}{only}")
     for case in run:
         if "error" in case:
             note = re.sub(r"After .*? explains\. ", "", case["error"].partition(". No rollout")[0]).replace("|", "/")
             if note not in notes:
                 notes.append(note)
-            head = f"{case['head']}: " if measured else ""
+            head = f"{case['head']}: " if measured or len(run) < len(HEADS) else ""
             shown.append(f"{head}refused ({notes.index(note) + 1})")
     return ", ".join(dict.fromkeys(shown)) or "not run"
 
