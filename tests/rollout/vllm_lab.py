@@ -17,7 +17,14 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPTBigCodeConfig,
+    MixtralConfig,
+    PhimoeConfig,
+    PreTrainedModel,
+    Starcoder2Config,
+)
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd._compat.vllm import Engine, EngineOptions
@@ -26,7 +33,21 @@ from trl_opsd.rollout.base import cut_after_end
 
 _AT_ONCE = 3
 """Engines that are kept: each holds a GiB of cache, and test files run side by side."""
-SHAPES = {"qwen2": tiny.qwen2, "llama": tiny.llama, "gemma2": partial(tiny.gemma2, head_dim=32)}
+
+
+def _sized(config: type, width: int, seed: int, **overrides: Any) -> PreTrainedModel:
+    return tiny.model(config(**{**tiny._sizes(width), **overrides}), seed)
+
+
+SHAPES = {
+    "qwen2": tiny.qwen2,
+    "llama": tiny.llama,
+    "gemma2": partial(tiny.gemma2, head_dim=32),
+    "mixtral": partial(_sized, MixtralConfig, num_local_experts=4),
+    "starcoder2": partial(_sized, Starcoder2Config),
+    "gpt_bigcode": partial(_sized, GPTBigCodeConfig),
+    "phimoe": partial(_sized, PhimoeConfig, num_local_experts=4),
+}
 
 
 def student(folder: Path, shape: str = "qwen2", tied: bool = False, seed: int = 0, **overrides: Any) -> PreTrainedModel:

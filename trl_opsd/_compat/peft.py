@@ -11,6 +11,7 @@ from typing import Any
 
 from peft import PeftModel
 from peft.tuners.lora import Embedding, Linear
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor
@@ -114,7 +115,8 @@ def merged_weights(model: Any) -> Iterator[Weight]:
         if layer_name := _inside(name, tuned):
             kind = name.removeprefix(f"{layer_name}.base_layer.")
             if kind != name:  # else it belongs to the adapter
-                yield _merged(_plain(f"{layer_name}.{kind}"), tensor, tuned[layer_name], kind)
+                outer, layer = _holder(layer_name, kind, tuned)
+                yield _merged(_plain(f"{outer}.{kind}"), tensor, layer, kind)
         elif module_name := _inside(name, saved):
             active = f"{module_name}.modules_to_save.{saved[module_name].active_adapter}."
             if name.startswith(active):
@@ -161,7 +163,7 @@ def why_not_apart(model: Any) -> str | None:
 def _tuned_layers(model: Any) -> dict[str, Any]:
     tuned = _modules_of(model, BaseTunerLayer)
     for name, layer in tuned.items():
-        if not isinstance(layer, Linear | Embedding):
+        if not isinstance(layer, Linear | Embedding | ParamWrapper):
             raise ValueError(
                 f"The adapter of {_plain(name)} is a {type(layer).__name__}: with vLLM only LoRA on linear layers and "
                 "embeddings is supported; use a `LoraConfig`, or set `use_vllm=False`."
@@ -190,6 +192,19 @@ def _inside(name: str, modules: dict[str, Any]) -> str | None:
     return next((prefix for prefix in prefixes if prefix in modules), None)
 
 
+def _holder(name: str, kind: str, tuned: dict[str, Any]) -> tuple[str, Any]:
+    """The layer's name, and what adapts one of its weights: experts have a wrapper for each, one inside the other."""
+    while isinstance(tuned[name], ParamWrapper) and tuned[name].parameter_name != kind:
+        outer = name.removesuffix(".base_layer")
+        if outer == name or outer not in tuned:
+            break
+        name = outer
+    layer = tuned[name]
+    while name.endswith(".base_layer"):
+        name = name.removesuffix(".base_layer")
+    return name, layer
+
+
 def _plain(name: str) -> str:
     return name.removeprefix("base_model.model.")
 
@@ -197,6 +212,11 @@ def _plain(name: str) -> str:
 def _merged(name: str, base: Tensor, layer: Any, kind: str) -> Weight:
     adapters = [] if layer.merged or layer.disable_adapters else layer.active_adapters
     adapters = [adapter for adapter in adapters if adapter in layer.scaling]
+    if isinstance(layer, ParamWrapper):
+        if kind != layer.parameter_name or not adapters:
+            return Weight.of(name, base)
+        parts = (base, *layer.lora_A.parameters(), *layer.lora_B.parameters())
+        return Weight(name, base, parts, partial(_merged_weight, layer, base, adapters))
     if kind == "weight" and adapters:
         return Weight(name, base, tuple(layer.parameters()), partial(_merged_weight, layer, base, adapters))
     if kind == "bias" and any(layer.lora_bias.get(adapter) for adapter in adapters):

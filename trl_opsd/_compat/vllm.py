@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import json
-import os
-import socket
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +16,11 @@ from typing import Any, get_args
 import torch
 from packaging.version import Version
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from trl_opsd._compat.borrowed_classes import classes_kept, retyped
+from trl_opsd._compat.engine_kwargs import checked_kwargs
+from trl_opsd._compat.lone_process import one_of_one_process_group
 
 SUPPORTED = (Version("0.22.0"), Version("0.32.0"))
 """From the first of these up to, but without, the second: what TRL 1.16 supports."""
@@ -60,26 +62,20 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
 from vllm.model_executor.models import ModelRegistry, supports_lora  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
+from vllm.triton_utils import HAS_TRITON  # noqa: E402
 from vllm.v1.sample.logits_processor import LogitsProcessor  # noqa: E402
 
 _HEAD = "lm_head.weight"
 """A checkpoint's name of the output head, which vLLM refuses for models that always use their embeddings."""
 
+_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+"""Where a config says how many experts a layer has."""
+
+_REASON = 400
+"""Characters of vLLM's own words in an error; it may list hundreds of architectures."""
+
 LORA_RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
 """Ranks an engine can be built for; smaller adapters fit."""
-
-_SET_HERE = {
-    "max_tokens": "max_completion_length",
-    "stop_token_ids": "the end tokens of the tokenizer and the model",
-    "ignore_eos": "the end tokens of the tokenizer and the model",
-    "logprobs": "vllm_sync_check",
-    "prompt_logprobs": "vllm_sync_check",
-    "allowed_token_ids": "the vocabulary of the student",
-    "output_kind": "the trainer",
-    "detokenize": "the trainer",
-}
-"""Options of `SamplingParams` that are ours to set, and what decides them."""
-
 
 _PARAMETERS = inspect.signature(SamplingParams).parameters
 
@@ -138,7 +134,9 @@ class Engine:
     """
 
     def __init__(self, options: EngineOptions) -> None:
-        with _one_of_one_process_group():
+        _lend_expert_group()
+        # vLLM's models out of transformers' change the student's class, of which they are made.
+        with one_of_one_process_group(), classes_kept(PreTrainedModel) as changed, _starting(options.model):
             self._llm = LLM(
                 model=options.model,
                 revision=options.revision,
@@ -162,6 +160,7 @@ class Engine:
                 logits_processors=[_only_the_first(options.vocabulary)],
                 **_lora_options(options),
             )
+        retyped(self._worker.model_runner.get_model(), changed)
         self._adapter: LoRARequest | None = None
         if options.lora_rank:
             self._lora_manager._load_adapter = self._built_adapter
@@ -225,15 +224,26 @@ class Engine:
         Args:
             weights (`Iterable[tuple[str, torch.Tensor]]`):
                 By the names of a checkpoint. A tied head comes under its own name too: vLLM rebuilds what it is sent
-                and leaves out what it is not. Where its model has no head apart (Gemma 2), it is not handed on.
+                and leaves out what it is not. Where its model has no head apart (Gemma 2, Bloom), it is not handed on.
         """
         self._adapter = None  # vLLM drops its adapters here
-        has_head = hasattr(self._worker.model_runner.get_model(), "lm_head")
+        model = self._worker.model_runner.get_model()
+        has_head = any(
+            name == "lm_head" for name, _ in model.named_modules()
+        )  # that is no other name of its embeddings
+        kernels = _expert_kernels(model)
+        for method in kernels:
+            method.moe_kernel = None
         try:
             self._worker.reload_weights(weights_iterator=(one for one in weights if has_head or one[0] != _HEAD))
-        except BaseException:
+        except BaseException as error:
             _end_reload(self._worker.model_runner)
+            if isinstance(error, KeyError | ValueError):
+                raise _refused("does not take the student's weights by their names in a checkpoint", error) from error
             raise
+        finally:
+            for method, kernel in kernels.items():
+                method.moe_kernel = method.moe_kernel or kernel
 
     def load_adapter(self, layers: Mapping[str, tuple[Tensor, Tensor, float]]) -> None:
         """Replaces the adapter, from memory.
@@ -256,9 +266,9 @@ class Engine:
 
     def without_place(self, layers: Iterable[str]) -> list[str]:
         """Those of an adapter's layers that are no layer of vLLM's model, which would leave them out in silence."""
-        modules = self._lora_manager._adapter_manager.modules
-        packed = self._lora_manager._adapter_manager.packed_modules
-        held = {*modules, *(part for parts in packed.values() for part in parts)}
+        manager = self._lora_manager._adapter_manager
+        packed = manager.packed_modules
+        held = {*manager.modules} - {*packed} | {part for parts in packed.values() for part in parts}
         return [name for name in layers if self._named(name) not in held]
 
     def _named(self, layer: str) -> str:
@@ -300,19 +310,31 @@ def _lora_options(options: EngineOptions) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": options.lora_rank, "lora_target_modules": layers}
 
 
-def why_no_adapter(config: Any, model_impl: str) -> str | None:
-    """Why vLLM's model of an architecture cannot hold an adapter, or `None` where it can.
+def why_no_adapter(config: Any, model_impl: str, layers: Iterable[str]) -> str | None:
+    """Why vLLM's model of an architecture cannot hold an adapter, or `None` where it can, or where that shows later.
 
     Args:
         config ([`~transformers.PreTrainedConfig`]):
             Of the checkpoint.
         model_impl (`str`):
             `vllm_model_impl`.
+        layers (`Iterable[str]`):
+            That the adapter reaches.
     """
+    if not HAS_TRITON and any(getattr(config.get_text_config(), name, None) for name in _EXPERTS):
+        return "beside an adapter, vLLM runs a mixture of experts by Triton, which is not here"
     known = [ModelRegistry.models[name] for name in config.architectures or () if name in ModelRegistry.models]
-    if model_impl == "transformers" or not known or supports_lora(known[0].load_model_cls()):
+    if model_impl == "transformers" or not known:
         return None
-    return f"vLLM's {config.architectures[0]} takes no adapters"
+    model = known[0].load_model_cls()
+    if not supports_lora(model):
+        return f"vLLM's {config.architectures[0]} takes no adapters"
+    for name in layers:
+        last = name.rpartition(".")[2]
+        parts = getattr(model, "packed_modules_mapping", {}).get(last, [last])
+        if parts != [last]:
+            return f"vLLM wants the adapter of {name} in parts, as {' and '.join(parts)}"
+    return None
 
 
 def sampling_options(args: Any, end_ids: list[int]) -> dict[str, Any]:
@@ -363,23 +385,26 @@ def _options(args: Any, end_ids: list[int], known: list[str]) -> dict[str, Any]:
         "stop_token_ids": end_ids,
         # The end token vLLM reads from the tokenizer is one of ours, or none.
         "ignore_eos": True,
-        **_checked_kwargs(args.generation_kwargs or {}, known),
+        **checked_kwargs(args.generation_kwargs or {}, known),
     }
     if args.vllm_structured_outputs_regex is not None:
         given["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
     return given
 
 
-def _checked_kwargs(generation_kwargs: dict[str, Any], known: list[str]) -> dict[str, Any]:
-    for name, value in generation_kwargs.items():
-        shown = f"`generation_kwargs={{{name!r}: {value!r}}}`"
-        if name in _SET_HERE:
-            raise ValueError(f"{shown} would override what {_SET_HERE[name]} decides: remove it.")
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "see `vllm.SamplingParams` for those it has."
-            raise ValueError(f"{shown} is not an option of vLLM: {hint}")
-    return generation_kwargs
+@contextmanager
+def _starting(model: str) -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        raise _refused(f"does not start an engine for the student's checkpoint {model!r}", error) from error
+
+
+def _refused(what: str, error: Exception) -> ValueError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:_REASON]
+    return ValueError(f"vLLM {what}, {reason}. Where it does not know the architecture, set `use_vllm=False`.")
 
 
 @contextmanager
@@ -400,6 +425,21 @@ def _shut_down(core: Any) -> None:
     finally:
         for name, destroyer in kept.items():
             setattr(parallel_state, name, destroyer)
+
+
+def _lend_expert_group() -> None:
+    """Engines share process groups, and a first one without experts made none for them: each group is one process."""
+    if getattr(parallel_state, "_EP", None) is None:
+        parallel_state._EP = parallel_state._TP
+
+
+def _expert_kernels(model: Any) -> dict[Any, Any]:
+    """Kernels of a mixture of experts that have to be made anew with its weights, by what holds them.
+
+    On the CPU: vLLM packs experts where it makes their kernel, and leaves weights that come later as they are.
+    """
+    methods = [getattr(layer, "quant_method", None) for layer in model.modules()] if current_platform.is_cpu() else []
+    return {method: kernel for method in methods if (kernel := getattr(method, "moe_kernel", None)) is not None}
 
 
 def _end_reload(runner: Any) -> None:
@@ -467,35 +507,3 @@ def _second_base() -> Any:
         return import_module("vllm.v1.worker.gpu.sample.logits_processor").LogitsProcessor
     except ImportError:
         return object
-
-
-@contextmanager
-def _one_of_one_process_group() -> Iterator[None]:
-    """Says in the environment which process this is, as a launcher would; vLLM reads it while an engine is built."""
-    group = torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if group else 0
-    given = {
-        "RANK": str(rank),
-        "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
-        "WORLD_SIZE": str(torch.distributed.get_world_size() if group else 1),
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(_free_port()),
-    }
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        # Left behind, they would make the next accelerator in this process look for other processes.
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

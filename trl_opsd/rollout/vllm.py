@@ -26,6 +26,7 @@ from trl_opsd.rollout.weight_sync import (
     adapter_rank,
     base_weights_of,
     chosen_sync,
+    saved_by,
     weights_of,
 )
 
@@ -60,19 +61,32 @@ class VLLMRollout(SyncedRollout):
         check_student(trainer)
         checkpoint = _checked_checkpoint(trainer)
         self._dtype = dtype_of(trainer)
-        self._choose_sync(why_no_adapter(checkpoint, self._args.vllm_model_impl))
+        self._choose_sync(why_no_adapter(checkpoint, self._args.vllm_model_impl, adapter_layers(trainer.model)))
         sampling = sampling_options(self._args, list(trainer.eos_token_ids))
         self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="trl_opsd-tokenizer-")
         trainer.processing_class.save_pretrained(self._tokenizer_folder.name)
         trainer.model.config.save_pretrained(self._tokenizer_folder.name)  # vLLM looks for one there, twice
         with preserved_rng(trainer.accelerator.device):
-            engine = Engine(self._engine_options())
-        if self._mode == "adapter" and (lost := engine.without_place(adapter_layers(trainer.model))):
-            self._choose_sync(f"vLLM's model of the student has no layer of its own for {lost[0]}")
+            engine = self._started()
         trainer.accelerator.wait_for_everyone()  # else a process still building holds up the others' collectives
         self._take(trainer, engine, sampling, self._dtype)
         self._asleep: set[str] = set()
         self._base_sent: tuple[Any, ...] | None = None
+
+    def _started(self) -> Engine:
+        """The engine; where it takes no adapter, or does not start with a place for one, all weights will be sent."""
+        if self._mode == "full":
+            return Engine(self._engine_options())
+        try:
+            engine = Engine(self._engine_options())
+        except ValueError as error:
+            if "LoRA" not in str(error):
+                raise
+            self._choose_sync(str(error))
+            return self._started()
+        if lost := engine.without_place(adapter_layers(self._trainer.model)):
+            self._choose_sync(f"vLLM's model of the student has no layer of its own for {lost[0]}")
+        return engine
 
     def _choose_sync(self, against: str | None) -> None:
         self._mode, why = chosen_sync(self._args.vllm_weight_sync, self._trainer.model, LORA_RANKS, against)
@@ -82,13 +96,14 @@ class VLLMRollout(SyncedRollout):
 
     def _send(self) -> int:
         model, how = self._trainer.model, (self._dtype, self._trainer.accelerator.device, self._trainer.gathered)
+        saved = saved_by(model)
         if self._mode == "full":
-            return self._load(Stream(weights_of(model), *how))
+            return self._load(Stream(weights_of(model), *how, saved))
         sent = 0
         base = version_of(weight.base for weight in base_weights_of(model))
         if base != self._base_sent:
             self._base_sent = None
-            sent = self._load(Stream(base_weights_of(model), *how))
+            sent = self._load(Stream(base_weights_of(model), *how, saved))
             self._base_sent = base
         layers, size = adapter_of(model, *how)
         self._engine.load_adapter(layers)

@@ -18,7 +18,7 @@ from trl_opsd.rollout.bounded_http import ServerError
 from trl_opsd.rollout.server_client import ServerClient
 from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of
-from trl_opsd.rollout.weight_sync import Stream, weights_of
+from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
 from trl_opsd.types import OutputHead
 
 logger = get_logger(__name__)
@@ -79,9 +79,8 @@ class VLLMServerRollout(SyncedRollout):
 
     def _send(self) -> int:
         trainer = self._trainer
-        stream = Stream(
-            weights_of(trainer.model), self._engine.facts.dtype, trainer.accelerator.device, trainer.gathered
-        )
+        how = self._engine.facts.dtype, trainer.accelerator.device, trainer.gathered
+        stream = Stream(weights_of(trainer.model), *how, saved_by(trainer.model))
         self._engine.load(stream)
         return stream.bytes
 

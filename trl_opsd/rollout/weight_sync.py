@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.peft import is_peft, lora_factors, merged_weights, why_not_apart
+from trl_opsd._compat.peft import is_peft, lora_factors, merged_weights, why_not_apart, without_peft
+from trl_opsd._compat.saved_names import as_saved
 from trl_opsd._compat.shards import whole
 from trl_opsd.types import Weight
 
 Gathered: TypeAlias = Callable[[list[Tensor]], AbstractContextManager[Any]]
+Saved: TypeAlias = Callable[[str, Tensor], list[tuple[str, Tensor]]]
 
 BUCKET_BYTES = 2**28
 """Weights that ZeRO-3 gathers together: few enough to fit, enough that gathering is not a matter of latency."""
@@ -36,6 +39,8 @@ class Stream:
     dtype: torch.dtype
     device: torch.device
     gathered: Gathered
+    saved: Saved = field(default=lambda name, tensor: [(name, tensor)])
+    """What a checkpoint holds of a weight; as [`saved_by`] gives it."""
     bytes: int = field(default=0, init=False)
     _drawn: Iterator[tuple[str, Tensor]] = field(default=iter(()), init=False, repr=False)
 
@@ -49,10 +54,11 @@ class Stream:
 
     def announced(self) -> list[tuple[str, str, list[int]]]:
         """Name, dtype and shape of each, in the order they come; nothing is computed or gathered for it."""
-        bases = [(weight.name, weight.base) for weight in self.weights]
+        empty = {weight.name: self._empty_like(weight.base) for weight in self.weights}
         return [
-            (name, str(self._dtype_of(base)).removeprefix("torch."), list(getattr(base, "ds_shape", base.shape)))
-            for name, base in bases
+            (name, str(part.dtype).removeprefix("torch."), list(part.shape))
+            for whole_name, tensor in empty.items()
+            for name, part in self.saved(whole_name, tensor)
         ]
 
     def _draw(self) -> Iterator[tuple[str, Tensor]]:
@@ -64,9 +70,13 @@ class Stream:
                     # In this order: fewer bytes to gather. A copy, because vLLM keeps what it is given for a while.
                     tensor = whole(made.to(self.device, self._dtype_of(made), copy=bool(split)))
                     self.bytes += tensor.nbytes
-                    yield weight.name, tensor
+                    for name, part in self.saved(weight.name, tensor):
+                        yield name, part.contiguous()
                 if split and torch.accelerator.is_available():
                     torch.accelerator.synchronize()  # the copies may be made on another stream than gathers run on
+
+    def _empty_like(self, base: Tensor) -> Tensor:
+        return torch.empty(getattr(base, "ds_shape", base.shape), dtype=self._dtype_of(base), device="meta")
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         return self.dtype if tensor.is_floating_point() else tensor.dtype
@@ -77,6 +87,11 @@ def weights_of(model: Any) -> list[Weight]:
     if is_peft(model):
         return list(merged_weights(model))
     return [Weight.of(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()]
+
+
+def saved_by(model: Any) -> Saved:
+    """What a checkpoint of the student holds of one of its weights, such as the experts of a layer one by one."""
+    return partial(as_saved, without_peft(model))
 
 
 def base_weights_of(model: Any) -> list[Weight]:
@@ -108,8 +123,8 @@ def adapter_rank(model: Any) -> int:
 
 
 def adapter_layers(model: Any) -> list[str]:
-    """The layers that the student's adapter reaches, by the names of a checkpoint."""
-    return [one.name for one in lora_factors(model)]
+    """The layers that an adapter reaches which can be sent apart, by the names of a checkpoint."""
+    return [one.name for one in lora_factors(model)] if is_peft(model) and not why_not_apart(model) else []
 
 
 def chosen_sync(requested: str, model: Any, ranks: Collection[int], against: str | None = None) -> tuple[str, str]:

@@ -1,0 +1,166 @@
+"""Students of which vLLM has another picture than transformers: experts in parts, layers fused, classes borrowed."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import tiny
+import torch
+
+pytest.importorskip("vllm")
+
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig, Starcoder2Model
+from vllm_lab import engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
+
+from trl_opsd._compat.borrowed_classes import classes_kept, retyped
+from trl_opsd._compat.vllm import Engine, why_no_adapter
+from trl_opsd.rollout import vllm as backend
+from trl_opsd.rollout import weight_sync
+
+pytestmark = pytest.mark.vllm
+
+
+def neox():
+    sizes = {"vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return tiny.model(GPTNeoXConfig(**sizes, intermediate_size=64))
+
+
+@pytest.mark.parametrize("shape", ["mixtral", "gpt_neox"])
+def test_weights_under_other_names_than_those_of_a_checkpoint_are_noticed(tmp_path, shape):
+    """transformers keeps the experts of a layer in one tensor; vLLM reads them one by one and leaves out the rest."""
+    model = student(tmp_path, shape) if shape == "mixtral" else neox()
+    model.save_pretrained(tmp_path)
+    checkpoint = load_file(tmp_path / "model.safetensors")
+    how = torch.float32, torch.device("cpu"), lambda parts: nullcontext(), weight_sync.saved_by(model)
+    stream = weight_sync.Stream(weight_sync.weights_of(model), *how)
+
+    announced = stream.announced()
+    with stream as drawn:
+        sent = dict(drawn)
+
+    assert [(name, "float32", list(tensor.shape)) for name, tensor in sent.items()] == announced
+    assert sent.keys() == checkpoint.keys()
+    assert all(torch.equal(sent[name], checkpoint[name]) and sent[name].is_contiguous() for name in sent)
+    assert stream.bytes == sum(tensor.nbytes for tensor in sent.values())
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight" if shape == "mixtral" else "embed_out.weight"
+    assert name in sent
+    assert name not in model.state_dict()
+
+
+def move(trainer):
+    with torch.no_grad():
+        for part in trainer.model.parameters():
+            part.mul_(1.3) if part.requires_grad else None
+
+
+def test_experts_that_an_engine_is_sent_but_does_not_compute_with_are_noticed(make, monkeypatch):  # noqa: F811
+    make()  # an engine without experts, as the first of the process
+    trainer = make("mixtral")
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    for _ in range(2):
+        trainer.complete(prompts)
+        assert gap(trainer) <= 1e-4
+        move(trainer)
+        assert gap(trainer) > 1e-3
+
+    load = Engine.load
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "load", lambda self, weights: load(self, breaking(weights)))
+        with pytest.raises(RuntimeError, match="the engine broke"):
+            trainer.complete(prompts)
+    gap(trainer)  # the engine still writes something
+    trainer.complete(prompts)
+    assert gap(trainer) <= 1e-4
+
+
+def breaking(weights):
+    for number, pair in enumerate(weights):
+        if number == 20:
+            raise RuntimeError("the engine broke")
+        yield pair
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers"), [("mixtral", ["q_proj"]), ("mixtral", "all-linear"), ("gpt_bigcode", "all-linear")]
+)
+def test_an_adapter_that_vllm_cannot_hold_and_is_not_worked_in_is_noticed(make, shape, layers):  # noqa: F811
+    trainer = make(shape, peft_config=lora(target_modules=layers))
+    assert trainer.rollout._mode == "full"
+    trainer.complete(trainer.tokenize(tiny.PROMPTS))
+    assert gap(trainer) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "why"),
+    [
+        ("glm4", "mlp.gate_up_proj", "in parts, as gate_proj and up_proj"),
+        ("glm4", "mlp.down_proj", None),
+        ("phi3", "mlp.gate_up_proj", None),
+        ("llama", "mlp.gate_proj", None),
+        ("gpt2", "attn.c_attn", "takes no adapters"),
+        ("qwen3_moe", "self_attn.q_proj", "runs a mixture of experts by Triton"),
+    ],
+)
+def test_a_layer_that_takes_no_adapter_in_vllm_is_noticed_before_an_engine_is_built(family, layer, why):
+    config = AutoConfig.for_model(family)
+    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    found = why_no_adapter(config, "auto", [f"model.layers.0.{layer}"])
+    assert found is None if why is None else why in found
+
+
+def test_a_students_class_that_vllm_has_changed_is_noticed(make, tmp_path):  # noqa: F811
+    """Starcoder 2 is one of those that vLLM has no model of, and makes one of transformers' own class, in place."""
+    before, bases = dict(vars(Starcoder2Model)), Starcoder2Model.__bases__
+    for name in "ab":
+        model = student(tmp_path / name, "starcoder2")
+        trainer = make(model=model)
+        trainer.complete(trainer.tokenize(tiny.PROMPTS))
+        assert gap(trainer) <= 1e-4
+        assert dict(vars(Starcoder2Model)) == before
+        assert Starcoder2Model.__bases__ == bases
+
+
+def test_changes_to_a_class_that_outlive_an_error_or_get_lost_are_noticed():
+    class Root(nn.Module):
+        def says(self):
+            return "root"
+
+    class Child(Root):
+        def says(self):
+            return "child"
+
+    class Added:
+        def more(self):
+            return "more"
+
+    def spoil():
+        Child.says = lambda self: "changed"
+        Child.extra = 1
+        Child.__bases__ = (Root, Added)
+        raise RuntimeError("it broke")
+
+    made = Child()
+    with pytest.raises(RuntimeError, match="it broke"), classes_kept(Root) as changed:
+        spoil()
+
+    assert (made.says(), hasattr(made, "extra"), Child.__bases__) == ("child", False, (Root,))
+    retyped(made, changed)
+    assert (made.says(), made.extra, made.more(), type(made).__name__) == ("changed", 1, "more", "Child")
+    assert isinstance(made, Child)
+    assert changed.keys() == {Child}
+
+
+@pytest.mark.refusal
+def test_an_architecture_that_vllm_does_not_know_is_refused_and_spoils_no_other_engine(make, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(backend, "Engine", Engine)
+    with pytest.raises(ValueError, match=r"does not start an engine .*are not supported for now") as error:
+        make("phimoe")
+    assert len(str(error.value)) < 700
+    assert "set `use_vllm=False`" in str(error.value)
+    monkeypatch.undo()
+    trainer = make(model=student(tmp_path / "other"))
+    trainer.complete(trainer.tokenize(["a"]))
+    assert gap(trainer) <= 1e-4

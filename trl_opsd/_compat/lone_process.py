@@ -1,0 +1,42 @@
+"""Says which process this is, as a launcher would, for a library that reads nothing but the environment."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import distributed
+
+
+@contextmanager
+def one_of_one_process_group() -> Iterator[None]:
+    """Says in the environment which process this is, as a launcher would; vLLM reads it while an engine is built."""
+    group = distributed.is_initialized()
+    rank = distributed.get_rank() if group else 0
+    given = {
+        "RANK": str(rank),
+        "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
+        "WORLD_SIZE": str(distributed.get_world_size() if group else 1),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(_free_port()),
+    }
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        # Left behind, they would make the next accelerator in this process look for other processes.
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
