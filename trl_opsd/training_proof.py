@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trl_opsd._compat.shards import is_split
 from trl_opsd.backbone import CANNOT_RUN, Run, call, completion_hidden
@@ -13,7 +15,7 @@ from trl_opsd.padding import Reading
 from trl_opsd.types import OutputHead, Rollout
 
 
-def prove_training(model: Any, reading: Reading, run: Run | None = None) -> None:
+def prove_training(model: Any, reading: Reading, run: Run | None = None) -> list[str]:
     """Runs one short row as training will; everything else is proved in eval mode, in which some families differ.
 
     The caller preserves the random state, of which dropout takes some.
@@ -25,6 +27,10 @@ def prove_training(model: Any, reading: Reading, run: Run | None = None) -> None
             How it reads rows.
         run (`Callable`, *optional*):
             `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called as it is.
+
+    Returns:
+        `list[str]`: names of parameters below the head that are to be trained and that text does not reach, such as
+        those of a vision tower. None where it is split over processes, which makes nothing of it.
 
     Raises:
         ValueError: It cannot be run in training mode; or no gradient passes through it, which is not looked at where it
@@ -46,17 +52,49 @@ def prove_training(model: Any, reading: Reading, run: Run | None = None) -> None
         ) from error
     finally:
         model.train(was_training)
-    if whole and _learns_below_its_head(model) and not hidden_BCH.requires_grad:
+    if not whole:
+        return []
+    of_head = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
+    learns = {name: id(one) for name, one in model.named_parameters() if one.requires_grad and id(one) not in of_head}
+    if learns and not hidden_BCH.requires_grad:
         raise ValueError(
             f"No gradient passes through the student ({type(model).__name__}), although parameters below its head "
             "require one, so these would stay as they are: load it without quantisation for inference, without "
             "`torch.no_grad` in its forward, and with `gradient_checkpointing_kwargs={'use_reentrant': False}`."
         )
+    reached = _reached(hidden_BCH)
+    return [name for name, number in learns.items() if number not in reached]
 
 
-def _learns_below_its_head(model: Any) -> bool:
-    of_head = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
-    return any(one.requires_grad and id(one) not in of_head for one in model.parameters())
+def heed_unreached(names: Sequence[str], args: Any, accelerator: Any) -> None:
+    """Has data parallelism look for parameters without gradients, where it would wait for all of them.
+
+    Args:
+        names (`Sequence[str]`):
+            As [`prove_training`] returned them.
+        args ([`~transformers.TrainingArguments`]):
+            `ddp_find_unused_parameters` is set where it was not.
+        accelerator ([`~accelerate.Accelerator`]):
+            Wraps the student later.
+    """
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    if names and args.ddp_find_unused_parameters is None and not reentrant:
+        args.ddp_find_unused_parameters = accelerator.ddp_handler.find_unused_parameters = True
+
+
+def _reached(hidden_BCH: Tensor) -> set[int]:
+    """Numbers of the tensors that the gradient of a hidden state would be added to."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    nodes: list[Any] = [hidden_BCH.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.add(id(getattr(node, "variable", None)))
+        nodes += [following for following, _ in node.next_functions]
+    return found
 
 
 def _row(head: OutputHead) -> Rollout:
