@@ -29,6 +29,7 @@ FLOORS = {
     "special_tokens": 0,
     "watchdog": 0,
     "prompts": 1,
+    "training_proof": 2,
     "backbone": 1,
     "guards": 1,
     "vocabulary": 1,

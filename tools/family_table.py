@@ -12,24 +12,17 @@ REASONS = {
     "a second time": "it draws random numbers while it reads",
     "by PEFT": 'PEFT does not allow "all-linear"',
     "cannot read eight tokens": "its forward fails on text alone",
+    "in training mode": "in training mode it takes rows of one length only",
     "has no output embeddings": "it has no output embeddings",
 }
 """What a refusal is called in the table, by a part of its message."""
-
-NOTES = {
-    "recurrent_gemma": "It keeps its state in its layers; in transformers a prompt of one token goes on from the state "
-    "of the call before. Longer prompts are exact.",
-    "reformer": "In training it takes rows of exactly the length of its axial positions; transformers says so at the "
-    "first step.",
-}
-"""What the table cannot say."""
 
 _INTRODUCTION = """\
 Every causal language model of transformers {version} that can be built at toy size, tried by
 `python tools/families.py`, which writes this page: two optimizer steps as a student, in full and with LoRA on
 "all-linear", and as a teacher, against the model itself in float64 on each row alone; greedy rollouts of a ragged batch
-against `generate` on each prompt alone. *Exact* is as near as float32 allows; *refused* is an error at construction,
-before anything is trained, that says why."""
+against the tokens of largest logit when each row is read alone, whole, and anew for each token. *Exact* is as near as
+float32 allows; *refused* is an error at construction, before anything is trained, that says why."""
 
 
 def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
@@ -43,7 +36,8 @@ def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
     """
     built = {family: one for family, one in found.items() if not one["student"].startswith("not built")}
     sound = [family for family, one in built.items() if all(text.startswith("exact") for text in one.values())]
-    unpadded = [family for family in sound if any("(" in text for text in built[family].values())]
+    slow = [family for family in sound if any("without a cache" in text for text in built[family].values())]
+    unpadded = [family for family in sound if any("rows of one" in text for text in built[family].values())]
     counts = {role: Counter(one[role].split()[0].strip(":") for one in built.values()) for role in roles}
     kinds = sorted({kind for one in counts.values() for kind in one})
     lines = [
@@ -57,7 +51,7 @@ def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
         "",
         "## Exact in every role",
         "",
-        ", ".join(family for family in sound if family not in unpadded) + ".",
+        ", ".join(family for family in sound if family not in {*unpadded, *slow}) + ".",
         "",
         "## Exact in every role, because rows are read apart",
         "",
@@ -65,6 +59,14 @@ def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
         "length share a forward pass, which costs speed, not exactness; prompts are continued in the same way.",
         "",
         ", ".join(unpadded) + ".",
+        "",
+        "## Exact in every role, because they write without a cache",
+        "",
+        "With a cache their `generate` fails or computes something else than the model does without one, in "
+        "transformers itself: found by trying before the first completion. Each token then reads its whole row again; "
+        "recurrent_gemma needs that only for batches of one-token prompts.",
+        "",
+        ", ".join(slow) + ".",
         "",
         "## The others",
         "",
@@ -76,8 +78,6 @@ def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
             if family not in sound
         ),
         "",
-        *(f"- {family}: {note}" for family, note in NOTES.items() if family in built and family not in sound),
-        "",
         f"Not built at this size, or not without what is not installed: {', '.join(sorted(set(found) - set(built)))}.",
         "",
     ]
@@ -88,7 +88,7 @@ def _cell(text: str) -> str:
     """A verdict without its figure, and a reason as far as its first clause."""
     kind = text.split()[0]
     if kind == "exact":
-        return "exact, apart" if "(" in text else "exact"
+        return "exact, no cache" if "cache" in text else "exact, apart" if "(" in text else "exact"
     for reason, short in REASONS.items():
         if reason in text:
             return f"refused: {short}"

@@ -26,7 +26,7 @@ Run: TypeAlias = Callable[..., Any]
 """`run(function, *args)` equals `function(model, *args)`, wherever the model is."""
 
 
-_CANNOT_RUN = (AttributeError, TypeError, LookupError, AssertionError, NotImplementedError, RuntimeError)
+CANNOT_RUN = (AttributeError, TypeError, LookupError, AssertionError, NotImplementedError, RuntimeError)
 
 
 def call(model: Any, function: Run, *args: Any) -> Any:
@@ -211,7 +211,7 @@ def _readable(model: Any, role: str) -> Iterator[None]:
     """Says in our words that a model cannot be run at all, which is noticed where it is run first."""
     try:
         yield
-    except _CANNOT_RUN as error:
+    except CANNOT_RUN as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ValueError(

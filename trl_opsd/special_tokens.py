@@ -69,5 +69,19 @@ def writable(end_ids: list[int], rows: int) -> list[int]:
     return [token for token in end_ids if _known(token, rows)]
 
 
+def placeholders(config: PretrainedConfig, rows: int) -> list[int]:
+    """The tokens that stand for an image, a video or a sound, which a text must not hold.
+
+    Args:
+        config ([`~transformers.PretrainedConfig`]):
+            Of a model that may read more than text.
+        rows (`int`):
+            Token ids from here on are not known to the model.
+    """
+    names = (f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
+    stated: set[Any] = {getattr(config, name, None) for name in names}
+    return sorted(token for token in stated if _known(token, rows))
+
+
 def _known(token: Any, rows: int) -> bool:
     return isinstance(token, int) and 0 <= token < rows

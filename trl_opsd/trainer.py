@@ -61,6 +61,7 @@ from trl_opsd.teacher.build import (
 from trl_opsd.teacher.origin import Origin
 from trl_opsd.teacher.routed import shares, targets_of
 from trl_opsd.teacher_prompts import COLUMNS, TeacherPrompts, teacher_of
+from trl_opsd.training_proof import heed_unreached, prove_training
 from trl_opsd.types import LazyLogits, LossParts, OutputHead, Rollout, TeacherTargets
 from trl_opsd.vocabulary import shared_vocabulary
 
@@ -334,6 +335,9 @@ class OPSDTrainer(SeamTrainer):
         with autocast(self.accelerator):
             prove_head(self.model, "student", whole_head, self.in_student)
             self.reading = prove_padding(self.model, "student", self.in_student)
+            with preserved_rng(self.accelerator.device):
+                unreached = prove_training(self.model, self.reading, self.in_student)
+            heed_unreached(unreached, self.args, self.accelerator)
         self._student_is_proved = True
 
     def _build_teachers(self, models: dict[str, Any]) -> None:

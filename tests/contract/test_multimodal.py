@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import seers
 import tiny
 import torch
 from datasets import Dataset
@@ -19,7 +20,7 @@ from transformers import (
 )
 from trl import DistillationConfig, DistillationTrainer
 
-from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
+from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
 
 TOKENS = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"}
 
@@ -54,6 +55,9 @@ def gemma3(width: int, seed: int) -> Gemma3ForConditionalGeneration:
     return model
 
 
+LAYERS = r".*(language|text)_model.*(q_proj|in_proj_qkv|up_proj)"
+
+
 class Replaying(DistillationTrainer):
     """TRL's trainer with recorded completions instead of generated ones."""
 
@@ -62,10 +66,11 @@ class Replaying(DistillationTrainer):
 
 
 def trained(cls: type, config: Any, lora: bool, **given: Any) -> Any:
-    adapter = LoraConfig(r=4, target_modules=r".*language_model.*(q_proj|up_proj)") if lora else None
+    adapter = LoraConfig(r=4, target_modules=LAYERS) if lora else None
     rows = tiny.rows()
+    teacher = given.pop("teacher_model", None) or gemma3(48, 1)
     arguments = {"model": gemma3(32, 0), "processing_class": processor(), "train_dataset": rows, **given}
-    trainer = cls(teacher_model=gemma3(48, 1), args=config, peft_config=adapter, **arguments)
+    trainer = cls(teacher_model=teacher, args=config, peft_config=adapter, **arguments)
     trainer.train()
     return trainer
 
@@ -87,7 +92,41 @@ def test_text_teaches_it_what_trl_teaches_it(tmp_path, lora):
     assert (losses(trls) - losses(ours)).abs().max() <= 1e-5
     for mine, theirs in zip(ours.model.parameters(), trls.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
-    assert ours.args.ddp_find_unused_parameters, "text leaves the vision tower without gradients"
+    assert ours.args.ddp_find_unused_parameters is (None if lora else True), "text leaves the vision tower untrained"
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [*((family, False) for family in seers.FAMILIES), ("gemma4", True), ("mistral3", True), ("qwen2_vl", True)],
+)
+def test_with_a_tokenizer_alone_every_family_learns_what_trl_teaches_it(tmp_path, family, lora):
+    options = tiny.options(tmp_path, beta=0.5, learning_rate=1e-2, max_steps=2, optim="sgd")
+    trainers = []
+    for cls, config, more in (
+        (Replaying, DistillationConfig(**options), {}),
+        (OPSDTrainer, OPSDConfig(**options), {"rollout": replay()}),
+    ):
+        models = {"model": seers.seer(family, 32, 0), "teacher_model": seers.seer(family, 48, 1)}
+        trainers.append(trained(cls, config, lora, processing_class=tiny.tokenizer(), **models, **more))
+    trls, ours = trainers
+    assert losses(trls).std() > 0
+    assert (losses(trls) - losses(ours)).abs().max() <= 1e-5
+    for mine, theirs in zip(ours.model.parameters(), trls.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+    assert ours.args.ddp_find_unused_parameters is (None if lora else True)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])
+def test_what_stands_for_an_image_is_never_written(make_trainer, family):
+    student = seers.seer(family, 32, 0)
+    trainer = make_trainer(model=student, rollout=HFRollout(), generation_kwargs={"do_sample": False})
+    prompts = trainer.tokenize(tiny.PROMPTS[:2])
+    before = trainer.complete(prompts)
+    with torch.no_grad():
+        weight = student.get_output_embeddings().weight
+        weight[seers.PLACEHOLDER] = 2 * weight[before[0][0]]
+    assert trainer.complete(prompts) == before
+    assert trainer.generation_config.suppress_tokens == [seers.PLACEHOLDER]
 
 
 def test_from_a_path_it_is_saved_with_its_processor_and_columns_without_images_are_text(tmp_path):

@@ -100,7 +100,8 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
         assert all(torch.tensor(loss).bfloat16().item() != loss for loss in half["losses"]), (
             "the loss itself is not rounded"
         )
-    for generated in (results[name] for name in ("generated", "not_gathered") if name in results):
+    written = ("generated", "not_gathered", "unpadded", "unpadded_not_gathered")
+    for generated in (results[name] for name in written if name in results):
         assert [len(ids) for ids in generated["written"]] == [3, 3, 60, 60]
         assert generated["written"] == generated["alone"]
     assert results["used_before"]["wrapper"] == STRATEGIES[strategy]

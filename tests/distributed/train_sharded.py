@@ -38,11 +38,18 @@ def train(folder: Path, strategy: str) -> None:
     """What each process of a pair does."""
     results: dict[str, Any] = {"empty": [], "split": {}, "losses": {}}
     trained: dict[str, Tensor] = {}
-    whole = tiny.qwen2(32, seed=0)  # before there is a DeepSpeed config, which would split it
+    whole, trocr = (
+        tiny.qwen2(32, seed=0),
+        variants.trocr(32),
+    )  # before there is a DeepSpeed config, which would split them
     if strategy in ("zero3", "fsdp2"):
         results["generated"] = generated(folder, whole)
+        results["unpadded"] = generated(folder, trocr, **variants.ALONE["full, read unpadded"], max_steps=1)
     if strategy == "zero3":
         results["not_gathered"] = generated(folder, whole, ds3_gather_for_generation=False, max_steps=1)
+        results["unpadded_not_gathered"] = generated(
+            folder, trocr, **variants.ALONE["full, read unpadded"], ds3_gather_for_generation=False, max_steps=1
+        )
     for name, (_, made_of) in variants.of(strategy).items():
         trainer = variants.build(folder, made_of, processes=2)
         trainer.train()

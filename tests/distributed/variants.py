@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import fsdp_on_cpu
 import tiny
 from peft import LoraConfig
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import TrOCRConfig
 
 from trl_opsd import FixedRollout, OPSDTrainer, RolloutBackend
 from trl_opsd._compat.shards import trained_parameters, whole
@@ -20,13 +21,15 @@ HEAD_TOO = {**LORA, "modules_to_save": ["lm_head"]}
 
 ALONE: dict[str, dict[str, Any]] = {
     "full": {},
-    "full, tied head": {"tied": True},
+    "full, tied head": {"family": "gemma2"},
+    "full, read unpadded": {"family": "trocr", "rows": 4},
     "full, teacher in bfloat16": {"teacher_model_init_kwargs": {"dtype": "bfloat16"}},
     "full, own base": {"teacher_model_kind": "base"},
     "full, own live": {"teacher_model_kind": "live"},
     "full, own ema": {"teacher_model_kind": "ema"},
-    "full, tied head, own ema": {"tied": True, "teacher_model_kind": "ema"},
+    "full, tied head, own ema": {"family": "gemma2", "teacher_model_kind": "ema"},
     "lora": {"lora": LORA},
+    "lora, read unpadded": {"family": "trocr", "rows": 4, "lora": LORA},
     "lora, own base": {"lora": LORA, "teacher_model_kind": "base"},
     "lora, own live": {"lora": LORA, "teacher_model_kind": "live"},
     "lora, own ema": {"lora": LORA, "teacher_model_kind": "ema"},
@@ -47,7 +50,14 @@ EXACT = {"full, teacher in bfloat16": "full"}
 PLACED = {f"{name}, {offload}": (name, offload) for offload in ("cpu", "stream") for name in ("full", "lora")}
 IN_ZERO3 = {
     f"{name}, zero3": (name, "zero3")
-    for name in ("full", "full, tied head", "full, teacher in bfloat16", "full, own base", "lora")
+    for name in (
+        "full",
+        "full, tied head",
+        "full, read unpadded",
+        "full, teacher in bfloat16",
+        "full, own base",
+        "lora",
+    )
 }
 """The same with the teacher elsewhere: which of `ALONE` it has to equal, and `teacher_offload`."""
 
@@ -71,10 +81,27 @@ def save_models(folder: Path) -> None:
     models = {
         "qwen2": (tiny.qwen2(32, seed=0), tiny.qwen2(48, seed=1)),
         "gemma2": (tiny.gemma2(32), tiny.gemma2(48, 1)),
+        "trocr": (trocr(32), trocr(48, 1)),
     }
     for name, (student, teacher) in models.items():
         student.save_pretrained(folder / name / "student")
         teacher.save_pretrained(folder / name / "teacher")
+
+
+def trocr(width: int, seed: int = 0) -> nn.Module:
+    """Counts padding as positions, so that only rows of one length share a forward pass."""
+    config = TrOCRConfig(
+        vocab_size=tiny.VOCABULARY,
+        d_model=width,
+        decoder_layers=2,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=2 * width,
+        max_position_embeddings=256,
+        dropout=0.0,
+        cross_attention_hidden_size=width,
+        tie_word_embeddings=False,
+    )
+    return tiny.model(config, seed)
 
 
 class Recorded(FixedRollout):
@@ -100,16 +127,17 @@ def build(
     trainer_class: type[Trainer] = OPSDTrainer,
     **options: Any,
 ) -> Trainer:
-    """A trainer of one variant: four rows an optimizer step, two accumulation steps, whatever the processes."""
+    """A trainer of one variant: four rows an optimizer step, two or `rows` of them at once, whatever the processes."""
     options = {**made_of, **options}
-    models, lora = folder / ("gemma2" if options.pop("tied", False) else "qwen2"), options.pop("lora", None)
+    models, lora = folder / options.pop("family", "qwen2"), options.pop("lora", None)
+    together = options.pop("rows", 2)
     own, rows = "teacher_model_kind" in options, tiny.rows()
     if own:
         rows = rows.add_column("privileged_context", [f"hint {number}" for number in range(len(rows))])
     args = tiny.config(
         folder / "out",
-        per_device_train_batch_size=2 // processes,
-        gradient_accumulation_steps=2,
+        per_device_train_batch_size=together // processes,
+        gradient_accumulation_steps=4 // together,
         teacher_update_rate=0.5,
         **options,
     )

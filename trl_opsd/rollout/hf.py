@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,14 +20,14 @@ from transformers import (
 )
 
 from trl_opsd.backbone import is_sharded
-from trl_opsd.padding import PADDED, Reading
+from trl_opsd.padding import PADDED
 from trl_opsd.rng import preserved_rng
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 from trl_opsd.rollout.every_row import OnlyKnown
 from trl_opsd.rollout.generate import completions_of, generate, other_generate
 from trl_opsd.rollout.kept_caches import KeptCaches
-from trl_opsd.rollout.writing_proof import prove_writing
+from trl_opsd.rollout.writing_proof import Writing, prove_writing
 
 logger = get_logger(__name__)
 
@@ -45,11 +46,14 @@ class HFRollout(RolloutBackend):
             Whether decoding runs on a static cache as a compiled graph, on any device; a
             [`~transformers.CompileConfig`] says how. It has been tested on the CPU for the tokens it writes, and not
             been run on a GPU yet, which is why it has to be asked for.
+
+    Attributes:
+        writing ([`~rollout.writing_proof.Writing`]): how this student writes, found out when it first does.
     """
 
     def __init__(self, compile: bool | CompileConfig = False) -> None:
         self._compile = compile
-        self._together: Reading | None = None
+        self.writing: Writing | None = None
         self._caches = KeptCaches()
 
     def bind(self, trainer: Any) -> None:
@@ -58,7 +62,7 @@ class HFRollout(RolloutBackend):
         Raises:
             ValueError: `compile` was asked for and the student cannot be compiled.
         """
-        self._trainer, self._together = trainer, None
+        self._trainer, self.writing = trainer, None
         self._caches.clear()
         self._is_split = is_sharded(trainer.model) or trainer.accelerator.distributed_type == DistributedType.FSDP
         if self._compile and (reason := self._why_not_compiled(trainer.model, trainer.args.cache_implementation)):
@@ -72,22 +76,25 @@ class HFRollout(RolloutBackend):
         rooms = [limits.room(length) for length in lengths]
         completions: dict[int, list[int]] = {}
         with self._trainer.student_for_generation() as student:
-            together = self._provedly_together(student)
-            for rows in together.groups_to_continue(lengths, rooms, self._is_synced()):
-                written = self._write(student, [prompt_ids[row] for row in rows], [rooms[row] for row in rows])
+            writing = self.writing = self.writing or self._proved(student)
+            for rows in writing.together.groups_to_continue(lengths, rooms, self._is_synced()):
+                prompts, theirs = [prompt_ids[row] for row in rows], [rooms[row] for row in rows]
+                written = self._write(student, writing, prompts, theirs)
                 completions.update(zip(rows, written, strict=True))
         return [completions[row] for row in range(len(prompt_ids))]
 
-    def _write(self, student: Any, prompt_ids: list[list[int]], rooms: list[int]) -> list[list[int]]:
+    def _write(self, student: Any, writing: Writing, prompt_ids: list[list[int]], rooms: list[int]) -> list[list[int]]:
         """Continues prompts in one batch, each by as many tokens as it has room for."""
         trainer = self._trainer
-        inputs = self._padded(prompt_ids)
+        inputs = self._padded(prompt_ids, writing)
         prompt_tokens = inputs["input_ids"].size(1)
         config = copy.copy(trainer.generation_config)
         # What is unset, a checkpoint's own generation config would set.
         config.num_return_sequences, config.return_dict_in_generate = 1, False
+        if prompt_tokens < writing.cached_from:
+            config.use_cache = False
         reason = obstacle(student, config)
-        if reason is None and not self._may_leave:
+        if reason is None and not writing.rows_leave:
             reason = f"{type(student).__name__} keeps something of rows that have left"
         if reason:
             logger.warning_once(
@@ -119,25 +126,22 @@ class HFRollout(RolloutBackend):
     def close(self) -> None:
         self._caches.clear()
 
-    def _provedly_together(self, student: Any) -> Reading:
-        """Which prompts this student can continue together; found out when it first writes."""
-        if self._together is None:
-            reading, vocabulary = self._trainer.reading, self._trainer.limits.vocabulary
-            if other_generate(student):  # whose options and results are its own affair
-                self._together, self._may_leave = reading, False
-                return reading
-            with preserved_rng(self._trainer.accelerator.device):
-                self._together, self._may_leave = prove_writing(student, reading, vocabulary, self._is_synced())
-            if self._together != reading:
-                logger.warning(
-                    f"Padding changes what `generate` of {type(student).__name__} writes: {self._together} is how "
-                    "prompts are continued, which is slower."
-                )
-        return self._together
+    def _proved(self, student: Any) -> Writing:
+        reading, vocabulary = self._trainer.reading, self._trainer.limits.vocabulary
+        if other_generate(student):  # whose options and results are its own affair
+            return Writing(reading, rows_leave=False)
+        with preserved_rng(self._trainer.accelerator.device):
+            found = prove_writing(student, reading, vocabulary, self._is_synced())
+        if replace(found, rows_leave=True) != Writing(reading):
+            logger.warning(
+                f"`generate` of {type(student).__name__} writes otherwise in a padded batch or with a cache than the "
+                f"student reads, so it is called for {found}, which is slower."
+            )
+        return found
 
-    def _padded(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
+    def _padded(self, prompt_ids: list[list[int]], writing: Writing) -> dict[str, Tensor]:
         inputs: dict[str, Tensor] = self._trainer.pad_prompts(prompt_ids)
-        if self._together == PADDED:
+        if writing.together == PADDED:
             return inputs
         longest = max(map(len, prompt_ids))  # `pad_to_multiple_of` may have added more
         return {name: tensor[:, -longest:] for name, tensor in inputs.items()}

@@ -1,7 +1,7 @@
-"""Finds out by trying how a student can write a batch: a row must get the logits that it gets alone.
+"""Finds out by trying how a student can write: each row must get the logits that it gets when it is read alone.
 
-A family may read padded rows rightly and still write them wrongly: its `generate` counts positions otherwise, or it
-keeps states where rows that leave the batch are not known.
+A family may read rows rightly and still write them wrongly: its `generate` counts positions otherwise, keeps states
+where rows that leave the batch are not known, or goes on from those of the call before.
 
 T tokens written · V logits
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from trl_opsd.padding import Reading, agree
+from trl_opsd.padding import PADDED, Reading, agree
 from trl_opsd.precision import least_precise
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 
@@ -25,10 +26,31 @@ _TOKENS = 3
 """So many are written; another row leaves the batch after the first."""
 _FAILS = (AttributeError, TypeError, ValueError, LookupError, AssertionError)
 BY_LENGTH, ALONE = Reading(0), Reading(0, shares=False)
+_NEVER = 1 << 62
 
 
-def prove_writing(student: Any, reading: Reading, vocabulary: int, synced: bool) -> tuple[Reading, bool]:
-    """Which prompts can share a batch, and whether rows may leave it.
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """How a student writes a batch, so that each row gets what it would get alone."""
+
+    together: Reading = PADDED
+    """Which prompts share a batch."""
+    rows_leave: bool = True
+    """Whether a row may leave the batch when it has ended."""
+    cached_from: int = 1
+    """A batch of prompts shorter than this is written without a cache: each token reads the whole row again."""
+
+    def __str__(self) -> str:
+        how = str(self.together)
+        if self.cached_from == _NEVER:
+            how += ", without a cache"
+        elif self.cached_from > 1:
+            how += f", and prompts of fewer than {self.cached_from} tokens without a cache"
+        return how
+
+
+def prove_writing(student: Any, reading: Reading, vocabulary: int, synced: bool) -> Writing:
+    """Tries the ways of writing, from the fastest on.
 
     Args:
         student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -40,39 +62,62 @@ def prove_writing(student: Any, reading: Reading, vocabulary: int, synced: bool)
         synced (`bool`):
             Whether a forward pass is collective.
 
-    Returns:
-        `tuple[Reading, bool]`: which prompts share a batch, and whether rows may leave it.
-
     Raises:
-        ValueError: Its `generate` does not even continue one prompt.
+        ValueError: Its `generate` does not even continue one prompt, or not as the student reads it.
     """
     with _without_options_of_its_own(student):
         return _proved(student, reading, vocabulary, synced)
 
 
-def _proved(student: Any, reading: Reading, vocabulary: int, synced: bool) -> tuple[Reading, bool]:
+def _proved(student: Any, reading: Reading, vocabulary: int, synced: bool) -> Writing:
     prompt, other = [vocabulary // 3, vocabulary // 4, vocabulary // 5], [vocabulary // 2, vocabulary // 6]
+    single_TV = _read(student, other[:1], vocabulary)
+    cached, alone_TV = _alone(student, prompt, vocabulary)
+    # Right after it, since some take a prompt of one token for the next of what they wrote last.
+    singly = cached and _writes(student, [other[:1]], vocabulary, None, cached, single_TV)
+    cached_from = _NEVER if not cached else 1 if singly else 2
     loops: list[Callable[[], Any]] = [lambda: None]
-    if obstacle(student, _config()) is None:
+    if cached and obstacle(student, _config(cached)) is None:
         loops.insert(0, lambda: RaggedDecoding(rooms=[1, _TOKENS], context=None, synced=synced))
-    try:
-        alone_TV = _logits(student, [prompt], vocabulary, None)
-    except _FAILS as error:  # not a RuntimeError, which may be the machine's
-        raise ValueError(
-            f"`generate` of {type(student).__name__} cannot continue three tokens by three, {type(error).__name__}: "
-            f"{error}. Take another model, or pass a `rollout` that can let it write."
-        ) from error
     for kind in _kinds(reading):
         beside = [*prompt, *other, *other] if kind.padded_up_to else [*other, other[0]]
         for loop in loops:
-            if _writes(student, [beside, prompt], vocabulary, loop(), alone_TV):
-                return kind, len(loops) > 1 and loop is loops[0]
-    return ALONE, False
+            if _writes(student, [beside, prompt], vocabulary, loop(), cached, alone_TV):
+                return Writing(kind, len(loops) > 1 and loop is loops[0], cached_from)
+    return Writing(ALONE, False, cached_from)
 
 
-def _writes(student: Any, prompts: list[list[int]], vocabulary: int, loop: Any, alone_TV: Tensor) -> bool:
+def _alone(student: Any, prompt: list[int], vocabulary: int) -> tuple[bool, Tensor]:
+    """Whether it continues a prompt with a cache, and the logits `[T, V]`."""
+    read_TV = _read(student, prompt, vocabulary)
+    why, cause = "writes others than it reads", None
+    for cached in (True, False):
+        try:
+            alone_TV = _logits(student, [prompt], vocabulary, None, cached)
+        except _FAILS as error:  # not a RuntimeError, which may be the machine's
+            why, cause = f"{type(error).__name__}: {error}", error
+        else:
+            if agree(alone_TV, read_TV):
+                return cached, alone_TV
+    raise ValueError(
+        f"`generate` of {type(_bare(student)).__name__} cannot continue three tokens by three, with or without a "
+        f"cache, {why}. Take another model, or pass a `rollout` that can let it write."
+    ) from cause
+
+
+def _read(student: Any, prompt: list[int], vocabulary: int) -> Tensor:
+    """[T, V], of a prompt and what is dictated, in one forward pass."""
+    device = student.get_input_embeddings().weight.device
+    ids = torch.tensor([[*prompt, *(vocabulary // 2 + number for number in range(_TOKENS - 1))]], device=device)
+    with torch.no_grad():
+        logits_TV = student(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -_TOKENS:]
+    read_TV: Tensor = logits_TV.to(least_precise(_bare(student)))
+    return read_TV
+
+
+def _writes(student: Any, prompts: list[list[int]], vocabulary: int, loop: Any, cached: bool, alone_TV: Tensor) -> bool:
     try:
-        return agree(_logits(student, prompts, vocabulary, loop), alone_TV)
+        return agree(_logits(student, prompts, vocabulary, loop, cached), alone_TV)
     except torch.OutOfMemoryError:
         raise
     except (*_FAILS, RuntimeError):  # of shapes: this prompt alone was just written
@@ -102,13 +147,18 @@ def _bare(student: Any) -> Any:
     return student.get_base_model() if is_peft_model(student) else student
 
 
-def _config() -> GenerationConfig:
+def _config(cached: bool) -> GenerationConfig:
     return GenerationConfig(
-        max_new_tokens=_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=[], disable_compile=True
+        max_new_tokens=_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=[],
+        use_cache=cached,
+        disable_compile=True,
     )
 
 
-def _logits(student: Any, prompts: list[list[int]], vocabulary: int, loop: Any) -> Tensor:
+def _logits(student: Any, prompts: list[list[int]], vocabulary: int, loop: Any, cached: bool) -> Tensor:
     """[T, V], of the last prompt in a batch that is padded on the left."""
     longest = max(map(len, prompts))
     device = student.get_input_embeddings().weight.device
@@ -125,7 +175,7 @@ def _logits(student: Any, prompts: list[list[int]], vocabulary: int, loop: Any) 
         student.generate(
             input_ids=ids,
             attention_mask=mask,
-            generation_config=_config(),
+            generation_config=_config(cached),
             logits_processor=LogitsProcessorList([_Dictation(longest, vocabulary)]),
             custom_generate=loop,
         )

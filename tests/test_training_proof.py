@@ -1,0 +1,47 @@
+"""What a student does only in training mode is found out before it writes anything."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+
+
+def test_a_student_that_fails_in_training_mode_alone_is_refused(make_trainer):
+    student = tiny.qwen2()
+
+    def fails(module, *_):
+        if module.training:
+            raise ValueError("256 tokens or none")
+
+    student.model.layers[0].register_forward_pre_hook(fails)
+    with pytest.raises(ValueError, match=r"cannot read eight tokens in training mode, ValueError: 256 tokens or none"):
+        make_trainer(model=student)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_student_through_which_no_gradient_passes_is_refused(make_trainer, lora):
+    student = tiny.qwen2()
+    student.model.norm.register_forward_hook(lambda module, args, output: output.detach())
+    adapter = LoraConfig(target_modules="all-linear") if lora else None
+    with pytest.raises(ValueError, match=r"No gradient passes through the student"):
+        make_trainer(model=student, peft_config=adapter)
+
+
+def test_a_student_whose_head_alone_learns_is_trained(make_trainer):
+    student = tiny.qwen2()
+    student.model.requires_grad_(False)
+    before = student.lm_head.weight.detach().clone()
+    trainer = make_trainer(model=student)
+    trainer.train()
+    assert not torch.equal(trainer.model.lm_head.weight, before)
+
+
+def test_it_costs_one_pass_of_eight_tokens(make_trainer):
+    passes, student = [], tiny.gpt2(dropout=0.5)
+    student.base_model.h[0].register_forward_pre_hook(
+        lambda module, args: passes.append(args[0].shape[:2].numel()) if module.training else None
+    )
+    make_trainer(model=student)
+    assert passes == [8]
