@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from trl_opsd._compat.borrowed_classes import classes_kept, retyped
 from trl_opsd._compat.engine_kwargs import checked_kwargs
+from trl_opsd._compat.engine_refusals import refused, starting
 from trl_opsd._compat.lone_process import one_of_one_process_group
 
 SUPPORTED = (Version("0.22.0"), Version("0.32.0"))
@@ -70,9 +71,6 @@ _HEAD = "lm_head.weight"
 
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 """Where a config says how many experts a layer has."""
-
-_REASON = 400
-"""Characters of vLLM's own words in an error; it may list hundreds of architectures."""
 
 LORA_RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
 """Ranks an engine can be built for; smaller adapters fit."""
@@ -136,7 +134,7 @@ class Engine:
     def __init__(self, options: EngineOptions) -> None:
         _lend_expert_group()
         # vLLM's models out of transformers' change the student's class, of which they are made.
-        with one_of_one_process_group(), classes_kept(PreTrainedModel) as changed, _starting(options.model):
+        with one_of_one_process_group(), classes_kept(PreTrainedModel) as changed, starting(options.model):
             self._llm = LLM(
                 model=options.model,
                 revision=options.revision,
@@ -239,7 +237,7 @@ class Engine:
         except BaseException as error:
             _end_reload(self._worker.model_runner)
             if isinstance(error, KeyError | ValueError):
-                raise _refused("does not take the student's weights by their names in a checkpoint", error) from error
+                raise refused("does not take the student's weights by their names in a checkpoint", error) from error
             raise
         finally:
             for method, kernel in kernels.items():
@@ -390,21 +388,6 @@ def _options(args: Any, end_ids: list[int], known: list[str]) -> dict[str, Any]:
     if args.vllm_structured_outputs_regex is not None:
         given["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
     return given
-
-
-@contextmanager
-def _starting(model: str) -> Iterator[None]:
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:
-        raise _refused(f"does not start an engine for the student's checkpoint {model!r}", error) from error
-
-
-def _refused(what: str, error: Exception) -> ValueError:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:_REASON]
-    return ValueError(f"vLLM {what}, {reason}. Where it does not know the architecture, set `use_vllm=False`.")
 
 
 @contextmanager
