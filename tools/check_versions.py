@@ -1,6 +1,6 @@
 """Tests the wheel in two environments: what `pip install` takes today, and the lower bounds of `setup.cfg`.
 
-Before a release: `make versions`, or `make versions SETS=lowest`. Needs a C++ compiler. Wheel and environments lie in
+Before a release: `make versions`, or `make versions ONLY=lowest`. Needs a C++ compiler. Wheel and environments lie in
 a temporary folder (`TMPDIR`) and are deleted. Where an index has torch for CUDA only, each environment takes minutes
 and 8 GB; `PIP_EXTRA_INDEX_URL` may name one with CPU builds. What is newer than `TESTED` in `trl_opsd/versions.py`
 and passes goes in there. vLLM asks for a torch of its own: CONTRIBUTING.md says with which it was run.
@@ -44,12 +44,13 @@ QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PAR
 def main() -> None:
     """Prints the versions and the counts of each set; ends with an error where something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sets", nargs="*", choices=["newest", "lowest"], help="which to test; without a name both")
-    wanted = parser.parse_args().sets or ["newest", "lowest"]
+    parser.add_argument("--only", choices=["newest", "lowest"], help="one set; without it both")
+    only = parser.parse_args().only
     with tempfile.TemporaryDirectory() as folder:
         wheel = build(Path(folder))
         copy_what_tests_read(Path(folder, "beside"))
         pins = {"newest": [], "lowest": lower_bounds()}
+        wanted = [only] if only else list(pins)
         found = {name: outcome(name, Path(folder), wheel, pins[name]) for name in wanted}
     print(*(f"{name}: {counts}" for name, (_, counts) in found.items()), sep="\n")
     if not all(passed for passed, _ in found.values()):
@@ -94,7 +95,7 @@ def outcome(name: str, folder: Path, wheel: Path, pins: list[str]) -> tuple[bool
     python = environment / "bin" / "python"
     pip = (python, "-m", "pip", "--disable-pip-version-check")
     try:
-        call(*pip, "install", "-q", *pins, *FOR_TESTS, f"{wheel}[deepspeed]")
+        call(*pip, "install", "-qq", *pins, *FOR_TESTS, f"{wheel}[deepspeed]")
         call(*pip, "list")
         say("importing each library by itself, and everything from the wheel")
         # As a script may, before it imports this package, which may mend an import of theirs.

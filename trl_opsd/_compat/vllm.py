@@ -20,8 +20,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-SUPPORTED = (Version("0.22.0"), Version("0.32.0"))
-"""From the first of these up to, but without, the second: what TRL 1.16 supports."""
+SUPPORTED = (Version("0.31.0"), Version("0.32.0"))
+"""The oldest that was run, and the first that TRL 1.16 no longer supports."""
 
 
 def _checked_version() -> Version:
