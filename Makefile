@@ -57,7 +57,7 @@ wheel: venv ## build the wheel, install it into a clean environment, import it t
 	$(BIN)/python tools/check_wheel.py
 
 versions: venv ## before a release: tests with the newest libraries and with the lower bounds, each in a fresh environment
-	$(BIN)/python tools/check_versions.py
+	$(BIN)/python tools/check_versions.py $(if $(ONLY),--only $(ONLY))
 
 format: venv ## let ruff repair and format
 	$(BIN)/ruff check --fix

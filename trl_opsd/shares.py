@@ -39,7 +39,8 @@ def check_sharing(args: Any) -> None:
     for name, (value, why) in _MISSHARED.items():
         if getattr(args.accelerator_config, name) is value and (args.world_size > 1 or name == "dispatch_batches"):
             raise ValueError(f"`accelerator_config`: `{name}={value}` on {args.world_size} processes: {why}.")
-    if not args.dataloader_in_order and args.dataloader_num_workers:
+    in_order = getattr(args, "dataloader_in_order", True)  # transformers before 5.15 has no other way
+    if not in_order and args.dataloader_num_workers:
         raise ValueError(
             "`dataloader_in_order=False` would let batches overtake each other, so that rows of an optimizer step are "
             "read twice or never: remove it."

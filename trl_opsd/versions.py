@@ -19,7 +19,7 @@ TESTED: Mapping[str, str] = {
     "deepspeed": "0.19",
     "huggingface_hub": "2.4",
     "peft": "0.21",
-    "torch": "2.13",
+    "torch": "2.15",
     "transformers": "5.23",
 }
 """Releases without their patch, by distribution; the oldest stand in `setup.cfg`, and vLLM's with its engine."""

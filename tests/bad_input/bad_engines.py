@@ -45,7 +45,7 @@ def unsupported(version: str) -> Case:
         installed(lab, version)
         lab.make(use_vllm=True, rollout=None)
 
-    message = rf"vLLM {version} is installed; expected 0\.22\.0 or newer, but older than 0\.32\.0"
+    message = rf"vLLM {version} is installed; expected 0\.31\.0 or newer, but older than 0\.32\.0"
     return Case("vLLM of an unsupported version", version, message, provoke, before_loading=True)
 
 
@@ -75,7 +75,7 @@ CASES: list[Case] = [
     option("ds3_gather_for_generation", "remove it", use_vllm=True, ds3_gather_for_generation=False),
     absent("colocate"),
     absent("server"),
-    unsupported("0.21.9"),
+    unsupported("0.30.0"),
     unsupported("0.32.0"),
     without_a_checkpoint(""),
     without_a_checkpoint("/no/where"),

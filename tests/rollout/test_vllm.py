@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 import weakref
 from dataclasses import replace
@@ -17,7 +18,6 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import build_logitsprocs
-from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcRequestState
 from vllm.v1.worker.gpu_worker import Worker
 from vllm_lab import by_hf, engines_are_shared, gap, lora, make, student, two_end_tokens  # noqa: F401 (two: fixtures)
 
@@ -81,10 +81,14 @@ def test_an_id_beyond_the_vocabulary_that_is_sampled_is_noticed(make, tmp_path):
 
 def test_a_model_runner_that_does_not_mask_unknown_ids_is_noticed(monkeypatch):
     """vLLM has two; the second, which it takes where there is Triton, has a loader and a base class of its own."""
-    from vllm.v1.worker.gpu.sample.logits_processor import loader
+    second_runner = "vllm.v1.worker.gpu.sample.logits_processor"
+    loader = pytest.importorskip(
+        f"{second_runner}.loader", reason="the second takes no logits processors in this version"
+    )
+    given = importlib.import_module(f"{second_runner}.interface").LogitsProcRequestState
 
     kind, config = compat._only_the_first(5), VllmConfig()
-    state = SimpleNamespace(**dict.fromkeys(LogitsProcRequestState.__dataclass_fields__))
+    state = SimpleNamespace(**dict.fromkeys(given.__dataclass_fields__))
     *_, first = build_logitsprocs(config, torch.device("cpu"), False, False, [kind]).non_argmax_invariant
     (second,) = loader.build_custom_logits_processors(config, state, False, [kind])
     loader.build_custom_logits_processors_params_validator([kind])(SamplingParams())
@@ -94,7 +98,7 @@ def test_a_model_runner_that_does_not_mask_unknown_ids_is_noticed(monkeypatch):
     for masked in (first.apply(torch.zeros(2, 8)), second.apply(torch.zeros(2, 8), None)):
         assert masked.isneginf().tolist() == [[False] * 5 + [True] * 3] * 2
 
-    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu.sample.logits_processor", None)
+    monkeypatch.setitem(sys.modules, second_runner, None)
     before = compat._only_the_first(5)
     *_, alone = build_logitsprocs(config, torch.device("cpu"), False, False, [before]).non_argmax_invariant
     assert alone.apply(torch.zeros(2, 8)).isneginf().sum() == 6, "a version that has the first runner only"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import configparser
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tiny
+from packaging.requirements import Requirement
 
 pytest.importorskip("vllm")
 
 from vllm_lab import engines_are_shared, lora, make, student  # noqa: F401 (two of them are fixtures)
 
+from trl_opsd._compat.vllm import SUPPORTED
 from trl_opsd.rollout import synced
 
 pytestmark = pytest.mark.vllm
@@ -69,3 +73,12 @@ def test_an_adapter_that_is_not_lora_is_noticed(make):  # noqa: F811
     config = IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
     with pytest.raises(ValueError, match="only LoRA on linear layers and embeddings is supported"):
         make(peft_config=config)
+
+
+def test_a_version_that_pip_installs_is_refused():
+    config = configparser.ConfigParser()
+    config.read(Path(__file__).resolve().parents[2] / "setup.cfg")
+    allowed = Requirement(config["options.extras_require"]["vllm"]).specifier
+    assert f">={SUPPORTED[0]}" in map(str, allowed)
+    assert allowed.contains("0.31.0")
+    assert not allowed.contains(SUPPORTED[1])

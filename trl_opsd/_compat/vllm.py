@@ -23,8 +23,8 @@ from trl_opsd._compat.engine_kwargs import checked_kwargs
 from trl_opsd._compat.engine_refusals import refused, starting
 from trl_opsd._compat.lone_process import one_of_one_process_group
 
-SUPPORTED = (Version("0.22.0"), Version("0.32.0"))
-"""From the first of these up to, but without, the second: what TRL 1.16 supports."""
+SUPPORTED = (Version("0.31.0"), Version("0.32.0"))
+"""The oldest that was run, and the first that TRL 1.16 no longer supports."""
 
 
 def _checked_version() -> Version:
