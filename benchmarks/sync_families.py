@@ -63,6 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_bigcode": GPT,
     "gptj": {**GPT, "rotary_dim": 16},
     "bloom": {**SIZES, "n_layer": 2, "n_head": 2},
+    "lfm2": {**SIZES, "layer_types": ["full_attention", "conv"], "block_dim": 64, "conv_dim": 64},
     "opt": {**SIZES, "ffn_dim": 128, "word_embed_proj_dim": 64},
     "falcon": {**{name: size for name, size in SIZES.items() if name != "head_dim"}, "new_decoder_architecture": True},
 }
@@ -118,7 +119,7 @@ HEADER = """# Engines: which families vLLM writes for
 
 Largest difference of log-probabilities in nats between a student and a colocated engine after a second sync: toy
 students, {versions}, on the CPU; where tied and untied heads were run, the larger. Cohere and
-Gemma 2 are refused where their heads are untied, as vLLM always ties them; no checkpoint of them is.
+Gemma 2 are refused where their heads are untied, as vLLM always ties them.
 Written by `python benchmarks/sync_families.py --table FILE`.
 
 *Worked in*: vLLM's model takes no adapter here, so `vllm_weight_sync="auto"` sends all weights with the adapter worked
