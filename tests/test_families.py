@@ -31,6 +31,7 @@ def verdict():
         ("deepseek_v4", "rollout", "exact"),
         ("git", "rollout", "exact"),
         ("rwkv", "rollout", "exact"),
+        ("recurrent_gemma", "student", "exact"),
         ("recurrent_gemma", "rollout", "exact"),
         ("xlstm", "rollout", "exact"),
         ("reformer", "student", "refused: ValueError: The student (ReformerModelWithLMHead) cannot read eight tokens"),

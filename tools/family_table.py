@@ -7,12 +7,12 @@ from collections import Counter
 import transformers
 
 REASONS = {
+    "in training mode": "in training mode it takes rows of one length only",
     "does not compute its logits as": "its head does more than a product with its weight",
     "when more tokens follow": "a token's state depends on tokens after it",
     "a second time": "it draws random numbers while it reads",
     "by PEFT": 'PEFT does not allow "all-linear"',
     "cannot read eight tokens": "its forward fails on text alone",
-    "in training mode": "in training mode it takes rows of one length only",
     "has no output embeddings": "it has no output embeddings",
 }
 """What a refusal is called in the table, by a part of its message."""

@@ -334,10 +334,11 @@ class OPSDTrainer(SeamTrainer):
     def _prove(self) -> None:
         with autocast(self.accelerator):
             prove_head(self.model, "student", whole_head, self.in_student)
-            self.reading = prove_padding(self.model, "student", self.in_student)
             with preserved_rng(self.accelerator.device):
-                unreached = prove_training(self.model, self.reading, self.in_student)
+                unreached = prove_training(self.model, self.in_student)
             heed_unreached(unreached, self.args, self.accelerator)
+            # After it: a layer that keeps states must not keep those that hold a graph.
+            self.reading = prove_padding(self.model, "student", self.in_student)
         self._student_is_proved = True
 
     def _build_teachers(self, models: dict[str, Any]) -> None:

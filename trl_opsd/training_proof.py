@@ -11,11 +11,10 @@ from torch import Tensor
 
 from trl_opsd._compat.shards import is_split
 from trl_opsd.backbone import CANNOT_RUN, Run, call, completion_hidden
-from trl_opsd.padding import Reading
 from trl_opsd.types import OutputHead, Rollout
 
 
-def prove_training(model: Any, reading: Reading, run: Run | None = None) -> list[str]:
+def prove_training(model: Any, run: Run | None = None) -> list[str]:
     """Runs one short row as training will; everything else is proved in eval mode, in which some families differ.
 
     The caller preserves the random state, of which dropout takes some.
@@ -23,8 +22,6 @@ def prove_training(model: Any, reading: Reading, run: Run | None = None) -> list
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The student, on eight tokens.
-        reading ([`~padding.Reading`]):
-            How it reads rows.
         run (`Callable`, *optional*):
             `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called as it is.
 
@@ -42,7 +39,7 @@ def prove_training(model: Any, reading: Reading, run: Run | None = None) -> list
     model.train()
     try:
         with torch.set_grad_enabled(whole):
-            hidden_BCH = run(completion_hidden, _row(OutputHead.of(model)), reading)
+            hidden_BCH = run(completion_hidden, _row(OutputHead.of(model)))
     except (ValueError, *CANNOT_RUN) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
