@@ -61,7 +61,10 @@ def _differ(before: Tensor, now: Tensor) -> bool:
 def _values(parameter: Tensor) -> Tensor:
     if parameter.is_meta:
         return torch.empty(0)
-    flat = whole(parameter).flatten()
+    values = whole(parameter)
+    if hasattr(values, "qdata"):  # torchao's, which cannot be flattened
+        values = values.dequantize()
+    flat = values.flatten()
     # Spread by a multiplicative hash: with even steps, all of them could come out of one column.
     places = torch.arange(min(VALUES, flat.numel()), device=flat.device) * 2654435761 % max(flat.numel(), 1)
     return flat[places].cpu()

@@ -53,8 +53,11 @@ class Origin:
             )
 
     def _check_frozen(self) -> None:
+        learns = {name for name, parameter in self._student.named_parameters() if parameter.requires_grad}
+        # Without the adapter, peft before 0.19 also lets the originals of `modules_to_save` learn.
         with without_adapter(self._student):
-            trained = [name for name, parameter in self._student.named_parameters() if parameter.requires_grad]
+            without = [name for name, parameter in self._student.named_parameters() if parameter.requires_grad]
+        trained = [name for name in without if name in learns]
         if trained:
             raise ValueError(
                 f"`teacher_model_kind='base'` is the student without its adapter, but {trained[0]!r} is trained and "
