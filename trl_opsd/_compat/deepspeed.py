@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -76,13 +76,13 @@ def gathered(parameters: Sequence[Tensor], written: bool = False) -> Iterator[No
         yield
 
 
-def announce(module: nn.Module, parameters: Sequence[Tensor | None]) -> None:
+def announce(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Tells ZeRO-3 that a module's forward also reads what belongs to another one.
 
     DeepSpeed would find out by itself, but not before it has written down in which order a forward reads; one without a
     gradient then fails the next time.
     """
-    split = [one for one in parameters if isinstance(one, nn.Parameter) and hasattr(one, "ds_id")]
+    split = [one for one in parameters if hasattr(one, "ds_id")]
     if split:
         from deepspeed import zero  # slow, and not everybody has it
 

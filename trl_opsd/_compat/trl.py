@@ -230,8 +230,7 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, Di
         student = self.accelerator.unwrap_model(self.model_wrapped)
         if not is_split_model(student):
             return function(student, *args)
-        head = OutputHead.of(student)
-        announce(student, [head.weight, head.bias])
+        announce(student, student.get_output_embeddings().parameters())  # also those of an adapter that is off now
         function = carried(partial(function, student, *args), self.accelerator.device)
         with torch.autocast(self.accelerator.device.type, enabled=False):  # DeepSpeed would warn of it
             return self._forward_redirection(self.model_wrapped, student, function)
