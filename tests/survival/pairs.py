@@ -25,7 +25,7 @@ VARIANTS = {
     for side, norm in (("teacher", 1.0), ("student", 1.0), ("gradient", 1.0), ("gradient", 0.0))
 }
 PHASES = ("complete", "teach", "compare", "save")
-PATIENCE = 8
+PATIENCE = 15
 """Seconds, as `ddp_timeout`, that one process waits for the other."""
 SECONDS = 120
 """After which a process that still waits is ended, and says where it was."""
@@ -39,8 +39,8 @@ def every_nan(folder: Path) -> dict[str, Any]:
 
 def fails(folder: Path, phase: str) -> None:
     """A script whose training fails, in a phase, of a NaN, or because one process hangs."""
-    options = {"save_strategy": "steps", "save_steps": 1, "ddp_timeout": PATIENCE}
-    trainer = faults.make_trainer(folder, tiny.qwen2(48, seed=1), **options)
+    patience = {"ddp_timeout": PATIENCE} if phase == "hang" else {}
+    trainer = faults.make_trainer(folder, tiny.qwen2(48, seed=1), save_strategy="steps", save_steps=1, **patience)
     if phase == "nan":
         faults.poison(trainer, "teacher")
     elif phase == "hang":
