@@ -58,6 +58,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(PLAIN.split(), SIZES),
     **dict.fromkeys(SPARSE.split(), SIZES | EXPERTS),
     **dict.fromkeys(HYBRID.split(), SIZES | EXPERTS | MIXED),
+    # Their experts are as wide as `intermediate_size` says, and vLLM reads the other first.
+    **dict.fromkeys(("flex_olmo", "hunyuan_v1_moe"), SIZES | EXPERTS | {"moe_intermediate_size": 128}),
     "phi": {**SIZES, "intermediate_size": 256},  # which vLLM takes for granted
     "gpt2": GPT,
     "gpt_bigcode": GPT,

@@ -236,8 +236,8 @@ class Engine:
             self._worker.reload_weights(weights_iterator=(one for one in weights if has_head or one[0] != _HEAD))
         except BaseException as error:
             _end_reload(self._worker.model_runner)
-            if isinstance(error, KeyError | ValueError):
-                raise refused("does not take the student's weights by their names in a checkpoint", error) from error
+            if isinstance(error, KeyError | ValueError | AssertionError):
+                raise refused("does not take the student's weights as a checkpoint holds them", error) from error
             raise
         finally:
             for method, kernel in kernels.items():
