@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import fsdp_on_cpu
 import tiny
 from products import PHASES, WatchedTrainer
 
@@ -66,6 +68,7 @@ def make_trainer(args: argparse.Namespace, kind: type[Trainer], steps: int, fold
         report_to="none",
         disable_tqdm=True,
     )
+    fsdp_on_cpu.allow()
     return kind(
         model=make_model(args, 0),
         teacher_model=make_model(args, 1),
@@ -122,7 +125,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     found = measure(args)
-    print(json.dumps(found, indent=2) if args.json else table(found))
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(found, indent=2) if args.json else table(found))
 
 
 if __name__ == "__main__":
