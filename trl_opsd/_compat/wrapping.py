@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
+from accelerate.utils import DistributedType
 from transformers import Trainer
 
 from trl_opsd._compat.shards import reshard
@@ -48,13 +49,15 @@ class WrappedToTrain(Trainer):
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers'; what an evaluation prepares is what training will find."""
+        """As transformers'; what it prepares does not keep training from wrapping the model."""
         with self._ready_to_read():
             return super().evaluation_loop(*args, **kwargs)
 
     def _ready_to_read(self) -> Any:
-        if self.accelerator._models or self.model_wrapped is not self.model or self.accelerator.num_processes == 1:
+        if self.accelerator._models or self.model_wrapped is not self.model:
             return nullcontext()
+        if self.accelerator.distributed_type == DistributedType.NO:
+            return nullcontext()  # one process wraps nothing
         if self.is_fsdp_enabled:
             self.create_optimizer()  # holds no states before its first step
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
