@@ -32,7 +32,8 @@ from products import PHASES, WatchedTrainer
 Trainer = TypeVar("Trainer", bound=OPSDTrainer)
 
 
-def make_model(args: argparse.Namespace, seed: int) -> Any:
+def save_model(args: argparse.Namespace, seed: int, folder: str) -> str:
+    """Saved before any configuration is made: under ZeRO-3 a path is read in parts, and a model made later is none."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=args.width,
@@ -47,10 +48,14 @@ def make_model(args: argparse.Namespace, seed: int) -> Any:
         eos_token_id=2,
         pad_token_id=0,
     )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    path = f"{folder}/model-{seed}"
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return path
 
 
-def make_trainer(args: argparse.Namespace, kind: type[Trainer], steps: int, folder: str) -> Trainer:
+def make_trainer(
+    args: argparse.Namespace, kind: type[Trainer], student: str, teacher: str, steps: int, folder: str
+) -> Trainer:
     words = tiny.tokenizer()
     prompts = [chr(ord("a") + number) * (args.prompt_tokens - number) for number in range(args.rows)]
     written = {tuple(words(prompt)["input_ids"]): [5] * args.tokens for prompt in prompts}
@@ -70,8 +75,8 @@ def make_trainer(args: argparse.Namespace, kind: type[Trainer], steps: int, fold
     )
     fsdp_on_cpu.allow()
     return kind(
-        model=make_model(args, 0),
-        teacher_model=make_model(args, 1),
+        model=student,
+        teacher_model=teacher,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": prompts * 8}),
         processing_class=words,
@@ -82,9 +87,10 @@ def make_trainer(args: argparse.Namespace, kind: type[Trainer], steps: int, fold
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The dtypes of one step, and seconds of others, which nobody watches, without the first."""
     with tempfile.TemporaryDirectory() as folder:
-        watched = make_trainer(args, WatchedTrainer, 1, folder)
+        models = save_model(args, 0, folder), save_model(args, 1, folder)
+        watched = make_trainer(args, WatchedTrainer, *models, 1, folder)
         watched.train()
-        timed = make_trainer(args, OPSDTrainer, args.repeats + 1, folder)
+        timed = make_trainer(args, OPSDTrainer, *models, args.repeats + 1, folder)
         timed.train()
     steps = [entry for entry in timed.state.log_history if "time/compare" in entry][1:]
     return {

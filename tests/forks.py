@@ -19,7 +19,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "examples" / "accelerate_conf
 PROCESSES = 2
 
 
-def launch(strategy: str, function: Callable[..., Any], *args: Any) -> dict[int, Any]:
+def launch(strategy: str, function: Callable[..., Any], *args: Any, processes: int = PROCESSES) -> dict[int, Any]:
     """What `function` returns in each process, by rank.
 
     Args:
@@ -30,11 +30,13 @@ def launch(strategy: str, function: Callable[..., Any], *args: Any) -> dict[int,
             Runs in every process.
         *args (`Any`):
             Its arguments.
+        processes (`int`, *optional*, defaults to 2):
+            How many there are.
     """
     agent = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=PROCESSES,
+        nproc_per_node=processes,
         run_id=strategy,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
@@ -53,6 +55,7 @@ def launch(strategy: str, function: Callable[..., Any], *args: Any) -> dict[int,
     else:
         config = str(CONFIGS / f"{strategy}.yaml")
         with mock.patch("torch.distributed.run.run", run):
-            launch_command(launch_command_parser().parse_args(["--config_file", config, __file__]))
-    assert len(results) == PROCESSES
+            given = ["--config_file", config, "--num_processes", str(processes), __file__]
+            launch_command(launch_command_parser().parse_args(given))
+    assert len(results) == processes
     return results

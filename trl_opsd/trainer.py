@@ -49,7 +49,7 @@ from trl_opsd.rng import preserved_rng
 from trl_opsd.rollout import HFRollout, RolloutBackend
 from trl_opsd.rollout.base import cut_after_end, token_ids
 from trl_opsd.shares import check_alike
-from trl_opsd.special_tokens import rows_said, settle_special_tokens
+from trl_opsd.special_tokens import placeholders, rows_said, settle_special_tokens
 from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.build import (
     TeacherLike,
@@ -120,6 +120,7 @@ class OPSDTrainer(SeamTrainer):
         divergence ([`~losses.Divergence`]): what `compare` minimises. Assign another to change the objective; TRL's
             attribute `beta` is read once, at construction.
         limits ([`~prompts.PromptLimits`]): what the contexts of both models allow.
+        placeholders (`list[int]`): tokens that stand for an image or the like, which the student never writes.
         reading ([`~padding.Reading`]): which rows the student reads and writes in one batch.
         dropped_prompts (`Counter`): rows left out of each dataset because they were too long.
 
@@ -218,8 +219,10 @@ class OPSDTrainer(SeamTrainer):
         check_trainable(self.model)
         if not args.deepspeed_plugin:  # which keeps weights of its own to step with
             check_trained_dtypes(self.model)
-        settle_special_tokens(self.processing_class, OutputHead.of(self.model).shape[0])
-        self.use_special_tokens(OutputHead.of(self.model).shape[0])
+        rows_of_head = OutputHead.of(self.model).shape[0]
+        settle_special_tokens(self.processing_class, rows_of_head)
+        self.use_special_tokens(rows_of_head)
+        self.placeholders = placeholders(self.model.config, rows_of_head)
         self._student = fingerprint.describe_student(self.model, self.handed_in)
         self._optimizer = fingerprint.describe_optimizer(self.optimizer, args)
         self.divergence = args.build_divergence()

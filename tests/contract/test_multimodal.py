@@ -126,7 +126,9 @@ def test_what_stands_for_an_image_is_never_written(make_trainer, family):
         weight = student.get_output_embeddings().weight
         weight[seers.PLACEHOLDER] = 2 * weight[before[0][0]]
     assert trainer.complete(prompts) == before
-    assert trainer.generation_config.suppress_tokens == [seers.PLACEHOLDER]
+    trainer.generation_config.suppress_tokens = [7]  # one's own change nothing about it
+    assert seers.PLACEHOLDER not in {token for ids in trainer.complete(prompts) for token in ids}
+    assert trainer.placeholders == [seers.PLACEHOLDER]
 
 
 def test_from_a_path_it_is_saved_with_its_processor_and_columns_without_images_are_text(tmp_path):

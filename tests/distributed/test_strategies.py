@@ -110,6 +110,16 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
         assert "not launched with DeepSpeed ZeRO-3" in results["refused"]
 
 
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES.keys() - {"ddp"}))
+def test_a_lone_process_that_evaluates_first_learns_the_same(strategy, pairs, alone):
+    out = pairs / f"{strategy}, one process"
+    found, (weights, losses) = json.loads((out / "results.json").read_text()), alone["full"]
+    assert found["wrapper"] == STRATEGIES[strategy]
+    assert found["losses"] == pytest.approx(losses, abs=TOLERANCE)
+    assert variants.largest_difference(load_file(out / "weights.safetensors"), weights) <= TOLERANCE
+    _check_used_before(found)
+
+
 def _check_used_before(found):
     assert all(mine == theirs for mine, theirs in found["summed"]), "each process trains a model of its own"
     before, once, twice = found["evaluated"]

@@ -60,7 +60,7 @@ def train(folder: Path, strategy: str) -> None:
         results["empty"].append(gather_object([trainer.rollout.empty]))
         if name == "full, zero3":
             results["share"] = sharded_teacher(trainer)
-    results["used_before"], after = used_before(folder)
+    results["used_before"], after = used_before(folder, processes=2)
     trained |= {f"{variants.AFTER}/{parameter}": tensor for parameter, tensor in after.items()}
     results["losses"][variants.AFTER] = results["used_before"]["losses"]
     results["bfloat16"] = {
@@ -77,9 +77,18 @@ def train(folder: Path, strategy: str) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def used_before(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def train_alone(folder: Path, strategy: str) -> None:
+    """What a process does that is launched as those of a pair are, and is the only one."""
+    results, trained = used_before(folder, processes=1)
+    out = folder / f"{strategy}, one process"
+    out.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in trained.items()}, out / "weights.safetensors")
+    (out / "results.json").write_text(json.dumps(results))
+
+
+def used_before(folder: Path, processes: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What a trainer says that evaluates first, trains, and does both once more; its weights after it trained once."""
-    trainer = variants.build(folder, FULL, processes=2, ddp_timeout=variants.TIMEOUT)
+    trainer = variants.build(folder, FULL, processes, ddp_timeout=variants.TIMEOUT)
     trainer.eval_dataset = trainer.train_dataset
     evaluated, learned, trained, summed = [], [], [], []
     for _ in range(2):
@@ -173,6 +182,8 @@ def main(folder: Path, strategies: list[str]) -> None:
         began = time.monotonic()
         forks.launch(strategy if strategy == "ddp" else f"{strategy}_cpu", train, folder, strategy)
         print(f"{strategy}: {time.monotonic() - began:.0f} s", flush=True)
+        if strategy != "ddp":  # of one process it is none
+            forks.launch(f"{strategy}_cpu", train_alone, folder, strategy, processes=1)
 
 
 if __name__ == "__main__":

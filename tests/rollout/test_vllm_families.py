@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 
 import pytest
+import seers
 import tiny
 import torch
 
@@ -12,11 +14,17 @@ pytest.importorskip("vllm")
 
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig, Starcoder2Model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GPTNeoXConfig,
+    Starcoder2Model,
+)
 from vllm_lab import engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
 
 from trl_opsd._compat.borrowed_classes import classes_kept, retyped
-from trl_opsd._compat.vllm import Engine, why_no_adapter
+from trl_opsd._compat.vllm import Engine, _has_head, why_no_adapter
 from trl_opsd.rollout import vllm as backend
 from trl_opsd.rollout import weight_sync
 
@@ -151,6 +159,62 @@ def test_changes_to_a_class_that_outlive_an_error_or_get_lost_are_noticed():
     assert (made.says(), made.extra, made.more(), type(made).__name__) == ("changed", 1, "more", "Child")
     assert isinstance(made, Child)
     assert changed.keys() == {Child}
+
+
+@pytest.fixture
+def reader(tmp_path):
+    """Saves a student that also sees, and loads it again."""
+
+    def reader(family):
+        model = seers.seer(family, 64, 0, num_attention_heads=2, head_dim=32)
+        model.save_pretrained(tmp_path / "student")
+        return AutoModelForImageTextToText.from_pretrained(tmp_path / "student")
+
+    return reader
+
+
+@pytest.mark.parametrize("sync", ["full", "adapter"])
+def test_a_student_that_also_sees_is_not_written_for_by_the_engine_or_writes_what_stands_for_an_image(
+    make,  # noqa: F811
+    reader,
+    sync,
+):
+    adapter = {"peft_config": lora(target_modules=r".*text_model.*(q|v)_proj")} if sync == "adapter" else {}
+    trainer = make(model=reader("idefics3"), temperature=1e-3, **adapter)
+    assert trainer.rollout._mode == sync
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    before = trainer.complete(prompts)
+    assert gap(trainer) <= 1e-4
+    move(trainer)
+    trainer.complete(prompts)
+    assert gap(trainer) <= 1e-4
+
+    head = trainer.model.get_output_embeddings().weight
+    with torch.no_grad():
+        head[seers.PLACEHOLDER] = 3 * head[before[0][0]]
+    trainer.rollout._base_sent = None
+    written = trainer.complete(prompts)
+    assert all(seers.PLACEHOLDER not in ids for ids in written)
+
+
+@pytest.mark.parametrize("where", ["", "language_model", "model.text"])
+def test_a_head_of_its_own_that_is_not_sent_is_noticed(where):
+    """As of Gemma 3, whose part for text vLLM has in a module of its own."""
+    root = inner = nn.Module()
+    for name in filter(None, where.split(".")):
+        inner.add_module(name, nn.Module())
+        inner = inner.get_submodule(name)
+    assert not _has_head(root)
+    inner.add_module("lm_head", nn.Linear(2, 3))
+    assert _has_head(root)
+
+
+@pytest.mark.refusal
+def test_a_library_that_vllm_misses_for_an_architecture_is_not_left_to_be_found_out(make, reader, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    monkeypatch.delitem(sys.modules, "vllm.model_executor.models.gemma3_mm", raising=False)
+    with pytest.raises(ValueError, match=r"does not start an engine for .*torchvision"):
+        make(model=reader("gemma3"))
 
 
 @pytest.mark.refusal

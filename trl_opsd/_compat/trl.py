@@ -38,7 +38,7 @@ from trl_opsd.epochs import EpochCount, EpochSampler
 from trl_opsd.memory import explained
 from trl_opsd.precision import autocast, carried
 from trl_opsd.rng import preserved_rng
-from trl_opsd.special_tokens import placeholders, writable
+from trl_opsd.special_tokens import writable
 from trl_opsd.types import LossParts, OutputHead, Rollout, TeacherTargets
 from trl_opsd.watchdog import Watchdog
 
@@ -196,14 +196,9 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, Di
         return {name: tensor.to(self.accelerator.device) for name, tensor in tensors.items()}
 
     def use_special_tokens(self, rows: int) -> None:
-        """Takes over what has become of the tokenizer's padding, and only end tokens that the student has a row for;
-        tokens that stand for images and the like are never sampled.
-        """
+        """Takes over what has become of the tokenizer's padding, and only end tokens that the student has a row for."""
         self.eos_token_ids = writable(self.eos_token_ids, rows)
         of_both: dict[str, Any] = {"pad_token_id": self._tokenizer.pad_token_id, "eos_token_id": self.eos_token_ids}
-        unwritten = placeholders(self.model.config, rows)
-        if unwritten and self.generation_config.suppress_tokens is None:
-            of_both["suppress_tokens"] = unwritten
         self.generation_kwargs.update(of_both)
         self.generation_config.update(**of_both)
         self.model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id

@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import json
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -110,6 +110,10 @@ class EngineOptions:
     """Tokens of prompt and completion together."""
     vocabulary: int
     """Token ids from here on are never sampled."""
+    placeholders: tuple[int, ...]
+    """Token ids that stand for an image or a sound, which are not sampled either."""
+    text_alone: bool
+    """Whether the checkpoint also sees or hears; only its part for text is built then."""
     sequences: int
     """Prompts answered at the same time."""
     seed: int
@@ -146,6 +150,7 @@ class Engine:
                 max_num_seqs=options.sequences,
                 gpu_memory_utilization=options.gpu_memory_utilization,
                 model_impl=options.model_impl,
+                language_model_only=options.text_alone,
                 trust_remote_code=options.trust_remote_code,
                 enable_sleep_mode=options.sleep_mode,
                 seed=options.seed,
@@ -155,7 +160,7 @@ class Engine:
                 logprobs_mode="raw_logprobs",
                 # Sampling options and end tokens are the trainer's, not those that lie next to the checkpoint.
                 generation_config="vllm",
-                logits_processors=[_only_the_first(options.vocabulary)],
+                logits_processors=[_only_the_first(options.vocabulary, options.placeholders)],
                 **_lora_options(options),
             )
         retyped(self._worker.model_runner.get_model(), changed)
@@ -226,9 +231,7 @@ class Engine:
         """
         self._adapter = None  # vLLM drops its adapters here
         model = self._worker.model_runner.get_model()
-        has_head = any(
-            name == "lm_head" for name, _ in model.named_modules()
-        )  # that is no other name of its embeddings
+        has_head = _has_head(model)
         kernels = _expert_kernels(model)
         for method in kernels:
             method.moe_kernel = None
@@ -324,7 +327,8 @@ def why_no_adapter(config: Any, model_impl: str, layers: Iterable[str]) -> str |
     known = [ModelRegistry.models[name] for name in config.architectures or () if name in ModelRegistry.models]
     if model_impl == "transformers" or not known:
         return None
-    model = known[0].load_model_cls()
+    with starting(config.name_or_path):
+        model = known[0].load_model_cls()
     if not supports_lora(model):
         return f"vLLM's {config.architectures[0]} takes no adapters"
     for name in layers:
@@ -416,6 +420,11 @@ def _lend_expert_group() -> None:
         parallel_state._EP = parallel_state._TP
 
 
+def _has_head(model: Any) -> bool:
+    """Whether a model has a head that is no other name of its embeddings; of one that also sees, its text has it."""
+    return any(name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules())
+
+
 def _expert_kernels(model: Any) -> dict[Any, Any]:
     """Kernels of a mixture of experts that have to be made anew with its weights, by what holds them.
 
@@ -461,11 +470,13 @@ def _of_each(ids: list[int], found: Any) -> list[float]:
     return [one[token].logprob for token, one in zip(ids, found, strict=False)]
 
 
-def _only_the_first(vocabulary: int) -> type[Any]:
-    """A logits processor after which ids from `vocabulary` on have probability 0; one write for the whole batch.
+def _only_the_first(vocabulary: int, placeholders: Collection[int] = ()) -> type[Any]:
+    """A logits processor after which ids from `vocabulary` on, and `placeholders`, have probability 0; for the whole
+    batch at once.
 
     Both of vLLM's model runners take it: the second gives it other arguments, and wants its own base class.
     """
+    never = list(placeholders)
 
     class OnlyTheFirst(LogitsProcessor):
         def __init__(self, vllm_config: Any, *_: Any) -> None:
@@ -479,6 +490,7 @@ def _only_the_first(vocabulary: int) -> type[Any]:
 
         def apply(self, logits: Tensor, *_: Any) -> Tensor:
             logits[:, vocabulary:] = -torch.inf
+            logits[:, never] = -torch.inf
             return logits
 
     return type("OnlyTheFirst", (OnlyTheFirst, _second_base()), {})

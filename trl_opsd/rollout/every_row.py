@@ -9,6 +9,7 @@ B rows to begin with · n places in the batch now · L tokens so far · V logits
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import groupby
 
 import torch
@@ -29,13 +30,16 @@ from transformers import (
 
 
 class OnlyKnown(LogitsProcessor):
-    """Leaves no chance to ids that no tokenizer knows: heads are padded to round numbers of rows."""
+    """Leaves no chance to ids that no tokenizer knows, as heads are padded to round numbers of rows, nor to those that
+    stand for an image.
+    """
 
-    def __init__(self, vocabulary: int) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: int, placeholders: Collection[int] = ()) -> None:
+        self._vocabulary, self._placeholders = vocabulary, list(placeholders)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores[:, self._vocabulary :] = -torch.inf
+        scores[:, self._placeholders] = -torch.inf
         return scores
 
 

@@ -114,7 +114,7 @@ class HFRollout(RolloutBackend):
                 student,
                 inputs,
                 config,
-                logits_processor=LogitsProcessorList([OnlyKnown(trainer.limits.vocabulary)]),
+                logits_processor=LogitsProcessorList([OnlyKnown(trainer.limits.vocabulary, trainer.placeholders)]),
                 stopping_criteria=StoppingCriteriaList([progress]),
                 **({"custom_generate": loop} if loop else {}),
             )

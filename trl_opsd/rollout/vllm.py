@@ -60,6 +60,7 @@ class VLLMRollout(SyncedRollout):
         self._trainer = trainer
         check_student(trainer)
         checkpoint = _checked_checkpoint(trainer)
+        self._text_alone = checkpoint.get_text_config() is not checkpoint
         self._dtype = dtype_of(trainer)
         self._choose_sync(why_no_adapter(checkpoint, self._args.vllm_model_impl, adapter_layers(trainer.model)))
         sampling = sampling_options(self._args, list(trainer.eos_token_ids))
@@ -146,6 +147,8 @@ class VLLMRollout(SyncedRollout):
             dtype=self._dtype,
             context=trainer.limits.context,
             vocabulary=trainer.limits.vocabulary,
+            placeholders=tuple(trainer.placeholders),
+            text_alone=self._text_alone,
             sequences=max(
                 args.per_device_train_batch_size * args.gradient_accumulation_steps, args.per_device_eval_batch_size
             ),

@@ -73,8 +73,8 @@ class VLLMServerRollout(SyncedRollout):
             )
         logger.info("Weight sync with vLLM: 'full', because a server takes no adapter by itself.")
         sampling = request_options(self._args, list(trainer.eos_token_ids))
-        unknown = range(trainer.limits.vocabulary, OutputHead.of(trainer.model).shape[0])
-        sampling["logit_bias"] = {**(sampling.get("logit_bias") or {}), **{str(token): _NEVER for token in unknown}}
+        never = *range(trainer.limits.vocabulary, OutputHead.of(trainer.model).shape[0]), *trainer.placeholders
+        sampling["logit_bias"] = {**(sampling.get("logit_bias") or {}), **{str(token): _NEVER for token in never}}
         self._take(trainer, engine, sampling, max(dtype, served, key=RELATIVE.__getitem__))
 
     def _send(self) -> int:

@@ -74,16 +74,19 @@ _FIELDS: dict[str, dict[str, Any]] = {
 """What the text of a family needs besides."""
 
 
-def seer(family: str, width: int, seed: int) -> nn.Module:
-    """A random model of a family in float32, whose predictions are far from uniform."""
+def seer(family: str, width: int, seed: int, **text: Any) -> nn.Module:
+    """A random model of a family in float32, whose predictions are far from uniform.
+
+    `text` goes into the config of its part for text.
+    """
     torch.manual_seed(seed)
-    made = AutoModelForImageTextToText.from_config(_config(family, width), dtype=torch.float32)
+    made = AutoModelForImageTextToText.from_config(_config(family, width, text), dtype=torch.float32)
     with torch.no_grad():
         made.get_output_embeddings().weight.mul_(12)
     return made
 
 
-def _config(family: str, width: int) -> Any:
+def _config(family: str, width: int, changed: dict[str, Any]) -> Any:
     kind = CONFIG_MAPPING[family]
     vision = kind.sub_configs["vision_config"]
     vision = type(kind(vision_config={}).vision_config) if vision.__name__ == "AutoConfig" else vision
@@ -93,6 +96,7 @@ def _config(family: str, width: int) -> Any:
         "hidden_size": width,
         "num_attention_heads": width // 16,
         **_FIELDS.get(family, {}),
+        **changed,
     }
     sight = _known(_VISION, vision())
     if "out_hidden_size" in vision().to_dict():
