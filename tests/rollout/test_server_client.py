@@ -290,6 +290,26 @@ def test_a_server_that_does_not_say_what_it_runs_is_noticed(faults):
             speaker.get_world_size()
 
 
+@pytest.mark.parametrize(
+    ("path", "ask"),
+    [
+        ("/v1/models", lambda speaker: client(int(speaker.base_url.rpartition(":")[2]))),
+        ("/server_info?config_format=json", lambda speaker: speaker.facts()),
+        ("/get_world_size", lambda speaker: speaker.get_world_size()),
+        ("/server_info?config_format=json", lambda speaker: speaker.init_communicator(0)),
+        (ASKED, lambda speaker: speaker.write([[5]], {})),
+        ("/reset_prefix_cache", lambda speaker: speaker.forget_prefixes()),
+        ("/start_weight_update", lambda speaker: speaker.update_named_params([("a", "float32", [1])], iter([]))),
+    ],
+)
+def test_what_a_server_answers_when_it_breaks_is_told_as_its_error(faults, path, ask):
+    speaker = client(faults.server_port)
+    faults.answers[path] = (500, {"error": "There is no module or parameter named 'x'" + 10_000 * "."})
+    with pytest.raises(ServerError, match=r"500.*no module or parameter named 'x'") as error:
+        ask(speaker)
+    assert len(str(error.value)) < 700
+
+
 def test_a_prefix_cache_that_was_not_reset_is_noticed(faults):
     speaker = client(faults.server_port)
     faults.answers["/reset_prefix_cache"] = (200, {"success": False})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import seers
@@ -24,7 +25,7 @@ from transformers import (
 from vllm_lab import engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
 
 from trl_opsd._compat.borrowed_classes import classes_kept, retyped
-from trl_opsd._compat.vllm import Engine, _has_head, why_no_adapter
+from trl_opsd._compat.vllm import Engine, _has_head, may_have_head, why_no_adapter
 from trl_opsd.rollout import vllm as backend
 from trl_opsd.rollout import weight_sync
 
@@ -207,6 +208,21 @@ def test_a_head_of_its_own_that_is_not_sent_is_noticed(where):
     assert not _has_head(root)
     inner.add_module("lm_head", nn.Linear(2, 3))
     assert _has_head(root)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "there"),
+    [
+        ("Gemma2ForCausalLM", False),
+        ("CohereForCausalLM", False),
+        ("Qwen2ForCausalLM", True),
+        ("MistralForCausalLM", True),  # by what it is made of
+        ("Idefics3ForConditionalGeneration", True),
+        ("Unheard", True),
+    ],
+)
+def test_a_head_that_a_server_refuses_or_misses_is_noticed(architecture, there):
+    assert may_have_head(SimpleNamespace(architectures=[architecture], name_or_path="student")) is there
 
 
 @pytest.mark.refusal

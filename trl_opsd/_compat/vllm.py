@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import torch
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl_opsd._compat.borrowed_classes import classes_kept, retyped
@@ -66,7 +66,7 @@ from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.triton_utils import HAS_TRITON  # noqa: E402
 from vllm.v1.sample.logits_processor import LogitsProcessor  # noqa: E402
 
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
 """A checkpoint's name of the output head, which vLLM refuses for models that always use their embeddings."""
 
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
@@ -236,7 +236,7 @@ class Engine:
         for method in kernels:
             method.moe_kernel = None
         try:
-            self._worker.reload_weights(weights_iterator=(one for one in weights if has_head or one[0] != _HEAD))
+            self._worker.reload_weights(weights_iterator=(one for one in weights if has_head or one[0] != HEAD))
         except BaseException as error:
             _end_reload(self._worker.model_runner)
             if isinstance(error, KeyError | ValueError | AssertionError):
@@ -423,6 +423,24 @@ def _lend_expert_group() -> None:
 def _has_head(model: Any) -> bool:
     """Whether a model has a head that is no other name of its embeddings; of one that also sees, its text has it."""
     return any(name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules())
+
+
+def may_have_head(config: Any) -> bool:
+    """Whether vLLM's model of an architecture may have a head that is no other name of its embeddings.
+
+    Read in its source, for a server that cannot be asked.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Of the student.
+    """
+    names = [name for name in config.architectures or () if name in ModelRegistry.models]
+    if not names:
+        return True
+    with starting(config.name_or_path):
+        model = ModelRegistry.models[names[0]].load_model_cls()
+    made_of = [kind for kind in inspect.getmro(model) if issubclass(kind, nn.Module) and kind is not nn.Module]
+    return any(".lm_head" in inspect.getsource(kind) for kind in made_of)
 
 
 def _expert_kernels(model: Any) -> dict[Any, Any]:

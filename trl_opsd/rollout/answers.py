@@ -102,6 +102,11 @@ def understood(what: str) -> Iterator[None]:
         yield
     except (KeyError, IndexError, TypeError) as error:
         raise ServerError(f"The vLLM server's answer to {what} lacks what it should say: {error!r}.") from error
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        # TRL's way to tell of a status
+        raise ServerError(f"The vLLM server, asked for {what}: {str(error)[:500]}") from error
 
 
 def _one(choice: dict[str, Any], prompt_ids: list[int], options: dict[str, Any]) -> Written:

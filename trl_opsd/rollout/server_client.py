@@ -105,20 +105,17 @@ class ServerClient(VLLMClient):
             options (`dict`):
                 Of all of them, in the server's words.
         """
-        answer = self._ask(
-            "/v1/completions",
+        asked = {"model": self.model, "prompt": prompt_ids, **options}
+        answer = self._post(
+            f"{self.base_url}/v1/completions",
+            json={**asked, "return_token_ids": True, "return_tokens_as_token_ids": True},
             most_bytes=answers.most_bytes(prompt_ids, options),
-            model=self.model,
-            prompt=prompt_ids,
-            return_token_ids=True,
-            return_tokens_as_token_ids=True,
-            **options,
         )
         return answers.written(answer, prompt_ids, options)
 
     def forget_prefixes(self) -> None:
         """Drops what was computed from prompts with weights that are no longer there."""
-        if self._ask("/reset_prefix_cache").get("success") is False:
+        if self._post(f"{self.base_url}/reset_prefix_cache", json={}).get("success") is False:
             raise ServerError(
                 f"The vLLM server at {self.base_url} did not reset its prefix cache, as it is answering somebody else; "
                 "completions would come from earlier weights. Give it to one training alone."
@@ -145,12 +142,17 @@ class ServerClient(VLLMClient):
             return str(error)
         return None if status == 200 else f"/health answers {status}, not 200"
 
-    def _ask(self, path: str, most_bytes: int | None = None, **body: Any) -> dict[str, Any]:
-        limits = {} if most_bytes is None else {"most_bytes": most_bytes}
-        answer = self.session.post(f"{self.base_url}{path}", json=body, **limits)
-        if answer.status_code != 200:
-            raise ServerError(f"{answer.asked} answered {answer.status_code}: {answer.text[:500]}")
-        return answer.json() if answer.content else {}
+    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return _read(self.session.get(url, **kwargs))
+
+    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return _read(self.session.post(url, **kwargs))
+
+
+def _read(answer: Any) -> dict[str, Any]:
+    if answer.status_code != 200:
+        raise ServerError(f"{answer.asked} answered {answer.status_code}: {answer.text[:500]}")
+    return answer.json() if answer.content else {}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 
-from trl_opsd._compat.vllm import Written, request_options
+from trl_opsd._compat.vllm import HEAD, Written, may_have_head, request_options
 from trl_opsd.rollout.answers import ServerFacts
 from trl_opsd.rollout.bounded_http import ServerError
 from trl_opsd.rollout.server_client import ServerClient
@@ -71,6 +71,7 @@ class VLLMServerRollout(SyncedRollout):
                 f"The vLLM server computes in {served} and the student in {dtype}, so completions are not quite the "
                 f"student's: start the server with `--dtype {str(dtype).removeprefix('torch.')}`."
             )
+        self._has_head = may_have_head(trainer.model.config)
         logger.info("Weight sync with vLLM: 'full', because a server takes no adapter by itself.")
         sampling = request_options(self._args, list(trainer.eos_token_ids))
         never = *range(trainer.limits.vocabulary, OutputHead.of(trainer.model).shape[0]), *trainer.placeholders
@@ -80,7 +81,8 @@ class VLLMServerRollout(SyncedRollout):
     def _send(self) -> int:
         trainer = self._trainer
         how = self._engine.facts.dtype, trainer.accelerator.device, trainer.gathered
-        stream = Stream(weights_of(trainer.model), *how, saved_by(trainer.model))
+        weights = [weight for weight in weights_of(trainer.model) if self._has_head or weight.name != HEAD]
+        stream = Stream(weights, *how, saved_by(trainer.model))
         self._engine.load(stream)
         return stream.bytes
 
