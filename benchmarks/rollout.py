@@ -34,8 +34,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.utils import logging
 
 from trl_opsd import HFRollout
-from trl_opsd.padding import PADDED
-from trl_opsd.prompts import PromptLimits
+from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.models.padding import PADDED
 from trl_opsd.rollout.base import cut_after_end
 
 END = 0

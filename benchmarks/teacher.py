@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from trl_opsd.backbone import completion_hidden
+from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.teacher import FrozenTeacher, Hosted, Resident, Streamed
 from trl_opsd.teacher.forward import PASS_BYTES, rows_per_pass
 from trl_opsd.teacher.parts import parts_of, tensors_of

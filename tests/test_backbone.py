@@ -8,7 +8,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import CohereConfig, GraniteConfig
 
-from trl_opsd.backbone import completion_hidden, prove_head
+from trl_opsd.models.backbone import completion_hidden
+from trl_opsd.models.head import prove_head
 from trl_opsd.types import OutputHead, Rollout
 
 FAMILIES = [tiny.qwen2, tiny.llama, tiny.gemma2, tiny.gpt2]

@@ -12,9 +12,9 @@ import tiny
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
-from trl_opsd._compat.samples import digest, sampled
 from trl_opsd.fingerprint import FILE, describe_rows
-from trl_opsd.manifest import MANIFEST
+from trl_opsd.models.samples import digest, sampled
+from trl_opsd.run.manifest import MANIFEST
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trl_opsd import FixedRollout
-from trl_opsd.memory import ADVICE, explained
+from trl_opsd.run.memory import ADVICE, explained
 
 ABSURD = 2**60
 

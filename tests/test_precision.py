@@ -11,7 +11,7 @@ from peft import LoraConfig
 from products import PHASES, WatchedTrainer
 
 from trl_opsd import HFRollout
-from trl_opsd.precision import autocast
+from trl_opsd.run.precision import autocast
 
 BF16 = ["bfloat16"]
 KINDS = {

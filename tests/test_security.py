@@ -10,10 +10,10 @@ import pytest
 import tiny
 import torch
 
-import trl_opsd.checkpoint
+import trl_opsd.run.checkpoint
 from trl_opsd import HFRollout
 
-PACKAGE = Path(trl_opsd.checkpoint.__file__).parent
+PACKAGE = Path(trl_opsd.run.checkpoint.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

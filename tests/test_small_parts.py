@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from trl_opsd.clock import PhaseClock
-from trl_opsd.rng import preserved_rng
 from trl_opsd.rollout import FixedRollout
 from trl_opsd.rollout.base import cut_after_end
+from trl_opsd.run.clock import PhaseClock
+from trl_opsd.run.rng import preserved_rng
 from trl_opsd.types import Rollout, TeacherTargets
 
 

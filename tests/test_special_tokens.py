@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import HFRollout
-from trl_opsd.special_tokens import settle_special_tokens, writable
+from trl_opsd.models.special_tokens import settle_special_tokens, writable
 
 ROWS = tiny.rows().add_column("privileged_context", ["It is 4.", "x", "blue sky", "y", "z", "q", "w", "once"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trl_opsd import strict_json
+from trl_opsd.run import strict_json
 
 
 def test_json_that_is_read_otherwise_than_by_the_library_is_noticed():

@@ -8,7 +8,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from trl_opsd import versions
+from trl_opsd.run import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -2,7 +2,7 @@
 
 Before a release: `make versions`, or `make versions ONLY=lowest`. Needs a C++ compiler. Wheel and environments lie in
 a temporary folder (`TMPDIR`) and are deleted. Where an index has torch for CUDA only, each environment takes minutes
-and 8 GB; `PIP_EXTRA_INDEX_URL` may name one with CPU builds. What is newer than `TESTED` in `trl_opsd/versions.py`
+and 8 GB; `PIP_EXTRA_INDEX_URL` may name one with CPU builds. What is newer than `TESTED` in `trl_opsd/run/versions.py`
 and passes goes in there. vLLM asks for a torch of its own: CONTRIBUTING.md says with which it was run.
 """
 

@@ -7,17 +7,16 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils import CONFIG_NAME, cached_file
 
-from trl_opsd._compat.peft import without_peft
+from trl_opsd._compat.peft import is_peft, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
-from trl_opsd.prompts import IMAGE_COLUMNS, check_columns, check_no_images
+from trl_opsd.data.prompts import IMAGE_COLUMNS, check_columns, check_no_images
 
 AnyDataset: TypeAlias = Dataset | IterableDataset
 
@@ -132,7 +131,7 @@ def _check_causal(model: Any, called: str, loading: Mapping[str, Any]) -> Mappin
             )
         config = json.loads(Path(found).read_text(encoding="utf-8"))
         causal, kind = not config.get("is_encoder_decoder", False), (config.get("architectures") or ["model"])[0]
-    elif isinstance(model, PreTrainedModel) or (isinstance(model, nn.Module) and is_peft_model(model)):
+    elif isinstance(model, PreTrainedModel) or (isinstance(model, nn.Module) and is_peft(model)):
         inner = without_peft(model)
         causal, kind = inner.can_generate() and not inner.config.is_encoder_decoder, type(inner).__name__
         config = inner.config.to_dict()

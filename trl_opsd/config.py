@@ -14,10 +14,10 @@ from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATION
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.data.shares import check_sharing
+from trl_opsd.data.teacher_prompts import TEMPLATE, check_template
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
-from trl_opsd.precision import check_scaler
-from trl_opsd.shares import check_sharing
-from trl_opsd.teacher_prompts import TEMPLATE, check_template
+from trl_opsd.run.precision import check_scaler
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 TEACHER_OFFLOADS = ("none", "cpu", "stream", "zero3")

@@ -13,9 +13,10 @@ from datasets import IterableDataset
 from transformers.training_args import OptimizerNames
 
 from trl_opsd._compat.peft import without_peft
-from trl_opsd._compat.samples import Samples, digest, sampled
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
+from trl_opsd.models.head import shape_of
+from trl_opsd.models.samples import Samples, digest, sampled
 from trl_opsd.teacher import FrozenTeacher, Teacher
 from trl_opsd.types import OutputHead
 
@@ -94,7 +95,7 @@ def describe_student(student: Any, handed_in: Samples | None) -> str:
         handed_in (`dict`, *optional*):
             Samples of the weights under its adapter; `None` without one: all weights come out of the checkpoint.
     """
-    shape = f"{type(without_peft(student)).__name__} {list(OutputHead.of(student).shape)}"
+    shape = f"{type(without_peft(student)).__name__} {list(shape_of(OutputHead.of(student)))}"
     return shape if handed_in is None else f"{shape}, {digest(handed_in)}"
 
 
@@ -119,7 +120,7 @@ def describe_teachers(teachers: Mapping[str, Teacher], kind: str | None) -> dict
     for name, teacher in teachers.items():
         source = teacher if kind in ("ema", "live") else getattr(teacher, "model", teacher)
         path = get_config_model_id(source.config) if hasattr(source, "config") else ""
-        described[name] = f"{Path(path).name or type(source).__name__} {list(teacher.head.shape)}"
+        described[name] = f"{Path(path).name or type(source).__name__} {list(shape_of(teacher.head))}"
     return described
 
 

@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import is_fsdp_enabled
 
-from trl_opsd import fingerprint, versions
-from trl_opsd._compat.peft import describe_adapters
-from trl_opsd._compat.trl import SeamTrainer, gathered_head, whole_head
-from trl_opsd.admission import Reader, admit, look_ahead
+from trl_opsd import fingerprint
+from trl_opsd._compat.peft import describe_adapters, is_peft
+from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.arguments import (
     AnyDataset,
     check_datasets,
@@ -35,21 +34,29 @@ from trl_opsd.arguments import (
     named,
     text_tokenizer,
 )
-from trl_opsd.backbone import completion_hidden, context_of, is_sharded, prove_head, prove_padding
 from trl_opsd.config import OPSDConfig
-from trl_opsd.footprint import footprint
-from trl_opsd.guards import check_opinion
+from trl_opsd.data.admission import Reader, admit, look_ahead
+from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
+from trl_opsd.data.readers import Readers, student_prompt
+from trl_opsd.data.shares import check_alike
+from trl_opsd.data.teacher_prompts import COLUMNS, TeacherPrompts, teacher_of
+from trl_opsd.data.vocabulary import shared_vocabulary
+from trl_opsd.loop.footprint import footprint
+from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.losses import reduce, streamed_divergence
-from trl_opsd.memory import explained
-from trl_opsd.padding import PADDED
-from trl_opsd.precision import autocast, check_trained_dtypes
-from trl_opsd.prompts import IMAGE_COLUMNS, PromptLimits
-from trl_opsd.readers import Readers, student_prompt
-from trl_opsd.rng import preserved_rng
+from trl_opsd.models.backbone import completion_hidden, context_of
+from trl_opsd.models.head import gathered_head, prove_head, shape_of, whole_head
+from trl_opsd.models.padding import PADDED
+from trl_opsd.models.reading_proof import prove_padding
+from trl_opsd.models.special_tokens import placeholders, rows_said, settle_special_tokens
+from trl_opsd.models.training_proof import heed_unreached, prove_training
 from trl_opsd.rollout import HFRollout, RolloutBackend
 from trl_opsd.rollout.base import cut_after_end, token_ids
-from trl_opsd.shares import check_alike
-from trl_opsd.special_tokens import placeholders, rows_said, settle_special_tokens
+from trl_opsd.run import versions
+from trl_opsd.run.memory import explained
+from trl_opsd.run.opinion import check_opinion
+from trl_opsd.run.precision import autocast, check_trained_dtypes
+from trl_opsd.run.rng import preserved_rng
 from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.build import (
     TeacherLike,
@@ -60,10 +67,7 @@ from trl_opsd.teacher.build import (
 )
 from trl_opsd.teacher.origin import Origin
 from trl_opsd.teacher.routed import shares, targets_of
-from trl_opsd.teacher_prompts import COLUMNS, TeacherPrompts, teacher_of
-from trl_opsd.training_proof import heed_unreached, prove_training
 from trl_opsd.types import LazyLogits, LossParts, OutputHead, Rollout, TeacherTargets
-from trl_opsd.vocabulary import shared_vocabulary
 
 logger = get_logger(__name__)
 
@@ -219,7 +223,7 @@ class OPSDTrainer(SeamTrainer):
         check_trainable(self.model)
         if not args.deepspeed_plugin:  # which keeps weights of its own to step with
             check_trained_dtypes(self.model)
-        rows_of_head = OutputHead.of(self.model).shape[0]
+        rows_of_head = shape_of(OutputHead.of(self.model))[0]
         settle_special_tokens(self.processing_class, rows_of_head)
         self.use_special_tokens(rows_of_head)
         self.placeholders = placeholders(self.model.config, rows_of_head)
@@ -231,7 +235,7 @@ class OPSDTrainer(SeamTrainer):
         self.dropped_prompts: Counter[str] = Counter()
         # TRL has seeded generation by now; whatever is built here must not move it.
         with preserved_rng(self.accelerator.device):
-            if not (is_sharded(self.model) or is_fsdp_enabled()):  # else not each process has its weights yet
+            if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else not each process has its weights yet
                 self._prove()
             self.readers = Readers(
                 teachers=tuple(models),
@@ -336,7 +340,7 @@ class OPSDTrainer(SeamTrainer):
 
     def _prove(self) -> None:
         with autocast(self.accelerator):
-            prove_head(self.model, "student", whole_head, self.in_student)
+            prove_head(self.model, "student", self.in_student)
             with preserved_rng(self.accelerator.device):
                 unreached = prove_training(self.model, self.in_student)
             heed_unreached(unreached, self.args, self.accelerator)
@@ -407,7 +411,7 @@ class OPSDTrainer(SeamTrainer):
         if self.args.use_vllm and self.args.vllm_max_model_length is not None:
             context = min(self.args.vllm_max_model_length, context or self.args.vllm_max_model_length)
         limits = PromptLimits(
-            vocabulary=OutputHead.of(self.model).shape[0],
+            vocabulary=shape_of(OutputHead.of(self.model))[0],
             context=context,
             completion=self.args.max_completion_length,
         )
@@ -416,7 +420,7 @@ class OPSDTrainer(SeamTrainer):
 
     def _heed_teachers(self) -> None:
         """What only the teachers, loaded by now, can tell: which tokens they know, and how much they can read."""
-        rows = {name: teacher.head.shape[0] for name, teacher in self.teachers.items()}
+        rows = {name: shape_of(teacher.head)[0] for name, teacher in self.teachers.items()}
         self._shared_vocabulary = shared_vocabulary(self.limits.vocabulary, rows, self.processing_class)
         limits = replace(self.limits, vocabulary=self._shared_vocabulary or self.limits.vocabulary)
         theirs = {name: replace(limits, context=teacher.context) for name, teacher in self.teachers.items()}
@@ -461,7 +465,7 @@ class OPSDTrainer(SeamTrainer):
 def _teaches_itself(student: Any, args: OPSDConfig) -> bool:
     """Whether teacher and student start as one; without the adapter it came with, a student is somebody else."""
     kind = args.teacher_model_kind
-    return kind is not None and not (kind == "base" and not isinstance(student, str) and is_peft_model(student))
+    return kind is not None and not (kind == "base" and not isinstance(student, str) and is_peft(student))
 
 
 def _picked_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutBackend:

@@ -119,18 +119,12 @@ class OutputHead:
     softcap: float | None = None
     """Bound of the logits, in logit units."""
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """V and H, also where ZeRO-3 has split the weight."""
-        rows, width = getattr(self.weight, "ds_shape", self.weight.shape)
-        return rows, width
-
     @classmethod
     def of(cls, model: Any) -> OutputHead:
         """Reads the head of a causal language model of `transformers`, bare or wrapped by `peft`.
 
         The only place that knows how architectures spell their logit post-processing; that the reading is right is
-        proved by [`~backbone.prove_head`] rather than believed.
+        proved by [`~models.head.prove_head`] rather than believed.
         """
         layer = model.get_output_embeddings()
         if layer is None:

@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
-from trl_opsd.prompts import check_prompts
+from trl_opsd.data.prompts import check_prompts
 
 GOOD = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image", "text": "x"}]}]

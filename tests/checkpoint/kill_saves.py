@@ -21,8 +21,8 @@ import torch
 import transformers.modeling_utils
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.checkpoint import checked
-from trl_opsd.manifest import problems
+from trl_opsd.run.checkpoint import checked
+from trl_opsd.run.manifest import problems
 
 CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
 

@@ -27,8 +27,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from transformers import TrainerCallback
 from watched import Watched, saved_models, trainer
 
-from trl_opsd.checkpoint import checked
-from trl_opsd.manifest import problems
+from trl_opsd.run.checkpoint import checked
+from trl_opsd.run.manifest import problems
 
 Make = Callable[..., Watched]
 """[`watched.trainer`], which knows its models."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from trl_opsd import checkpoint, manifest
-from trl_opsd.checkpoint import UNFINISHED, begin, checked, newest_complete, publish, rotate
-from trl_opsd.manifest import MANIFEST, problems
+from trl_opsd.run import checkpoint, manifest
+from trl_opsd.run.checkpoint import UNFINISHED, begin, checked, newest_complete, publish, rotate
+from trl_opsd.run.manifest import MANIFEST, problems
 
 
 def written(run_dir: Path, step: int, text: str = "weights") -> Path:

@@ -14,8 +14,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
-from trl_opsd.checkpoint import UNFINISHED, checked
-from trl_opsd.manifest import MANIFEST, problems
+from trl_opsd.run.checkpoint import UNFINISHED, checked
+from trl_opsd.run.manifest import MANIFEST, problems
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
 

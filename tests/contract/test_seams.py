@@ -11,18 +11,18 @@ from transformers import Trainer
 from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd._compat import loaders, steps, transformers, trl, wrapping
-from trl_opsd._compat.loaders import EachRowOnce
-from trl_opsd._compat.steps import GuardedSteps
-from trl_opsd._compat.transformers import SafeCheckpoints
-from trl_opsd._compat.trl import SeamTrainer
-from trl_opsd._compat.wrapping import WrappedToTrain
+from trl_opsd.loop import loaders, saving, seams, steps, wrapping
+from trl_opsd.loop.loaders import EachRowOnce
+from trl_opsd.loop.saving import SafeCheckpoints
+from trl_opsd.loop.seams import SeamTrainer
+from trl_opsd.loop.steps import GuardedSteps
+from trl_opsd.loop.wrapping import WrappedToTrain
 
 CUTS = [
     pytest.param(theirs, ours, seams, name, id=f"{theirs.__name__}.{name}")
     for theirs, ours, seams in (
-        (DistillationTrainer, SeamTrainer, trl.SEAMS),
-        (Trainer, SafeCheckpoints, transformers.SEAMS),
+        (DistillationTrainer, SeamTrainer, seams.SEAMS),
+        (Trainer, SafeCheckpoints, saving.SEAMS),
         (Trainer, GuardedSteps, steps.SEAMS),
         (Trainer, EachRowOnce, loaders.SEAMS),
         (Trainer, WrappedToTrain, wrapping.SEAMS),
@@ -46,8 +46,8 @@ def test_the_override_takes_what_their_method_takes(theirs, ours, seams, name):
 @pytest.mark.parametrize(
     ("ours", "seams"),
     [
-        (SeamTrainer, trl.SEAMS),
-        (SafeCheckpoints, transformers.SEAMS),
+        (SeamTrainer, seams.SEAMS),
+        (SafeCheckpoints, saving.SEAMS),
         (GuardedSteps, steps.SEAMS),
         (EachRowOnce, loaders.SEAMS),
         (WrappedToTrain, wrapping.SEAMS),

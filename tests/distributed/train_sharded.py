@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from trl_opsd import HFRollout, OPSDTrainer
-from trl_opsd._compat.shards import is_split
-from trl_opsd.backbone import is_sharded
+from trl_opsd._compat.sharding import in_zero3_model, is_split
 
 LENGTHS = (3, 60)
 """Tokens that each process writes, where one has long finished before the other."""
@@ -173,7 +172,7 @@ def sharded_teacher(trainer: OPSDTrainer) -> dict[str, Any]:
         "devices": sorted({str(share.device) for share in shares}),
         "gathered_between": sum(parameter.numel() for parameter in parameters if parameter.dim() > 1),
         "agreed": trainer.teacher.placement.agreed(1 + trainer.accelerator.process_index),
-        "split": is_sharded(trainer.teacher.model),
+        "split": in_zero3_model(trainer.teacher.model),
     }
 
 

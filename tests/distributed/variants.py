@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import TrOCRConfig
 
 from trl_opsd import FixedRollout, OPSDTrainer, RolloutBackend
-from trl_opsd._compat.shards import trained_parameters, whole
+from trl_opsd._compat.sharding import trained_parameters, whole
 
 Trainer = TypeVar("Trainer", bound=OPSDTrainer)
 

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from trl_opsd._compat.peft import lora_factors
-from trl_opsd._compat.shards import trained_parameters
+from trl_opsd._compat.sharding import trained_parameters
 from trl_opsd.rollout.weight_sync import weights_of
 
 

@@ -13,7 +13,7 @@ import tiny
 from vllm_lab import by_hf, lora
 
 from trl_opsd import OPSDTrainer
-from trl_opsd._compat.shards import is_split_model
+from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.rollout.server_client import ServerError
 
 

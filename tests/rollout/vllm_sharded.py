@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig
 
 from trl_opsd import OPSDTrainer
-from trl_opsd._compat.shards import is_split_model, trained_parameters
+from trl_opsd._compat.sharding import is_split_model, trained_parameters
 from trl_opsd.rollout import weight_sync
 from trl_opsd.rollout.sync_proof import SyncError
 

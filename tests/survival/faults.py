@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd._compat.shards import is_split, trained_parameters
+from trl_opsd._compat.sharding import is_split, trained_parameters
 
 RANK = 1
 """The process that breaks."""

@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from peft import LoraConfig
 
 from trl_opsd._compat.deepspeed import blind_settings
-from trl_opsd.nonfinite import RECORD
+from trl_opsd.run.nonfinite import RECORD
 
 
 def logged(trainer, name):

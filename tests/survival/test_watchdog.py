@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from trl_opsd.watchdog import Watchdog
+from trl_opsd.run.watchdog import Watchdog
 
 LONG = 1.0
 """Seconds, several times what the watchdogs here allow and their stacks take to be printed."""

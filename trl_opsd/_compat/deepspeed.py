@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -13,8 +13,6 @@ from accelerate import init_empty_weights
 from accelerate.utils import patch_environment
 from torch import Tensor, nn
 from transformers.integrations import deepspeed as integration
-
-from trl_opsd.precision import carried
 
 Config = dict[str, Any]
 
@@ -88,6 +86,18 @@ def announce(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
 
         for parameter in split:
             zero.register_external_parameter(module, parameter)
+
+
+def carried(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A function that multiplies as it would here, wherever it is called: DeepSpeed ends autocast in its forward."""
+    kind = device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def run(*args: Any) -> Any:
+        with torch.autocast(kind, dtype=dtype, enabled=enabled):
+            return function(*args)
+
+    return run
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor
 
-from trl_opsd._compat.shards import plain_name
+from trl_opsd._compat.sharding import plain_name
 from trl_opsd.types import Weight
 
 _NO_MATTER = (

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from trl_opsd import strict_json
+from trl_opsd.run import strict_json
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
+from trl_opsd._compat.peft import without_peft
 from trl_opsd.rollout import every_row
 from trl_opsd.rollout.generate import other_generate
 from trl_opsd.rollout.kept_caches import KeptCaches
@@ -57,7 +57,7 @@ def obstacle(model: Any, config: Any) -> str | None:
         return f"rows cannot leave a cache of `cache_implementation={config.cache_implementation!r}`"
     if config.use_cache is False:
         return "`use_cache=False` leaves nothing to go on from"
-    if not _has_common_cache(model.get_base_model() if is_peft_model(model) else model):
+    if not _has_common_cache(without_peft(model)):
         return f"{type(model).__name__} keeps a cache of its own kind"
     return None
 

@@ -19,15 +19,15 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from trl_opsd.backbone import is_sharded
-from trl_opsd.padding import PADDED
-from trl_opsd.rng import preserved_rng
+from trl_opsd._compat.sharding import in_zero3_model
+from trl_opsd.models.padding import PADDED
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 from trl_opsd.rollout.every_row import OnlyKnown
 from trl_opsd.rollout.generate import completions_of, generate, other_generate
 from trl_opsd.rollout.kept_caches import KeptCaches
 from trl_opsd.rollout.writing_proof import Writing, prove_writing
+from trl_opsd.run.rng import preserved_rng
 
 logger = get_logger(__name__)
 
@@ -64,7 +64,7 @@ class HFRollout(RolloutBackend):
         """
         self._trainer, self.writing = trainer, None
         self._caches.clear()
-        self._is_split = is_sharded(trainer.model) or trainer.accelerator.distributed_type == DistributedType.FSDP
+        self._is_split = in_zero3_model(trainer.model) or trainer.accelerator.distributed_type == DistributedType.FSDP
         if self._compile and (reason := self._why_not_compiled(trainer.model, trainer.args.cache_implementation)):
             raise ValueError(
                 f"`HFRollout(compile={self._compile!r})`: decoding cannot be compiled, {reason}: leave `compile` out."
@@ -149,7 +149,7 @@ class HFRollout(RolloutBackend):
     def _is_synced(self) -> bool:
         """Whether each forward pass of the student is collective while it writes."""
         trainer = self._trainer
-        gathered = is_sharded(trainer.model) and trainer.args.ds3_gather_for_generation
+        gathered = in_zero3_model(trainer.model) and trainer.args.ds3_gather_for_generation
         return self._is_split and not gathered and trainer.accelerator.num_processes > 1
 
     def _why_not_compiled(self, model: Any, cache_implementation: str | None) -> str | None:

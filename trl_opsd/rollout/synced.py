@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from trl_opsd._compat.peft import is_peft
-from trl_opsd._compat.shards import local, trained_parameters
-from trl_opsd.backbone import context_of
+from trl_opsd._compat.sharding import in_zero3, local, trained_parameters
+from trl_opsd.models.backbone import context_of
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.sync_proof import SyncProof
 
@@ -172,7 +172,7 @@ def version_of(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
 
     A tensor that FSDP2 has split counts itself what is written to it, and its shard lies somewhere.
     """
-    return tuple((local(one).data_ptr(), one._version) for one in tensors if not hasattr(one, "ds_id"))
+    return tuple((local(one).data_ptr(), one._version) for one in tensors if not in_zero3(one))
 
 
 @contextmanager

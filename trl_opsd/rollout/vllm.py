@@ -17,7 +17,6 @@ from trl_opsd._compat.vllm import (
     why_no_adapter,
     why_no_sleep_mode,
 )
-from trl_opsd.rng import preserved_rng
 from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of, version_of
 from trl_opsd.rollout.weight_sync import (
     Stream,
@@ -29,6 +28,7 @@ from trl_opsd.rollout.weight_sync import (
     saved_by,
     weights_of,
 )
+from trl_opsd.run.rng import preserved_rng
 
 logger = get_logger(__name__)
 

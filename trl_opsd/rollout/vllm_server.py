@@ -13,6 +13,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 
 from trl_opsd._compat.vllm import HEAD, Written, may_have_head, request_options
+from trl_opsd.models.head import shape_of
 from trl_opsd.rollout.answers import ServerFacts
 from trl_opsd.rollout.bounded_http import ServerError
 from trl_opsd.rollout.server_client import ServerClient
@@ -74,7 +75,7 @@ class VLLMServerRollout(SyncedRollout):
         self._has_head = may_have_head(trainer.model.config)
         logger.info("Weight sync with vLLM: 'full', because a server takes no adapter by itself.")
         sampling = request_options(self._args, list(trainer.eos_token_ids))
-        never = *range(trainer.limits.vocabulary, OutputHead.of(trainer.model).shape[0]), *trainer.placeholders
+        never = *range(trainer.limits.vocabulary, shape_of(OutputHead.of(trainer.model))[0]), *trainer.placeholders
         sampling["logit_bias"] = {**(sampling.get("logit_bias") or {}), **{str(token): _NEVER for token in never}}
         self._take(trainer, engine, sampling, max(dtype, served, key=RELATIVE.__getitem__))
 

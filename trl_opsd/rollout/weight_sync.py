@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trl_opsd._compat.peft import is_peft, lora_factors, merged_weights, why_not_apart, without_peft
-from trl_opsd._compat.saved_names import as_saved
-from trl_opsd._compat.shards import whole
+from trl_opsd._compat.sharding import in_zero3, whole, whole_numel, whole_shape
+from trl_opsd.models.saved_names import as_saved
 from trl_opsd.types import Weight
 
 Gathered: TypeAlias = Callable[[list[Tensor]], AbstractContextManager[Any]]
@@ -76,7 +76,7 @@ class Stream:
                     torch.accelerator.synchronize()  # the copies may be made on another stream than gathers run on
 
     def _empty_like(self, base: Tensor) -> Tensor:
-        return torch.empty(getattr(base, "ds_shape", base.shape), dtype=self._dtype_of(base), device="meta")
+        return torch.empty(whole_shape(base), dtype=self._dtype_of(base), device="meta")
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         return self.dtype if tensor.is_floating_point() else tensor.dtype
@@ -112,7 +112,7 @@ def adapter_of(
         return whole(part.detach().to(device, dtype, copy=True))
 
     factors = lora_factors(model)
-    with gathered([part for one in factors for part in (one.a, one.b) if _is_split(part)]):
+    with gathered([part for one in factors for part in (one.a, one.b) if in_zero3(part)]):
         layers = {one.name: (copied(one.a), copied(one.b), one.scaling) for one in factors}
     return layers, sum(a.nbytes + b.nbytes for a, b, _ in layers.values())
 
@@ -169,7 +169,7 @@ def _buckets(weights: list[Weight]) -> Iterator[list[Weight]]:
     bucket: list[Weight] = []
     size = 0
     for weight in weights:
-        here = sum(part.element_size() * getattr(part, "ds_numel", part.numel()) for part in weight.parts)
+        here = sum(part.element_size() * whole_numel(part) for part in weight.parts)
         if bucket and size + here > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
@@ -181,8 +181,4 @@ def _buckets(weights: list[Weight]) -> Iterator[list[Weight]]:
 
 def _parts(bucket: list[Weight]) -> list[Tensor]:
     """What ZeRO-3 has split of a bucket, each once."""
-    return list({id(part): part for weight in bucket for part in weight.parts if _is_split(part)}.values())
-
-
-def _is_split(tensor: Tensor) -> bool:
-    return hasattr(tensor, "ds_id")
+    return list({id(part): part for weight in bucket for part in weight.parts if in_zero3(part)}.values())

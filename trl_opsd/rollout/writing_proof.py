@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from trl_opsd.padding import PADDED, Reading, agree
-from trl_opsd.precision import least_precise
+from trl_opsd._compat.peft import without_peft
+from trl_opsd.models.padding import PADDED, Reading, agree
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
+from trl_opsd.run.precision import least_precise
 
 _TOKENS = 3
 """So many are written; another row leaves the batch after the first."""
@@ -144,7 +144,7 @@ def _without_options_of_its_own(student: Any) -> Iterator[None]:
 
 
 def _bare(student: Any) -> Any:
-    return student.get_base_model() if is_peft_model(student) else student
+    return without_peft(student)
 
 
 def _config(cached: bool) -> GenerationConfig:

@@ -3,9 +3,9 @@
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.hosted import Hosted
+from trl_opsd.teacher.layerwise import Streamed
 from trl_opsd.teacher.placement import Placement
 from trl_opsd.teacher.resident import Resident
 from trl_opsd.teacher.sharded import Sharded
-from trl_opsd.teacher.streamed import Streamed
 
 __all__ = ["FrozenTeacher", "Hosted", "Placement", "Resident", "Sharded", "Streamed", "Teacher"]

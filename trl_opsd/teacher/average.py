@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerCallback
 
-from trl_opsd._compat.shards import is_split, whole, write
+from trl_opsd._compat.sharding import is_split, whole, write
 
 FILE = "ema_teacher.safetensors"
 """Where a checkpoint keeps the average."""

@@ -9,28 +9,28 @@ from typing import Any, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType, is_peft_model
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from trl_opsd._compat.deepspeed import loading, reader_config, recompute_buffers
-from trl_opsd._compat.peft import without_adapter
-from trl_opsd._compat.shards import spread, trained_parameters, whole, whole_copy
+from trl_opsd._compat.peft import is_peft, without_adapter
+from trl_opsd._compat.sharding import in_zero3_model, spread, trained_parameters, whole, whole_copy
 from trl_opsd._compat.trl import create_model_from_path
-from trl_opsd.backbone import Run, is_sharded
-from trl_opsd.padding import Reading
+from trl_opsd.data.vocabulary import check_token_maps
+from trl_opsd.models.backbone import Run
+from trl_opsd.models.padding import Reading
 from trl_opsd.teacher.average import Average
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.hosted import Hosted
+from trl_opsd.teacher.layerwise import Streamed
 from trl_opsd.teacher.own import OwnTeacher
 from trl_opsd.teacher.placement import Placement
 from trl_opsd.teacher.resident import Resident
 from trl_opsd.teacher.sharded import Sharded
 from trl_opsd.teacher.sharing import share_memory
-from trl_opsd.teacher.streamed import Streamed
-from trl_opsd.vocabulary import check_token_maps
 
 logger = get_logger(__name__)
 
@@ -103,7 +103,7 @@ def _check_one(teacher_model: Any, student: Any, called: str) -> None:
             "`teacher_model_kind`, and the student teaches itself."
         )
     known = isinstance(teacher_model, TeacherLike)
-    if not known and not (isinstance(teacher_model, nn.Module) and is_peft_model(teacher_model)):
+    if not known and not (isinstance(teacher_model, nn.Module) and is_peft(teacher_model)):
         raise TypeError(
             f"{called} is a {type(teacher_model).__name__}: expected a path, a `PreTrainedModel`, a `PeftModel`, "
             "a `trl_opsd.Teacher`, or a dict of them by name."
@@ -150,7 +150,7 @@ def build_teacher(
             "`teacher_model_init_kwargs` says how to load a teacher, but the teacher is given as an object: remove it, "
             "or pass the path of the teacher."
         )
-    elif is_sharded(teacher_model):
+    elif in_zero3_model(teacher_model):
         raise ValueError(
             "The teacher was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
             "path, which is loaded as `teacher_offload` says, or load it before the config is built."
@@ -181,7 +181,7 @@ def build_own_teacher(
         ValueError: This student cannot be its own teacher in that way; the message says why.
     """
     kind = args.teacher_model_kind
-    if (kind == "live" or is_peft_model(student)) and args.teacher_offload != "none":
+    if (kind == "live" or is_peft(student)) and args.teacher_offload != "none":
         raise ValueError(
             f"`teacher_offload={args.teacher_offload!r}` has nothing to move: with `teacher_model_kind={kind!r}` this "
             "student teaches with its own weights. Leave `teacher_offload='none'`."
@@ -189,10 +189,10 @@ def build_own_teacher(
     own = partial(OwnTeacher, student, run, reading=reading, cache_device=args.teacher_cache_device, progress=progress)
     if kind == "live":
         return own(nullcontext), None
-    if kind == "base" and is_peft_model(student):
+    if kind == "base" and is_peft(student):
         return own(partial(without_adapter, student)), None
     followed = {name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad}
-    if is_peft_model(student):
+    if is_peft(student):
         if others := [name for name in followed if "lora_" not in name]:
             raise ValueError(
                 f"`teacher_model_kind='ema'` averages LoRA weights only, but {others[0]!r} is trained too: use a plain "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from trl_opsd._compat.trl import whole_head
-from trl_opsd.backbone import context_of, prove_head, prove_padding
+from trl_opsd.models.backbone import context_of
+from trl_opsd.models.head import prove_head
+from trl_opsd.models.reading_proof import prove_padding
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.forward import PASS_BYTES, passes_needed, read
 from trl_opsd.teacher.placement import Placement
@@ -42,7 +43,7 @@ class FrozenTeacher(Teacher):
         self._pass_bytes = pass_bytes
         self._progress = progress
         with placement.reading(passes=4) as run:
-            prove_head(self.model, "teacher", whole_head, run)
+            prove_head(self.model, "teacher", run)
             self.reading = prove_padding(self.model, "teacher", run)
 
     @property

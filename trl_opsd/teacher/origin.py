@@ -8,7 +8,7 @@ from typing import Any, final
 from torch import Tensor
 
 from trl_opsd._compat.peft import rewrites_base, without_adapter
-from trl_opsd._compat.samples import first_change, sampled
+from trl_opsd.models.samples import first_change, sampled
 
 _ANOTHER_COPY = "or pass a second copy of it, for instance its path, as `teacher_model`"
 

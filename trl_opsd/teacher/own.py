@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, final
 
-from trl_opsd.backbone import Run, context_of
-from trl_opsd.padding import Reading
+from trl_opsd.models.backbone import Run, context_of
+from trl_opsd.models.padding import Reading
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.forward import most_of_all, passes_needed, read
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trl_opsd.backbone import Run
+from trl_opsd.models.backbone import Run
 from trl_opsd.types import OutputHead
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trl_opsd.backbone import Run, call
+from trl_opsd.models.backbone import Run, call
 from trl_opsd.teacher.placement import Placement
 from trl_opsd.types import OutputHead
 

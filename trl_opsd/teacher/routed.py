@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from trl_opsd.models.head import shape_of
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.guards import check_depends_on_input
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
@@ -36,7 +37,7 @@ def targets_of(teachers: Mapping[str, Teacher], rollout: Rollout, names: Sequenc
         rows = numbers_B == number_of[name]
         theirs = _checked(teachers[name], rollout.select(rows.nonzero().flatten().tolist()), name).hidden
         if hidden_BCH is None:
-            width = max(teacher.head.shape[1] for teacher in teachers.values())
+            width = max(shape_of(teacher.head)[1] for teacher in teachers.values())
             dtype = torch.float32 if len(_dtypes(teachers)) > 1 else theirs.dtype
             hidden_BCH = theirs.new_zeros(len(names), theirs.size(1), width, dtype=dtype)
         hidden_BCH[rows.to(hidden_BCH.device), :, : theirs.size(2)] = theirs.to(hidden_BCH)
@@ -67,7 +68,7 @@ def shares(
             continue
         theirs_BC = counts_BC & (targets.teacher == number).to(counts_BC.device).unsqueeze(-1)
         if number == 0 or theirs_BC.any():
-            hidden_BCH = targets.hidden[..., : head.shape[1]]
+            hidden_BCH = targets.hidden[..., : shape_of(head)[1]]
             # Kept in float32 beside teachers of other dtypes: back to its own, which is exact.
             yield head, hidden_BCH.to(head.weight.dtype) if hidden_BCH.dtype == torch.float32 else hidden_BCH, theirs_BC
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trl_opsd._compat.deepspeed import Reader, reader_config
-from trl_opsd.backbone import Run
+from trl_opsd.models.backbone import Run
 from trl_opsd.teacher.forward import most_of_all
 from trl_opsd.teacher.placement import Placement
 from trl_opsd.types import OutputHead

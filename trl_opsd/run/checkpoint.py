@@ -13,7 +13,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from trl_opsd.manifest import MANIFEST, has_manifest, problems, seal, sync_folder
+from trl_opsd.run.manifest import MANIFEST, has_manifest, problems, seal, sync_folder
 
 UNFINISHED = "_unfinished"
 """Folder beside the checkpoints in which one is written. Uploads to the Hub leave out what starts with `_`."""

@@ -20,7 +20,7 @@ from trl_opsd._compat.deepspeed import empty_twin, gathered
 
 def is_split_model(model: nn.Module) -> bool:
     """Whether only the wrapper's own forward brings the weights of this model."""
-    return isinstance(model, FSDPModule) or any(map(_in_zero3, model.parameters()))
+    return isinstance(model, FSDPModule) or in_zero3_model(model)
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def whole(parameter: Tensor) -> Tensor:
     if isinstance(parameter, DTensor):
         value: Tensor = parameter.full_tensor()
         return value
-    if _in_zero3(parameter):
+    if in_zero3(parameter):
         with gathered([parameter]):
             return parameter.detach().clone()
     return parameter.detach()
@@ -84,7 +84,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 def whole_copy(model: Any) -> Any:
     """A copy of a model in every process; one that ZeRO-3 has split is gathered in host memory, tensor by tensor."""
-    if not any(map(_in_zero3, model.parameters())):
+    if not in_zero3_model(model):
         return deepcopy(model)
     copied = empty_twin(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -101,7 +101,7 @@ def local(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Writes whole values, the same in every process, into the parameters of their names."""
-    with gathered([parameters[name] for name in values if _in_zero3(parameters[name])], written=True):
+    with gathered([parameters[name] for name in values if in_zero3(parameters[name])], written=True):
         for name, value in values.items():
             parameter = parameters[name]
             if isinstance(parameter, DTensor):
@@ -111,11 +111,29 @@ def write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Non
 
 def is_split(parameter: Tensor) -> bool:
     """Whether this process has a share of the parameter only."""
-    return isinstance(parameter, DTensor) or _in_zero3(parameter)
+    return isinstance(parameter, DTensor) or in_zero3(parameter)
 
 
-def _in_zero3(parameter: Tensor) -> bool:
-    return hasattr(parameter, "ds_id")
+def in_zero3(tensor: Tensor) -> bool:
+    """Whether ZeRO-3 has split the tensor, so that it is empty but where it is gathered."""
+    return hasattr(tensor, "ds_id")
+
+
+def in_zero3_model(model: nn.Module) -> bool:
+    """Whether ZeRO-3 has split the parameters, so that none can be used outside of the engine's own forward."""
+    return any(map(in_zero3, model.parameters()))
+
+
+def whole_shape(tensor: Tensor) -> torch.Size:
+    """The shape of a tensor where nothing is split."""
+    shape: torch.Size = getattr(tensor, "ds_shape", tensor.shape)
+    return shape
+
+
+def whole_numel(tensor: Tensor) -> int:
+    """The number of elements of a tensor where nothing is split."""
+    number: int = getattr(tensor, "ds_numel", tensor.numel())
+    return number
 
 
 @torch.no_grad()

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.shards import is_split
-from trl_opsd.backbone import CANNOT_RUN, Run, call, completion_hidden
+from trl_opsd._compat.sharding import is_split
+from trl_opsd.models.backbone import Run, call, completion_hidden
+from trl_opsd.models.head import shape_of
+from trl_opsd.models.probing import CANNOT_RUN
 from trl_opsd.types import OutputHead, Rollout
 
 
@@ -96,7 +98,7 @@ def _reached(hidden_BCH: Tensor) -> set[int]:
 
 def _row(head: OutputHead) -> Rollout:
     """Three tokens of a prompt and five of a completion, spread over the vocabulary."""
-    ids_1L = torch.arange(8, device=head.weight.device).mul(head.shape[0] // 8)[None]
+    ids_1L = torch.arange(8, device=head.weight.device).mul(shape_of(head)[0] // 8)[None]
     ones_1L = torch.ones_like(ids_1L)
     return Rollout(
         prompt_ids=ids_1L[:, :3],

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from trl_opsd.prompts import check_prompt
+from trl_opsd.data.prompts import check_prompt
 
 Row: TypeAlias = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trl_opsd import strict_json
+from trl_opsd.run import strict_json
 
 MANIFEST = "opsd_manifest.json"
 """Every other file of a checkpoint with its size and SHA-256; written last, so without it a checkpoint is torn."""

@@ -11,6 +11,8 @@ from typing import Any
 
 from accelerate.logging import get_logger
 
+from trl_opsd._compat.sharding import whole_shape
+
 RECORD = "opsd_nonfinite.jsonl"
 """In the output folder: what was found, one JSON object in each line."""
 
@@ -162,7 +164,7 @@ class GradientProbe:
         """Begins to look, at the first bias or norm that is trained, else at the first weight; once."""
         if self._handle is None:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            small = (one for one in trained if len(getattr(one, "ds_shape", one.shape)) == 1)
+            small = (one for one in trained if len(whole_shape(one)) == 1)
             self._handle = next(small, trained[0]).register_hook(self._look)
 
     def detach(self) -> None:

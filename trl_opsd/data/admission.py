@@ -10,8 +10,8 @@ from typing import Any
 
 from datasets import IterableDataset
 
-from trl_opsd.prompts import PromptLimits, check_prompts
-from trl_opsd.teacher_prompts import COLUMNS, Row
+from trl_opsd.data.prompts import PromptLimits, check_prompts
+from trl_opsd.data.teacher_prompts import COLUMNS, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

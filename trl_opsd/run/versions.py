@@ -1,6 +1,6 @@
 """The newest libraries this package was run with, and a word about those that are newer.
 
-Silenced as any log is: `logging.getLogger("trl_opsd.versions").setLevel("ERROR")`.
+Silenced as any log is: `logging.getLogger("trl_opsd.run.versions").setLevel("ERROR")`.
 """
 
 from __future__ import annotations

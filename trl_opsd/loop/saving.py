@@ -13,9 +13,9 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from transformers import ProcessorMixin, Trainer, TrainingArguments
 
-from trl_opsd import checkpoint
-from trl_opsd._compat.leftovers import nothing_left
-from trl_opsd.sigterm import StopOnSigterm
+from trl_opsd.loop.leftovers import nothing_left
+from trl_opsd.run import checkpoint
+from trl_opsd.run.sigterm import StopOnSigterm
 
 __all__ = ["SEAMS", "SafeCheckpoints"]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import Trainer
 
 from trl_opsd._compat.deepspeed import blind_settings
-from trl_opsd.failure import one_traceback
-from trl_opsd.nonfinite import Finding, GradientProbe, StepGuard, nonfinite_side
+from trl_opsd.run.failure import one_traceback
+from trl_opsd.run.nonfinite import Finding, GradientProbe, StepGuard, nonfinite_side
 from trl_opsd.types import LossParts
 
 __all__ = ["SEAMS", "GuardedSteps"]

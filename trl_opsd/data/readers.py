@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from trl_opsd.admission import Reader
-from trl_opsd.prompts import IMAGE_COLUMNS, PromptLimits, check_columns, check_no_images
-from trl_opsd.teacher_prompts import Row, TeacherPrompts, teacher_of
+from trl_opsd.data.admission import Reader
+from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits, check_columns, check_no_images
+from trl_opsd.data.teacher_prompts import Row, TeacherPrompts, teacher_of
 
 
 def student_prompt(prompts: TeacherPrompts, teachers: tuple[str, ...], row: Row, name: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trl_opsd._compat.sharding import whole_numel
 from trl_opsd.losses.streamed import TILE_BYTES
 
 _LOGITS = 2 * 4
@@ -83,4 +84,4 @@ def _rows(trainer: Any) -> tuple[int, int]:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """As whole tensors, also where a process holds a part."""
-    return sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in tensors)
+    return sum(whole_numel(one) * one.element_size() for one in tensors)

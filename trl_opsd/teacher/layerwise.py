@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trl_opsd.backbone import Run, call
+from trl_opsd.models.backbone import Run, call
 from trl_opsd.teacher.dock import Dock, Pack
 from trl_opsd.teacher.hosted import HeadOnDevice
 from trl_opsd.teacher.parts import parts_of

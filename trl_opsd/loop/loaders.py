@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from trl_opsd.shares import WholeStream
+from trl_opsd.data.shares import WholeStream
 
 __all__ = ["SEAMS", "EachRowOnce"]
 

@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from trl_opsd._compat.peft import base_parameters
-from trl_opsd._compat.shards import whole
+from trl_opsd._compat.sharding import whole
 
 VALUES = 64
 """Values of one weight."""

@@ -14,7 +14,7 @@ from typing import Any
 from accelerate.utils import DistributedType
 from transformers import Trainer
 
-from trl_opsd._compat.shards import reshard
+from trl_opsd._compat.sharding import reshard
 
 __all__ = ["SEAMS", "WrappedToTrain"]
 

@@ -7,7 +7,7 @@ weights. The loss does not go through `forward`, and a model beside the student 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,18 +35,6 @@ def autocast(accelerator: Any) -> Iterator[None]:
     else:
         with torch.autocast(accelerator.device.type, dtype=dtype):
             yield
-
-
-def carried(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """A function that multiplies as it would here, wherever it is called: DeepSpeed ends autocast in its forward."""
-    kind = device.type
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-    def run(*args: Any) -> Any:
-        with torch.autocast(kind, dtype=dtype, enabled=enabled):
-            return function(*args)
-
-    return run
 
 
 def check_scaler(args: Any) -> None:

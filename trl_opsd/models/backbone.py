@@ -1,0 +1,107 @@
+"""Runs a causal language model up to its last hidden state; what the head makes of it is somebody else's business.
+
+B rows · P prompt tokens · C completion tokens · L = P + C · V vocabulary · H hidden width
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from trl_opsd._compat.peft import without_peft
+from trl_opsd._compat.sharding import is_split_model
+from trl_opsd.models.padding import PADDED, Reading
+from trl_opsd.types import Rollout
+
+Run: TypeAlias = Callable[..., Any]
+"""`run(function, *args)` equals `function(model, *args)`, wherever the model is."""
+
+
+def call(model: Any, function: Run, *args: Any) -> Any:
+    """`function(model, *args)`: a [`Run`] once the model is bound."""
+    return function(model, *args)
+
+
+def completion_hidden(model: Any, rollout: Rollout, reading: Reading = PADDED) -> Tensor:
+    """The last hidden state at the position that predicts each completion token.
+
+    Equals `model(...).hidden_states[-1][:, P - 1 : -1]` with every token at the position it would have without padding.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            A causal language model, not wrapped for distributed training.
+        rollout ([`~types.Rollout`]):
+            The rows to read.
+        reading ([`~padding.Reading`], *optional*, defaults to `PADDED`):
+            Which of them share a forward pass, as [`prove_padding`] found it.
+
+    Returns:
+        `torch.Tensor`: `[B, C, H]`. What stands at padding means nothing.
+    """
+    if reading == PADDED:
+        hidden_BLH = hidden_states(model, rollout.input_ids, rollout.attention_mask)
+        return hidden_BLH[:, rollout.prompt_ids.size(1) - 1 : -1]
+    lengths = rollout.attention_mask.sum(-1).tolist()
+    groups = reading.groups(lengths, is_split_model(model))
+    read = [_completion_hidden_unpadded if _are_one(lengths, rows) else completion_hidden for rows in groups]
+    parts = [one(model, rollout.select(rows)) for one, rows in zip(read, groups, strict=True)]
+    order = torch.tensor([row for rows in groups for row in rows], device=parts[0].device)
+    return torch.cat(parts)[order.argsort()]
+
+
+def _are_one(lengths: list[int], rows: list[int]) -> bool:
+    return len({lengths[row] for row in rows}) == 1
+
+
+def _completion_hidden_unpadded(model: Any, rollout: Rollout) -> Tensor:
+    """[n, C, H], of rows with as many tokens each, prompt and completion."""
+    mask_nL = rollout.attention_mask
+    ids_nL = rollout.input_ids[mask_nL != 0].view(len(mask_nL), -1)
+    hidden_nLH = hidden_states(model, ids_nL, torch.ones_like(ids_nL))
+    before_n1 = rollout.prompt_mask.sum(-1, keepdim=True) - 1
+    places_nC = before_n1 + torch.arange(rollout.completion_ids.size(1), device=ids_nL.device)
+    places_nC = places_nC.clamp(max=ids_nL.size(1) - 1).to(hidden_nLH.device)
+    return hidden_nLH.gather(1, places_nC[..., None].expand(-1, -1, hidden_nLH.size(-1)))
+
+
+def context_of(model: Any) -> int | None:
+    """Tokens the model can look at, or `None` where its config states no limit."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit
+
+
+def backbone_of(model: Any) -> Any:
+    """What of a causal language model, bare or wrapped by `peft`, computes hidden states."""
+    causal_lm = without_peft(model)
+    backbone = causal_lm.base_model
+    # Parts of a larger model name it as that does, and then `base_model` does not find it (Llama 4, Mllama).
+    return getattr(causal_lm, "model", causal_lm) if backbone is causal_lm else backbone
+
+
+def hidden_states(
+    model: Any, input_ids_BL: Tensor, attention_mask_BL: Tensor, position_ids_BL: Tensor | None = None
+) -> Tensor:
+    """The last hidden state, [B, L, H], of right- or left-padded rows; positions are counted as `generate` does.
+
+    Raises:
+        ValueError: The backbone returns no `last_hidden_state`.
+    """
+    backbone = backbone_of(model)
+    inputs = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL, "use_cache": False}
+    if "position_ids" in inspect.signature(backbone.forward).parameters:
+        # As `generate` numbers them. Left alone, a model counts the padding too, and learned positions then shift.
+        counted_BL = (attention_mask_BL.long().cumsum(-1) - 1).clamp(min=0)
+        inputs["position_ids"] = counted_BL if position_ids_BL is None else position_ids_BL
+    output = backbone(**inputs)
+    if getattr(output, "last_hidden_state", None) is None:
+        raise ValueError(
+            f"The {type(backbone).__name__} inside of the {type(model).__name__} returns a {type(output).__name__} "
+            "without `last_hidden_state`, which the loss reads: take a causal language model that returns it, or "
+            "report the family that is missing."
+        )
+    hidden_BLH: Tensor = output.last_hidden_state
+    return hidden_BLH

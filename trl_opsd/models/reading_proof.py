@@ -1,0 +1,68 @@
+"""Proves which rows a model can read in one batch, before it is trained or asked."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+
+from trl_opsd.models.backbone import Run, backbone_of, call, context_of, hidden_states
+from trl_opsd.models.head import shape_of
+from trl_opsd.models.padding import Reading, prove_reading
+from trl_opsd.models.probing import most_exactly
+from trl_opsd.run.precision import least_precise
+from trl_opsd.run.rng import preserved_rng
+from trl_opsd.types import OutputHead
+
+
+def prove_padding(model: Any, role: str, run: Run | None = None) -> Reading:
+    """Finds out by computing which rows this model can read in one batch.
+
+    Padding changes what some families compute, in `transformers` itself: learned positions that count it, convolutions
+    and recurrences that read it, rotary frequencies that depend on the longest row. Two small forward passes for a
+    family that it does not change, and nothing of the random state.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model to probe.
+        role (`str`):
+            `"student"` or `"teacher"`, for the message.
+        run (`Callable`, *optional*):
+            `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called as it is.
+
+    Raises:
+        ValueError: No way of reading gives each row the states that it has alone; the message says by how much.
+    """
+    run = run or partial(call, model)
+    head = OutputHead.of(model)
+    rounded = least_precise(model)
+    takes_positions = "position_ids" in inspect.signature(backbone_of(model).forward).parameters
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), preserved_rng(head.weight.device):
+            reading: Reading = most_exactly(
+                model,
+                role,
+                lambda: prove_reading(
+                    lambda *inputs: run(hidden_states, *inputs).to(rounded),
+                    vocabulary=shape_of(head)[0],
+                    device=head.weight.device,
+                    borders=_borders(model) if takes_positions else set(),
+                    called=f"{role} ({type(model).__name__})",
+                ),
+            )
+            return reading
+    finally:
+        model.train(was_training)
+
+
+def _borders(model: Any) -> set[int]:
+    """Positions within the context at which rotary frequencies may change."""
+    config, name = model.config.get_text_config(), "original_max_position_embeddings"
+    rope = getattr(config, "rope_parameters", None) or {}
+    stated = [getattr(config, name, None)]
+    stated += [one.get(name) for one in (rope, *rope.values()) if isinstance(one, dict)]
+    return {border for border in stated if border and border < (context_of(model) or 0)}
