@@ -329,7 +329,9 @@ class OPSDTrainer(SeamTrainer):
         check_opinion(sums, self.limits.vocabulary, self.temperature)
 
     def footprint(self, phase: str) -> dict[str, int]:
-        return footprint(self, phase)
+        teachers: dict[str, Teacher] = getattr(self, "teachers", {})
+        models = {name: getattr(teacher, "model", None) for name, teacher in teachers.items()}
+        return footprint(self, phase, models, [teacher.head for teacher in teachers.values()])
 
     @property
     def limits(self) -> PromptLimits:

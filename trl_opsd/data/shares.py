@@ -12,6 +12,7 @@ from typing import Any, final
 
 from datasets import IterableDataset
 from torch.utils.data import IterableDataset as TorchStream
+from transformers import TrainingArguments
 
 __all__ = ["WholeStream", "check_alike", "check_sharing"]
 
@@ -26,7 +27,7 @@ _MISSHARED = {
 """Options of accelerate with which rows would be read twice or never, with that value, and why."""
 
 
-def check_sharing(args: Any) -> None:
+def check_sharing(args: TrainingArguments) -> None:
     """Refuses options with which several processes or workers would not read each row once.
 
     Args:

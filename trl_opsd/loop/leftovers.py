@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from transformers import Trainer
+
 _BARS = ("training_bar", "prediction_bar")
 
 
 @contextmanager
-def nothing_left(trainer: Any) -> Iterator[None]:
+def nothing_left(trainer: Trainer) -> Iterator[None]:
     """Whatever ends what runs inside, the trainer is afterwards as after a training that came to its end.
 
     Args:
@@ -29,7 +31,7 @@ def nothing_left(trainer: Any) -> Iterator[None]:
         raise
 
 
-def _unhook_noise(trainer: Any) -> None:
+def _unhook_noise(trainer: Trainer) -> None:
     """The next training adds NEFTune's noise by a hook of its own, and would add it twice."""
     handle = getattr(trainer, "neftune_hook_handle", None)
     if handle is not None:

@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
+from transformers import TrainingArguments
 
 from trl_opsd._compat.sharding import is_split
 from trl_opsd.models.backbone import Run, call, completion_hidden
@@ -65,7 +67,7 @@ def prove_training(model: Any, run: Run | None = None) -> list[str]:
     return [name for name, number in learns.items() if number not in reached]
 
 
-def heed_unreached(names: Sequence[str], args: Any, accelerator: Any) -> None:
+def heed_unreached(names: Sequence[str], args: TrainingArguments, accelerator: Accelerator) -> None:
     """Has data parallelism look for parameters without gradients, where it would wait for all of them.
 
     Args:

@@ -8,17 +8,19 @@ from contextlib import suppress
 from operator import index
 from typing import Any
 
+from trl_opsd.host import Host
+
 
 class RolloutBackend(ABC):
     """Lets the current student write one completion for each prompt."""
 
     @abstractmethod
-    def bind(self, trainer: Any) -> None:
+    def bind(self, trainer: Host) -> None:
         """Called once, when the trainer is complete and before anything is generated.
 
         Args:
-            trainer ([`OPSDTrainer`]):
-                Gives the student, the accelerator and the arguments.
+            trainer ([`~host.Host`]):
+                The trainer: gives the student, the accelerator and the options.
         """
 
     @abstractmethod

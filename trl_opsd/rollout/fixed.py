@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from trl_opsd.host import Host
 from trl_opsd.rollout.base import RolloutBackend
 
 
@@ -27,7 +27,7 @@ class FixedRollout(RolloutBackend):
     def __init__(self, completions: Mapping[tuple[int, ...], Sequence[int]]) -> None:
         self._completions = completions
 
-    def bind(self, trainer: Any) -> None:
+    def bind(self, trainer: Host) -> None:
         """Needs nothing from the trainer."""
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from trl_opsd._compat.sharding import in_zero3_model
+from trl_opsd.host import Host
 from trl_opsd.models.padding import PADDED
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
@@ -56,7 +57,7 @@ class HFRollout(RolloutBackend):
         self.writing: Writing | None = None
         self._caches = KeptCaches()
 
-    def bind(self, trainer: Any) -> None:
+    def bind(self, trainer: Host) -> None:
         """Takes the trainer.
 
         Raises:

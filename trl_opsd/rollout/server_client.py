@@ -12,6 +12,7 @@ from typing import Any
 
 from trl_opsd._compat.trl import VLLMClient
 from trl_opsd._compat.vllm import Written
+from trl_opsd.config import OPSDConfig
 from trl_opsd.rollout import answers
 from trl_opsd.rollout.bounded_http import BoundedSession, ServerError
 
@@ -35,7 +36,7 @@ class ServerClient(VLLMClient):
         ServerError: What answers is none. Every method may raise it.
     """
 
-    def __init__(self, args: Any, deadline: float) -> None:
+    def __init__(self, args: OPSDConfig, deadline: float) -> None:
         self._deadline = deadline
         with answers.understood("/v1/models"):
             super().__init__(

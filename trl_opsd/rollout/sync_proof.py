@@ -14,6 +14,8 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
+from trl_opsd.host import Host
+
 WRITTEN = 16
 """Tokens the engine writes after the probe."""
 
@@ -64,7 +66,7 @@ class SyncProof:
             Whether the student has adapters that the engine might lack.
     """
 
-    def __init__(self, trainer: Any, engine: Any, dtype: torch.dtype, with_adapter: bool) -> None:
+    def __init__(self, trainer: Host, engine: Any, dtype: torch.dtype, with_adapter: bool) -> None:
         self._trainer, self._engine, self._dtype, self._with_adapter = trainer, engine, dtype, with_adapter
         self._last_scores_L: Tensor | None = None
         self._length = max(engine.block_size + 2, PROMPTED)

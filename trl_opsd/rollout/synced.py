@@ -13,6 +13,8 @@ from torch import Tensor
 
 from trl_opsd._compat.peft import is_peft
 from trl_opsd._compat.sharding import in_zero3, local, trained_parameters
+from trl_opsd.config import OPSDConfig
+from trl_opsd.host import Host
 from trl_opsd.models.backbone import context_of
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.sync_proof import SyncProof
@@ -27,7 +29,7 @@ class SyncedRollout(RolloutBackend):
             The options.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: OPSDConfig) -> None:
         self._args = args
         self._sent: tuple[Any, ...] | None = None
         self._proved = False
@@ -99,7 +101,7 @@ class SyncedRollout(RolloutBackend):
     def _rest(self) -> None:
         """Tells the engine that nothing is written until the next rollout."""
 
-    def _take(self, trainer: Any, engine: Any, sampling: dict[str, Any], dtype: torch.dtype) -> None:
+    def _take(self, trainer: Host, engine: Any, sampling: dict[str, Any], dtype: torch.dtype) -> None:
         """Takes what `bind` has put together.
 
         Args:
@@ -139,7 +141,7 @@ class SyncedRollout(RolloutBackend):
         )
 
 
-def check_student(trainer: Any) -> None:
+def check_student(trainer: Host) -> None:
     """Refuses students whose weights cannot be sent to an engine.
 
     Raises:
@@ -158,7 +160,7 @@ def check_student(trainer: Any) -> None:
         )
 
 
-def dtype_of(trainer: Any) -> torch.dtype:
+def dtype_of(trainer: Host) -> torch.dtype:
     """What the student computes in, which under mixed precision is not what its weights are kept in."""
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
     if trainer.accelerator.mixed_precision in mixed:
@@ -176,7 +178,7 @@ def version_of(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
 
 
 @contextmanager
-def _timed(trainer: Any, name: str) -> Iterator[None]:
+def _timed(trainer: Host, name: str) -> Iterator[None]:
     """Records the seconds of what runs inside, if it succeeds."""
     start = perf_counter()
     yield

@@ -17,6 +17,8 @@ from trl_opsd._compat.vllm import (
     why_no_adapter,
     why_no_sleep_mode,
 )
+from trl_opsd.config import OPSDConfig
+from trl_opsd.host import Host
 from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of, version_of
 from trl_opsd.rollout.weight_sync import (
     Stream,
@@ -47,11 +49,11 @@ class VLLMRollout(SyncedRollout):
         ValueError: An option, or several together, cannot work.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: OPSDConfig) -> None:
         super().__init__(args)
         _check_options(args)
 
-    def bind(self, trainer: Any) -> None:
+    def bind(self, trainer: Host) -> None:
         """Builds the engine.
 
         Raises:
@@ -162,7 +164,7 @@ class VLLMRollout(SyncedRollout):
         )
 
 
-def _check_options(args: Any) -> None:
+def _check_options(args: OPSDConfig) -> None:
     if args.vllm_tensor_parallel_size != 1:
         raise ValueError(
             f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}` is not supported by this version, each "
@@ -173,7 +175,7 @@ def _check_options(args: Any) -> None:
     sampling_options(args, end_ids=[])
 
 
-def _checked_checkpoint(trainer: Any) -> Any:
+def _checked_checkpoint(trainer: Host) -> Any:
     """The config of the student's checkpoint."""
     args, model = trainer.args, trainer.model
     path = model.name_or_path
@@ -202,6 +204,6 @@ def _checked_checkpoint(trainer: Any) -> Any:
     return found
 
 
-def _revision(args: Any) -> str | None:
+def _revision(args: OPSDConfig) -> str | None:
     revision: str | None = (args.model_init_kwargs or {}).get("revision")
     return revision

@@ -13,6 +13,8 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 
 from trl_opsd._compat.vllm import HEAD, Written, may_have_head, request_options
+from trl_opsd.config import OPSDConfig
+from trl_opsd.host import Host
 from trl_opsd.models.head import shape_of
 from trl_opsd.rollout.answers import ServerFacts
 from trl_opsd.rollout.bounded_http import ServerError
@@ -45,14 +47,14 @@ class VLLMServerRollout(SyncedRollout):
         ValueError: An option cannot work, or no server answers within `vllm_server_timeout` seconds.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: OPSDConfig) -> None:
         super().__init__(args)
         _check_options(args)
         # The others wait in a collective meanwhile, for as long as `ddp_timeout`.
         with _together():
             self._client = ServerClient(args, deadline=0.9 * args.ddp_timeout) if args.process_index == 0 else None
 
-    def bind(self, trainer: Any) -> None:
+    def bind(self, trainer: Host) -> None:
         """Asks what the server runs, and opens the way for weights.
 
         Raises:
@@ -104,7 +106,7 @@ class _ServedEngine:
             Speaks with the server; `None` but for the main process.
     """
 
-    def __init__(self, trainer: Any, client: ServerClient | None) -> None:
+    def __init__(self, trainer: Host, client: ServerClient | None) -> None:
         self._client, self._process = client, trainer.accelerator.process_index
         found: list[ServerFacts | None] = [None]
         with _together():
@@ -202,7 +204,7 @@ def _answers(client: ServerClient, rows: list[tuple[list[int], dict[str, Any]]])
     return [found[number] for number in range(len(rows))]
 
 
-def _check_options(args: Any) -> None:
+def _check_options(args: OPSDConfig) -> None:
     if args.vllm_weight_sync == "adapter":
         raise ValueError(
             "`vllm_weight_sync='adapter'` with `vllm_mode='server'`: a server takes whole weights only: use 'auto'."

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
+from transformers import TrainingArguments
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @contextmanager
-def autocast(accelerator: Any) -> Iterator[None]:
+def autocast(accelerator: Accelerator) -> Iterator[None]:
     """Whatever is multiplied inside is rounded to what `bf16=True` or `fp16=True` says, on every launch.
 
     accelerate's own context does the same, but nothing under DeepSpeed, which casts the student's weights and leaves
@@ -37,7 +38,7 @@ def autocast(accelerator: Any) -> Iterator[None]:
             yield
 
 
-def check_scaler(args: Any) -> None:
+def check_scaler(args: TrainingArguments) -> None:
     """Refuses float16 where nothing scales its loss: its gradients overflow, and the weights become NaN.
 
     Args:

@@ -18,6 +18,7 @@ from trl_opsd._compat.deepspeed import loading, reader_config, recompute_buffers
 from trl_opsd._compat.peft import is_peft, without_adapter
 from trl_opsd._compat.sharding import in_zero3_model, spread, trained_parameters, whole, whole_copy
 from trl_opsd._compat.trl import create_model_from_path
+from trl_opsd.config import OPSDConfig
 from trl_opsd.data.vocabulary import check_token_maps
 from trl_opsd.models.backbone import Run
 from trl_opsd.models.padding import Reading
@@ -48,7 +49,7 @@ _WHERE_IT_IS = ("revision", "trust_remote_code", "token", "cache_dir", "subfolde
 """Options for loading a model that its config and its tokenizer are loaded with too."""
 
 
-def check_teachers(teacher_model: Any, student: Any, args: Any) -> None:
+def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
     """What can be said before anything is loaded.
 
     Args:
@@ -117,7 +118,7 @@ def _check_one(teacher_model: Any, student: Any, called: str) -> None:
 
 def build_teacher(
     teacher_model: TeacherLike,
-    args: Any,
+    args: OPSDConfig,
     device: torch.device,
     progress: bool = False,
 ) -> Teacher:
@@ -159,7 +160,12 @@ def build_teacher(
 
 
 def build_own_teacher(
-    student: Any, run: Run, reading: Callable[[], Reading], args: Any, device: torch.device, progress: bool = False
+    student: Any,
+    run: Run,
+    reading: Callable[[], Reading],
+    args: OPSDConfig,
+    device: torch.device,
+    progress: bool = False,
 ) -> tuple[Teacher, Average | None]:
     """A teacher that is the student in another state, and the average it follows, if it does.
 
@@ -212,7 +218,7 @@ def build_own_teacher(
 
 
 def check_tokenizers(
-    tokenizer: PreTrainedTokenizerBase | None, teachers: Mapping[str, Any], given: Any, args: Any
+    tokenizer: PreTrainedTokenizerBase | None, teachers: Mapping[str, Any], given: Any, args: OPSDConfig
 ) -> None:
     """Compares the student's tokenizer with each teacher's, before a teacher is loaded.
 
@@ -244,7 +250,7 @@ def check_tokenizers(
             check_token_maps(tokenizer, theirs, name)
 
 
-def _tokenizer_beside(teacher_model: Any, args: Any) -> PreTrainedTokenizerBase | None:
+def _tokenizer_beside(teacher_model: Any, args: OPSDConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer that lies beside a teacher's weights, or `None`."""
     if not isinstance(teacher_model, str):
         return None
@@ -266,18 +272,18 @@ def _tokenizer_beside(teacher_model: Any, args: Any) -> PreTrainedTokenizerBase 
     return tokenizer
 
 
-def _average(student: nn.Module, teacher: Mapping[str, Tensor], args: Any) -> Average:
+def _average(student: nn.Module, teacher: Mapping[str, Tensor], args: OPSDConfig) -> Average:
     followed = partial(trained_parameters, student)
     return Average(followed, teacher, rate=args.teacher_update_rate, every=args.teacher_sync_steps)
 
 
-def _frozen(model: Any, args: Any, device: torch.device, progress: bool) -> FrozenTeacher:
+def _frozen(model: Any, args: OPSDConfig, device: torch.device, progress: bool) -> FrozenTeacher:
     _check_movable(model, args.teacher_offload)
     placement = _PLACEMENTS[args.teacher_offload](model, device)
     return FrozenTeacher(placement, cache_device=args.teacher_cache_device, progress=progress)
 
 
-def _loaded(path: str, args: Any, device: torch.device) -> PreTrainedModel:
+def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedModel:
     """A teacher from a path, read straight to where it will live."""
     kwargs = {
         "dtype": None,
