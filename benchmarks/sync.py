@@ -32,7 +32,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_opsd._compat.vllm import LORA_RANKS, Engine, EngineOptions
+from trl_opsd._compat.vllm.architectures import LORA_RANKS
+from trl_opsd._compat.vllm.engine import EngineOptions, VLLMEngine
 from trl_opsd.rollout.sync_proof import SyncProof
 from trl_opsd.rollout.weight_sync import Stream, adapter_layers, adapter_of, adapter_rank, weights_of
 
@@ -72,7 +73,9 @@ def drift(student: Any, before: dict[str, torch.Tensor]) -> float:
     return changed / max(sum(part.numel() for part in frozen.values()), 1)
 
 
-def ours(student: Any, engine: Engine, apart: bool, dtype: torch.dtype) -> tuple[Callable[[], None], dict[str, Any]]:
+def ours(
+    student: Any, engine: VLLMEngine, apart: bool, dtype: torch.dtype
+) -> tuple[Callable[[], None], dict[str, Any]]:
     """One sync, and what it took: calls and bytes."""
     took: dict[str, Any] = {}
 
@@ -95,7 +98,7 @@ def ours(student: Any, engine: Engine, apart: bool, dtype: torch.dtype) -> tuple
     return sync, took
 
 
-def trls(student: Any, engine: Engine) -> tuple[Callable[[], None], dict[str, Any]]:
+def trls(student: Any, engine: VLLMEngine) -> tuple[Callable[[], None], dict[str, Any]]:
     """TRL's own sync, on the same engine: its class without its constructor, which would build another one."""
     took: dict[str, Any] = {}
     runner = engine._worker.model_runner
@@ -131,10 +134,10 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         student = make_student(args, folder, what != "everything")
         apart = what == "lora, adapter"
         rank = adapter_rank(student) if apart else None
-        engine = Engine(EngineOptions(
+        engine = VLLMEngine(EngineOptions(
             model=str(folder), revision=None, tokenizer=str(folder), dtype=args.dtype, context=256,
             vocabulary=args.vocab, sequences=8, seed=0, gpu_memory_utilization=0.3, model_impl="vllm",
-            trust_remote_code=False, sleep_mode=False,
+            trust_remote_code=False, sleep_mode=False, placeholders=(), text_alone=False,
             lora_rank=None if rank is None else next(size for size in LORA_RANKS if size >= rank),
             lora_layers=tuple({name.rpartition(".")[2] for name in adapter_layers(student)}) if apart else (),
         ))  # fmt: skip
@@ -159,7 +162,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def proof(student: Any, engine: Engine, args: argparse.Namespace) -> dict[str, float]:
+def proof(student: Any, engine: VLLMEngine, args: argparse.Namespace) -> dict[str, float]:
     """Seconds of the proof, and the gap it found."""
     trainer: Any = SimpleNamespace(
         student_for_generation=lambda: nullcontext(student),

@@ -31,7 +31,7 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_opsd import OPSDTrainer
-from trl_opsd._compat import vllm
+from trl_opsd._compat.vllm import engine
 
 SIZES = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -180,7 +180,7 @@ def main() -> None:
     if args.table:
         print(table(args.table.read_text().splitlines()))
         return
-    vllm.LLM = partial(vllm.LLM, enforce_eager=True)
+    engine.LLM = partial(engine.LLM, enforce_eager=True)
     for family, way, head, dtype in itertools.product(args.families, WAYS, args.heads, args.dtypes):
         case: dict[str, Any] = {"family": family, "way": way, "head": head, "dtype": dtype}
         try:

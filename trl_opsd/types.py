@@ -81,6 +81,20 @@ def _without_padding(ids_BL: Tensor, mask_BL: Tensor) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the engine wrote after one prompt."""
+
+    prompt_ids: list[int]
+    """The prompt as the engine read it."""
+    completion_ids: list[int]
+    """The tokens it wrote."""
+    prompt_logprobs: list[float]
+    """Of each prompt token but the first, in nats; empty unless asked for."""
+    logprobs: list[float]
+    """Of each written token, in nats, before temperature and truncation; empty unless asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherTargets:
     """What the teacher has to say about a rollout, small enough to keep for a whole generation batch."""
 

@@ -21,8 +21,8 @@ from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.worker.gpu_worker import Worker
 from vllm_lab import by_hf, engines_are_shared, gap, lora, make, student, two_end_tokens  # noqa: F401 (two: fixtures)
 
-from trl_opsd._compat import vllm as compat
-from trl_opsd._compat.vllm import Engine
+from trl_opsd._compat.vllm import sampling
+from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd.rollout import vllm as backend
 
 pytestmark = pytest.mark.vllm
@@ -87,7 +87,7 @@ def test_a_model_runner_that_does_not_mask_unknown_ids_is_noticed(monkeypatch):
     )
     given = importlib.import_module(f"{second_runner}.interface").LogitsProcRequestState
 
-    kind, config = compat._only_the_first(5), VllmConfig()
+    kind, config = sampling.only_known(5), VllmConfig()
     state = SimpleNamespace(**dict.fromkeys(given.__dataclass_fields__))
     *_, first = build_logitsprocs(config, torch.device("cpu"), False, False, [kind]).non_argmax_invariant
     (second,) = loader.build_custom_logits_processors(config, state, False, [kind])
@@ -99,7 +99,7 @@ def test_a_model_runner_that_does_not_mask_unknown_ids_is_noticed(monkeypatch):
         assert masked.isneginf().tolist() == [[False] * 5 + [True] * 3] * 2
 
     monkeypatch.setitem(sys.modules, second_runner, None)
-    before = compat._only_the_first(5)
+    before = sampling.only_known(5)
     *_, alone = build_logitsprocs(config, torch.device("cpu"), False, False, [before]).non_argmax_invariant
     assert alone.apply(torch.zeros(2, 8)).isneginf().sum() == 6, "a version that has the first runner only"
 
@@ -169,9 +169,9 @@ class _Forgetful:
 
 @pytest.mark.parametrize(("kind", "level"), [("full", 2), ("adapter", 1)])
 def test_a_rollout_with_weights_lost_in_sleep_is_noticed(make, monkeypatch, kind, level):  # noqa: F811
-    shared = backend.Engine
+    shared = backend.VLLMEngine
     monkeypatch.setattr(backend, "why_no_sleep_mode", lambda: None)
-    monkeypatch.setattr(backend, "Engine", lambda options: shared(replace(options, sleep_mode=False)))
+    monkeypatch.setattr(backend, "VLLMEngine", lambda options: shared(replace(options, sleep_mode=False)))
     trainer = make(vllm_enable_sleep_mode=True, peft_config=lora(), vllm_weight_sync=kind, top_k=1)
     worker = trainer.rollout._engine._worker.worker
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))  # others use memory meanwhile
@@ -197,14 +197,14 @@ def test_an_engine_that_takes_process_groups_along_is_noticed(make, tmp_path):  
     expected = trainer.complete(prompts)
     first = trainer.rollout._engine
 
-    other = Engine(replace(trainer.rollout._engine_options(), seed=1))
+    other = VLLMEngine(replace(trainer.rollout._engine_options(), seed=1))
     memory = weakref.ref(other._worker.model_runner.get_model())
     other.close()
     other.close()
     del other
     gc.collect()
     assert memory() is None, "its weights are gone"
-    third = Engine(replace(trainer.rollout._engine_options(), seed=2))
+    third = VLLMEngine(replace(trainer.rollout._engine_options(), seed=2))
     ended = weakref.ref(third._llm)
     del third
     gc.collect()

@@ -25,7 +25,9 @@ from transformers import (
 from vllm_lab import engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
 
 from trl_opsd._compat.borrowed_classes import classes_kept, retyped
-from trl_opsd._compat.vllm import Engine, _has_head, may_have_head, why_no_adapter
+from trl_opsd._compat.vllm.architectures import may_have_head, why_no_adapter
+from trl_opsd._compat.vllm.engine import VLLMEngine
+from trl_opsd._compat.vllm.reload import has_head
 from trl_opsd.rollout import vllm as backend
 from trl_opsd.rollout import weight_sync
 
@@ -75,9 +77,9 @@ def test_experts_that_an_engine_is_sent_but_does_not_compute_with_are_noticed(ma
         move(trainer)
         assert gap(trainer) > 1e-3
 
-    load = Engine.load
+    load = VLLMEngine.load
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "load", lambda self, weights: load(self, breaking(weights)))
+        patch.setattr(VLLMEngine, "load", lambda self, weights: load(self, breaking(weights)))
         with pytest.raises(RuntimeError, match="the engine broke"):
             trainer.complete(prompts)
     gap(trainer)  # the engine still writes something
@@ -205,9 +207,9 @@ def test_a_head_of_its_own_that_is_not_sent_is_noticed(where):
     for name in filter(None, where.split(".")):
         inner.add_module(name, nn.Module())
         inner = inner.get_submodule(name)
-    assert not _has_head(root)
+    assert not has_head(root)
     inner.add_module("lm_head", nn.Linear(2, 3))
-    assert _has_head(root)
+    assert has_head(root)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_a_library_that_vllm_misses_for_an_architecture_is_not_left_to_be_found_
 
 @pytest.mark.refusal
 def test_an_architecture_that_vllm_does_not_know_is_refused_and_spoils_no_other_engine(make, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(backend, "Engine", Engine)
+    monkeypatch.setattr(backend, "VLLMEngine", VLLMEngine)
     with pytest.raises(ValueError, match=r"does not start an engine .*are not supported for now") as error:
         make("phimoe")
     assert len(str(error.value)) < 700

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from vllm.model_executor.layers import utils as layers
 from vllm_lab import engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
 
-from trl_opsd._compat.vllm import Engine
+from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd.rollout import sync_proof, weight_sync
 from trl_opsd.rollout import vllm as backend
 from trl_opsd.rollout.sync_proof import SyncError
@@ -120,8 +120,8 @@ def test_weights_exchanged_by_hand_without_a_step_that_are_not_sent_are_noticed(
 def test_a_sync_that_nothing_called_for_is_noticed(make, monkeypatch):  # noqa: F811
     trainer = make(eval_dataset=tiny.rows(4), per_device_eval_batch_size=1)
     calls = []
-    load = Engine.load
-    monkeypatch.setattr(Engine, "load", lambda self, weights: calls.append(1) or load(self, weights))
+    load = VLLMEngine.load
+    monkeypatch.setattr(VLLMEngine, "load", lambda self, weights: calls.append(1) or load(self, weights))
 
     trainer.evaluate()
     trainer.evaluate()
@@ -171,7 +171,7 @@ def drained(self, weights):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_sync_that_does_nothing_is_detected(make, monkeypatch, tied):  # noqa: F811
     trainer = moved(make(tied=tied))
-    monkeypatch.setattr(Engine, "load", drained)
+    monkeypatch.setattr(VLLMEngine, "load", drained)
     assert "It looks stale" in message(trainer)
     assert trainer.rollout._sent is None, "and it is not taken for sent"
     monkeypatch.undo()
@@ -182,19 +182,19 @@ def test_a_first_sync_that_does_nothing_is_detected(make, monkeypatch):  # noqa:
     trainer = make()
     with torch.no_grad():
         trainer.model.lm_head.weight.mul_(-1)
-    monkeypatch.setattr(Engine, "load", drained)
+    monkeypatch.setattr(VLLMEngine, "load", drained)
     assert "It looks stale" in message(trainer)
 
 
 def test_an_adapter_that_never_arrives_is_detected(make, monkeypatch):  # noqa: F811
     trainer = make(peft_config=lora())
-    monkeypatch.setattr(Engine, "load_adapter", lambda self, layers: None)
+    monkeypatch.setattr(VLLMEngine, "load_adapter", lambda self, layers: None)
     assert "It looks like a missing adapter" in message(trainer)
 
 
 def test_an_adapter_that_stays_the_old_one_is_detected(make, monkeypatch):  # noqa: F811
     trainer = moved(make(peft_config=lora()))
-    monkeypatch.setattr(Engine, "load_adapter", lambda self, layers: None)
+    monkeypatch.setattr(VLLMEngine, "load_adapter", lambda self, layers: None)
     assert "It looks stale" in message(trainer)
 
 
@@ -206,23 +206,23 @@ def test_an_adapter_left_out_of_a_full_sync_is_detected(make, monkeypatch):  # n
 
 def test_a_tied_head_that_is_not_sent_is_detected(make, monkeypatch):  # noqa: F811
     trainer = moved(make(tied=True))
-    load = Engine.load
+    load = VLLMEngine.load
 
     def without_head(self, weights):
         load(self, (pair for pair in weights if pair[0] != "lm_head.weight"))
 
-    monkeypatch.setattr(Engine, "load", without_head)
+    monkeypatch.setattr(VLLMEngine, "load", without_head)
     assert "It looks like a tied head" in message(trainer)
 
 
 def test_weights_rounded_on_their_way_are_detected(make, monkeypatch):  # noqa: F811
     trainer = moved(make())
-    load = Engine.load
+    load = VLLMEngine.load
 
     def rounded(self, weights):
         load(self, ((name, tensor.bfloat16().float()) for name, tensor in weights))
 
-    monkeypatch.setattr(Engine, "load", rounded)
+    monkeypatch.setattr(VLLMEngine, "load", rounded)
     assert "It looks like a dtype" in message(trainer)
 
 
@@ -230,12 +230,12 @@ def test_weights_in_half_precision_rounded_further_on_their_way_are_detected(mak
     """The largest difference is as large with nothing wrong: rounding is nats where the model is sure."""
     trainer = make(model=half(tmp_path / "student"))
     trainer.complete(trainer.tokenize(tiny.PROMPTS))
-    load = Engine.load
+    load = VLLMEngine.load
 
     def rounded(self, weights):
         load(self, ((name, tensor.to(torch.float8_e4m3fn).bfloat16()) for name, tensor in weights))
 
-    monkeypatch.setattr(Engine, "load", rounded)
+    monkeypatch.setattr(VLLMEngine, "load", rounded)
     with pytest.raises(SyncError, match="times what rounding in bfloat16 explains") as error:
         trainer.rollout.sync_weights()
     print("\n", error.value)
@@ -243,7 +243,7 @@ def test_weights_in_half_precision_rounded_further_on_their_way_are_detected(mak
 
 def test_a_prefix_cache_that_survives_a_sync_is_detected(make, monkeypatch):  # noqa: F811
     trainer = moved(make())
-    monkeypatch.setattr(Engine, "forget_prefixes", lambda self: None)
+    monkeypatch.setattr(VLLMEngine, "forget_prefixes", lambda self: None)
     assert "It looks like a stale prefix cache" in message(trainer)
 
 
@@ -276,7 +276,7 @@ def test_a_base_that_syncs_wear_off_is_noticed(make, tmp_path, kind, monkeypatch
         trainer.rollout.sync_weights()
     broken = "load_adapter" if kind == "adapter" else "load"
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, broken, fails_halfway(getattr(Engine, broken)))
+        patch.setattr(VLLMEngine, broken, fails_halfway(getattr(VLLMEngine, broken)))
         with pytest.raises(RuntimeError, match="the engine broke"):
             trainer.rollout.sync_weights()
     for _ in range(50):
@@ -298,7 +298,7 @@ def test_weights_of_a_sync_that_broke_off_that_stay_are_noticed(make, tmp_path, 
     """As on a processor with AMX, where vLLM packs weights in half precision and leaves empty parameters behind."""
     if packed:
         monkeypatch.setattr(layers, "check_cpu_sgl_kernel", lambda rows, columns, dtype: dtype == torch.bfloat16)
-        monkeypatch.setattr(backend, "Engine", Engine)  # not one that was started without
+        monkeypatch.setattr(backend, "VLLMEngine", VLLMEngine)  # not one that was started without
     model = half(tmp_path / "student") if packed else student(tmp_path / "student")
     trainer = make(model=model)
     trainer.complete(trainer.tokenize(["a"]))
@@ -308,7 +308,7 @@ def test_weights_of_a_sync_that_broke_off_that_stay_are_noticed(make, tmp_path, 
 
     for reached in (9, 1, 14):
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "load", fails_halfway(Engine.load, reached))
+            patch.setattr(VLLMEngine, "load", fails_halfway(VLLMEngine.load, reached))
             with pytest.raises(RuntimeError, match="the engine broke"):
                 trainer.rollout.sync_weights()
         with torch.no_grad():

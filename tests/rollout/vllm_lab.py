@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from trl_opsd import HFRollout, OPSDTrainer
-from trl_opsd._compat.vllm import Engine, EngineOptions
+from trl_opsd._compat.vllm.engine import EngineOptions, VLLMEngine
 from trl_opsd.rollout import vllm as backend
 from trl_opsd.rollout.base import cut_after_end
 
@@ -70,15 +70,15 @@ class _Engines:
     """Starts an engine once for each kind. A trainer sends all of its weights anyway, so one may follow another."""
 
     def __init__(self) -> None:
-        self._running: dict[Any, Engine] = {}
+        self._running: dict[Any, VLLMEngine] = {}
 
-    def __call__(self, options: EngineOptions) -> Engine:
+    def __call__(self, options: EngineOptions) -> VLLMEngine:
         shape = (Path(options.model) / "config.json").read_text()
         key = (shape, dataclasses.replace(options, model="", tokenizer=""))
         engine = self._running.pop(key, None)
         if engine is None:
             self.close(all_but=_AT_ONCE - 1)
-            engine = Engine(options)
+            engine = VLLMEngine(options)
         self._running[key] = engine  # the one used last is the last
         return engine
 
@@ -94,7 +94,7 @@ _ENGINES = _Engines()
 @pytest.fixture(scope="module", autouse=True)
 def engines_are_shared() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "Engine", _ENGINES)
+        patch.setattr(backend, "VLLMEngine", _ENGINES)
         yield
     _ENGINES.close()
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from trl_opsd._compat.vllm import Written
 from trl_opsd.rollout.bounded_http import MIB, ServerError
 from trl_opsd.rollout.sync_proof import RELATIVE
+from trl_opsd.types import Completion
 
 _BYTES_PER_TOKEN = 1024
 """What a server says of one token with one log-probability: about 100 bytes, and its text, escaped."""
@@ -69,7 +69,7 @@ def most_bytes(prompt_ids: list[list[int]], options: dict[str, Any]) -> int:
     return MIB + (sum(map(len, prompt_ids)) + written) * each * _BYTES_PER_TOKEN
 
 
-def written(answer: dict[str, Any], prompt_ids: list[list[int]], options: dict[str, Any]) -> list[Written]:
+def written(answer: dict[str, Any], prompt_ids: list[list[int]], options: dict[str, Any]) -> list[Completion]:
     """The completions in an answer, in the order of the prompts.
 
     Args:
@@ -109,7 +109,7 @@ def understood(what: str) -> Iterator[None]:
         raise ServerError(f"The vLLM server, asked for {what}: {str(error)[:500]}") from error
 
 
-def _one(choice: dict[str, Any], prompt_ids: list[int], options: dict[str, Any]) -> Written:
+def _one(choice: dict[str, Any], prompt_ids: list[int], options: dict[str, Any]) -> Completion:
     completion_ids = _of(choice, "token_ids", list, _are_ids)
     most = options.get("max_tokens", _TOKENS_BY_DEFAULT)
     if len(completion_ids) > most:
@@ -119,7 +119,7 @@ def _one(choice: dict[str, Any], prompt_ids: list[int], options: dict[str, Any])
             f"The vLLM server answered another prompt than it was sent: expected {_shown(prompt_ids)}, got "
             f"{_shown(choice['prompt_token_ids'])}."
         )
-    return Written(
+    return Completion(
         prompt_ids=list(prompt_ids),
         completion_ids=completion_ids,
         prompt_logprobs=[] if options.get("prompt_logprobs") is None else _scored(choice, prompt_ids),

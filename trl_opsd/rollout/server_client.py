@@ -11,10 +11,10 @@ from time import monotonic, sleep
 from typing import Any
 
 from trl_opsd._compat.trl import VLLMClient
-from trl_opsd._compat.vllm import Written
 from trl_opsd.config import OPSDConfig
 from trl_opsd.rollout import answers
 from trl_opsd.rollout.bounded_http import BoundedSession, ServerError
+from trl_opsd.types import Completion
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class ServerClient(VLLMClient):
         with answers.understood("/get_world_size"):
             return answers.world_size(super().get_world_size())
 
-    def write(self, prompt_ids: list[list[int]], options: dict[str, Any]) -> list[Written]:
+    def write(self, prompt_ids: list[list[int]], options: dict[str, Any]) -> list[Completion]:
         """Has one completion written after each prompt.
 
         Args:

@@ -15,6 +15,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from trl_opsd.host import Host
+from trl_opsd.rollout.engine import Engine
 
 WRITTEN = 16
 """Tokens the engine writes after the probe."""
@@ -58,7 +59,7 @@ class SyncProof:
     Args:
         trainer ([`OPSDTrainer`]):
             Gives the student and the processes.
-        engine ([`~_compat.vllm.Engine`]):
+        engine ([`~rollout.engine.Engine`]):
             What has to write as the student does.
         dtype (`torch.dtype`):
             What both compute in.
@@ -66,7 +67,7 @@ class SyncProof:
             Whether the student has adapters that the engine might lack.
     """
 
-    def __init__(self, trainer: Host, engine: Any, dtype: torch.dtype, with_adapter: bool) -> None:
+    def __init__(self, trainer: Host, engine: Engine, dtype: torch.dtype, with_adapter: bool) -> None:
         self._trainer, self._engine, self._dtype, self._with_adapter = trainer, engine, dtype, with_adapter
         self._last_scores_L: Tensor | None = None
         self._length = max(engine.block_size + 2, PROMPTED)
@@ -103,11 +104,11 @@ class SyncProof:
             # Every process comes here: each asks equally often, as all are needed where the student is split.
             bare_RL = self._student(ids_RL, without_adapter=True)[0] if self._with_adapter else None
             raise SyncError(
-                f"After a weight sync vLLM and the student disagree by {gap.average:.3g} nats on the average "
-                f"log-probability: {worst[:, 1].max():.3g} times what rounding in "
+                f"After a weight sync {self._engine.name} and the student disagree by {gap.average:.3g} nats on the "
+                f"average log-probability: {worst[:, 1].max():.3g} times what rounding in "
                 f"{str(self._dtype).removeprefix('torch.')} explains. "
                 f"{self._looks_like(scores, own_RL, bare_RL, scale)} No rollout was written with these weights. "
-                "Set `use_vllm=False` to go on without vLLM."
+                "Set `use_vllm=False` to go on without it."
             )
         self._last_scores_L = scores[0]
         return float(worst[:, 0].max())
@@ -154,24 +155,28 @@ class SyncProof:
 
     def _looks_like(self, scores: tuple[Tensor, Tensor], own_RL: Tensor, bare_RL: Tensor | None, scale: float) -> str:
         """What the difference is like; `bare_RL` are the student's log-probabilities without its adapter."""
+        engine = self._engine.name
         if bare_RL is not None and self._gap(scores, bare_RL, scale).excess <= 1:
-            return "It looks like a missing adapter: vLLM agrees with the student without its adapter."
+            return f"It looks like a missing adapter: {engine} agrees with the student without its adapter."
         scored, cached = scores
         prompt = len(self._probe_ids or [0]) - 1
         if self._unmoved(scored[:prompt], self._gap(scores, own_RL, scale).largest):
             return (
-                "It looks stale: what vLLM says has not changed since before the sync, so the weights did not arrive."
+                f"It looks stale: what {engine} says has not changed since before the sync, so the weights did not "
+                "arrive."
             )
         if self._gap((scored, own_RL[1, -cached.numel() :]), own_RL, scale).excess <= 1:
-            return "It looks like a stale prefix cache: vLLM agrees with the student where it may not use its cache."
+            return (
+                f"It looks like a stale prefix cache: {engine} agrees with the student where it may not use its cache."
+            )
         if self._gap(scores, own_RL, scale, RELATIVE[torch.bfloat16]).excess <= 1:
             return "It looks like a dtype: the difference is what a lower precision than the student's would give."
         if self._trainer.model.config.get_text_config().tie_word_embeddings:
             return (
                 "It looks like a tied head: new weights arrived, but not all of them, and the student's head shares "
-                "its weight with the embedding, which vLLM keeps a second time."
+                f"its weight with the embedding, which {engine} keeps a second time."
             )
-        return "New weights arrived, but not all of them, or not under the names vLLM knows for this architecture."
+        return f"New weights arrived, but not all of them, or not under the names {engine} knows for this architecture."
 
     def _unmoved(self, scored_L: Tensor, gap: float) -> bool:
         """Whether the engine says about the probe what it said before the sync."""

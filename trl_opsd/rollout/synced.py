@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,10 +17,13 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
 from trl_opsd.models.backbone import context_of
 from trl_opsd.rollout.base import RolloutBackend
+from trl_opsd.rollout.engine import Engine
 from trl_opsd.rollout.sync_proof import SyncProof
 
+E = TypeVar("E", bound=Engine)
 
-class SyncedRollout(RolloutBackend):
+
+class SyncedRollout(RolloutBackend, Generic[E]):
     """Before the engine writes, it is sent the student's weights if they moved since the last time, and has to prove
     that it speaks for the student.
 
@@ -47,8 +50,9 @@ class SyncedRollout(RolloutBackend):
         for number, (sent, row) in enumerate(zip(prompt_ids, rows, strict=True)):
             if row.prompt_ids != sent:
                 raise RuntimeError(
-                    f"vLLM answered another prompt than row {number} of this batch: sent {len(sent)} tokens beginning "
-                    f"{sent[:8]}, got {len(row.prompt_ids)} beginning {row.prompt_ids[:8]}. Nothing was trained on it."
+                    f"{self._engine.name} answered another prompt than row {number} of this batch: sent {len(sent)} "
+                    f"tokens beginning {sent[:8]}, got {len(row.prompt_ids)} beginning {row.prompt_ids[:8]}. Nothing "
+                    "was trained on it."
                 )
         self._rest()
         return [row.completion_ids for row in rows]
@@ -60,7 +64,7 @@ class SyncedRollout(RolloutBackend):
         writing to the shards of a student under ZeRO-3. Every process has to call it.
 
         Raises:
-            SyncError: vLLM does not write as the student does afterwards.
+            SyncError: The engine does not write as the student does afterwards.
         """
         with self._trainer.phase("sync"):
             self._sync()
@@ -101,14 +105,14 @@ class SyncedRollout(RolloutBackend):
     def _rest(self) -> None:
         """Tells the engine that nothing is written until the next rollout."""
 
-    def _take(self, trainer: Host, engine: Any, sampling: dict[str, Any], dtype: torch.dtype) -> None:
+    def _take(self, trainer: Host, engine: E, sampling: dict[str, Any], dtype: torch.dtype) -> None:
         """Takes what `bind` has put together.
 
         Args:
             trainer ([`OPSDTrainer`]):
                 Gives the student and the processes.
-            engine (`Any`):
-                Writes, forgets prefixes and can be closed; how it gets weights is between it and `_send`.
+            engine ([`~rollout.engine.Engine`]):
+                How it gets weights is between it and `_send`.
             sampling (`dict`):
                 Options of every completion, in the engine's words.
             dtype (`torch.dtype`):

@@ -9,16 +9,11 @@ from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 from transformers import AutoConfig
 
-from trl_opsd._compat.vllm import (
-    LORA_RANKS,
-    Engine,
-    EngineOptions,
-    sampling_options,
-    why_no_adapter,
-    why_no_sleep_mode,
-)
+from trl_opsd._compat.vllm.architectures import LORA_RANKS, why_no_adapter
+from trl_opsd._compat.vllm.engine import EngineOptions, VLLMEngine, why_no_sleep_mode
 from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
+from trl_opsd.rollout.sampling import sampling_options
 from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of, version_of
 from trl_opsd.rollout.weight_sync import (
     Stream,
@@ -38,7 +33,7 @@ _SHAPES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_
 """What the checkpoint's config and the student's must agree on for the engine to hold the student's weights."""
 
 
-class VLLMRollout(SyncedRollout):
+class VLLMRollout(SyncedRollout[VLLMEngine]):
     """Generates with vLLM in the training process.
 
     Args:
@@ -76,12 +71,12 @@ class VLLMRollout(SyncedRollout):
         self._asleep: set[str] = set()
         self._base_sent: tuple[Any, ...] | None = None
 
-    def _started(self) -> Engine:
+    def _started(self) -> VLLMEngine:
         """The engine; where it takes no adapter, or does not start with a place for one, all weights will be sent."""
         if self._mode == "full":
-            return Engine(self._engine_options())
+            return VLLMEngine(self._engine_options())
         try:
-            engine = Engine(self._engine_options())
+            engine = VLLMEngine(self._engine_options())
         except ValueError as error:
             if "LoRA" not in str(error):
                 raise

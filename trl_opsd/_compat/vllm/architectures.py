@@ -1,0 +1,66 @@
+"""What vLLM's models of an architecture can hold, without building one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any, get_args
+
+from torch import nn
+from vllm.config.lora import MaxLoRARanks
+from vllm.model_executor.models import ModelRegistry, supports_lora
+from vllm.triton_utils import HAS_TRITON
+
+from trl_opsd._compat.vllm.refusals import starting
+
+_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+"""Where a config says how many experts a layer has."""
+
+LORA_RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
+"""Ranks an engine can be built for; smaller adapters fit."""
+
+
+def why_no_adapter(config: Any, model_impl: str, layers: Iterable[str]) -> str | None:
+    """Why vLLM's model of an architecture cannot hold an adapter, or `None` where it can, or where that shows later.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Of the checkpoint.
+        model_impl (`str`):
+            `vllm_model_impl`.
+        layers (`Iterable[str]`):
+            That the adapter reaches.
+    """
+    if not HAS_TRITON and any(getattr(config.get_text_config(), name, None) for name in _EXPERTS):
+        return "beside an adapter, vLLM runs a mixture of experts by Triton, which is not here"
+    known = [ModelRegistry.models[name] for name in config.architectures or () if name in ModelRegistry.models]
+    if model_impl == "transformers" or not known:
+        return None
+    with starting(config.name_or_path):
+        model = known[0].load_model_cls()
+    if not supports_lora(model):
+        return f"vLLM's {config.architectures[0]} takes no adapters"
+    for name in layers:
+        last = name.rpartition(".")[2]
+        parts = getattr(model, "packed_modules_mapping", {}).get(last, [last])
+        if parts != [last]:
+            return f"vLLM wants the adapter of {name} in parts, as {' and '.join(parts)}"
+    return None
+
+
+def may_have_head(config: Any) -> bool:
+    """Whether vLLM's model of an architecture may have a head that is no other name of its embeddings.
+
+    Read in its source, for a server that cannot be asked.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Of the student.
+    """
+    names = [name for name in config.architectures or () if name in ModelRegistry.models]
+    if not names:
+        return True
+    with starting(config.name_or_path):
+        model = ModelRegistry.models[names[0]].load_model_cls()
+    made_of = [kind for kind in inspect.getmro(model) if issubclass(kind, nn.Module) and kind is not nn.Module]
+    return any(".lm_head" in inspect.getsource(kind) for kind in made_of)

@@ -1,0 +1,82 @@
+"""The trainer's generation options in the words of `vllm.SamplingParams`; `generation_kwargs` may add to them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection
+from typing import Any
+
+from trl_opsd._compat.vllm import sampling
+from trl_opsd.config import OPSDConfig
+
+_SET_HERE = {
+    "max_tokens": "max_completion_length",
+    "stop_token_ids": "the end tokens of the tokenizer and the model",
+    "ignore_eos": "the end tokens of the tokenizer and the model",
+    "logprobs": "vllm_sync_check",
+    "prompt_logprobs": "vllm_sync_check",
+    "allowed_token_ids": "the vocabulary of the student",
+    "output_kind": "the trainer",
+    "detokenize": "the trainer",
+}
+"""Options of an engine that are ours to set, and what decides them."""
+
+
+def sampling_options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
+    """Without the number of tokens.
+
+    Args:
+        args ([`OPSDConfig`]):
+            The options.
+        end_ids (`list[int]`):
+            A completion ends with the first of these, and with nothing else.
+
+    Raises:
+        ValueError: `generation_kwargs` names something vLLM does not know, or that is not for it to decide, or a value
+            is outside of what vLLM takes.
+    """
+    return sampling.checked(_options(args, end_ids, sampling.OPTIONS))
+
+
+def request_options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
+    """As [`sampling_options`], for the body of a request: a server ignores what it does not know.
+
+    Raises:
+        ValueError: As there, or a value is not JSON.
+    """
+    given = _options(args, end_ids, sampling.request_options())
+    with sampling.refusals():
+        json.dumps(given)
+    sampling_options(args, end_ids)
+    return given
+
+
+def _options(args: OPSDConfig, end_ids: list[int], known: Collection[str]) -> dict[str, Any]:
+    given = {
+        "temperature": args.temperature,
+        "top_p": 1.0 if args.top_p is None else args.top_p,
+        "top_k": args.top_k or 0,
+        "min_p": args.min_p or 0.0,
+        "repetition_penalty": args.repetition_penalty or 1.0,
+        "stop_token_ids": end_ids,
+        # The end token vLLM reads from the tokenizer is one of ours, or none.
+        "ignore_eos": True,
+        **_checked_kwargs(args.generation_kwargs or {}, known),
+    }
+    if args.vllm_structured_outputs_regex is not None:
+        given["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
+    return given
+
+
+def _checked_kwargs(generation_kwargs: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """`generation_kwargs` as they are, if an engine knows them all and none is ours to set."""
+    for name, value in generation_kwargs.items():
+        shown = f"`generation_kwargs={{{name!r}: {value!r}}}`"
+        if name in _SET_HERE:
+            raise ValueError(f"{shown} would override what {_SET_HERE[name]} decides: remove it.")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "see `vllm.SamplingParams` for those it has."
+            raise ValueError(f"{shown} is not an option of vLLM: {hint}")
+    return generation_kwargs
