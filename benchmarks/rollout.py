@@ -100,6 +100,7 @@ def trainer_of(model: Any, args: argparse.Namespace) -> SimpleNamespace:
 
     return SimpleNamespace(
         model=model,
+        placeholders=[],
         args=SimpleNamespace(cache_implementation=None, ds3_gather_for_generation=True),
         accelerator=Accelerator(cpu=args.device == "cpu"),
         generation_config=GenerationConfig(
