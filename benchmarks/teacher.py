@@ -83,7 +83,7 @@ def make_rollout(args: argparse.Namespace) -> Rollout:
         prompt_mask=mask[:, :prompt],
         completion_ids=ids[:, prompt:],
         completion_mask=mask[:, prompt:],
-        loss_mask=mask[:, prompt:],
+        weights=mask[:, prompt:].float(),
     )
 
 

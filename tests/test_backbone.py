@@ -29,7 +29,7 @@ def rollout(padding: int = 0) -> Rollout:
         prompt_mask=torch.cat([left, prompt_mask], 1),
         completion_ids=torch.cat([completion_ids, right], 1),
         completion_mask=completion_mask,
-        loss_mask=completion_mask,
+        weights=completion_mask.float(),
     )
 
 

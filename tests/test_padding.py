@@ -154,7 +154,7 @@ def ragged() -> Rollout:
         prompt_mask=prompt_mask,
         completion_ids=torch.randint(3, 259, (4, 12), generator=generator) * completion_mask,
         completion_mask=completion_mask,
-        loss_mask=completion_mask,
+        weights=completion_mask.float(),
     )
 
 

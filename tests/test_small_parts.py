@@ -35,14 +35,15 @@ def test_what_flows_cannot_be_changed_on_the_way():
 def test_tokens_of_a_tool_are_read_but_not_trained_on():
     rollout = Rollout.unpack({**batch(2), "tool_mask": torch.tensor([[1, 0], [1, 1]])})
     assert rollout.completion_mask.sum() == 4
-    assert rollout.loss_mask.tolist() == [[1, 0], [1, 1]]
+    assert rollout.weights.tolist() == [[1, 0], [1, 1]]
 
 
 def test_chunks_put_together_are_the_whole_and_in_order():
-    rollout = Rollout.unpack(batch(5))
+    rollout = dataclasses.replace(Rollout.unpack(batch(5)), extras={"images": ["a"]})
     chunks = list(rollout.chunks(2))
     assert [len(chunk.prompt_ids) for chunk in chunks] == [2, 2, 1]
-    for field in dataclasses.fields(Rollout):
+    assert all(chunk.extras is rollout.extras for chunk in chunks)
+    for field in dataclasses.fields(Rollout)[:-1]:
         whole = torch.cat([getattr(chunk, field.name) for chunk in chunks])
         assert torch.equal(whole, getattr(rollout, field.name))
 

@@ -137,7 +137,7 @@ def rollout(prompt_ids: torch.Tensor, completion_ids: torch.Tensor, mask: torch.
         prompt_mask=torch.ones_like(prompt_ids),
         completion_ids=completion_ids,
         completion_mask=mask,
-        loss_mask=mask,
+        weights=mask.float(),
     )
 
 

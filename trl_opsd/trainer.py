@@ -292,20 +292,21 @@ class OPSDTrainer(SeamTrainer):
         self, student: Any, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
     ) -> LossParts:
         hidden_BCH = completion_hidden(student, rollout, self.reading)
-        counts_BC = rollout.loss_mask != 0
         if num_items is None:
-            num_items = counts_BC.sum().clamp(min=1)
+            num_items = rollout.weights.sum() if rollout.counts.any() else 1.0
         parts: LossParts | None = None
         with whole_head(student) as head, self._whole_teacher_heads() as teacher_heads:
-            for teacher_head, teacher_BCH, theirs_BC in shares(teacher_heads, targets, counts_BC):
+            for teacher_head, teacher_BCH, theirs_BC in shares(teacher_heads, targets, rollout.counts):
+                weights_BC = rollout.weights * theirs_BC
                 per_token = streamed_divergence(
                     LazyLogits(_select(hidden_BCH, theirs_BC, head), head, self.temperature),
                     LazyLogits(_select(teacher_BCH, theirs_BC, teacher_head), teacher_head, self.temperature),
                     self.divergence,
                     chunk_tokens=self.args.loss_chunk_tokens,
                     vocabulary=self._shared_vocabulary,
+                    weights=_unless_ones(weights_BC[theirs_BC].to(head.weight.device)),
                 )
-                part = reduce(per_token, theirs_BC, num_items)
+                part = reduce(per_token, weights_BC, num_items)
                 parts = part if parts is None else parts + part
         assert parts is not None, "there is a teacher"
         return parts
@@ -484,6 +485,11 @@ def _picked_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> Rollout
     if not isinstance(rollout, RolloutBackend):
         raise TypeError(f"`rollout` is a {type(rollout).__name__}: expected a `trl_opsd.RolloutBackend`.")
     return rollout
+
+
+def _unless_ones(weights_N: Tensor) -> Tensor | None:
+    """Weights, or `None` where all are 1: the loss is then spared a product with each logit's gradient."""
+    return None if bool((weights_N == 1).all()) else weights_N
 
 
 def _select(hidden_BCH: Tensor, counts_BC: Tensor, head: OutputHead) -> Tensor:

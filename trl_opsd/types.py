@@ -6,7 +6,7 @@ B rows · P prompt tokens · C completion tokens · N tokens in the loss · V vo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -26,20 +26,30 @@ class Rollout:
     """[B, C], token ids."""
     completion_mask: Tensor
     """[B, C], 1 where the token is real; a model may attend to it."""
-    loss_mask: Tensor
-    """[B, C], 1 where the token counts in the loss: real, and written by the student rather than by a tool."""
+    weights: Tensor
+    """[B, C], float32: what the token counts in the loss, at least 0; 0 for padding and for what a tool wrote."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """What belongs to the rollout and is no tensor of rows; [`select`], [`chunks`] and [`to`] leave it alone."""
 
     @classmethod
     def unpack(cls, batch: Mapping[str, Any]) -> Rollout:
         """Reads a rollout out of the row-aligned tensors TRL passes between generation and loss."""
-        mask = batch["completion_mask"]
+        mask, tool_mask = batch["completion_mask"], batch.get("tool_mask")
+        weights = batch.get("loss_weights")
+        if weights is None:
+            weights = (mask if tool_mask is None else mask * tool_mask).float()
         return cls(
             prompt_ids=batch["prompt_ids"],
             prompt_mask=batch["prompt_mask"],
             completion_ids=batch["completion_ids"],
             completion_mask=mask,
-            loss_mask=mask * batch["tool_mask"] if batch.get("tool_mask") is not None else mask,
+            weights=weights,
         )
+
+    @property
+    def counts(self) -> Tensor:
+        """[B, C], whether the token counts in the loss at all."""
+        return self.weights != 0
 
     @property
     def input_ids(self) -> Tensor:
@@ -73,7 +83,9 @@ class Rollout:
         return self._each(lambda tensor: tensor.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Rollout:
-        return Rollout(**{field.name: change(getattr(self, field.name)) for field in fields(self)})
+        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        changed = {name: change(one) for name, one in values.items() if isinstance(one, Tensor)}
+        return Rollout(**{**values, **changed})
 
 
 def _without_padding(ids_BL: Tensor, mask_BL: Tensor) -> list[list[int]]:
@@ -200,13 +212,15 @@ class PerToken:
 class LossParts:
     """What one process contributes to a loss; raw local sums, so that the caller can reduce across processes."""
 
-    ROW_NAMES: ClassVar[tuple[str, ...]] = ("tokens", "divergence", "student_entropy", "teacher_entropy")
+    ROW_NAMES: ClassVar[tuple[str, ...]] = ("weight", "divergence", "student_entropy", "teacher_entropy", "tokens")
     """What the columns of `rows` add up."""
 
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 4], float32 sums over each row's tokens in the loss, in the order of `ROW_NAMES`: a count, then nats."""
+    """[B, 5], float32 sums over each row's tokens in the loss, in the order of `ROW_NAMES`: of the weights, of nats
+    times weights, and a count.
+    """
 
     def __add__(self, other: LossParts) -> LossParts:
         """The parts of two groups of tokens of the same rows, divided by the same denominator."""

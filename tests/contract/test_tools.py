@@ -61,9 +61,9 @@ def test_the_answer_of_a_tool_is_in_the_completion_but_not_in_the_loss(make_trai
     rollout = Rollout.unpack(batch)
     text = tokenizer.decode(batch["completion_ids"][0])
     assert "<tool_response>\n4\n</tool_response>" in text
-    trained_on = tokenizer.decode(batch["completion_ids"][0][rollout.loss_mask[0] == 1])
+    trained_on = tokenizer.decode(batch["completion_ids"][0][rollout.weights[0] == 1])
     assert trained_on == CALL + "four<|im_end|>"
-    assert batch["num_items_in_batch"] == rollout.loss_mask.sum()
+    assert batch["num_items_in_batch"] == rollout.weights.sum()
 
     trainer.train()
     log = trainer.state.log_history[0]

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from trl_opsd.losses import PerToken, reduce
 
-MASK = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 2, 0]])
+WEIGHTS = torch.tensor([[1, 0, 0.5], [0, 0, 0], [0, 2, 0]])
 
 
 def per_token(values):
@@ -17,16 +17,17 @@ def per_token(values):
 
 
 def test_sums_belong_to_the_row_of_their_tokens():
-    parts = reduce(per_token([1.0, 2.0, 4.0]), MASK, num_items=None)
-    assert parts.ROW_NAMES == ("tokens", "divergence", "student_entropy", "teacher_entropy")
-    assert parts.rows.tolist() == [[2, 3, 30, 300], [0, 0, 0, 0], [1, 4, 40, 400]]
+    parts = reduce(per_token([1.0, 2.0, 4.0]), WEIGHTS, num_items=None)
+    assert parts.ROW_NAMES == ("weight", "divergence", "student_entropy", "teacher_entropy", "tokens")
+    # divergences come weighted, entropies do not
+    assert parts.rows.tolist() == [[1.5, 3, 20, 200, 2], [0, 0, 0, 0, 0], [2, 4, 80, 800, 1]]
     assert not parts.rows.requires_grad
 
 
-@pytest.mark.parametrize(("num_items", "loss"), [(None, 7 / 3), (14, 0.5), (torch.tensor(28), 0.25)])
-def test_the_loss_is_the_sum_over_the_tokens_of_the_whole_step(num_items, loss):
+@pytest.mark.parametrize(("num_items", "loss"), [(None, 2.0), (14, 0.5), (torch.tensor(28), 0.25)])
+def test_the_loss_is_divided_by_the_weights_of_the_whole_step(num_items, loss):
     tokens = per_token([1.0, 2.0, 4.0])
-    parts = reduce(tokens, MASK, num_items)
+    parts = reduce(tokens, WEIGHTS, num_items)
     parts.loss.backward()
     assert parts.loss.item() == pytest.approx(loss)
     assert_close(tokens.divergence.grad, torch.full((3,), loss / 7))
@@ -39,4 +40,4 @@ def test_a_micro_batch_without_tokens_has_loss_zero_and_still_a_gradient(num_ite
     parts.loss.backward()
     assert parts.loss.item() == 0
     assert tokens.divergence.grad.shape == (0,)
-    assert parts.rows.tolist() == [[0] * 4] * 2
+    assert parts.rows.tolist() == [[0] * 5] * 2

@@ -46,7 +46,7 @@ def rollout(rows: int = 6, prompt: int = 9, completion: int = 7, seed: int = 0) 
         prompt_mask=(torch.arange(prompt) >= torch.arange(rows)[:, None] % 4).long(),
         completion_ids=torch.randint(3, tiny.VOCABULARY, (rows, completion)),
         completion_mask=mask,
-        loss_mask=mask,
+        weights=mask.float(),
     )
 
 

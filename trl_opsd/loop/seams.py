@@ -1,4 +1,4 @@
-"""Turns the private verbs of TRL's trainer into three public ones; no other file knows an underscore of TRL's.
+"""Turns the private verbs of TRL's trainer into four public ones; no other file knows an underscore of TRL's.
 
 B rows · P prompt tokens · C completion tokens
 """
@@ -33,6 +33,7 @@ from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.sampler import EpochCount, EpochSampler
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.steps import GuardedSteps
+from trl_opsd.loop.weights import checked_weights
 from trl_opsd.loop.wrapping import WrappedToTrain
 from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.models.special_tokens import writable
@@ -65,10 +66,10 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 
 class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, DistillationTrainer):
-    """TRL's trainer with its loop cut open at three places: `complete`, `teach` and `compare`.
+    """TRL's trainer with its loop cut open at four places: `complete`, `teach`, `weigh` and `compare`.
 
-    A subclass fills in those three and three checks; everything it needs to know of a step comes as our own types.
-    TRL builds neither a teacher nor an engine: the subclass brings both.
+    A subclass fills in all of them but `weigh`, and three checks; everything it needs to know of a step comes as our
+    own types. TRL builds neither a teacher nor an engine: the subclass brings both.
     """
 
     row_columns: ClassVar[tuple[str, ...]] = ("prompt",)
@@ -132,6 +133,25 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, Di
     def teach(self, rollout: Rollout, rows: list[dict[str, Any]]) -> TeacherTargets:
         """Lets the teacher read a whole generation batch; the dataset rows it came from are aligned with it."""
         raise NotImplementedError
+
+    def weigh(self, rollout: Rollout, rows: list[dict[str, Any]], targets: TeacherTargets) -> Tensor:
+        """What each token of a generation batch counts in the loss; by default what it counted, 1 or 0.
+
+        Selection of tokens, discounts and rewards belong here: whatever it returns is honoured by the loss, its
+        gradient, its denominator and the logs alike.
+
+        Args:
+            rollout ([`~types.Rollout`]):
+                The generation batch of this process; a token of weight 0 in it has to stay at 0.
+            rows (`list[dict]`):
+                Of the dataset, aligned with it.
+            targets ([`~types.TeacherTargets`]):
+                What the teacher made of it, row-aligned.
+
+        Returns:
+            `torch.Tensor`: [B, C], finite and at least 0.
+        """
+        return rollout.weights
 
     def compare(
         self, student: Any, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
@@ -308,9 +328,11 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, Di
         batch = super()._generate_and_score_completions(text)
         batch["completion_mask"][self._unwritten_rows] = 0
         rollout = Rollout.unpack(batch)
-        batch["num_items_in_batch"] = self.accelerator.gather(rollout.loss_mask.sum()).sum()
         with self.phase("teach"), autocast(self.accelerator):
-            batch.update(self.teach(rollout, inputs).pack())
+            targets = self.teach(rollout, inputs)
+        batch.update(targets.pack())
+        batch["loss_weights"] = checked_weights(self.weigh(rollout, inputs, targets), rollout)
+        batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
         self._totals[self._mode]["generation_batches"] += 1
         return batch
 
@@ -323,8 +345,8 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, Di
         self._loss_parts = parts
         if self.model.training:
             self._probe.attach(unwrapped_student)
-        tokens, _, student_entropy, _ = parts.rows.sum(0)
-        return parts.loss, student_entropy, tokens
+        weight, _, student_entropy, *_ = parts.rows.sum(0)
+        return parts.loss, student_entropy, weight
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -393,13 +415,13 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, Di
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         totals = self._totals["eval"]
-        if totals["tokens"]:
-            output.metrics[f"{metric_key_prefix}_loss"] = totals["divergence"] / totals["tokens"]
+        if totals["weight"]:
+            output.metrics[f"{metric_key_prefix}_loss"] = totals["divergence"] / totals["weight"]
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode
-        if self._totals[mode]["tokens"]:
+        if self._totals[mode]["weight"]:
             prefix = "eval_" if mode == "eval" else ""
             logs.update({prefix + name: value for name, value in self._token_metrics(mode).items()})
             self._start_counting(mode)
@@ -423,16 +445,16 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, Di
         self._clocks[mode].seconds.clear()
 
     def _token_metrics(self, mode: str) -> dict[str, float]:
-        """Means over every token since the last log, in nats; seconds per optimizer step (of the whole evaluation)."""
+        """Means over tokens by their weight since the last log, in nats; seconds per step (of the whole evaluation)."""
         totals, seconds = self._totals[mode], self._clocks[mode].seconds
-        tokens = totals["tokens"]
+        weight = totals["weight"]
         steps = totals["generation_batches"] if mode == "train" else 1
         return {
-            "divergence/mean": totals["divergence"] / tokens,
-            "entropy/student": totals["student_entropy"] / tokens,
-            "entropy/teacher": totals["teacher_entropy"] / tokens,
+            "divergence/mean": totals["divergence"] / weight,
+            "entropy/student": totals["student_entropy"] / weight,
+            "entropy/teacher": totals["teacher_entropy"] / weight,
             **{f"time/{phase}": spent / max(steps, 1) for phase, spent in seconds.items()},
-            "tokens_per_second": tokens / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),
+            "tokens_per_second": totals["tokens"] / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),
         }
 
 

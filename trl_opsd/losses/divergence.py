@@ -137,7 +137,7 @@ def check_comparable(
         if hidden_NH.ndim != 2:
             raise ValueError(
                 f"{name} hidden states have shape {list(hidden_NH.shape)}, expected [N, H]: "
-                "select the tokens in the loss first, for example hidden[loss_mask != 0]."
+                "select the tokens in the loss first, for example hidden[weights != 0]."
             )
         if weight_VH.ndim != 2 or weight_VH.size(1) != hidden_NH.size(1):
             raise ValueError(

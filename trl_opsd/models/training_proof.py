@@ -107,5 +107,5 @@ def _row(head: OutputHead) -> Rollout:
         prompt_mask=ones_1L[:, :3],
         completion_ids=ids_1L[:, 3:],
         completion_mask=ones_1L[:, 3:],
-        loss_mask=ones_1L[:, 3:],
+        weights=ones_1L[:, 3:].float(),
     )

@@ -26,10 +26,10 @@ def check_opinion(sums: Mapping[str, float], vocabulary: int, temperature: float
     Raises:
         ValueError: The teacher gives every token the same probability.
     """
-    tokens, margin = sums["tokens"], _NEAR_UNIFORM / max(1.0, temperature) ** 2
-    if not tokens or vocabulary == 1 or margin < _ROUNDING:
+    weight, margin = sums["weight"], _NEAR_UNIFORM / max(1.0, temperature) ** 2
+    if not weight or vocabulary == 1 or margin < _ROUNDING:
         return
-    if sums["teacher_entropy"] / tokens > math.log(vocabulary) - margin:
+    if sums["teacher_entropy"] / weight > math.log(vocabulary) - margin:
         raise ValueError(
             f"The teacher gives all {vocabulary} tokens the same probability (entropy ln {vocabulary} = "
             f"{math.log(vocabulary):.4f} nats): its head is zeroed or was not loaded; the student's weights are as "

@@ -21,7 +21,7 @@ def check_depends_on_input(rollout: Rollout, targets: TeacherTargets, teacher: s
     Raises:
         ValueError: They are the same after different tokens.
     """
-    counts_BC = rollout.loss_mask != 0
+    counts_BC = rollout.counts
     read_BC = torch.cat([rollout.prompt_ids[:, -1:], rollout.completion_ids[:, :-1]], dim=1)
     read_N = read_BC[counts_BC]
     if not read_N.numel() or (read_N == read_N[0]).all():

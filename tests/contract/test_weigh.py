@@ -1,0 +1,123 @@
+"""What `weigh` returns is what a token counts: in the loss, its gradient, its denominator and the logs."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from torch.nn.functional import kl_div
+
+from trl_opsd import OPSDTrainer
+
+PER_POSITION = torch.tensor([0.25, 3.0, 0.0, 1.0, 0.5])
+
+
+class Weighing(OPSDTrainer):
+    """Counts tokens by their place."""
+
+    def weigh(self, rollout, rows, targets):
+        assert len(rows) == len(rollout.weights) == len(targets.hidden)
+        width = rollout.weights.size(1)
+        return rollout.weights * PER_POSITION.repeat(width)[:width]
+
+
+class Returning(OPSDTrainer):
+    """Returns what it is told."""
+
+    def weigh(self, rollout, rows, targets):
+        return self.returned(rollout)
+
+
+def oracle(trainer, batch):
+    """The weighted mean of a dense KL in float64, its gradient by autograd, and both entropies."""
+    student, teacher = (model.double() for model in (trainer.model, trainer.teacher.model))
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    start = batch["prompt_ids"].size(1) - 1
+    p, q = (
+        model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, start:-1].log_softmax(-1)
+        for model in (teacher, student)
+    )
+    width = p.size(1)
+    weights = batch["completion_mask"] * PER_POSITION.double().repeat(width)[:width]
+    divergence = kl_div(q, p.detach(), reduction="none", log_target=True).sum(-1)
+    loss = (weights * divergence).sum() / weights.sum()
+    loss.backward()
+    gradients = [parameter.grad.clone() for parameter in student.parameters()]
+    trainer.model.float().zero_grad()
+    trainer.teacher.model.float()
+    entropies = [float(-(weights * (one.exp() * one).sum(-1)).sum().detach() / weights.sum()) for one in (q, p)]
+    return loss.item(), gradients, entropies, weights
+
+
+def test_a_weight_counts_in_value_gradient_denominator_and_logs(make_trainer):
+    options = {"beta": 0.0, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 1}
+    trainer = make_trainer(Weighing, optim="sgd", learning_rate=1.0, max_grad_norm=0.0, **options)
+    batches = []
+    score = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda rows: batches.append(score(rows)) or batches[-1]
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    trainer.train()
+    after = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+    (batch,) = batches
+    with torch.no_grad():
+        for parameter, value in zip(trainer.model.parameters(), before, strict=True):
+            parameter.copy_(value)
+    loss, gradients, (student, teacher), weights = oracle(trainer, batch)
+    assert set(batch["loss_weights"].unique().tolist()) > {0.25, 3.0}
+    torch.testing.assert_close(batch["loss_weights"].double(), weights)
+    assert batch["num_items_in_batch"] == pytest.approx(float(weights.sum()))
+    for was, now, gradient in zip(before, after, gradients, strict=True):
+        torch.testing.assert_close(was - now, gradient.float(), rtol=1e-4, atol=2e-6)
+    (logged,) = (row for row in trainer.state.log_history if "loss" in row)
+    assert logged["loss"] == pytest.approx(loss, rel=1e-5)
+    assert logged["divergence/mean"] == pytest.approx(loss, rel=1e-5)
+    assert logged["entropy/student"] == pytest.approx(student, rel=1e-5)
+    assert logged["entropy/teacher"] == pytest.approx(teacher, rel=1e-5)
+
+
+def test_weights_of_one_are_no_weights_at_all(make_trainer):
+    losses = []
+    for kind in (OPSDTrainer, Returning):
+        trainer = make_trainer(kind, max_steps=2)
+        trainer.returned = lambda rollout: rollout.completion_mask.bool()
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert losses[0] == losses[1]
+
+
+def test_tokens_that_count_nothing_leave_the_student_as_it_is(make_trainer):
+    trainer = make_trainer(Returning, max_steps=1)
+    trainer.returned = lambda rollout: 0 * rollout.weights
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == 0
+    assert all(torch.equal(was, now) for was, now in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        (lambda rollout: None, TypeError, "a NoneType: expected a tensor of floats"),
+        (lambda rollout: rollout.weights[:, :-1], ValueError, r"of shape \(2, 2\): expected \(2, 3\)"),
+        (lambda rollout: -rollout.weights, ValueError, "weights from -1 to"),
+        (lambda rollout: rollout.weights / 0, ValueError, "expected finite ones"),
+        (lambda rollout: rollout.weights + 1, ValueError, r"token \d of row \d, which is padding"),
+    ],
+)
+def test_weights_that_cannot_be_are_refused_before_the_loss(make_trainer, returned, error, message):
+    trainer = make_trainer(Returning)
+    trainer.returned = returned
+    with pytest.raises(error, match=message):
+        trainer._generate_and_score_completions([{"prompt": "2+2="}, {"prompt": "x"}])
+
+
+def test_an_evaluation_weighs_too(make_trainer):
+    trainer = make_trainer(Weighing, beta=0.0, eval_dataset=tiny.rows(4), per_device_eval_batch_size=4)
+    batches = []
+    score = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda rows: batches.append(score(rows)) or batches[-1]
+    measured = trainer.evaluate()["eval_loss"]
+    assert measured == pytest.approx(oracle(trainer, batches[0])[0], rel=1e-5)

@@ -1,0 +1,43 @@
+"""Checks what tokens are said to count in the loss, before anything is computed with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_opsd.types import Rollout
+
+
+def checked_weights(weights: Any, rollout: Rollout) -> Tensor:
+    """The weights as float32, on the device of the rollout.
+
+    Args:
+        weights (`torch.Tensor`):
+            As `weigh` returned them.
+        rollout ([`~types.Rollout`]):
+            The generation batch they are for, B rows of C completion tokens.
+
+    Raises:
+        TypeError: They are no tensor of numbers.
+        ValueError: They have another shape than [B, C], are negative or not finite, or count padding or what a tool
+            wrote.
+    """
+    if not isinstance(weights, Tensor) or weights.is_complex():
+        raise TypeError(f"`weigh` returned a {type(weights).__name__}: expected a tensor of floats, [B, C].")
+    expected = rollout.weights.shape
+    if weights.shape != expected:
+        raise ValueError(f"`weigh` returned weights of shape {tuple(weights.shape)}: expected {tuple(expected)}.")
+    weights = weights.detach().to(rollout.weights.device, torch.float32)
+    if not (weights.isfinite() & (weights >= 0)).all():
+        raise ValueError(
+            f"`weigh` returned weights from {weights.min():g} to {weights.max():g}: expected finite ones of at least 0."
+        )
+    if (outside := (weights != 0) & ~rollout.counts).any():
+        row, place = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"`weigh` returned {weights[row, place]:g} for token {place} of row {row}, which is padding or was not "
+            "written by the student: multiply your weights by `rollout.weights`."
+        )
+    return weights
