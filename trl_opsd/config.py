@@ -16,10 +16,10 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.data.shares import check_sharing
 from trl_opsd.data.teacher_prompts import TEMPLATE, check_template
-from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
+from trl_opsd.losses.registry import BETAS, named
 from trl_opsd.run.precision import check_scaler
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 TEACHER_OFFLOADS = ("none", "cpu", "stream", "zero3")
 
 _ONLY_RESIDENT = {
@@ -61,10 +61,11 @@ class OPSDConfig(DistillationConfig):
     Two defaults differ, for safety: `vllm_server_host` is loopback, and `trust_remote_code` does not cover the teacher.
 
     Parameters:
-        divergence (`str`, *optional*):
-            The objective by name: `"forward_kl"` is KL(teacher ‖ student), `"reverse_kl"` is KL(student ‖ teacher),
+        divergence (`str` or [`~losses.Divergence`], *optional*):
+            The objective. By name: `"forward_kl"` is KL(teacher ‖ student), `"reverse_kl"` is KL(student ‖ teacher),
             `"jsd"` is the generalised Jensen-Shannon divergence with TRL's `beta` where that lies inside (0, 1), and
             with 0.5 otherwise. When `None`, `beta` alone decides, as in TRL: 0 forward KL, 1 reverse KL, between: JSD.
+            An object is taken as it is; `docs/extending.md` says how to write one.
         overlong_prompts (`str`, *optional*, defaults to `"error"`):
             What to do with a prompt that leaves no room for `max_completion_length` tokens in the student's context:
             `"error"` names the row, `"drop"` leaves it out and counts it.
@@ -128,9 +129,9 @@ class OPSDConfig(DistillationConfig):
     ```
     """
 
-    divergence: str | None = field(
+    divergence: Divergence | str | None = field(
         default=None,
-        metadata={"help": "Objective: 'forward_kl', 'reverse_kl' or 'jsd'. If not set, `beta` decides, as in TRL."},
+        metadata={"help": f"Objective: {', '.join(map(repr, DIVERGENCES))}. If not set, `beta` decides, as in TRL."},
     )
     overlong_prompts: str = field(
         default="error",
@@ -227,13 +228,13 @@ class OPSDConfig(DistillationConfig):
         return torch.device("cpu") if device.type == "cpu" else device
 
     def build_divergence(self) -> Divergence:
-        """The objective as a value: what `divergence` names, else what `beta` says."""
-        inside = 0.0 < self.beta < 1.0
-        if self.divergence == "jsd" or (self.divergence is None and inside):
-            return GeneralizedJSD(self.beta if inside else 0.5)
-        if self.divergence == "forward_kl" or (self.divergence is None and self.beta == 0.0):
-            return ForwardKL()
-        return ReverseKL()
+        """The objective as a value: what `divergence` is or names, else what `beta` says."""
+        return named(self.divergence, self.beta)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As transformers', for loggers and files: a divergence that is an object in words."""
+        values: dict[str, Any] = super().to_dict()
+        return {name: repr(value) if isinstance(value, Divergence) else value for name, value in values.items()}
 
     @property
     def teacher_template_kwargs(self) -> dict[str, Any]:
@@ -242,12 +243,12 @@ class OPSDConfig(DistillationConfig):
         return dict(self.teacher_chat_template_kwargs or {})
 
     def _check_objective(self) -> None:
-        _one_of("divergence", self.divergence, (None, *DIVERGENCES))
+        check_divergence(self.divergence)
         _one_of("overlong_prompts", self.overlong_prompts, ("error", "drop"))
         if self.loss_chunk_tokens is not None:
             _at_least_one("loss_chunk_tokens", self.loss_chunk_tokens)
-        named = {"forward_kl": 0.0, "reverse_kl": 1.0}.get(self.divergence or "")
-        if named is not None and self.beta not in (named, type(self).beta):
+        ignored = isinstance(self.divergence, Divergence) or self.beta != BETAS.get(self.divergence or "", self.beta)
+        if ignored and self.beta != type(self).beta:
             warnings.warn(
                 f"`divergence={self.divergence!r}` decides the objective; `beta={self.beta}` is ignored: set one.",
                 stacklevel=4,
@@ -375,6 +376,18 @@ class OPSDConfig(DistillationConfig):
                 f"`gradient_accumulation_steps` is {steps} in the accelerate or DeepSpeed file and "
                 f"{self.gradient_accumulation_steps} in `OPSDConfig`: remove it from the file."
             )
+
+
+def check_divergence(divergence: Any) -> None:
+    """Refuses what is neither a divergence nor the name of one.
+
+    Raises:
+        ValueError: It is something else; the message has the names.
+    """
+    if isinstance(divergence, type) and issubclass(divergence, Divergence):
+        raise ValueError(f"`divergence={divergence.__name__}` is a class: pass an object, `{divergence.__name__}()`.")
+    if not isinstance(divergence, Divergence):
+        _one_of("divergence", divergence, (None, *DIVERGENCES))
 
 
 def _one_of(option: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -34,7 +34,7 @@ from trl_opsd.arguments import (
     named,
     text_tokenizer,
 )
-from trl_opsd.config import OPSDConfig
+from trl_opsd.config import OPSDConfig, check_divergence
 from trl_opsd.data.admission import Reader, admit, look_ahead
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
 from trl_opsd.data.readers import Readers, student_prompt
@@ -43,7 +43,8 @@ from trl_opsd.data.teacher_prompts import COLUMNS, TeacherPrompts, teacher_of
 from trl_opsd.data.vocabulary import shared_vocabulary
 from trl_opsd.loop.footprint import footprint
 from trl_opsd.loop.seams import SeamTrainer
-from trl_opsd.losses import reduce, streamed_divergence
+from trl_opsd.losses import Divergence, reduce, streamed_divergence
+from trl_opsd.losses.registry import named as named_divergence
 from trl_opsd.models.backbone import completion_hidden, context_of
 from trl_opsd.models.head import gathered_head, prove_head, shape_of, whole_head
 from trl_opsd.models.padding import PADDED
@@ -108,6 +109,8 @@ class OPSDTrainer(SeamTrainer):
             Wraps the student, for instance a `LoraConfig`.
         tools (list of `Callable`, *optional*):
             Functions the student may call; what they return stays out of the loss.
+        divergence ([`~losses.Divergence`] or `str`, *optional*):
+            The objective; goes before that of `args`.
         rollout ([`RolloutBackend`], *optional*):
             Who lets the student write. When `None`, vLLM does with `use_vllm=True`, and `transformers` without.
         teacher_processing_class ([`~transformers.PreTrainedTokenizerBase`] or a `dict` of them by name, *optional*):
@@ -168,11 +171,13 @@ class OPSDTrainer(SeamTrainer):
         tools: list[Callable] | None = None,
         *,
         rollout: RolloutBackend | None = None,
+        divergence: Divergence | str | None = None,
         teacher_processing_class: PreTrainedTokenizerBase | Mapping[str, PreTrainedTokenizerBase] | None = None,
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
     ) -> None:
         args = checked_args(args, model)
         versions.warn_of_newer()
+        check_divergence(divergence)
         teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
         check_teachers(teacher_model, model, args)
         models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {"teacher": teacher_model}
@@ -229,7 +234,7 @@ class OPSDTrainer(SeamTrainer):
         self.placeholders = placeholders(self.model.config, rows_of_head)
         self._student = fingerprint.describe_student(self.model, self.handed_in)
         self._optimizer = fingerprint.describe_optimizer(self.optimizer, args)
-        self.divergence = args.build_divergence()
+        self.divergence = args.build_divergence() if divergence is None else named_divergence(divergence, args.beta)
         self.show_progress = self.accelerator.is_main_process and not args.disable_tqdm
         self._student_is_proved, self.reading = False, PADDED
         self.dropped_prompts: Counter[str] = Counter()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trl_opsd import losses
 from trl_opsd.losses import (
+    Divergence,
     ForwardKL,
     GeneralizedJSD,
     LazyLogits,
@@ -20,8 +23,21 @@ from trl_opsd.losses import (
     streamed_divergence,
 )
 
-DIVERGENCES = [ForwardKL(), ReverseKL(), GeneralizedJSD(0.5), GeneralizedJSD(0.1)]
-every_divergence = pytest.mark.parametrize("divergence", DIVERGENCES, ids=repr)
+
+@dataclass(frozen=True)
+class OwnKL(Divergence):
+    """As a user would write it: its gradient comes by autograd."""
+
+    skew: float
+
+    def value(self, log_student_RV, log_teacher_RV):
+        shares = math.log(1 - self.skew), math.log(self.skew)
+        mixture_RV = torch.logaddexp(log_teacher_RV + shares[0], log_student_RV + shares[1])
+        return (log_student_RV.exp() * (log_student_RV - mixture_RV)).sum(-1)
+
+
+NAMED = [*(make(0.5) for make in losses.DIVERGENCES.values()), GeneralizedJSD(0.1)]
+every_divergence = pytest.mark.parametrize("divergence", [*NAMED, OwnKL(0.2)], ids=repr)
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 
 
@@ -178,7 +194,7 @@ class TestUpstreamGradient:
 
 
 class TestExtremes:
-    @every_divergence
+    @pytest.mark.parametrize("divergence", NAMED, ids=repr)
     def test_identical_models_have_no_divergence_and_no_gradient(self, make_pair, gradients, divergence):
         student, _ = make_pair(rich=True)
         per_token, grads = gradients(streamed_divergence, (student, student), divergence)

@@ -3,10 +3,12 @@
 from trl_opsd.losses.dense import dense_divergence
 from trl_opsd.losses.divergence import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.reduce import reduce
+from trl_opsd.losses.registry import DIVERGENCES
 from trl_opsd.losses.streamed import streamed_divergence
 from trl_opsd.types import LazyLogits, OutputHead, PerToken
 
 __all__ = [
+    "DIVERGENCES",
     "Divergence",
     "ForwardKL",
     "GeneralizedJSD",

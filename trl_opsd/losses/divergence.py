@@ -16,21 +16,28 @@ from trl_opsd.types import LazyLogits
 
 
 class Divergence(ABC):
-    """A divergence between the student's and the teacher's next-token distribution, one number per token."""
+    """A divergence between the student's and the teacher's next-token distribution, one number per token.
+
+    One of your own needs `value` alone. A dataclass also says its settings in checkpoints.
+    """
 
     @abstractmethod
     def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
         """The definition, [R] in nats: plain, differentiable, in any precision. Log-probabilities must be finite."""
 
-    @abstractmethod
     def value_and_gradient(
         self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The value, [R], and its gradient with respect to the student's logits, [R, V].
+        """The value, [R], and its gradient with respect to the student's logits, [R, V]; by autograd if not overridden.
 
-        The four arguments (two log-probabilities, two probabilities) are working storage: they are overwritten, and
+        The four arguments (two log-probabilities, two probabilities) are working storage: they may be overwritten, and
         the gradient may be one of them.
         """
+        with torch.enable_grad():
+            logits_RV = log_student_RV.detach().requires_grad_()
+            value_R = self.value(logits_RV.log_softmax(-1), log_teacher_RV.detach())
+            (gradient_RV,) = torch.autograd.grad(value_R.sum(), logits_RV)
+        return value_R.detach(), gradient_RV
 
 
 @final

@@ -1,0 +1,65 @@
+"""What docs/extending.md shows runs as it stands there, and does what the page says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+EXAMPLES = dict(re.findall(r"^## (.*?)\n.*?```python\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE))
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(name, **options):
+        names = {
+            "student": tiny.qwen2(32, seed=0),
+            "teacher": tiny.qwen2(48, seed=1),
+            "tokenizer": tiny.tokenizer(),
+            "dataset": tiny.rows(),
+            "args": tiny.config(tmp_path / "out", max_steps=2, learning_rate=1e-2, max_completion_length=8, **options),
+        }
+        exec(EXAMPLES[name], names)
+        trainer = names["trainer"]
+        before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+        trainer.train()
+        assert any(not torch.equal(was, now) for was, now in zip(before, trainer.model.parameters(), strict=True))
+        return trainer
+
+    return run
+
+
+def test_the_page_has_the_examples_this_file_runs():
+    assert set(EXAMPLES) == {"A divergence", "Weights", "A teacher", "A rollout"}
+
+
+def test_a_divergence_of_ones_own_is_minimised_and_stands_in_checkpoints(run):
+    trainer = run("A divergence", save_strategy="steps", save_steps=2)
+    assert repr(trainer.divergence) == "SkewedReverseKL(skew=0.1)"
+    written = Path(trainer.args.output_dir, "checkpoint-2", "opsd_fingerprint.json").read_text()
+    assert json.loads(written)["divergence"] == "SkewedReverseKL(skew=0.1)"
+    with_it = tiny.config(trainer.args.output_dir, divergence=trainer.divergence)
+    assert with_it.build_divergence() is trainer.divergence
+    assert json.loads(with_it.to_json_string())["divergence"] == "SkewedReverseKL(skew=0.1)"
+
+
+def test_weights_of_ones_own_count(run):
+    trainer = run("Weights")
+    batch = trainer._generate_and_score_completions([{"prompt": "2+2="}])
+    expected = [0.9**place for place in range(int(batch["completion_mask"].sum()))]
+    assert batch["loss_weights"][0, : len(expected)].tolist() == pytest.approx(expected)
+
+
+def test_a_teacher_of_ones_own_is_asked_once_for_each_batch(run):
+    assert run("A teacher").teacher.batches == 2
+
+
+def test_a_rollout_of_ones_own_writes(run):
+    trainer = run("A rollout")
+    lengths = {len(ids) for ids in trainer.complete(trainer.tokenize(tiny.PROMPTS))}
+    assert max(lengths) <= 8
