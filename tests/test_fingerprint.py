@@ -12,7 +12,8 @@ import tiny
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
-from trl_opsd.fingerprint import FILE, describe_rows
+from trl_opsd.data.datasets import describe_rows
+from trl_opsd.fingerprint import FILE
 from trl_opsd.models.samples import digest, sampled
 from trl_opsd.run.manifest import MANIFEST
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
@@ -16,9 +19,16 @@ from transformers.utils import CONFIG_NAME, cached_file
 from trl_opsd._compat.peft import is_peft, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.prompts import IMAGE_COLUMNS, check_columns, check_no_images
-
-AnyDataset: TypeAlias = Dataset | IterableDataset
+from trl_opsd.data.admission import look_ahead
+from trl_opsd.data.datasets import AnyDataset, columns_of, describe_rows
+from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits, check_columns, check_no_images
+from trl_opsd.data.readers import student_prompt
+from trl_opsd.data.shares import check_alike
+from trl_opsd.data.teacher_prompts import TeacherPrompts
+from trl_opsd.models.backbone import context_of
+from trl_opsd.models.head import model_shape
+from trl_opsd.models.special_tokens import rows_said, settle_special_tokens
+from trl_opsd.teacher.build import check_teachers, check_tokenizers
 
 _PLACE = ("revision", "token", "cache_dir", "subfolder")
 """Options for loading a model that say where it is."""
@@ -39,6 +49,76 @@ def checked_args(args: Any, model: Any) -> OPSDConfig:
             "`DistillationConfig`; change the class name."
         )
     return args
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What a trainer was given, checked together; no model is loaded yet."""
+
+    models: dict[str, Any]
+    """What each teacher is made of, by name; `None` is the student itself."""
+    prompts: TeacherPrompts
+    """What the teachers read."""
+    processing_class: Any
+    """A tokenizer, or a processor around one."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Makes token ids of text."""
+        return text_tokenizer(self.processing_class)
+
+    @property
+    def processor(self) -> ProcessorMixin | None:
+        """What is saved beside the student, if it is more than the tokenizer."""
+        return self.processing_class if isinstance(self.processing_class, ProcessorMixin) else None
+
+
+def prepared(
+    model: Any,
+    teacher_model: Any,
+    args: OPSDConfig,
+    datasets: Mapping[str, AnyDataset | None],
+    processing_class: Any,
+    teacher_processing_class: Any,
+    teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None,
+    row_columns: Collection[str],
+) -> Prepared:
+    """Checks everything that can be known before a model is loaded; the arguments are the trainer's.
+
+    Raises:
+        ValueError: They do not go together; the message says what to change.
+        TypeError: One is of a type that cannot be used here.
+    """
+    teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
+    check_teachers(teacher_model, model, args)
+    models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {"teacher": teacher_model}
+    if processing_class is not None:
+        check_processing_class(processing_class)
+    if teacher_prompt_fn is not None and args.remove_unused_columns:
+        raise ValueError("`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: leave it at False.")
+    tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
+    several = tuple(models) if len(models) > 1 else ()
+    check_datasets(datasets, args, several, needs_privilege=_teaches_itself(model, args) and not tells_more)
+    check_models(model, models, args)
+    prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
+    for name, dataset in datasets.items():
+        if dataset is not None:
+            look_ahead(dataset, name, partial(student_prompt, prompts, tuple(models)))
+    if args.world_size > 1:
+        check_alike(gather_object([{name: describe_rows(one, row_columns) for name, one in datasets.items()}]))
+    if processing_class is None:
+        processing_class = loaded_processing_class(model, args)
+        check_processing_class(processing_class)
+    found = Prepared(models=models, prompts=prompts, processing_class=processing_class)
+    settle_special_tokens(found.tokenizer, rows_said(model, args.model_init_kwargs or {}))
+    check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
+    return found
+
+
+def _teaches_itself(student: Any, args: OPSDConfig) -> bool:
+    """Whether teacher and student start as one; without the adapter it came with, a student is somebody else."""
+    kind = args.teacher_model_kind
+    return kind is not None and not (kind == "base" and not isinstance(student, str) and is_peft(student))
 
 
 def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) -> None:
@@ -189,8 +269,7 @@ def check_processing_class(processing_class: Any) -> None:
 
 
 def check_datasets(
-    train_dataset: AnyDataset | None,
-    eval_dataset: AnyDataset | dict[str, AnyDataset] | None,
+    datasets: Mapping[str, AnyDataset | None],
     args: OPSDConfig,
     teachers: Collection[str] = (),
     needs_privilege: bool = False,
@@ -198,10 +277,8 @@ def check_datasets(
     """Checks types, columns and sizes; the rows are read later, when there is a tokenizer.
 
     Args:
-        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
-            What is trained on.
-        eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or a `dict` of them, *optional*):
-            What is evaluated on.
+        datasets (`Mapping`):
+            By the name a message gives them.
         args ([`OPSDConfig`]):
             Says how many rows make a batch.
         teachers (`Collection[str]`, *optional*):
@@ -213,9 +290,9 @@ def check_datasets(
         ValueError: There is nothing to train or evaluate on, or not enough, or a column is missing.
         TypeError: Something is not a dataset.
     """
-    if train_dataset is None and eval_dataset is None:
+    if datasets.keys() == {"train_dataset", "eval_dataset"} and not any(one is not None for one in datasets.values()):
         raise ValueError("`train_dataset` is None: pass a dataset with a column 'prompt'.")
-    for where, dataset in {"train_dataset": train_dataset, **named(eval_dataset)}.items():
+    for where, dataset in datasets.items():
         if dataset is None:
             continue
         if not isinstance(dataset, Dataset | IterableDataset):
@@ -249,21 +326,6 @@ def _check_stored_images(dataset: AnyDataset, where: str) -> None:
                 check_no_images({name: table.column(name).to_pylist()}, where)
 
 
-def columns_of(dataset: AnyDataset) -> list[str] | None:
-    """The columns as a reader of the rows sees them; a transform may have made them."""
-    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom" and len(dataset):
-        return list(dataset[0])
-    names: list[str] | None = dataset.column_names
-    return names
-
-
-def named(eval_dataset: AnyDataset | dict[str, AnyDataset] | None) -> dict[str, AnyDataset | None]:
-    """Evaluation datasets by the name a message gives them."""
-    if isinstance(eval_dataset, dict):
-        return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
-    return {"eval_dataset": eval_dataset}
-
-
 def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:
     """Checks that a dataset fills one generation batch; a stream is as long as it is, and has to be told when to end.
 
@@ -283,3 +345,17 @@ def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:
             f"{processes} processes x {steps} accumulation steps, and rows that do not fill one are dropped, so there "
             "would be 0 steps: add rows, or lower one of those numbers."
         )
+
+
+def student_limits(student: Any, args: OPSDConfig) -> PromptLimits:
+    """What the student's prompts and completions keep to.
+
+    Raises:
+        ValueError: Its context has no room for a completion.
+    """
+    context = context_of(student)
+    if args.use_vllm and args.vllm_max_model_length is not None:
+        context = min(args.vllm_max_model_length, context or args.vllm_max_model_length)
+    limits = PromptLimits(vocabulary=model_shape(student)[0], context=context, completion=args.max_completion_length)
+    limits.check_room("the student")
+    return limits

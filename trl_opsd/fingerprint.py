@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from accelerate.logging import get_logger
-from datasets import IterableDataset
 from transformers.training_args import OptimizerNames
 
-from trl_opsd._compat.peft import without_peft
+from trl_opsd._compat.peft import describe_adapters, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
-from trl_opsd.models.head import shape_of
+from trl_opsd.losses import Divergence
+from trl_opsd.models.head import model_shape, shape_of
 from trl_opsd.models.samples import Samples, digest, sampled
 from trl_opsd.teacher import FrozenTeacher, Teacher
-from trl_opsd.types import OutputHead
 
 logger = get_logger(__name__)
 
@@ -57,33 +57,63 @@ Fingerprint: TypeAlias = dict[str, Any]
 """Values that JSON can hold, by the name a message gives them; an option by its own name."""
 
 
+class Identity:
+    """What does not change during a run of what is learnt: the student, its optimizer and its teachers at construction.
+
+    Args:
+        args ([`OPSDConfig`]):
+            The options.
+        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The student.
+        handed_in (`dict`, *optional*):
+            Samples of the weights under its adapter, as [`describe_student`] takes them.
+        optimizer (`torch.optim.Optimizer`, *optional*):
+            That of the user.
+    """
+
+    def __init__(self, args: OPSDConfig, student: Any, handed_in: Samples | None, optimizer: Any) -> None:
+        self._args, self._student = args, student
+        self._of_student, self._of_optimizer = describe_student(student, handed_in), describe_optimizer(optimizer, args)
+        self._teachers: dict[str, Teacher] = {}
+
+    def taught_by(self, teachers: dict[str, Teacher]) -> None:
+        """Takes the teachers, once they are loaded."""
+        self._teachers, kind = teachers, self._args.teacher_model_kind
+        self._of_teachers = digest_teachers(teachers, kind)
+
+    def now(self, divergence: Divergence, rows: str, tools: Sequence[Any], chat_template: Any) -> Fingerprint:
+        """The fingerprint of a checkpoint written now.
+
+        Args:
+            divergence ([`~losses.Divergence`]):
+                The objective; a dataclass is told with its settings.
+            rows (`str`):
+                As [`~data.datasets.describe_rows`] describes the training dataset.
+            tools (`Sequence`):
+                Functions the student may call.
+            chat_template (`Any`):
+                Of the tokenizer.
+        """
+        hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
+        return fingerprint(
+            self._args,
+            divergence=repr(divergence) if is_dataclass(divergence) else type(divergence).__qualname__,
+            train_dataset=rows,
+            teachers=describe_teachers(self._teachers, self._args.teacher_model_kind),
+            teacher_weights=self._of_teachers,
+            student=self._of_student,
+            adapter=describe_adapters(self._student),
+            optimizer=self._of_optimizer,
+            tools=[tool.__name__ for tool in tools],
+            chat_template=None if chat_template is None else f"sha256 {hashed}",
+        )
+
+
 def fingerprint(args: OPSDConfig, **more: Any) -> Fingerprint:
     """The options that belong to it, and what else the caller knows, as they come back out of a file."""
     names = (*OPTIONS, *(OF_AN_AVERAGE if args.teacher_model_kind == "ema" else ()))
     values = {**more, **{name: getattr(args, name) for name in names}}
     return dict(json.loads(json.dumps(values, default=str)))
-
-
-def describe_rows(dataset: Any, columns: Collection[str] | None) -> str:
-    """The number of rows and a digest of their contents, the same on every machine and in every process.
-
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
-            A stream cannot be read ahead and is only called one.
-        columns (`Collection[str]`, *optional*):
-            The columns somebody reads. When `None`, or when a transform makes the rows out of others: all of them.
-    """
-    if dataset is None or isinstance(dataset, IterableDataset):
-        return "none" if dataset is None else "a stream"
-    made_on_the_fly = dataset.format["type"] == "custom"
-    dataset = dataset.with_format("arrow")  # as stored: what a column decodes to may not be the same thing twice
-    if columns is not None and not made_on_the_fly:
-        dataset = dataset.select_columns([name for name in dataset.column_names if name in columns])
-    digest = hashlib.sha256()
-    for table in dataset.iter(batch_size=1000):
-        for row in table.to_pylist():
-            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
-    return f"{len(dataset)} rows, sha256 {digest.hexdigest()[:16]}"
 
 
 def describe_student(student: Any, handed_in: Samples | None) -> str:
@@ -95,7 +125,7 @@ def describe_student(student: Any, handed_in: Samples | None) -> str:
         handed_in (`dict`, *optional*):
             Samples of the weights under its adapter; `None` without one: all weights come out of the checkpoint.
     """
-    shape = f"{type(without_peft(student)).__name__} {list(shape_of(OutputHead.of(student)))}"
+    shape = f"{type(without_peft(student)).__name__} {list(model_shape(student))}"
     return shape if handed_in is None else f"{shape}, {digest(handed_in)}"
 
 

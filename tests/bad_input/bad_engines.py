@@ -10,8 +10,8 @@ from typing import Any
 import tiny
 from cases import Case, Lab, option
 
-OURS = ("trl_opsd._compat.vllm", "trl_opsd.rollout.vllm", "trl_opsd.rollout.vllm_server")
-"""What is imported when vLLM is chosen, and looks at once whether it is there."""
+OURS = ("trl_opsd._compat.vllm", "trl_opsd.rollout.vllm", "trl_opsd.rollout.sampling")
+"""How the modules begin that are imported when vLLM is chosen; the first looks at once whether it is there."""
 
 
 def installed(lab: Lab, version: str | None) -> None:
@@ -28,8 +28,8 @@ def installed(lab: Lab, version: str | None) -> None:
 
     lab.patch.setattr(importlib.util, "find_spec", find_spec)
     lab.patch.setattr(importlib.metadata, "version", version_of)
-    for name in OURS:
-        lab.patch.delitem(sys.modules, name, raising=False)
+    for name in [name for name in sys.modules if name.startswith(OURS)]:
+        lab.patch.delitem(sys.modules, name)
 
 
 def absent(mode: str) -> Case:

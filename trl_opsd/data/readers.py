@@ -90,6 +90,36 @@ class Readers:
         covered = all(limits.covers(self.student_limits) for limits in self.teacher_limits.values())
         return columns is None or not covered or not self.are_alike(columns)
 
+    def retold(
+        self,
+        rows: Sequence[Row],
+        prompts: list[list[int]],
+        completions: list[list[int]],
+        decode: Callable[..., list[str]],
+    ) -> list[list[int]] | None:
+        """What the teachers read before completions that are written by now; `None` where it is the student's prompt.
+
+        Args:
+            rows (`Sequence[Mapping[str, Any]]`):
+                B dataset rows.
+            prompts (`list[list[int]]`):
+                B, what the student read.
+            completions (`list[list[int]]`):
+                B, what it wrote.
+            decode (`Callable`):
+                Turns completions into texts, if a function makes the teacher's prompts.
+
+        Raises:
+            ValueError: One cannot be read; the message names the row.
+            TypeError: One is neither text nor messages.
+        """
+        alike = all(map(self.are_alike, rows))
+        if not alike:
+            made = self.prompts.prompt_fn is not None
+            prompts = self.teacher_prompt_ids(rows, decode(completions, skip_special_tokens=True) if made else None)
+        self.check_fits_teacher(rows, prompts, list(map(len, completions)))
+        return None if alike else prompts
+
     def teacher_prompt_ids(self, rows: Sequence[Row], completions: Sequence[str] | None) -> list[list[int]]:
         """What the teachers read before completions that are written by now.
 

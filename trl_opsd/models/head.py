@@ -34,6 +34,11 @@ def gathered_head(*heads: OutputHead) -> AbstractContextManager[Any]:
     return context
 
 
+def model_shape(model: Any) -> tuple[int, int]:
+    """V and H of a model's head."""
+    return shape_of(OutputHead.of(model))
+
+
 @contextmanager
 def whole_head(model: Any) -> Iterator[OutputHead]:
     """The head of a model, gathered for as long as the context lasts if ZeRO-3 or FSDP2 has split it. Collective."""

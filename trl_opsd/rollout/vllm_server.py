@@ -16,7 +16,7 @@ from trl_opsd._compat.vllm.architectures import may_have_head
 from trl_opsd._compat.vllm.reload import HEAD
 from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
-from trl_opsd.models.head import shape_of
+from trl_opsd.models.head import model_shape
 from trl_opsd.rollout.answers import ServerFacts
 from trl_opsd.rollout.bounded_http import ServerError
 from trl_opsd.rollout.sampling import request_options
@@ -24,7 +24,7 @@ from trl_opsd.rollout.server_client import ServerClient
 from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
-from trl_opsd.types import Completion, OutputHead
+from trl_opsd.types import Completion
 
 logger = get_logger(__name__)
 
@@ -155,7 +155,7 @@ class VLLMServerRollout(SyncedRollout[_ServedEngine]):
         self._has_head = may_have_head(trainer.model.config)
         logger.info("Weight sync with vLLM: 'full', because a server takes no adapter by itself.")
         sampling = request_options(self._args, list(trainer.eos_token_ids))
-        never = *range(trainer.limits.vocabulary, shape_of(OutputHead.of(trainer.model))[0]), *trainer.placeholders
+        never = *range(trainer.limits.vocabulary, model_shape(trainer.model)[0]), *trainer.placeholders
         sampling["logit_bias"] = {**(sampling.get("logit_bias") or {}), **{str(token): _NEVER for token in never}}
         self._take(trainer, engine, sampling, max(dtype, served, key=RELATIVE.__getitem__))
 

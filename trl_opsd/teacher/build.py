@@ -159,6 +159,39 @@ def build_teacher(
     return _frozen(teacher_model, args, device, progress)
 
 
+def build_teachers(
+    models: Mapping[str, Any],
+    student: Any,
+    run: Run,
+    reading: Callable[[], Reading],
+    args: OPSDConfig,
+    device: torch.device,
+    progress: bool = False,
+) -> tuple[dict[str, Teacher], Average | None]:
+    """All teachers by name, and the average that the student's own follows, if there is one.
+
+    Args:
+        models (`Mapping`):
+            What each is made of, by name; `None` is the student itself.
+        student, run, reading:
+            As [`build_own_teacher`] takes them.
+        args ([`OPSDConfig`]):
+            Says how to load them, and where they live.
+        device (`torch.device`):
+            Where they read.
+        progress (`bool`, *optional*, defaults to `False`):
+            Show a progress bar while one reads, if that takes long.
+    """
+    teachers: dict[str, Teacher] = {}
+    average: Average | None = None
+    for name, model in models.items():
+        if model is None:
+            teachers[name], average = build_own_teacher(student, run, reading, args, device, progress)
+        else:
+            teachers[name] = build_teacher(model, args, device, progress)
+    return teachers, average
+
+
 def build_own_teacher(
     student: Any,
     run: Run,

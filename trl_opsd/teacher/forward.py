@@ -12,9 +12,9 @@ from torch import Tensor, distributed
 from tqdm import tqdm
 
 from trl_opsd.models.backbone import Run, completion_hidden
-from trl_opsd.models.head import shape_of
+from trl_opsd.models.head import model_shape
 from trl_opsd.models.padding import PADDED, Reading
-from trl_opsd.types import OutputHead, Rollout
+from trl_opsd.types import Rollout
 
 PASS_BYTES = 2_000_000_000
 """What the activations of one pass may take, in bytes; about what makes a pass long enough to hide streamed layers."""
@@ -101,7 +101,7 @@ def rows_per_pass(model: Any, length: int, pass_bytes: int = PASS_BYTES) -> int:
     that does not state the inner width is taken to have four times the hidden one, and no heads if it states none.
     """
     config = model.config.get_text_config()
-    width = _largest(config, "hidden_size") or shape_of(OutputHead.of(model))[1]
+    width = _largest(config, "hidden_size") or model_shape(model)[1]
     inner = _largest(config, "intermediate_size") or _largest(config, "n_inner") or 4 * width
     heads = _largest(config, "num_attention_heads")
     per_pair = max(8 * heads, 1) if config._attn_implementation == "eager" else 1
