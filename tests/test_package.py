@@ -15,9 +15,13 @@ PUBLIC = [
     "FixedRollout",
     "FrozenTeacher",
     "HFRollout",
+    "NonFiniteError",
     "OPSDConfig",
+    "OPSDError",
     "OPSDTrainer",
     "RolloutBackend",
+    "ServerError",
+    "SyncError",
     "Teacher",
 ]
 """The public surface. A change here is a change for users: it gets a line in the changelog."""
@@ -60,3 +64,10 @@ def test_a_bare_import_loads_nothing_but_the_standard_library():
     loaded = {name.partition(".")[0] for name in seen["modules"]}
     assert not loaded & {"trl", "vllm", "deepspeed", "peft", "torch", "transformers"}
     assert loaded - sys.stdlib_module_names == {"trl_opsd"}
+
+
+def test_errors_of_this_package_are_one_family():
+    for name in ("NonFiniteError", "ServerError", "SyncError"):
+        assert issubclass(getattr(trl_opsd, name), trl_opsd.OPSDError)
+    assert issubclass(trl_opsd.OPSDError, RuntimeError)
+    assert issubclass(trl_opsd.NonFiniteError, FloatingPointError), "as it was called before"

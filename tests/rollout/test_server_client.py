@@ -17,7 +17,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from trl_opsd.rollout import server_client
-from trl_opsd.rollout.server_client import ServerClient, ServerError
+from trl_opsd.rollout.server_client import ServerClient
+from trl_opsd.run.errors import ServerError
 
 pytestmark = pytest.mark.vllm
 

@@ -10,7 +10,8 @@ import tiny
 import torch
 from accelerate import Accelerator
 
-from trl_opsd.rollout.sync_proof import PROMPTED, RELATIVE, WRITTEN, SyncError, SyncProof
+from trl_opsd.rollout.sync_proof import PROMPTED, RELATIVE, WRITTEN, SyncProof
+from trl_opsd.run.errors import SyncError
 
 
 class Told:

@@ -21,7 +21,7 @@ from vllm_lab import by_hf, engines_are_shared, gap, lora, make, student, two_en
 from trl_opsd.rollout import vllm_server as backend
 from trl_opsd.rollout import weight_sync
 from trl_opsd.rollout.server_client import ServerClient
-from trl_opsd.rollout.sync_proof import SyncError
+from trl_opsd.run.errors import SyncError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 HERE = Path(__file__).parent

@@ -17,7 +17,7 @@ from vllm_lab import engines_are_shared, gap, lora, make, student  # noqa: F401 
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd.rollout import sync_proof, weight_sync
 from trl_opsd.rollout import vllm as backend
-from trl_opsd.rollout.sync_proof import SyncError
+from trl_opsd.run.errors import SyncError
 from trl_opsd.types import Weight
 
 pytestmark = pytest.mark.vllm

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from trl_opsd.run import strict_json
+from trl_opsd.run.errors import ServerError
 
 T = TypeVar("T")
 
@@ -25,10 +26,6 @@ _CONNECT_SECONDS = 10.0
 _MOST_BYTES = 16 * MIB
 """Of an answer that carries no completions; the longest, the configuration of a server, has about 0.1 MiB."""
 _PLAIN = ("", "identity")
-
-
-class ServerError(RuntimeError):
-    """A vLLM server did not do what it was asked."""
 
 
 @dataclass(frozen=True, slots=True)

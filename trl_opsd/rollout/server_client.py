@@ -13,7 +13,8 @@ from typing import Any
 from trl_opsd._compat.trl import VLLMClient
 from trl_opsd.config import OPSDConfig
 from trl_opsd.rollout import answers
-from trl_opsd.rollout.bounded_http import BoundedSession, ServerError
+from trl_opsd.rollout.bounded_http import BoundedSession
+from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
 
 logger = logging.getLogger(__name__)

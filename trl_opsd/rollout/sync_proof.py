@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trl_opsd.host import Host
 from trl_opsd.rollout.engine import Engine
+from trl_opsd.run.errors import SyncError
 
 WRITTEN = 16
 """Tokens the engine writes after the probe."""
@@ -30,10 +31,6 @@ square."""
 AVERAGE = 3
 """How many times as much they may differ on average. The largest difference says little: where a model is sure, one
 step of rounding can be nats."""
-
-
-class SyncError(RuntimeError):
-    """The engine does not write as the student does, although the student's weights were sent to it."""
 
 
 @dataclass(frozen=True, slots=True)

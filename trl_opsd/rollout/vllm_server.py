@@ -18,12 +18,12 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
 from trl_opsd.models.head import model_shape
 from trl_opsd.rollout.answers import ServerFacts
-from trl_opsd.rollout.bounded_http import ServerError
 from trl_opsd.rollout.sampling import request_options
 from trl_opsd.rollout.server_client import ServerClient
 from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
+from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
 
 logger = get_logger(__name__)

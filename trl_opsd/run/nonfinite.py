@@ -12,6 +12,7 @@ from typing import Any
 from accelerate.logging import get_logger
 
 from trl_opsd._compat.sharding import whole_shape
+from trl_opsd.run.errors import NonFiniteError
 
 RECORD = "opsd_nonfinite.jsonl"
 """In the output folder: what was found, one JSON object in each line."""
@@ -114,7 +115,7 @@ class StepGuard:
             return
         self._write(finding)
         if self.policy == "raise":
-            raise FloatingPointError(str(finding))
+            raise NonFiniteError(str(finding))
         logger.warning(f"Left out: {finding}")
         self.condemned = self.condemned or not finding.evaluating
 
@@ -132,7 +133,7 @@ class StepGuard:
         self.skipped += 1
         self._in_a_row += 1
         if self._in_a_row > self.limit:
-            raise FloatingPointError(
+            raise NonFiniteError(
                 f"{self._in_a_row} optimizer steps in a row had a loss or a gradient that is NaN or infinite, and "
                 f"`nonfinite_skip_limit={self.limit}`: the student's weights are as they were before them. "
                 f"{RECORD} in the output folder says whose numbers they were; lower the learning rate, or go back to a "
