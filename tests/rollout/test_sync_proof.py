@@ -17,6 +17,8 @@ from trl_opsd.run.errors import SyncError
 class Told:
     """Writes the same ids after every prompt, and says what the student would, but for `off`, in nats."""
 
+    name = "an engine"
+
     block_size = 16
 
     def __init__(self, student):
