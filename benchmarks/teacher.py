@@ -107,13 +107,13 @@ def placed(
     name: str, args: argparse.Namespace, rollout: Rollout
 ) -> tuple[Callable[[], Tensor], Callable[[], dict[str, int]]]:
     teacher = FrozenTeacher(PLACEMENTS[name](make_model(args), args.device), pass_bytes=args.pass_bytes)
-    dock = getattr(teacher.placement, "dock", None)
+    prefetcher = getattr(teacher.placement, "prefetcher", None)
     whole = sum(tensor.nbytes for tensor in tensors_of(teacher.model))
 
     def meter() -> dict[str, int]:
-        if dock is None:
+        if prefetcher is None:
             return {"between": whole, "during": whole, "moved": 0}
-        return {"between": dock.held_bytes, "during": dock.peak_bytes, "moved": dock.moved_bytes}
+        return {"between": prefetcher.held_bytes, "during": prefetcher.peak_bytes, "moved": prefetcher.moved_bytes}
 
     return lambda: teacher.targets(rollout).hidden, meter
 

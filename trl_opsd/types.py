@@ -229,7 +229,7 @@ class LossParts:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One tensor of a checkpoint of the student, and how to make it; nothing is computed before `made` is called."""
+    """A named checkpoint tensor, computed on demand; nothing is computed before `materialize` is called."""
 
     name: str
     """As the checkpoint calls it."""
@@ -237,7 +237,7 @@ class Weight:
     """The student's own tensor, without adapters."""
     parts: tuple[Tensor, ...]
     """What must not be split across processes while it is made."""
-    made: Callable[[], Tensor]
+    materialize: Callable[[], Tensor]
     """Returns the tensor; may share memory with the student's, so it is not to be written to."""
 
     @classmethod

@@ -27,9 +27,9 @@ def student():
 
 
 def test_weights_that_are_sent_under_other_names_or_without_their_adapter(student):
-    plain = {weight.name: weight.made() for weight in weights_of(student)}
+    plain = {weight.name: weight.materialize() for weight in weights_of(student)}
     recompute(student)
-    wrapped = {weight.name: weight.made() for weight in weights_of(student)}
+    wrapped = {weight.name: weight.materialize() for weight in weights_of(student)}
     assert set(wrapped) == set(plain) == set(tiny.qwen2(32).state_dict())
     assert all(torch.equal(wrapped[name], tensor) for name, tensor in plain.items())
 

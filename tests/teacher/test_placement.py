@@ -23,9 +23,9 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from trl_opsd import FrozenTeacher, OPSDConfig, Teacher
 from trl_opsd._compat.deepspeed import loading, reader_config
 from trl_opsd.teacher import Hosted, Resident, Streamed
-from trl_opsd.teacher.dock import Dock
 from trl_opsd.teacher.forward import rows_per_pass, targets_device
 from trl_opsd.teacher.parts import parts_of, tensors_of
+from trl_opsd.teacher.prefetch import Prefetcher
 from trl_opsd.types import Rollout
 
 CPU = torch.device("cpu")
@@ -149,19 +149,19 @@ class TestBytes:
         rest = sum(tensor.nbytes for tensor in parts.rest)
         padding = 256 * len(tensors_of(model))
         streamed = FrozenTeacher(Streamed(model, CPU))
-        dock = streamed.placement.dock
-        assert head <= dock.held_bytes <= head + padding
+        prefetcher = streamed.placement.prefetcher
+        assert head <= prefetcher.held_bytes <= head + padding
         streamed.targets(rollout())
-        assert 2 * layer + head + rest <= dock.peak_bytes <= 2 * layer + head + rest + padding
-        assert dock.held_bytes <= head + padding
+        assert 2 * layer + head + rest <= prefetcher.peak_bytes <= 2 * layer + head + rest + padding
+        assert prefetcher.held_bytes <= head + padding
         whole = sum(tensor.nbytes for tensor in tensors_of(model))
-        assert len(parts.layers) == 2 or dock.peak_bytes < whole - layer / 2
+        assert len(parts.layers) == 2 or prefetcher.peak_bytes < whole - layer / 2
 
     def test_a_meter_that_misses_what_is_allocated(self):
         model = tiny.qwen2(128, 1, num_hidden_layers=6)
         streamed = FrozenTeacher(Streamed(model, CPU))
-        dock = streamed.placement.dock
-        head = dock.held_bytes
+        prefetcher = streamed.placement.prefetcher
+        head = prefetcher.held_bytes
         one = rollout(rows=1, prompt=2, completion=2)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             streamed.targets(one)
@@ -171,27 +171,27 @@ class TestBytes:
             now += event.nbytes()
             peak = max(peak, now)
         activations = 100_000  # four tokens; a layer has 590 kB
-        assert dock.peak_bytes - head <= peak <= dock.peak_bytes - head + activations
+        assert prefetcher.peak_bytes - head <= peak <= prefetcher.peak_bytes - head + activations
 
     def test_between_readings_more_on_the_device_than_the_head(self):
         hosted = FrozenTeacher(Hosted(TEACHERS["qwen2"](), CPU))
         whole = sum(tensor.nbytes for tensor in tensors_of(hosted.model))
         hosted.targets(rollout())
-        assert hosted.placement.dock.peak_bytes >= whole
-        assert hosted.placement.dock.held_bytes <= hosted.head.weight.nbytes + 256
+        assert hosted.placement.prefetcher.peak_bytes >= whole
+        assert hosted.placement.prefetcher.held_bytes <= hosted.head.weight.nbytes + 256
 
     @pytest.mark.parametrize("passes", [1, 3])
     def test_a_layer_that_is_moved_more_than_once_a_pass(self, passes):
         model = TEACHERS["qwen2"]()
         teacher = FrozenTeacher(Streamed(model, CPU), pass_bytes=few_rows(model, 6 // passes))
-        dock = teacher.placement.dock
-        before = dock.moved_bytes
+        prefetcher = teacher.placement.prefetcher
+        before = prefetcher.moved_bytes
         teacher.targets(rollout())
         parts = parts_of(model)
         layers = sum(tensor.nbytes for _, own in parts.layers for tensor in own)
         once = sum(tensor.nbytes for tensor in (*parts.head, *parts.rest))
         padding = 256 * len(tensors_of(model)) * passes
-        assert passes * layers + once <= dock.moved_bytes - before <= passes * layers + once + padding
+        assert passes * layers + once <= prefetcher.moved_bytes - before <= passes * layers + once + padding
 
     @pytest.mark.parametrize("offload", ["none", "cpu", "stream"])
     def test_a_row_that_is_read_more_than_once_an_optimizer_step(self, make_trainer, offload):
@@ -215,7 +215,7 @@ class TestBytes:
     def test_masters_that_are_lost_when_a_pass_fails(self):
         for placement in (Hosted, Streamed):
             teacher = FrozenTeacher(placement(TEACHERS["qwen2"](), CPU))
-            before, held = addresses(teacher.model), teacher.placement.dock.held_bytes
+            before, held = addresses(teacher.model), teacher.placement.prefetcher.held_bytes
             expected = teacher.targets(rollout()).hidden
             broken = rollout()
             broken.completion_ids[3, 2] = tiny.VOCABULARY + 5  # no such embedding
@@ -226,7 +226,7 @@ class TestBytes:
                 teacher.targets(rollout())
             stop.remove()
             assert addresses(teacher.model) == before
-            assert teacher.placement.dock.held_bytes == held
+            assert teacher.placement.prefetcher.held_bytes == held
             assert torch.equal(teacher.targets(rollout()).hidden, expected)
 
     def test_a_reading_that_computes_on_the_masters(self):
@@ -281,13 +281,13 @@ class TestPasses:
         trainer.train()
         assert trainer.teacher.targets(rollout()).hidden.device == CPU
 
-    def test_a_dock_that_forgets_what_was_returned(self):
-        dock = Dock(CPU)
-        dock.keep(100)
-        with dock.borrow([10, 20]) as (small, large):
-            assert (small.nbytes, large.nbytes, dock.held_bytes) == (10, 20, 130)
-        with dock.borrow([5]):
-            assert (dock.held_bytes, dock.peak_bytes) == (105, 130)
+    def test_memory_that_was_returned_is_not_counted_any_more(self):
+        prefetcher = Prefetcher(CPU)
+        prefetcher.keep(100)
+        with prefetcher.borrow([10, 20]) as (small, large):
+            assert (small.nbytes, large.nbytes, prefetcher.held_bytes) == (10, 20, 130)
+        with prefetcher.borrow([5]):
+            assert (prefetcher.held_bytes, prefetcher.peak_bytes) == (105, 130)
 
 
 class TestLoading:

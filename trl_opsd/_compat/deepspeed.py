@@ -145,7 +145,7 @@ def recompute_buffers(model: Any) -> None:
     put_back(model, {name: fresh[name].to(places[name]) for name in places.keys() & fresh})
 
 
-class Reader:
+class SplitReader:
     """Runs functions of a frozen model that DeepSpeed has split, or splits now.
 
     Args:

@@ -66,7 +66,7 @@ class Stream:
             split = _parts(bucket)
             with self.gathered(split):
                 for weight in bucket:
-                    made = weight.made()
+                    made = weight.materialize()
                     # In this order: fewer bytes to gather. A copy: an engine keeps what it is given for a while.
                     tensor = whole(made.to(self.device, self._dtype_of(made), copy=bool(split)))
                     self.bytes += tensor.nbytes

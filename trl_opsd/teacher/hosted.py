@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from trl_opsd.models.backbone import Run, call
-from trl_opsd.teacher.dock import Dock, Pack
 from trl_opsd.teacher.parts import parts_of
 from trl_opsd.teacher.placement import Placement
+from trl_opsd.teacher.prefetch import HostBlock, Prefetcher
 from trl_opsd.types import OutputHead
 
 
@@ -28,15 +28,15 @@ class Hosted(Placement):
             Where it reads.
 
     Attributes:
-        dock ([`~dock.Dock`]): counts the bytes.
+        prefetcher ([`~prefetch.Prefetcher`]): counts the bytes.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        self.model, self.device, self.dock = model, device, Dock(device)
+        self.model, self.device, self.prefetcher = model, device, Prefetcher(device)
         parts = parts_of(model)
         groups = [parts.embedding, *(own for _, own in parts.layers), parts.rest]
-        self._packs = [Pack(group, pinned=self.dock.wants_pinned) for group in groups]
-        self._head = HeadOnDevice(model, parts.head, self.dock)
+        self._blocks = [HostBlock(group, pinned=self.prefetcher.wants_pinned) for group in groups]
+        self._head = HeadOnDevice(model, parts.head, self.prefetcher)
 
     @property
     def head(self) -> OutputHead:
@@ -44,16 +44,16 @@ class Hosted(Placement):
 
     @contextmanager
     def reading(self, passes: int) -> Iterator[Run]:
-        with self.dock.borrow([pack.nbytes for pack in self._packs]) as buffers, self._head.lent():
+        with self.prefetcher.borrow([block.nbytes for block in self._blocks]) as buffers, self._head.lent():
             try:
-                for pack, buffer in zip(self._packs, buffers, strict=True):
-                    self.dock.fetch(pack, buffer)
-                    pack.lend(buffer)
-                self.dock.arrive()
+                for block, buffer in zip(self._blocks, buffers, strict=True):
+                    self.prefetcher.fetch(block, buffer)
+                    block.lend(buffer)
+                self.prefetcher.arrive()
                 yield partial(call, self.model)
             finally:
-                for pack in self._packs:
-                    pack.take_back()
+                for block in self._blocks:
+                    block.take_back()
 
     def agreed(self, passes: int) -> int:
         return passes
@@ -65,25 +65,25 @@ class HeadOnDevice:
     It is made anew for each reading, so that it fits the hidden states even if the masters change in between.
     """
 
-    def __init__(self, model: Any, tensors: list[Tensor], dock: Dock) -> None:
-        self._model, self._dock = model, dock
-        self._pack = Pack(tensors, pinned=dock.wants_pinned)
-        self._buffer = dock.keep(self._pack.nbytes)
-        dock.fetch(self._pack, self._buffer)
-        dock.arrive()
+    def __init__(self, model: Any, tensors: list[Tensor], prefetcher: Prefetcher) -> None:
+        self._model, self._prefetcher = model, prefetcher
+        self._block = HostBlock(tensors, pinned=prefetcher.wants_pinned)
+        self._buffer = prefetcher.keep(self._block.nbytes)
+        prefetcher.fetch(self._block, self._buffer)
+        prefetcher.arrive()
 
     @property
     def head(self) -> OutputHead:
         """The head of the model, with the copy's weight and bias."""
-        weight, *bias = self._pack.views(self._buffer)
+        weight, *bias = self._block.views(self._buffer)
         return replace(OutputHead.of(self._model), weight=weight, bias=bias[0] if bias else None)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Copies the head anew and lets the model use the copy."""
         try:
-            self._dock.fetch(self._pack, self._buffer)
-            self._pack.lend(self._buffer)
+            self._prefetcher.fetch(self._block, self._buffer)
+            self._block.lend(self._buffer)
             yield
         finally:
-            self._pack.take_back()
+            self._block.take_back()

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from trl_opsd.models.backbone import Run, call
-from trl_opsd.teacher.dock import Dock, Pack
 from trl_opsd.teacher.hosted import HeadOnDevice
 from trl_opsd.teacher.parts import parts_of
 from trl_opsd.teacher.placement import Placement
+from trl_opsd.teacher.prefetch import HostBlock, Prefetcher
 from trl_opsd.types import OutputHead
 
 
@@ -31,27 +31,27 @@ class Streamed(Placement):
             Where it reads.
 
     Attributes:
-        dock ([`~dock.Dock`]): counts the bytes.
+        prefetcher ([`~prefetch.Prefetcher`]): counts the bytes.
 
     Raises:
         ValueError: The model keeps its layers in no `ModuleList`.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        self.model, self.device, self.dock = model, device, Dock(device)
+        self.model, self.device, self.prefetcher = model, device, Prefetcher(device)
         parts = parts_of(model)
         if not parts.layers:
             raise ValueError(
                 f"`teacher_offload='stream'`: {type(model).__name__} keeps its layers in no `torch.nn.ModuleList`, so "
                 "there is nothing to stream one by one: set `teacher_offload='cpu'`."
             )
-        pinned = self.dock.wants_pinned
+        pinned = self.prefetcher.wants_pinned
         self._layers = [layer for layer, _ in parts.layers]
-        self._packs = [Pack(own, pinned) for _, own in parts.layers]
-        self._rest = Pack(parts.rest, pinned)
-        self._head = HeadOnDevice(model, parts.head, self.dock)
+        self._blocks = [HostBlock(own, pinned) for _, own in parts.layers]
+        self._rest = HostBlock(parts.rest, pinned)
+        self._head = HeadOnDevice(model, parts.head, self.prefetcher)
         self._looks_up_on_host = bool(parts.embedding)
-        Pack(parts.embedding, pinned=False)  # its tensors stay in it
+        HostBlock(parts.embedding, pinned=False)  # its tensors stay in it
 
     @property
     def head(self) -> OutputHead:
@@ -59,30 +59,30 @@ class Streamed(Placement):
 
     @contextmanager
     def reading(self, passes: int) -> Iterator[Run]:
-        largest = max(pack.nbytes for pack in self._packs)
-        sizes = [self._rest.nbytes, *[largest] * min(2, len(self._packs))]
-        with self.dock.borrow(sizes) as (rest, *slots), self._head.lent():
-            belt = _Belt(self._packs, slots, self.dock, visits=passes * len(self._packs))
-            hooks = self._hooks(belt)
+        largest = max(block.nbytes for block in self._blocks)
+        sizes = [self._rest.nbytes, *[largest] * min(2, len(self._blocks))]
+        with self.prefetcher.borrow(sizes) as (rest, *slots), self._head.lent():
+            buffers = _DoubleBuffer(self._blocks, slots, self.prefetcher, visits=passes * len(self._blocks))
+            hooks = self._hooks(buffers)
             try:
-                self.dock.fetch(self._rest, rest)
+                self.prefetcher.fetch(self._rest, rest)
                 self._rest.lend(rest)
-                self.dock.arrive()
+                self.prefetcher.arrive()
                 yield partial(call, self.model)
             finally:
                 for hook in hooks:
                     hook.remove()
-                for pack in (*self._packs, self._rest):
-                    pack.take_back()
+                for block in (*self._blocks, self._rest):
+                    block.take_back()
 
     def agreed(self, passes: int) -> int:
         return passes
 
-    def _hooks(self, belt: _Belt) -> list[Any]:
+    def _hooks(self, buffers: _DoubleBuffer) -> list[Any]:
         hooks = []
         for number, layer in enumerate(self._layers):
-            hooks.append(layer.register_forward_pre_hook(lambda *_, number=number: belt.enter(number)))
-            hooks.append(layer.register_forward_hook(lambda *_, number=number: belt.leave(number)))
+            hooks.append(layer.register_forward_pre_hook(lambda *_, number=number: buffers.enter(number)))
+            hooks.append(layer.register_forward_hook(lambda *_, number=number: buffers.leave(number)))
         if self._looks_up_on_host:
             embedding: nn.Module = self.model.get_input_embeddings()
             hooks.append(embedding.register_forward_pre_hook(lambda _, ids: tuple(one.cpu() for one in ids)))
@@ -90,14 +90,14 @@ class Streamed(Placement):
         return hooks
 
 
-class _Belt:
+class _DoubleBuffer:
     """Two slots in which layers take turns.
 
     Layers are expected in their order, pass after pass. One that comes out of turn is fetched when it comes.
     """
 
-    def __init__(self, packs: list[Pack], slots: list[Tensor], dock: Dock, visits: int) -> None:
-        self._packs, self._slots, self._dock = packs, slots, dock
+    def __init__(self, blocks: list[HostBlock], slots: list[Tensor], prefetcher: Prefetcher, visits: int) -> None:
+        self._blocks, self._slots, self._prefetcher = blocks, slots, prefetcher
         self._holds: list[int | None] = [None for _ in slots]
         self._visits_left = visits
         self._computing = len(slots) - 1
@@ -105,16 +105,16 @@ class _Belt:
     def enter(self, layer: int) -> None:
         """Before a layer computes: lets it wait for its weights, and sends for those of the next."""
         self._fetch(layer)
-        self._dock.arrive()
+        self._prefetcher.arrive()
         self._computing = self._holds.index(layer)
-        self._packs[layer].lend(self._slots[self._computing])
+        self._blocks[layer].lend(self._slots[self._computing])
         self._visits_left -= 1
         if self._visits_left > 0:
-            self._fetch((layer + 1) % len(self._packs))
+            self._fetch((layer + 1) % len(self._blocks))
 
     def leave(self, layer: int) -> None:
         """After a layer was issued."""
-        self._packs[layer].take_back()
+        self._blocks[layer].take_back()
 
     def _fetch(self, layer: int) -> None:
         if layer in self._holds:
@@ -122,4 +122,4 @@ class _Belt:
         # Never over a layer that computes: that one was issued before, but what comes after it was not.
         slot = (self._computing + 1) % len(self._slots)
         self._holds[slot] = layer
-        self._dock.fetch(self._packs[layer], self._slots[slot])
+        self._prefetcher.fetch(self._blocks[layer], self._slots[slot])

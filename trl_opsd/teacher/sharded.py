@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trl_opsd._compat.deepspeed import Reader, reader_config
+from trl_opsd._compat.deepspeed import SplitReader, reader_config
 from trl_opsd.models.backbone import Run
 from trl_opsd.teacher.forward import most_of_all
 from trl_opsd.teacher.placement import Placement
@@ -29,7 +29,7 @@ class Sharded(Placement):
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self.model, self.device = model, device
-        self._read = Reader(model, reader_config(model.dtype, model.config.get_text_config().hidden_size, device))
+        self._read = SplitReader(model, reader_config(model.dtype, model.config.get_text_config().hidden_size, device))
 
     @property
     def head(self) -> OutputHead:

@@ -1,4 +1,4 @@
-"""Host memory that weights live in, and the place on a device where copies of them land; models are not known here."""
+"""Prefetch buffers: weights in blocks of host memory, and buffers on a device that they are copied to ahead of use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WITHOUT_STREAMS = ("cpu", "mps")
 """Devices that copy at once, and need no pinned memory for it."""
 
 
-class Pack:
+class HostBlock:
     """Tensors of a model in one piece of host memory, from which one copy moves them all.
 
     One by one they would cost a call each; and pinned, almost twice their size, because torch rounds every pinned
@@ -41,7 +41,7 @@ class Pack:
             tensor.data = master
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The tensors as a buffer holds them that this pack was copied to."""
+        """Views of this block's tensors in the buffer it was copied to."""
         spans = [buffer[start : start + one.nbytes] for start, one in zip(self._starts, self._tensors, strict=True)]
         return [span.view(one.dtype).view(one.shape) for span, one in zip(spans, self._tensors, strict=True)]
 
@@ -60,8 +60,8 @@ class Pack:
             tensor.data = master
 
 
-class Dock:
-    """Where copies of packs land on a device, with a meter of what that takes.
+class Prefetcher:
+    """Copies blocks to buffers on a device, and counts what that takes.
 
     Copies run on a stream of their own where the device has streams.
 
@@ -96,15 +96,15 @@ class Dock:
             self._finish()
             self.held_bytes -= sum(sizes)
 
-    def fetch(self, pack: Pack, buffer: Tensor) -> None:
-        """Begins to copy a pack into a buffer, once all work that has been issued so far is done with the buffer."""
-        self.moved_bytes += pack.nbytes
+    def fetch(self, block: HostBlock, buffer: Tensor) -> None:
+        """Starts the copy of a block after all work queued on the buffer."""
+        self.moved_bytes += block.nbytes
         if self._stream is None:
-            pack.copy_to(buffer)
+            block.copy_to(buffer)
             return
         self._stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self._stream:
-            pack.copy_to(buffer)
+            block.copy_to(buffer)
 
     def arrive(self) -> None:
         """Lets whatever is issued from now on wait for the copies begun so far."""
