@@ -57,6 +57,12 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+            state = module._get_fsdp_state()
+            group = getattr(state, "_fsdp_param_group", None)
+            if group is not None and group.is_unsharded:
+                # torch 2.10 still waits for another module of the group: the head, which a loss does not call.
+                state._modules_to_run_forward.clear()
+                group._to_sharded()
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
