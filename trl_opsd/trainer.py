@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -49,7 +50,7 @@ from trl_opsd.teacher.build import (
 from trl_opsd.teacher.comparison import compared
 from trl_opsd.teacher.origin import Origin
 from trl_opsd.teacher.routed import targets_of
-from trl_opsd.types import LossParts, Rollout, TeacherTargets
+from trl_opsd.types import LossParts, OutputHead, Rollout, TeacherTargets
 
 logger = get_logger(__name__)
 
@@ -251,8 +252,7 @@ class OPSDTrainer(SeamTrainer):
         self, student: Any, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
     ) -> LossParts:
         hidden_BCH = completion_hidden(student, rollout, self.reading)
-        teacher_heads = [teacher.head for teacher in self.teachers.values()]
-        with whole_head(student) as head, gathered_head(*teacher_heads):
+        with whole_head(student) as head, self._whole_teacher_heads() as teacher_heads:
             return compared(
                 hidden_BCH,
                 head,
@@ -265,6 +265,13 @@ class OPSDTrainer(SeamTrainer):
                 chunk_tokens=self.args.loss_chunk_tokens,
                 vocabulary=self._shared_vocabulary,
             )
+
+    @contextmanager
+    def _whole_teacher_heads(self) -> Iterator[list[OutputHead]]:
+        """Entered once the student's head is whole, as it may be a teacher's too."""
+        heads = [teacher.head for teacher in self.teachers.values()]
+        with gathered_head(*heads):
+            yield heads
 
     # ---- What is refused before it costs anything ------------------------------------------------------------------
 
