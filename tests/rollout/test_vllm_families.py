@@ -24,8 +24,8 @@ from transformers import (
 )
 from vllm_lab import engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
 
-from trl_opsd._compat.borrowed_classes import classes_kept, retyped
 from trl_opsd._compat.vllm.architectures import may_have_head, why_no_adapter
+from trl_opsd._compat.vllm.borrowed_classes import classes_kept, retyped
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd._compat.vllm.reload import has_head
 from trl_opsd.rollout import vllm as backend

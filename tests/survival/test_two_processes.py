@@ -91,7 +91,10 @@ def test_an_error_in_both_processes_that_is_printed_twice(pairs):
     results, folder = pairs
     printed = (folder / "nan.err").read_text()
     first = results["nan"]["first"]
-    assert f"[rank{first}]: FloatingPointError: The teacher's logits are NaN or infinite in step 2 on rank 1" in printed
+    assert (
+        f"[rank{first}]: trl_opsd.run.errors.NonFiniteError: The teacher's logits are NaN or infinite in step 2 on rank 1"
+        in printed
+    )
     check_one_traceback(printed, results["nan"]["ended"], first)
 
 
