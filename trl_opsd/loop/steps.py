@@ -65,7 +65,7 @@ class GuardedSteps(Trainer):
                 Of this process.
 
         Raises:
-            FloatingPointError: It may not, and `nonfinite="raise"`.
+            NonFiniteError: It may not, and `nonfinite="raise"`.
         """
         side = nonfinite_side(named)
         if side is None:

@@ -21,6 +21,7 @@ from trl_opsd._compat.peft import without_peft
 from trl_opsd.rollout import every_row
 from trl_opsd.rollout.generate import other_generate
 from trl_opsd.rollout.kept_caches import KeptCaches
+from trl_opsd.run.errors import NonFiniteError
 
 _NEEDS_PLAIN_GENERATE = {
     "stop_strings": "needs a tokenizer",
@@ -125,7 +126,7 @@ class RaggedDecoding:
             `list[list[int]]`: what each row wrote, its end token included.
 
         Raises:
-            FloatingPointError: The model's logits hold NaN.
+            NonFiniteError: The model's logits hold NaN.
         """
         criteria = StoppingCriteriaList(one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria))
         compiled = model._valid_auto_compile_criteria(model_kwargs, generation_config)
@@ -227,7 +228,7 @@ class _Batch:
         written = self.every.size(1) - self._prompt_tokens
         for place, row in list(self.writing.items()):
             if broken[place]:
-                raise FloatingPointError(
+                raise NonFiniteError(
                     f"The student's logits for token {written} of row {row} hold NaN: its weights are no longer "
                     "numbers, or overflow in the precision it generates in; go back to an earlier checkpoint, lower "
                     "the learning rate, or generate in bfloat16 or float32."

@@ -50,9 +50,9 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         for number, (sent, row) in enumerate(zip(prompt_ids, rows, strict=True)):
             if row.prompt_ids != sent:
                 raise RuntimeError(
-                    f"For row {number} of this batch {self._engine.name} answered another prompt: sent {len(sent)} tokens "
-                    f"beginning {sent[:8]}, got {len(row.prompt_ids)} beginning {row.prompt_ids[:8]}. Nothing was "
-                    "trained on it."
+                    f"For row {number} of this batch {self._engine.name} answered another prompt: sent {len(sent)} "
+                    f"tokens beginning {sent[:8]}, got {len(row.prompt_ids)} beginning {row.prompt_ids[:8]}. Nothing "
+                    "was trained on it."
                 )
         self._rest()
         return [row.completion_ids for row in rows]

@@ -109,7 +109,7 @@ class StepGuard:
         """Writes a finding down, and condemns the step it was made in, once for each step.
 
         Raises:
-            FloatingPointError: The policy says so.
+            NonFiniteError: The policy says so.
         """
         if self.condemned:
             return
@@ -127,7 +127,7 @@ class StepGuard:
         """A step was left out.
 
         Raises:
-            FloatingPointError: There were too many in a row.
+            NonFiniteError: There were too many in a row.
         """
         self.condemned = False
         self.skipped += 1
