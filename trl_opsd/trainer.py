@@ -108,9 +108,9 @@ class OPSDTrainer(SeamTrainer):
         teacher ([`Teacher`]): the only one; `None` where there are several.
         divergence ([`~losses.Divergence`]): what `compare` minimises. Assign another to change the objective; TRL's
             attribute `beta` is read once, at construction.
-        limits ([`~prompts.PromptLimits`]): what the contexts of both models allow.
+        limits ([`~data.prompts.PromptLimits`]): what the contexts of both models allow.
         placeholders (`list[int]`): tokens that stand for an image or the like, which the student never writes.
-        reading ([`~padding.Reading`]): which rows the student reads and writes in one batch.
+        reading ([`~models.padding.Reading`]): which rows the student reads and writes in one batch.
         dropped_prompts (`Counter`): rows left out of each dataset because they were too long.
 
     Raises:

@@ -16,7 +16,7 @@ def student_prompt(prompts: TeacherPrompts, teachers: tuple[str, ...], row: Row,
     """What the student reads of a row.
 
     Args:
-        prompts ([`~teacher_prompts.TeacherPrompts`]):
+        prompts ([`~data.teacher_prompts.TeacherPrompts`]):
             Builds what a teacher reads, which is looked at too.
         teachers (`tuple[str, ...]`):
             Their names.

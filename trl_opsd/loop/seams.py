@@ -1,4 +1,4 @@
-"""Turns the private verbs of TRL's trainer into four public ones; no other file knows an underscore of TRL's.
+"""Turns the private verbs of TRL's trainer into four public ones; no other file knows an underscore of that trainer.
 
 B rows · P prompt tokens · C completion tokens
 """

@@ -36,7 +36,7 @@ def completion_hidden(model: Any, rollout: Rollout, reading: Reading = PADDED) -
             A causal language model, not wrapped for distributed training.
         rollout ([`~types.Rollout`]):
             The rows to read.
-        reading ([`~padding.Reading`], *optional*, defaults to `PADDED`):
+        reading ([`~models.padding.Reading`], *optional*, defaults to `PADDED`):
             Which of them share a forward pass, as [`prove_padding`] found it.
 
     Returns:

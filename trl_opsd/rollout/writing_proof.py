@@ -55,7 +55,7 @@ def prove_writing(student: Any, reading: Reading, vocabulary: int, synced: bool)
     Args:
         student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The student, ready to generate.
-        reading ([`~padding.Reading`]):
+        reading ([`~models.padding.Reading`]):
             Which rows it reads together; it writes no others together.
         vocabulary (`int`):
             Token ids to choose from.

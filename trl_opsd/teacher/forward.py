@@ -47,7 +47,7 @@ def read(
             Where the result waits to be used: see `OPSDConfig.teacher_cache_device`.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
-        reading ([`~padding.Reading`], *optional*, defaults to `PADDED`):
+        reading ([`~models.padding.Reading`], *optional*, defaults to `PADDED`):
             Which rows of a pass the model reads together.
 
     Returns:

@@ -17,7 +17,7 @@ class FrozenTeacher(Teacher):
     """Freezes a model and reads rollouts with it, as many rows at a time as fit a memory budget.
 
     Args:
-        placement ([`~placement.Placement`]):
+        placement ([`~teacher.Placement`]):
             Keeps the model, for instance `Resident(model, device)`. The model is put into eval mode and its parameters
             stop requiring gradients, for good.
         cache_device (`str`, *optional*, defaults to `"auto"`):
@@ -28,7 +28,7 @@ class FrozenTeacher(Teacher):
             Show a progress bar when reading takes longer than a few seconds.
 
     Attributes:
-        reading ([`~padding.Reading`]): which rows are read in one batch.
+        reading ([`~models.padding.Reading`]): which rows are read in one batch.
 
     Raises:
         ValueError: The model's logits cannot be rebuilt from its hidden states, or these are not those of a row alone.

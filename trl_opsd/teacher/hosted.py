@@ -28,7 +28,7 @@ class Hosted(Placement):
             Where it reads.
 
     Attributes:
-        prefetcher ([`~prefetch.Prefetcher`]): counts the bytes.
+        prefetcher ([`~teacher.prefetch.Prefetcher`]): counts the bytes.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:

@@ -31,7 +31,7 @@ class Streamed(Placement):
             Where it reads.
 
     Attributes:
-        prefetcher ([`~prefetch.Prefetcher`]): counts the bytes.
+        prefetcher ([`~teacher.prefetch.Prefetcher`]): counts the bytes.
 
     Raises:
         ValueError: The model keeps its layers in no `ModuleList`.

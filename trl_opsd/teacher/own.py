@@ -36,7 +36,7 @@ class OwnTeacher(Teacher):
             Show a progress bar when reading takes longer than a few seconds.
 
     Attributes:
-        reading ([`~padding.Reading`]): which rows are read in one batch: those that the student reads so.
+        reading ([`~models.padding.Reading`]): which rows are read in one batch: those that the student reads so.
     """
 
     def __init__(

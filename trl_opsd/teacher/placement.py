@@ -38,7 +38,7 @@ class Placement(ABC):
                 Forward passes that will be made; nothing is fetched for one more.
 
         Returns:
-            `ContextManager`: gives a [`~backbone.Run`], through which every pass has to go.
+            `ContextManager`: gives a [`~models.backbone.Run`], through which every pass has to go.
         """
 
     @abstractmethod
