@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor
 
 from trl_opsd._compat.sharding import plain_name
+from trl_opsd._compat.trl import distillation_trainer
 from trl_opsd.types import Weight
 
 _NO_MATTER = (
@@ -242,3 +243,19 @@ def _merged_bias(layer: Any, base: Tensor, adapters: list[str]) -> Tensor:
         if layer.lora_bias.get(adapter):
             bias = bias + layer.lora_B[adapter].bias.detach().float() * layer.scaling[adapter]
     return bias
+
+
+@contextmanager
+def seen_before_peft(look: Callable[[Any], None]) -> Iterator[None]:
+    """Has `look` called with the student that TRL is about to wrap; TRL loads and wraps it in one go."""
+    wrap = distillation_trainer.get_peft_model
+
+    def seen(model: Any, *args: Any, **kwargs: Any) -> Any:
+        look(model)
+        return wrap(model, *args, **kwargs)
+
+    distillation_trainer.get_peft_model = seen
+    try:
+        yield
+    finally:
+        distillation_trainer.get_peft_model = wrap

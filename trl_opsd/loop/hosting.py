@@ -1,0 +1,111 @@
+"""What rollouts and teachers ask of the trainer: token ids, and the student where its weights can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_opsd._compat.deepspeed import announce, carried
+from trl_opsd._compat.sharding import is_split_model
+from trl_opsd._compat.trl import DistillationTrainer, pad, unwrap_model_for_generation
+from trl_opsd.models.special_tokens import writable
+from trl_opsd.run.precision import autocast
+
+
+class Hosting(DistillationTrainer):
+    """The part of [`~host.Host`] that needs TRL's trainer."""
+
+    chat_template_kwargs: dict[str, Any]
+    eos_token_ids: list[int]
+
+    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
+        """Token ids of prompts that may not have been checked yet, as the rollout will see them.
+
+        Args:
+            prompts (`list`):
+                Texts, or lists of messages.
+            **chat_template_kwargs (`Any`):
+                Arguments of the chat template that differ from those of the config.
+        """
+        ours = self.chat_template_kwargs
+        self.chat_template_kwargs = {**ours, **chat_template_kwargs}
+        try:
+            prompt_ids, _, _ = super()._tokenize_prompts(prompts)
+        finally:
+            self.chat_template_kwargs = ours
+        return list(prompt_ids)
+
+    def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
+        """Left-pads prompts by their length, never by the value of a token, on the accelerator's device."""
+        rows = [torch.tensor(ids) for ids in prompt_ids]
+        tensors = {
+            "input_ids": pad(rows, self._tokenizer.pad_token_id, "left", self.pad_to_multiple_of),
+            "attention_mask": pad([torch.ones_like(row) for row in rows], 0, "left", self.pad_to_multiple_of),
+        }
+        return {name: tensor.to(self.accelerator.device) for name, tensor in tensors.items()}
+
+    def use_special_tokens(self, rows: int) -> None:
+        """Takes over what has become of the tokenizer's padding, and only end tokens that the student has a row for."""
+        self.eos_token_ids = writable(self.eos_token_ids, rows)
+        of_both: dict[str, Any] = {"pad_token_id": self._tokenizer.pad_token_id, "eos_token_id": self.eos_token_ids}
+        self.generation_kwargs.update(of_both)
+        self.generation_config.update(**of_both)
+        self.model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
+        self.model.generation_config.pad_token_id = self._tokenizer.pad_token_id
+
+    def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
+        """Makes parameters that ZeRO-3 has split whole, to be read, for as long as the context lasts. Collective."""
+        context: AbstractContextManager[Any] = self._dist.gather_params(parameters)
+        return context
+
+    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(student, *args)`: in the wrapper's own forward if that has split the student, and then collective.
+
+        Only there do ZeRO-3 and FSDP2 bring the weights. The bare student does without a wrapper where it is whole.
+        """
+        student = self.accelerator.unwrap_model(self.model_wrapped)
+        if not is_split_model(student):
+            return function(student, *args)
+        announce(student, student.get_output_embeddings().parameters())  # also those of an adapter that is off now
+        function = carried(partial(function, student, *args), self.accelerator.device)
+        with torch.autocast(self.accelerator.device.type, enabled=False):  # DeepSpeed would warn of it
+            return self._forward_redirection(self.model_wrapped, student, function)
+
+    @contextmanager
+    def student_for_generation(self) -> Iterator[Any]:
+        """The bare student in eval mode, gathered where it was sharded and the arguments allow it.
+
+        Mode, gradient checkpointing and hooks are put back on the way out, also after an exception.
+        """
+        was_training = self.model.training
+        self.model.eval()
+        error = None
+        try:
+            with (
+                unwrap_model_for_generation(
+                    self.model_wrapped,
+                    self.accelerator,
+                    gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                    generation_kwargs=self.generation_kwargs,
+                    gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+                ) as student,
+                torch.no_grad(),
+                # Once around all tokens: each weight is then rounded once, and not for each token.
+                autocast(self.accelerator),
+                self._dist.summon_full_params(self.model_wrapped, recurse=False),
+            ):
+                try:
+                    yield student
+                except BaseException as caught:
+                    # Kept from TRL's context, which puts nothing back when an exception passes through it.
+                    error = caught
+            if error is not None:
+                raise error
+        finally:
+            self.model.train(was_training)
+            del error  # it leads back to this frame, and would keep tensors alive
