@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import look_ahead
 from trl_opsd.data.datasets import AnyDataset, columns_of, describe_rows
+from trl_opsd.data.intake import Intake
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits, check_columns, check_no_images
-from trl_opsd.data.readers import student_prompt
 from trl_opsd.data.shares import check_alike
 from trl_opsd.data.teacher_prompts import TeacherPrompts
 from trl_opsd.models.backbone import context_of
@@ -57,8 +56,8 @@ class Prepared:
 
     models: dict[str, Any]
     """What each teacher is made of, by name; `None` is the student itself."""
-    prompts: TeacherPrompts
-    """What the teachers read."""
+    intake: Intake
+    """Reads rows, with the names of these teachers."""
     processing_class: Any
     """A tokenizer, or a processor around one."""
 
@@ -101,15 +100,16 @@ def prepared(
     check_datasets(datasets, args, several, needs_privilege=_teaches_itself(model, args) and not tells_more)
     check_models(model, models, args)
     prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
+    intake = Intake(teachers=tuple(models), prompts=prompts)
     for name, dataset in datasets.items():
         if dataset is not None:
-            look_ahead(dataset, name, partial(student_prompt, prompts, tuple(models)))
+            look_ahead(dataset, name, intake)
     if args.world_size > 1:
         check_alike(gather_object([{name: describe_rows(one, row_columns) for name, one in datasets.items()}]))
     if processing_class is None:
         processing_class = loaded_processing_class(model, args)
         check_processing_class(processing_class)
-    found = Prepared(models=models, prompts=prompts, processing_class=processing_class)
+    found = Prepared(models=models, intake=intake, processing_class=processing_class)
     settle_special_tokens(found.tokenizer, rows_said(model, args.model_init_kwargs or {}))
     check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
     return found

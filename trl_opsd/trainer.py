@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -18,11 +18,11 @@ from transformers.integrations import is_fsdp_enabled
 from trl_opsd import arguments, fingerprint
 from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.config import OPSDConfig, check_divergence
-from trl_opsd.data.admission import Reader
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, columns_of, describe_rows, named, with_eval
+from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
-from trl_opsd.data.readers import Readers
-from trl_opsd.data.teacher_prompts import COLUMNS, teacher_of
+from trl_opsd.data.readers import Reader, Readers
+from trl_opsd.data.teacher_prompts import COLUMNS, Row
 from trl_opsd.data.vocabulary import shared_vocabulary
 from trl_opsd.loop.footprint import footprint
 from trl_opsd.loop.seams import SeamTrainer
@@ -203,8 +203,7 @@ class OPSDTrainer(SeamTrainer):
             if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else not each process has its weights yet
                 self._prove()
             self.readers = Readers(
-                teachers=tuple(given.models),
-                prompts=given.prompts,
+                intake=given.intake,
                 tokenize=self.tokenize,
                 template=args.teacher_template_kwargs,
                 has_template=bool(self.processing_class.chat_template),
@@ -232,16 +231,15 @@ class OPSDTrainer(SeamTrainer):
             self.limits.check_completion(prompt, completion, backend)
         return completions
 
-    def teach(self, rollout: Rollout, rows: list[dict[str, Any]]) -> TeacherTargets:
-        names = [
-            teacher_of(row, f"Row {number} of this batch", tuple(self.teachers)) for number, row in enumerate(rows)
-        ]
-        return targets_of(self.teachers, self._as_the_teacher_reads(rollout, rows), names)
+    def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
+        requests = self.readers.read_batch(rows)
+        names = [request.teacher for request in requests]
+        return targets_of(self.teachers, self._as_the_teacher_reads(rollout, requests), names)
 
-    def _as_the_teacher_reads(self, rollout: Rollout, rows: list[dict[str, Any]]) -> Rollout:
+    def _as_the_teacher_reads(self, rollout: Rollout, requests: list[Request]) -> Rollout:
         """The same completions, token by token, after the teacher's prompts."""
         prompts = self.readers.retold(
-            rows, rollout.prompt_lists(), rollout.completion_lists(), self.processing_class.batch_decode
+            requests, rollout.prompt_lists(), rollout.completion_lists(), self.processing_class.batch_decode
         )
         if prompts is None:
             return rollout
@@ -275,8 +273,8 @@ class OPSDTrainer(SeamTrainer):
 
     # ---- What is refused before it costs anything ------------------------------------------------------------------
 
-    def check_rows(self, rows: list[dict[str, Any]]) -> None:
-        self.readers.student.prompts(rows, [f"row {number} of this batch" for number in range(len(rows))])
+    def read_rows(self, rows: Sequence[Row]) -> list[Request]:
+        return self.readers.read_batch(rows)
 
     def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
         for number, ids in enumerate(prompt_ids):
@@ -349,7 +347,7 @@ class OPSDTrainer(SeamTrainer):
 
     @cached_property
     def _rows(self) -> str:
-        reads_any_column = self.readers.prompts.prompt_fn is not None
+        reads_any_column = self.readers.intake.prompts.prompt_fn is not None
         return describe_rows(self.train_dataset, None if reads_any_column else self.row_columns)
 
     def _heed_teachers(self) -> None:

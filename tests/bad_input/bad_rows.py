@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
-from trl_opsd.data.prompts import check_prompts
+from trl_opsd.data.prompts import Prompt, common_kind
 
 GOOD = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image", "text": "x"}]}]
@@ -219,7 +219,7 @@ ROWS = [
         "rows of mixed kinds",
         "one after the other",
         "The second is messages, those before it are text",
-        lambda lab: check_prompts([("a", "The first"), (GOOD, "The second")]),
+        lambda lab: common_kind([Prompt.of("a", "The first"), Prompt.of(GOOD, "The second")]),
         before_loading=True,
     ),
     trained_on(

@@ -102,7 +102,7 @@ def test_the_teacher_reads_every_row_of_a_generation_batch_once(make_trainer, mo
     assert read == [8]
 
 
-@pytest.mark.parametrize("hook", ["complete", "teach", "compare", "check_rows", "check_prompt_ids"])
+@pytest.mark.parametrize("hook", ["complete", "teach", "compare", "read_rows", "check_prompt_ids"])
 def test_a_hook_that_was_not_filled_in_says_so(hook):
     arguments = [None] * (len(inspect.signature(getattr(SeamTrainer, hook)).parameters) - 1)
     with pytest.raises(NotImplementedError):

@@ -103,7 +103,7 @@ def test_the_context_joins_the_last_message_of_the_user_and_leaves_the_others(tm
     ]
     trainer = make(tmp_path, [{}, {}])
     row = {"prompt": prompt, "privileged_context": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}
-    assert trainer.readers.prompts.of(row, "it") == [
+    assert trainer.readers.intake.read(row, "it").of_teacher.value == [
         prompt[0],
         {"role": "user", "content": [{"type": "text", "text": "last\n\na\nb"}]},
         prompt[2],
@@ -213,7 +213,9 @@ def test_a_wrong_value_is_not_shown_in_the_error(tmp_path):
 def test_a_context_without_a_message_of_the_user_to_join_is_refused(tmp_path):
     trainer = make(tmp_path, [{}, {}])
     with pytest.raises(ValueError, match="row 7 has no user message, which `teacher_prompt_template` could add"):
-        trainer.readers.prompts.of({"prompt": [{"role": "system", "content": "a"}], "privileged_context": "b"}, "row 7")
+        trainer.readers.intake.read(
+            {"prompt": [{"role": "system", "content": "a"}], "privileged_context": "b"}, "row 7"
+        )
 
 
 def test_too_long_for_the_teacher_alone_is_dropped_when_asked(tmp_path):

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 
-from trl_opsd.data.admission import Reader, admit
+from trl_opsd.data.admission import admit
+from trl_opsd.data.readers import Reader
 
 logger = get_logger(__name__)
 
@@ -76,7 +77,7 @@ def admit_all(
     Args:
         datasets (`Mapping`):
             By the name a message gives them.
-        reader ([`~data.admission.Reader`]):
+        reader ([`~data.readers.Reader`]):
             Who has to be able to read them.
         dropped (`Counter`):
             Counts rows that are left out, by dataset.

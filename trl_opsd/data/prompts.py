@@ -83,30 +83,41 @@ def check_prompt(prompt: Any, where: str) -> str:
     return "messages"
 
 
-def check_prompts(prompts: Iterable[tuple[Any, str]], kind: str | None = None) -> str | None:
-    """Checks many prompts, and that they are all of one kind.
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What somebody is to read, checked."""
+
+    value: Any
+    """Text, or messages."""
+    kind: str
+    """`"text"` or `"messages"`."""
+    where: str
+    """What it is and where it stands, for messages: `"The prompt in row 3 of train_dataset"`."""
+
+    @classmethod
+    def of(cls, value: Any, where: str) -> Prompt:
+        """Checks it; raises as [`check_prompt`]."""
+        return cls(value, check_prompt(value, where), where)
+
+
+def common_kind(prompts: Iterable[Prompt], kind: str | None = None) -> str | None:
+    """The kind of all of these, or `None` when there is none yet.
 
     Args:
-        prompts (`Iterable[tuple[Any, str]]`):
-            Each with what [`check_prompt`] is to call it.
+        prompts (`Iterable[Prompt]`):
+            In the order of their rows.
         kind (`str`, *optional*):
             What the ones before these were: `"text"` or `"messages"`.
 
-    Returns:
-        `str`, *optional*: the kind of all of them; `None` when there was none yet.
-
     Raises:
-        ValueError: As [`check_prompt`]; or text and messages are mixed.
-        TypeError: As [`check_prompt`].
+        ValueError: Text and messages are mixed.
     """
-    for prompt, where in prompts:
-        found = check_prompt(prompt, where)
-        if kind is None:
-            kind = found
-        elif found != kind:
+    for prompt in prompts:
+        kind = kind or prompt.kind
+        if prompt.kind != kind:
             raise ValueError(
-                f"{where} is {found}, those before it are {kind}: all have to be of one kind; turn the texts into "
-                "messages, or the messages into text."
+                f"{prompt.where} is {prompt.kind}, those before it are {kind}: all have to be of one kind; turn the "
+                "texts into messages, or the messages into text."
             )
     return kind
 

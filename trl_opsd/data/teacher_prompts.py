@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from trl_opsd.data.prompts import check_prompt
+from trl_opsd.data.prompts import Prompt, check_prompt
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -48,7 +48,7 @@ class TeacherPrompts:
         """Whether the columns give the teacher something else to read than the student."""
         return not {"teacher_prompt", "privileged_context"}.isdisjoint(columns)
 
-    def of(self, row: Row, where: str, completion_text: str | None = None) -> Any:
+    def of(self, row: Row, where: str, completion_text: str | None = None) -> Prompt:
         """The prompt, checked.
 
         Args:
@@ -58,9 +58,6 @@ class TeacherPrompts:
                 Its name, for messages: `"row 3 of train_dataset"`.
             completion_text (`str`, *optional*):
                 What the student wrote. When `None`, `prompt_fn` is left alone.
-
-        Returns:
-            `str` or `list[dict]`: text or messages.
 
         Raises:
             ValueError: There is nothing to read, or no user message to add the privileged context to.
@@ -79,8 +76,7 @@ class TeacherPrompts:
             prompt, source = self._with_context(row["prompt"], row["privileged_context"], where), "The prompt in"
         else:
             prompt, source = row["prompt"], "The prompt in"
-        check_prompt(prompt, f"{source} {where}")
-        return prompt
+        return Prompt.of(prompt, f"{source} {where}")
 
     def _with_context(self, prompt: Any, context: Any, where: str) -> Any:
         kind = check_prompt(prompt, f"The prompt in {where}")

@@ -160,15 +160,15 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         wait_for(self.args.ddp_timeout_delta)
         self.check_same_rows(self._mode)
-        self.check_rows(inputs)
-        text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in inputs]
+        rows = self.read_rows(inputs)
+        text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]
         batch = super()._generate_and_score_completions(text)
         batch["completion_mask"][self._unwritten_rows] = 0
         rollout = Rollout.unpack(batch)
         with self.phase("teach"), autocast(self.accelerator):
-            targets = self.teach(rollout, inputs)
+            targets = self.teach(rollout, rows)
         batch.update(targets.pack())
-        batch["loss_weights"] = checked_weights(self.weigh(rollout, inputs, targets), rollout)
+        batch["loss_weights"] = checked_weights(self.weigh(rollout, rows, targets), rollout)
         batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
         self._accounts[self._mode].count_batch()
         return batch

@@ -5,10 +5,13 @@ B rows · C completion tokens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from trl_opsd.data.intake import Request
+from trl_opsd.data.teacher_prompts import Row
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 
@@ -17,8 +20,12 @@ class Verbs:
 
     # The metaclass of transformers' trainer ignores `abstractmethod`, so these raise.
 
-    def check_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Refuses rows of a dataset that cannot be trained on, before anything is generated."""
+    def read_rows(self, rows: Sequence[Row]) -> list[Request]:
+        """Reads the rows of a generation batch, or refuses one, before anything is generated.
+
+        Returns:
+            The same rows, aligned; what `teach` and `weigh` are given.
+        """
         raise NotImplementedError
 
     def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
@@ -29,11 +36,11 @@ class Verbs:
         """Writes one completion for each prompt; token ids in, token ids out."""
         raise NotImplementedError
 
-    def teach(self, rollout: Rollout, rows: list[dict[str, Any]]) -> TeacherTargets:
+    def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         """Lets the teacher read a whole generation batch; the dataset rows it came from are aligned with it."""
         raise NotImplementedError
 
-    def weigh(self, rollout: Rollout, rows: list[dict[str, Any]], targets: TeacherTargets) -> Tensor:
+    def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
         """What each token of a generation batch counts in the loss; by default what it counted, 1 or 0.
 
         Selection of tokens, discounts and rewards belong here: whatever it returns is honoured by the loss, its
@@ -42,7 +49,7 @@ class Verbs:
         Args:
             rollout ([`~types.Rollout`]):
                 The generation batch of this process; a token of weight 0 in it has to stay at 0.
-            rows (`list[dict]`):
+            rows (`Sequence[Mapping[str, Any]]`):
                 Of the dataset, aligned with it.
             targets ([`~types.TeacherTargets`]):
                 What the teacher made of it, row-aligned.
