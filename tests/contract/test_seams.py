@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 
 import pytest
 import tiny
@@ -100,6 +101,29 @@ def test_the_teacher_reads_every_row_of_a_generation_batch_once(make_trainer, mo
     )
     trainer.train()
     assert read == [8]
+
+
+def test_a_row_is_read_once_and_the_verbs_get_it_with_its_columns(make_trainer):
+    given = []
+
+    class Keeping(OPSDTrainer):
+        def teach(self, rollout, rows):
+            given.append(list(rows))
+            assert self.readers.read_batch(rows)[0] is rows[0], "what was read is not read again"
+            return super().teach(rollout, rows)
+
+        def weigh(self, rollout, rows, targets):
+            given.append(list(rows))
+            return super().weigh(rollout, rows, targets)
+
+    make_trainer(Keeping)._generate_and_score_completions([{"prompt": "2+2=", "reward": 3}, {"prompt": "x"}])
+    taught, weighed = given
+    assert all(map(operator.is_, taught, weighed))
+    assert [dict(row) for row in weighed] == [{"prompt": "2+2=", "reward": 3}, {"prompt": "x"}]
+    assert [(row.student.value, row.student.kind, row.teacher) for row in weighed] == [
+        ("2+2=", "text", "teacher"),
+        ("x", "text", "teacher"),
+    ]
 
 
 @pytest.mark.parametrize("hook", ["complete", "teach", "compare", "read_rows", "check_prompt_ids"])

@@ -184,7 +184,7 @@ REFUSED = [
     (
         {"teacher_prompt": "x" * 240},
         ValueError,
-        "The prompt in row 1 of train_dataset has 240 tokens",
+        "The teacher_prompt in row 1 of train_dataset has 240 tokens",
     ),
 ]
 
