@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
-from torch import nn
-from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.integrations import is_fsdp_enabled
-from transformers.utils import CONFIG_NAME, cached_file
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 
-from trl_opsd._compat.peft import is_peft, without_peft
+from trl_opsd._compat.peft import is_peft
 from trl_opsd._compat.trl import get_config_model_id
-from trl_opsd.config import OPSDConfig
+from trl_opsd.config import OPSDConfig, check_divergence
 from trl_opsd.data.admission import look_ahead
 from trl_opsd.data.datasets import AnyDataset, columns_of, describe_rows
 from trl_opsd.data.intake import Intake
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits, check_columns, check_no_images
 from trl_opsd.data.shares import check_alike
 from trl_opsd.data.teacher_prompts import TeacherPrompts
+from trl_opsd.losses import Divergence
 from trl_opsd.models.backbone import context_of
+from trl_opsd.models.given import check_in_memory, check_own_loss, language_config
 from trl_opsd.models.head import model_shape
+from trl_opsd.models.processing import check_processing_class, loaded_processing_class, text_tokenizer
 from trl_opsd.models.special_tokens import rows_said, settle_special_tokens
-from trl_opsd.teacher.build import check_teachers, check_tokenizers
-
-_PLACE = ("revision", "token", "cache_dir", "subfolder")
-"""Options for loading a model that say where it is."""
+from trl_opsd.run import versions
+from trl_opsd.teacher.given import check_teachers, check_tokenizers
 
 
-def checked_args(args: Any, model: Any) -> OPSDConfig:
+def checked_args(args: TrainingArguments | None, model: Any, divergence: Divergence | str | None) -> OPSDConfig:
     """The options, or the defaults with an output folder named after the student.
 
     Raises:
         TypeError: They are of another class.
+        ValueError: The divergence is none.
     """
+    versions.warn_of_newer()
+    check_divergence(divergence)
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         return OPSDConfig(f"{name.split('/')[-1]}-OPSD")
@@ -107,7 +106,7 @@ def prepared(
     if args.world_size > 1:
         check_alike(gather_object([{name: describe_rows(one, row_columns) for name, one in datasets.items()}]))
     if processing_class is None:
-        processing_class = loaded_processing_class(model, args)
+        processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
         check_processing_class(processing_class)
     found = Prepared(models=models, intake=intake, processing_class=processing_class)
     settle_special_tokens(found.tokenizer, rows_said(model, args.model_init_kwargs or {}))
@@ -136,136 +135,12 @@ def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) ->
         ValueError: A model cannot be found, or is not a causal language model, or the student has a loss of its own, or
             is not in memory.
     """
-    config = _check_causal(student, "model", args.model_init_kwargs or {})
-    _check_own_loss({**config, **(args.model_init_kwargs or {})})
+    config = language_config(student, "model", args.model_init_kwargs or {})
+    check_own_loss({**config, **(args.model_init_kwargs or {})})
     check_in_memory(student)
     place = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
     for name, teacher in teachers.items():
-        _check_causal(teacher, "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]", place)
-
-
-def check_in_memory(student: Any) -> None:
-    """Refuses a student of which a part is on disk or nowhere: what it learns there would be lost.
-
-    Args:
-        student (`Any`):
-            A model; a path is not loaded yet.
-
-    Raises:
-        ValueError: A weight has no values in memory, because of its device map or because none were loaded.
-    """
-    if not isinstance(student, nn.Module) or is_fsdp_enabled():  # there only the main process may have read it
-        return
-    for name, parameter in student.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"{name!r} of the student is not in memory (its device is 'meta'), so it could not learn: load the "
-                "student with `from_pretrained` and without parts on disk or in host memory (`device_map`)."
-            )
-
-
-def _check_own_loss(config: Mapping[str, Any]) -> None:
-    """What a model adds to the loss in its own forward, which is not called."""
-    weight_of_routers = config.get("router_aux_loss_coef", config.get("aux_loss_coef", 1.0))
-    if config.get("output_router_logits") and weight_of_routers != 0:
-        option, loss, off = "output_router_logits", "a loss that balances its experts", "False"
-    elif config.get("z_loss_coefficient"):
-        option, loss, off = "z_loss_coefficient", "a loss of its log-normalisers", "0.0"
-    else:
-        return
-    raise ValueError(
-        f"`{option}={config[option]}` asks the student to add {loss} in its own forward, which distillation does not "
-        f"call: it would have no effect. Set `{option}` to {off} in the student's config, or in `model_init_kwargs`."
-    )
-
-
-def check_trainable(student: nn.Module) -> None:
-    """Refuses a student that bitsandbytes could not train after the first rollout.
-
-    Raises:
-        ValueError: It is quantised to 4 bits on a CPU with AVX512-BF16, where the first forward in eval mode stores the
-            weights in an order that gradients do not pass.
-    """
-    on_cpu = next(student.parameters()).device.type == "cpu"
-    if on_cpu and any(getattr(layer, "support_avx512bf16_for_cpu", False) for layer in student.modules()):
-        raise ValueError(
-            "The student is quantised to 4 bits by bitsandbytes and is on a CPU, where it is packed for inference as "
-            "soon as it writes, and no gradient passes it afterwards: train it on a GPU, or load it without "
-            "`quantization_config`."
-        )
-
-
-def _check_causal(model: Any, called: str, loading: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the config of the language model, as far as it says something; empty for what is no model."""
-    if isinstance(model, str):
-        place = {name: loading[name] for name in _PLACE if loading.get(name) is not None}
-        found, why = None, "There is none."
-        try:
-            found = cached_file(model, CONFIG_NAME, **place)
-        except OSError as error:
-            why = str(error).splitlines()[0]
-        if found is None:
-            raise ValueError(
-                f"`{called}={model!r}` is neither a folder with a `{CONFIG_NAME}` nor a model that the Hub hands out: "
-                f"correct it, or log in. {why}"
-            )
-        config = json.loads(Path(found).read_text(encoding="utf-8"))
-        causal, kind = not config.get("is_encoder_decoder", False), (config.get("architectures") or ["model"])[0]
-    elif isinstance(model, PreTrainedModel) or (isinstance(model, nn.Module) and is_peft(model)):
-        inner = without_peft(model)
-        causal, kind = inner.can_generate() and not inner.config.is_encoder_decoder, type(inner).__name__
-        config = inner.config.to_dict()
-    else:
-        return {}
-    if not causal:
-        raise ValueError(
-            f"`{called}` is a {kind}, which does not continue a text token by token: pass a causal language model, for "
-            "instance one loaded with `AutoModelForCausalLM`."
-        )
-    return {**config, **(config.get("text_config") or {})}
-
-
-def loaded_processing_class(student: Any, args: OPSDConfig) -> Any:
-    """The tokenizer, or the processor of more than text, from where the student comes from, as TRL loads it."""
-    return AutoProcessor.from_pretrained(
-        student if isinstance(student, str) else get_config_model_id(student.config),
-        revision=(args.model_init_kwargs or {}).get("revision") if isinstance(student, str) else None,
-        truncation_side="left",
-        padding_side="left",
-        trust_remote_code=args.trust_remote_code,
-    )
-
-
-def text_tokenizer(processing_class: Any) -> Any:
-    """The tokenizer of a processor of more than text, with the chat template of the processor if it has none.
-
-    Args:
-        processing_class (`Any`):
-            A [`~transformers.ProcessorMixin`]; anything else is returned as it is.
-    """
-    if not isinstance(processing_class, ProcessorMixin):
-        return processing_class
-    tokenizer = getattr(processing_class, "tokenizer", None)
-    if isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.chat_template is None:
-        tokenizer.chat_template = getattr(processing_class, "chat_template", None)
-    return tokenizer
-
-
-def check_processing_class(processing_class: Any) -> None:
-    """Refuses what cannot tokenize text for a student.
-
-    Raises:
-        TypeError: It is nothing that tokenizes, or a processor without a tokenizer.
-        ValueError: It has no end-of-sequence token.
-    """
-    processing_class, given = text_tokenizer(processing_class), processing_class
-    name = type(given).__name__
-    if not isinstance(processing_class, PreTrainedTokenizerBase):
-        raise TypeError(f"`processing_class` is a {name}: expected a tokenizer, or a processor that has one.")
-    if processing_class.eos_token_id is None:
-        raise ValueError(
-            "The tokenizer has no end-of-sequence token, so no completion could end: set `tokenizer.eos_token`."
-        )
+        language_config(teacher, "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]", place)
 
 
 def check_datasets(

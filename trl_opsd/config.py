@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from transformers import GenerationConfig
-from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl_opsd._compat.trl import DistillationConfig
@@ -19,6 +15,8 @@ from trl_opsd.data.teacher_prompts import TEMPLATE, check_template
 from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
 from trl_opsd.losses.registry import BETAS, named
 from trl_opsd.run.precision import check_scaler
+from trl_opsd.run.ranges import above, at_least_one, in_range, one_of
+from trl_opsd.run.sampling_options import check_generation_kwargs, check_sampling
 
 TEACHER_OFFLOADS = ("none", "cpu", "stream", "zero3")
 
@@ -28,29 +26,6 @@ _ONLY_RESIDENT = {
     "tp_plan": "the weights would already be split",
 }
 """Options for loading a teacher after which it can only stay where it was loaded."""
-
-_SET_BY_OPTION = {
-    "max_new_tokens": "max_completion_length",
-    "max_length": "max_completion_length",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "cache_implementation": "cache_implementation",
-}
-"""Generation options that the trainer's own would silently lose against."""
-
-_CHANGE_THE_RESULT = ("num_return_sequences", "n", "best_of", "return_dict_in_generate", "eos_token_id", "pad_token_id")
-"""Generation options after which a completion would no longer be one list of token ids for one prompt."""
-
-_FAIL_IN_GENERATE = {
-    "stop_strings": "looks for text, and a rollout is token ids: let completions end with an end token, for instance "
-    "with `model.generation_config.eos_token_id`",
-    "prompt_lookup_num_tokens": "decodes one row at a time, and a rollout is a batch: remove it",
-    "assistant_early_exit": "decodes one row at a time, and a rollout is a batch: remove it",
-}
-"""Generation options that `generate` refuses in the middle of a run, and why."""
 
 
 @dataclass
@@ -205,13 +180,13 @@ class OPSDConfig(DistillationConfig):
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*DistillationConfig._VALID_DICT_FIELDS, "teacher_chat_template_kwargs"]
 
     def __post_init__(self) -> None:
-        _in_range("beta", self.beta, 0.0, 1.0)  # TRL lets NaN pass
+        in_range("beta", self.beta, 0.0, 1.0)  # TRL lets NaN pass
         super().__post_init__()
         self._check_objective()
         self._check_teacher()
         self._check_teacher_placement()
-        self._check_sampling()
-        self._check_generation_kwargs()
+        check_sampling(self)
+        check_generation_kwargs(self)
         self._check_vllm()
         self._check_survival()
         self._check_without_effect()
@@ -244,9 +219,9 @@ class OPSDConfig(DistillationConfig):
 
     def _check_objective(self) -> None:
         check_divergence(self.divergence)
-        _one_of("overlong_prompts", self.overlong_prompts, ("error", "drop"))
+        one_of("overlong_prompts", self.overlong_prompts, ("error", "drop"))
         if self.loss_chunk_tokens is not None:
-            _at_least_one("loss_chunk_tokens", self.loss_chunk_tokens)
+            at_least_one("loss_chunk_tokens", self.loss_chunk_tokens)
         ignored = isinstance(self.divergence, Divergence) or self.beta != BETAS.get(self.divergence or "", self.beta)
         if ignored and self.beta != type(self).beta:
             warnings.warn(
@@ -263,17 +238,17 @@ class OPSDConfig(DistillationConfig):
             )
 
     def _check_teacher(self) -> None:
-        _one_of("teacher_model_kind", self.teacher_model_kind, (None, "base", "ema", "live"))
-        _in_range("teacher_update_rate", self.teacher_update_rate, 0.0, 1.0, open_below=True)
-        _at_least_one("teacher_sync_steps", self.teacher_sync_steps)
+        one_of("teacher_model_kind", self.teacher_model_kind, (None, "base", "ema", "live"))
+        in_range("teacher_update_rate", self.teacher_update_rate, 0.0, 1.0, open_below=True)
+        at_least_one("teacher_sync_steps", self.teacher_sync_steps)
         check_template(self.teacher_prompt_template)
         kwargs = self.teacher_chat_template_kwargs
         if kwargs is not None and not isinstance(kwargs, dict):
             raise ValueError(f"`teacher_chat_template_kwargs={kwargs!r}`: expected a dict of template arguments.")
 
     def _check_teacher_placement(self) -> None:
-        _one_of("teacher_offload", self.teacher_offload, TEACHER_OFFLOADS)
-        _one_of("teacher_cache_device", self.teacher_cache_device, ("auto", "cpu", "accelerator"))
+        one_of("teacher_offload", self.teacher_offload, TEACHER_OFFLOADS)
+        one_of("teacher_cache_device", self.teacher_cache_device, ("auto", "cpu", "accelerator"))
         if self.teacher_offload == "none":
             return
         offload = f"`teacher_offload={self.teacher_offload!r}`"
@@ -290,30 +265,13 @@ class OPSDConfig(DistillationConfig):
                 "`teacher_offload='stream'`."
             )
 
-    def _check_sampling(self) -> None:
-        _at_least_one("max_completion_length", self.max_completion_length)
-        _above("temperature", self.temperature, 0.0)
-        # `generate` takes None for "off".
-        if self.top_p is not None:
-            _in_range("top_p", self.top_p, 0.0, 1.0, open_below=True)
-        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 0):
-            raise ValueError(f"`top_k={self.top_k!r}`: expected an integer of at least 0; 0 keeps every token.")
-        if self.min_p is not None:
-            _in_range("min_p", self.min_p, 0.0, 1.0)
-        if self.repetition_penalty is not None:
-            _above("repetition_penalty", self.repetition_penalty, 0.0)
-        if self.pad_to_multiple_of is not None:
-            _at_least_one("pad_to_multiple_of", self.pad_to_multiple_of)
-        if self.cache_implementation is not None:
-            _one_of("cache_implementation", self.cache_implementation, tuple(ALL_CACHE_IMPLEMENTATIONS))
-
     def _check_vllm(self) -> None:
-        _one_of("vllm_mode", self.vllm_mode, ("colocate", "server"))
-        _one_of("vllm_weight_sync", self.vllm_weight_sync, ("auto", "adapter", "full"))
-        _one_of("vllm_sync_check", self.vllm_sync_check, ("every", "first", "never"))
-        _in_range("vllm_gpu_memory_utilization", self.vllm_gpu_memory_utilization, 0.0, 1.0, open_below=True)
+        one_of("vllm_mode", self.vllm_mode, ("colocate", "server"))
+        one_of("vllm_weight_sync", self.vllm_weight_sync, ("auto", "adapter", "full"))
+        one_of("vllm_sync_check", self.vllm_sync_check, ("every", "first", "never"))
+        in_range("vllm_gpu_memory_utilization", self.vllm_gpu_memory_utilization, 0.0, 1.0, open_below=True)
         if self.vllm_max_model_length is not None:
-            _at_least_one("vllm_max_model_length", self.vllm_max_model_length)
+            at_least_one("vllm_max_model_length", self.vllm_max_model_length)
         if self.use_vllm and not self.ds3_gather_for_generation:
             raise ValueError(
                 "`ds3_gather_for_generation=False` has no place with `use_vllm=True`, the weights have to be gathered "
@@ -321,33 +279,10 @@ class OPSDConfig(DistillationConfig):
             )
 
     def _check_survival(self) -> None:
-        _one_of("nonfinite", self.nonfinite, ("raise", "skip"))
-        _at_least_one("nonfinite_skip_limit", self.nonfinite_skip_limit)
+        one_of("nonfinite", self.nonfinite, ("raise", "skip"))
+        at_least_one("nonfinite_skip_limit", self.nonfinite_skip_limit)
         if self.phase_timeout is not None:
-            _above("phase_timeout", self.phase_timeout, 0.0)
-
-    def _check_generation_kwargs(self) -> None:
-        known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
-        for name, value in (self.generation_kwargs or {}).items():
-            given = f"`generation_kwargs={{{name!r}: {value!r}}}`"
-            if name in _SET_BY_OPTION:
-                option = _SET_BY_OPTION[name]
-                raise ValueError(f"{given} would override `{option}` without a word: set `{option}` itself.")
-            if name in _CHANGE_THE_RESULT:
-                raise ValueError(
-                    f"{given} would change what a rollout returns; the trainer needs one completion of token ids for "
-                    "each prompt, ended by the tokenizer's and the model's own end tokens: remove it."
-                )
-            if name in _FAIL_IN_GENERATE and not self.use_vllm:
-                raise ValueError(f"{given}: it {_FAIL_IN_GENERATE[name]}.")
-            if name == "disable_compile":
-                raise ValueError(f"{given}: TRL always sets it; remove it.")
-            if name not in known and not self.use_vllm:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = (
-                    f"did you mean {close[0]!r}?" if close else "see `transformers.GenerationConfig` for those it has."
-                )
-                raise ValueError(f"{given} is not an option of `generate`: {hint}")
+            above("phase_timeout", self.phase_timeout, 0.0)
 
     def _check_without_effect(self) -> None:
         if self.auto_find_batch_size:
@@ -387,30 +322,4 @@ def check_divergence(divergence: Any) -> None:
     if isinstance(divergence, type) and issubclass(divergence, Divergence):
         raise ValueError(f"`divergence={divergence.__name__}` is a class: pass an object, `{divergence.__name__}()`.")
     if not isinstance(divergence, Divergence):
-        _one_of("divergence", divergence, (None, *DIVERGENCES))
-
-
-def _one_of(option: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        close = difflib.get_close_matches(str(value), [str(name) for name in allowed], n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"`{option}={value!r}`: expected one of {', '.join(map(repr, allowed))}.{hint}")
-
-
-def _at_least_one(option: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{option}={value!r}`: expected an integer of at least 1.")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _above(option: str, value: Any, bound: float) -> None:
-    if not (_is_number(value) and math.isfinite(value) and value > bound):
-        raise ValueError(f"`{option}={value!r}`: expected a finite number above {bound:g}.")
-
-
-def _in_range(option: str, value: Any, low: float, high: float, open_below: bool = False) -> None:
-    if not _is_number(value) or value < low or value > high or (open_below and value == low):
-        raise ValueError(f"`{option}={value!r}`: expected a number in {'(' if open_below else '['}{low:g}, {high:g}].")
+        one_of("divergence", divergence, (None, *DIVERGENCES))

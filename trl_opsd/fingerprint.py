@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,6 +15,7 @@ from transformers.training_args import OptimizerNames
 from trl_opsd._compat.peft import describe_adapters, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
+from trl_opsd.data.datasets import AnyDataset, describe_rows
 from trl_opsd.losses import Divergence
 from trl_opsd.models.head import model_shape, shape_of
 from trl_opsd.models.samples import Samples, digest, sampled
@@ -74,31 +75,43 @@ class Identity:
     def __init__(self, args: OPSDConfig, student: Any, handed_in: Samples | None, optimizer: Any) -> None:
         self._args, self._student = args, student
         self._of_student, self._of_optimizer = describe_student(student, handed_in), describe_optimizer(optimizer, args)
-        self._teachers: dict[str, Teacher] = {}
+        self._teachers: Mapping[str, Teacher] = {}
+        self._rows: str | None = None
 
-    def taught_by(self, teachers: dict[str, Teacher]) -> None:
+    def taught_by(self, teachers: Mapping[str, Teacher]) -> None:
         """Takes the teachers, once they are loaded."""
         self._teachers, kind = teachers, self._args.teacher_model_kind
         self._of_teachers = digest_teachers(teachers, kind)
 
-    def now(self, divergence: Divergence, rows: str, tools: Sequence[Any], chat_template: Any) -> Fingerprint:
+    def now(
+        self,
+        divergence: Divergence,
+        train_dataset: AnyDataset | None,
+        columns: Collection[str] | None,
+        tools: Sequence[Any],
+        chat_template: Any,
+    ) -> Fingerprint:
         """The fingerprint of a checkpoint written now.
 
         Args:
             divergence ([`~losses.Divergence`]):
                 The objective; a dataclass is told with its settings.
-            rows (`str`):
-                As [`~data.datasets.describe_rows`] describes the training dataset.
+            train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
+                Read once, when this is called first.
+            columns (`Collection[str]`, *optional*):
+                Its columns that somebody reads; all of them when `None`.
             tools (`Sequence`):
                 Functions the student may call.
             chat_template (`Any`):
                 Of the tokenizer.
         """
+        if self._rows is None:
+            self._rows = describe_rows(train_dataset, columns)
         hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
         return fingerprint(
             self._args,
             divergence=repr(divergence) if is_dataclass(divergence) else type(divergence).__qualname__,
-            train_dataset=rows,
+            train_dataset=self._rows,
             teachers=describe_teachers(self._teachers, self._args.teacher_model_kind),
             teacher_weights=self._of_teachers,
             student=self._of_student,

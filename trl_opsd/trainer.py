@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd import arguments, fingerprint
 from trl_opsd._compat.sharding import in_zero3_model
-from trl_opsd.config import OPSDConfig, check_divergence
-from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, columns_of, describe_rows, named, with_eval
+from trl_opsd.config import OPSDConfig
+from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, columns_of, named
 from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
 from trl_opsd.data.readers import Reader, Readers
@@ -29,30 +27,21 @@ from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.registry import named as named_divergence
 from trl_opsd.models.backbone import completion_hidden
-from trl_opsd.models.head import gathered_head, model_shape, prove_head, shape_of, whole_head
+from trl_opsd.models.given import check_student
+from trl_opsd.models.head import whole_head
 from trl_opsd.models.padding import PADDED
-from trl_opsd.models.reading_proof import prove_padding
-from trl_opsd.models.special_tokens import placeholders, settle_special_tokens
-from trl_opsd.models.training_proof import heed_unreached, prove_training
+from trl_opsd.models.proofs import prove_student
 from trl_opsd.rollout import RolloutBackend
-from trl_opsd.rollout.base import cut_after_end, token_ids
 from trl_opsd.rollout.pick import picked
-from trl_opsd.run import versions
+from trl_opsd.rollout.returned import written_by
 from trl_opsd.run.memory import explained
 from trl_opsd.run.opinion import check_opinion
-from trl_opsd.run.precision import autocast, check_trained_dtypes
+from trl_opsd.run.precision import autocast
 from trl_opsd.run.rng import preserved_rng
-from trl_opsd.teacher import Teacher
-from trl_opsd.teacher.build import (
-    TeacherLike,
-    build_teachers,
-)
+from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.comparison import compared
-from trl_opsd.teacher.origin import Origin
-from trl_opsd.teacher.routed import targets_of
-from trl_opsd.types import LossParts, OutputHead, Rollout, TeacherTargets
-
-logger = get_logger(__name__)
+from trl_opsd.teacher.given import TeacherLike
+from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 
 class OPSDTrainer(SeamTrainer):
@@ -81,12 +70,8 @@ class OPSDTrainer(SeamTrainer):
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
             The tokenizer, or a processor whose tokenizer is used for prompts of text and which is saved beside the
             student. When `None`, it is loaded from where the student comes from.
-        callbacks (list of [`~transformers.TrainerCallback`], *optional*):
-            Added to the default callbacks.
-        optimizers (`tuple`, *optional*, defaults to `(None, None)`):
-            Optimizer and scheduler; AdamW with a linear schedule when `None`.
-        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
-            For loading the student from a path.
+        callbacks, optimizers, quantization_config:
+            As TRL's trainer takes them.
         peft_config ([`~peft.PeftConfig`], *optional*):
             Wraps the student, for instance a `LoraConfig`.
         tools (list of `Callable`, *optional*):
@@ -132,7 +117,7 @@ class OPSDTrainer(SeamTrainer):
     ```
     """
 
-    row_columns = ("prompt", *COLUMNS)
+    row_columns = COLUMNS
     hidden_columns = IMAGE_COLUMNS  # empty, but TRL takes them for images all the same
     args: OPSDConfig
     train_dataset: AnyDataset | None
@@ -157,15 +142,14 @@ class OPSDTrainer(SeamTrainer):
         teacher_processing_class: PreTrainedTokenizerBase | Mapping[str, PreTrainedTokenizerBase] | None = None,
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
     ) -> None:
-        args = arguments.checked_args(args, model)
-        versions.warn_of_newer()
-        check_divergence(divergence)
+        args = arguments.checked_args(args, model, divergence)
         rollout = picked(rollout, args)
+        datasets = {"train_dataset": train_dataset, **named(eval_dataset)}
         given = arguments.prepared(
             model,
             teacher_model,
             args,
-            {"train_dataset": train_dataset, **named(eval_dataset)},
+            datasets,
             processing_class,
             teacher_processing_class,
             teacher_prompt_fn,
@@ -185,14 +169,8 @@ class OPSDTrainer(SeamTrainer):
             peft_config=peft_config,
             tools=tools,
         )
-        arguments.check_in_memory(self.model)
-        arguments.check_trainable(self.model)
-        if not args.deepspeed_plugin:  # which keeps weights of its own to step with
-            check_trained_dtypes(self.model)
-        rows_of_head = model_shape(self.model)[0]
-        settle_special_tokens(self.processing_class, rows_of_head)
-        self.use_special_tokens(rows_of_head)
-        self.placeholders = placeholders(self.model.config, rows_of_head)
+        check_student(self.model, args)
+        self.use_special_tokens()
         self._identity = fingerprint.Identity(args, self.model, self.handed_in, self.optimizer)
         self.divergence = args.build_divergence() if divergence is None else named_divergence(divergence, args.beta)
         self.show_progress = self.accelerator.is_main_process and not args.disable_tqdm
@@ -210,47 +188,65 @@ class OPSDTrainer(SeamTrainer):
                 student_limits=arguments.student_limits(self.model, args),
             )
             self._admit_datasets(self.readers.student)
-            with autocast(self.accelerator):
-                self._build_teachers(given.models)
-            self._heed_teachers()
+            self._take_teachers(given.models)
         self.rollout = rollout
         with explained("start", partial(self.footprint, "start")):
             rollout.bind(self)
 
-    # ---- The three verbs ----------------------------------------------------------------------------------------
+    def _prove(self) -> None:
+        self.reading = prove_student(self.model, self.in_student, self.args, self.accelerator)
+        self._student_is_proved = True
+
+    def _take_teachers(self, models: Mapping[str, Any]) -> None:
+        with autocast(self.accelerator):
+            self.teachers = build_teachers(
+                models,
+                self.model,
+                self.in_student,
+                lambda: self.reading,
+                self.args,
+                self.accelerator.device,
+                handed_in=self.handed_in,
+                progress=self.show_progress,
+            )
+        self.teacher = self.teachers.only
+        self.teacher_model = getattr(self.teacher, "model", None)  # under TRL's name
+        self._identity.taught_by(self.teachers)
+        if self.teachers.average is not None:
+            self.add_callback(self.teachers.average)
+        # What only they can tell: which tokens they know, and how much they can read.
+        known = self.limits.vocabulary
+        self._shared_vocabulary = shared_vocabulary(known, self.teachers.vocabularies, self.processing_class)
+        self.readers = self.readers.with_teachers(self._shared_vocabulary or known, self.teachers.contexts)
+        self._admit_datasets(self.readers.teacher)
+        self.readers = self.readers.within_the_teacher(columns_of(self.train_dataset) or ())
+
+    def _admit_datasets(self, reader: Reader) -> None:
+        dropped = self.dropped_prompts if self.args.overlong_prompts == "drop" else None
+        self.train_dataset, self.eval_dataset = admit_all(self.train_dataset, self.eval_dataset, reader, dropped)
+        if self.train_dataset is not None:
+            arguments.check_train_size(self.train_dataset, self.args)
+
+    # ---- The verbs ----------------------------------------------------------------------------------------------
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         if not self._student_is_proved:
             self._prove()
-        backend = type(self.rollout).__name__
-        # Prompts of its own: what it does to them must not reach what is trained on.
-        returned = self.rollout.complete([list(ids) for ids in prompt_ids], self.state.global_step)
-        completions = token_ids(returned, len(prompt_ids), backend)
-        completions = [cut_after_end(ids, self.eos_token_ids) for ids in completions]
-        for prompt, completion in zip(prompt_ids, completions, strict=True):
-            self.limits.check_completion(prompt, completion, backend)
-        return completions
+        return written_by(self.rollout, prompt_ids, self.state.global_step, self.eos_token_ids, self.limits)
 
     def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         requests = self.readers.read_batch(rows)
-        names = [request.teacher for request in requests]
-        return targets_of(self.teachers, self._as_the_teacher_reads(rollout, requests), names)
-
-    def _as_the_teacher_reads(self, rollout: Rollout, requests: list[Request]) -> Rollout:
-        """The same completions, token by token, after the teacher's prompts."""
-        prompts = self.readers.retold(
-            requests, rollout.prompt_lists(), rollout.completion_lists(), self.processing_class.batch_decode
-        )
-        if prompts is None:
-            return rollout
-        padded = self.pad_prompts(prompts)
-        return replace(rollout, prompt_ids=padded["input_ids"], prompt_mask=padded["attention_mask"])
+        prompts = self.readers.retold(requests, rollout, self.processing_class.batch_decode)
+        if prompts is not None:  # the same completions, token by token, after the teacher's prompts
+            padded = self.pad_prompts(prompts)
+            rollout = replace(rollout, prompt_ids=padded["input_ids"], prompt_mask=padded["attention_mask"])
+        return self.teachers.targets(rollout, [request.teacher for request in requests])
 
     def compare(
         self, student: Any, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
     ) -> LossParts:
         hidden_BCH = completion_hidden(student, rollout, self.reading)
-        with whole_head(student) as head, self._whole_teacher_heads() as teacher_heads:
+        with whole_head(student) as head, self.teachers.whole_heads() as teacher_heads:
             return compared(
                 hidden_BCH,
                 head,
@@ -264,65 +260,24 @@ class OPSDTrainer(SeamTrainer):
                 vocabulary=self._shared_vocabulary,
             )
 
-    @contextmanager
-    def _whole_teacher_heads(self) -> Iterator[list[OutputHead]]:
-        """Entered once the student's head is whole, as it may be a teacher's too."""
-        heads = [teacher.head for teacher in self.teachers.values()]
-        with gathered_head(*heads):
-            yield heads
-
     # ---- What is refused before it costs anything ------------------------------------------------------------------
 
     def read_rows(self, rows: Sequence[Row]) -> list[Request]:
         return self.readers.read_batch(rows)
 
     def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
-        for number, ids in enumerate(prompt_ids):
-            self.limits.check(ids, f"The prompt in row {number} of this batch")
+        self.limits.check_batch(prompt_ids)
 
     def check_sums(self, sums: dict[str, float]) -> None:
         check_opinion(sums, self.limits.vocabulary, self.temperature)
 
     def footprint(self, phase: str) -> dict[str, int]:
-        teachers: dict[str, Teacher] = getattr(self, "teachers", {})
-        models = {name: getattr(teacher, "model", None) for name, teacher in teachers.items()}
-        return footprint(self, phase, models, [teacher.head for teacher in teachers.values()])
+        return footprint(self, phase, self.teachers.models, self.teachers.heads)
 
     @property
     def limits(self) -> PromptLimits:
         """What prompts and completions of the student keep to."""
         return self.readers.student_limits
-
-    # ---- Construction -------------------------------------------------------------------------------------------
-
-    def _prove(self) -> None:
-        with autocast(self.accelerator):
-            prove_head(self.model, "student", self.in_student)
-            with preserved_rng(self.accelerator.device):
-                unreached = prove_training(self.model, self.in_student)
-            heed_unreached(unreached, self.args, self.accelerator)
-            # After it: a layer that keeps states must not keep those that hold a graph.
-            self.reading = prove_padding(self.model, "student", self.in_student)
-        self._student_is_proved = True
-
-    def _build_teachers(self, models: dict[str, Any]) -> None:
-        self._origin = None
-        if self.args.teacher_model_kind == "base" and self.handed_in is not None:
-            self._origin = Origin(self.model, self.handed_in)
-        self.teachers, self._average = build_teachers(
-            models,
-            self.model,
-            self.in_student,
-            lambda: self.reading,
-            self.args,
-            self.accelerator.device,
-            self.show_progress,
-        )
-        self.teacher = next(iter(self.teachers.values())) if len(self.teachers) == 1 else None
-        self.teacher_model = getattr(self.teacher, "model", None)  # under TRL's name
-        self._identity.taught_by(self.teachers)
-        if self._average is not None:
-            self.add_callback(self._average)
 
     # ---- Checkpoints --------------------------------------------------------------------------------------------
 
@@ -330,48 +285,15 @@ class OPSDTrainer(SeamTrainer):
         fingerprint.check(folder, self._fingerprint(), self.args.resume_with_changes or ())
 
     def save_state(self, folder: str) -> None:
-        if self._origin is not None:
-            self._origin.check()
-        if not self.args.should_save:
-            return
-        fingerprint.write(folder, self._fingerprint())
-        if self._average is not None:
-            self._average.save(folder)
+        self.teachers.check()
+        if self.args.should_save:
+            fingerprint.write(folder, self._fingerprint())
+            self.teachers.save(folder)
 
     def load_state(self, folder: str) -> None:
-        if self._average is not None:
-            self._average.load(folder)
+        self.teachers.load(folder)
 
     def _fingerprint(self) -> fingerprint.Fingerprint:
-        return self._identity.now(self.divergence, self._rows, self.tools or (), self.processing_class.chat_template)
-
-    @cached_property
-    def _rows(self) -> str:
-        reads_any_column = self.readers.intake.prompts.prompt_fn is not None
-        return describe_rows(self.train_dataset, None if reads_any_column else self.row_columns)
-
-    def _heed_teachers(self) -> None:
-        """What only the teachers, loaded by now, can tell: which tokens they know, and how much they can read."""
-        rows = {name: shape_of(teacher.head)[0] for name, teacher in self.teachers.items()}
-        self._shared_vocabulary = shared_vocabulary(self.limits.vocabulary, rows, self.processing_class)
-        limits = replace(self.limits, vocabulary=self._shared_vocabulary or self.limits.vocabulary)
-        theirs = {name: replace(limits, context=teacher.context) for name, teacher in self.teachers.items()}
-        for name, one in theirs.items():
-            one.check_room(name)
-        self.readers = replace(self.readers, student_limits=limits, teacher_limits=theirs)
-        self._admit_datasets(self.readers.teacher, self.readers.may_differ)
-        columns = None if self.train_dataset is None else columns_of(self.train_dataset)
-        if len(theirs) == 1 and self.readers.are_alike(columns or ()):
-            # With tools a conversation grows until the context is full, and the teacher has to read all of it.
-            contexts = [one.context for one in (limits, *theirs.values()) if one.context is not None]
-            self.readers = replace(self.readers, student_limits=replace(limits, context=min(contexts, default=None)))
-
-    def _admit_datasets(
-        self, reader: Reader, if_needed: Callable[[list[str] | None], bool] = lambda columns: True
-    ) -> None:
-        datasets = {"train_dataset": self.train_dataset, **named(self.eval_dataset)}
-        policy, completion = self.args.overlong_prompts, self.limits.completion
-        admitted = admit_all(datasets, reader, self.dropped_prompts, policy, completion, if_needed)
-        self.train_dataset, self.eval_dataset = admitted["train_dataset"], with_eval(self.eval_dataset, admitted)
-        if self.train_dataset is not None:
-            arguments.check_train_size(self.train_dataset, self.args)
+        columns = None if self.readers.intake.prompts.prompt_fn else self.row_columns  # a function may read any
+        template = self.processing_class.chat_template
+        return self._identity.now(self.divergence, self.train_dataset, columns, self.tools or (), template)

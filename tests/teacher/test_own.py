@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout
 from trl_opsd.teacher.average import FILE, Average
-from trl_opsd.teacher.build import check_teachers
+from trl_opsd.teacher.given import check_teachers
 
 LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3)
 

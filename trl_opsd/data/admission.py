@@ -85,7 +85,7 @@ def _requests(dataset: Any, where: str, intake: Intake) -> Iterator[list[Request
     # A transform may make the prompts out of other columns; any other format is only a way to look at them.
     if not _is_made_by_a_transform(dataset):
         dataset = dataset.with_format(None)
-        dataset = dataset.select_columns([name for name in ("prompt", *COLUMNS) if name in dataset.column_names])
+        dataset = dataset.select_columns([name for name in COLUMNS if name in dataset.column_names])
     number = count()
     for batch in dataset.iter(batch_size=1000):
         rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from typing import Any, TypeAlias
 
 from accelerate.logging import get_logger
@@ -20,8 +20,10 @@ AnyDataset: TypeAlias = Dataset | IterableDataset
 EvalDatasets: TypeAlias = AnyDataset | dict[str, AnyDataset] | None
 
 
-def columns_of(dataset: AnyDataset) -> list[str] | None:
+def columns_of(dataset: AnyDataset | None) -> list[str] | None:
     """The columns as a reader of the rows sees them; a transform may have made them."""
+    if dataset is None:
+        return None
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom" and len(dataset):
         return list(dataset[0])
     names: list[str] | None = dataset.column_names
@@ -33,13 +35,6 @@ def named(eval_dataset: EvalDatasets) -> dict[str, AnyDataset | None]:
     if isinstance(eval_dataset, dict):
         return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
     return {"eval_dataset": eval_dataset}
-
-
-def with_eval(eval_dataset: EvalDatasets, datasets: Mapping[str, AnyDataset | None]) -> EvalDatasets:
-    """The inverse of [`named`]: evaluation datasets as they were given, out of those by name."""
-    if isinstance(eval_dataset, dict):
-        return {name: datasets[f"eval_dataset[{name!r}]"] for name in eval_dataset}
-    return datasets["eval_dataset"]
 
 
 def describe_rows(dataset: Any, columns: Collection[str] | None) -> str:
@@ -65,38 +60,36 @@ def describe_rows(dataset: Any, columns: Collection[str] | None) -> str:
 
 
 def admit_all(
-    datasets: Mapping[str, AnyDataset | None],
-    reader: Reader,
-    dropped: Counter[str],
-    policy: str,
-    completion: int,
-    if_needed: Callable[[list[str] | None], bool] = lambda columns: True,
-) -> dict[str, AnyDataset | None]:
-    """Has a reader check every row of all datasets, by name.
+    train_dataset: AnyDataset | None, eval_dataset: EvalDatasets, reader: Reader, dropped: Counter[str] | None
+) -> tuple[AnyDataset | None, EvalDatasets]:
+    """Has a reader check every row of all datasets that it has to look at.
 
     Args:
-        datasets (`Mapping`):
-            By the name a message gives them.
+        train_dataset, eval_dataset:
+            As the trainer takes them.
         reader ([`~data.readers.Reader`]):
             Who has to be able to read them.
-        dropped (`Counter`):
-            Counts rows that are left out, by dataset.
-        policy (`str`):
-            `overlong_prompts`: `"drop"` leaves out prompts that are too long, `"error"` names them.
-        completion (`int`):
-            Tokens for which a prompt has to leave room, for the message.
-        if_needed (`Callable`, *optional*):
-            Takes the columns of a dataset and says whether it has to be looked at.
+        dropped (`Counter`, *optional*):
+            As [`~data.admission.admit`] takes it.
+
+    Returns:
+        Both, without the rows that are left out.
     """
-    admitted = dict(datasets)
-    for name, dataset in datasets.items():
-        if dataset is None or not if_needed(columns_of(dataset)):
-            continue
-        before = dropped[name]
-        admitted[name] = left = admit(dataset, name, reader, dropped if policy == "drop" else None)
-        if count := dropped[name] - before:
+
+    def admitted(name: str, dataset: AnyDataset | None) -> AnyDataset | None:
+        if dataset is None or not reader.is_needed(columns_of(dataset)):
+            return dataset
+        before = Counter(dropped)
+        left: AnyDataset = admit(dataset, name, reader, dropped)
+        if dropped is not None and (count := dropped[name] - before[name]):
             logger.warning(
-                f"{count} prompts of {name} leave no room for max_completion_length={completion} tokens in the context "
-                f"and were dropped; {len(left)} are left."
+                f"{count} prompts of {name} leave no room for a completion of `max_completion_length` tokens in the "
+                f"context and were dropped; {len(left)} are left."
             )
-    return admitted
+        return left
+
+    train = admitted("train_dataset", train_dataset)
+    evals = {name: admitted(name, dataset) for name, dataset in named(eval_dataset).items()}
+    if isinstance(eval_dataset, dict):
+        return train, dict(zip(eval_dataset, evals.values(), strict=True))
+    return train, evals["eval_dataset"]

@@ -191,6 +191,11 @@ class PromptLimits:
             )
         self._check_known(max(prompt_ids), where)
 
+    def check_batch(self, prompt_ids: list[list[int]]) -> None:
+        """As [`check`], of the prompts of a generation batch."""
+        for number, ids in enumerate(prompt_ids):
+            self.check(ids, f"The prompt in row {number} of this batch")
+
     def check_completion(self, prompt_ids: list[int], completion_ids: list[int], backend: str) -> None:
         """Raises `ValueError` when a rollout wrote what the models cannot read."""
         length = len(prompt_ids) + len(completion_ids)

@@ -8,6 +8,7 @@ from typing import Any
 
 from trl_opsd.data.intake import Intake, Request
 from trl_opsd.data.prompts import Prompt, PromptLimits, common_kind
+from trl_opsd.types import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class Reader:
     """What the tokens must keep to."""
     has_template: bool
     """Whether the tokenizer has a chat template."""
+    is_needed: Callable[[list[str] | None], bool] = lambda columns: True
+    """Whether a dataset with these columns has to be looked at; `None` stands for unknown ones."""
 
     def check_kind(self, prompts: Sequence[Prompt], kind: str | None = None) -> str | None:
         """The kind of all prompts, which is that of those before them if there were some.
@@ -81,7 +84,37 @@ class Readers:
             tokenize=self._tokenize_for_teacher,
             limits_of=lambda request: self.teacher_limits[request.teacher],
             has_template=self.has_template,
+            is_needed=self._may_differ,
         )
+
+    def with_teachers(self, vocabulary: int, contexts: Mapping[str, int | None]) -> Readers:
+        """The same, once the teachers are there.
+
+        Args:
+            vocabulary (`int`):
+                Token ids that all models know.
+            contexts (`Mapping[str, int | None]`):
+                Tokens that each teacher can look at, by its name.
+
+        Raises:
+            ValueError: A teacher has no room for a completion.
+        """
+        limits = replace(self.student_limits, vocabulary=vocabulary)
+        theirs = {name: replace(limits, context=context) for name, context in contexts.items()}
+        for name, one in theirs.items():
+            one.check_room(name)
+        return replace(self, student_limits=limits, teacher_limits=theirs)
+
+    def within_the_teacher(self, columns: Iterable[str]) -> Readers:
+        """The same, with what the student writes bounded by the context of a teacher who reads all of it.
+
+        With tools a conversation grows until the context is full.
+        """
+        if len(self.teacher_limits) > 1 or not self.are_alike(columns):
+            return self
+        limits = (self.student_limits, *self.teacher_limits.values())
+        context = min((one.context for one in limits if one.context is not None), default=None)
+        return replace(self, student_limits=replace(self.student_limits, context=context))
 
     def read_batch(self, rows: Iterable[Mapping[str, Any]]) -> list[Request]:
         """The rows of a generation batch.
@@ -99,11 +132,8 @@ class Readers:
         prompts = self.intake.prompts
         return not self.template and prompts.prompt_fn is None and not prompts.in_row(columns)
 
-    def may_differ(self, columns: Iterable[str] | None) -> bool:
-        """Whether the teacher may be unable to read rows the student can, as far as that is known before a completion.
-
-        `None` stands for unknown columns.
-        """
+    def _may_differ(self, columns: Iterable[str] | None) -> bool:
+        """Whether the teacher may be unable to read rows the student can, as far as that is known so early."""
         if self.intake.prompts.prompt_fn is not None:
             return False
         covered = all(limits.covers(self.student_limits) for limits in self.teacher_limits.values())
@@ -112,8 +142,7 @@ class Readers:
     def retold(
         self,
         requests: Sequence[Request],
-        prompt_ids: list[list[int]],
-        completion_ids: list[list[int]],
+        rollout: Rollout,
         decode: Callable[..., list[str]],
     ) -> list[list[int]] | None:
         """What the teachers read before completions that are written by now; `None` where it is the student's prompt.
@@ -121,10 +150,8 @@ class Readers:
         Args:
             requests (`Sequence[Request]`):
                 B dataset rows.
-            prompt_ids (`list[list[int]]`):
-                B, what the student read.
-            completion_ids (`list[list[int]]`):
-                B, what it wrote.
+            rollout ([`~types.Rollout`]):
+                What the student read, and what it wrote.
             decode (`Callable`):
                 Turns completions into texts, if a function makes the teacher's prompts.
 
@@ -132,6 +159,7 @@ class Readers:
             ValueError: One cannot be read; the message names the row.
             TypeError: One is neither text nor messages.
         """
+        prompt_ids, completion_ids = rollout.prompt_lists(), rollout.completion_lists()
         alike = all(map(self.are_alike, requests))
         if not alike:
             reader = self.teacher

@@ -17,8 +17,8 @@ Row: TypeAlias = Mapping[str, Any]
 TEMPLATE = "{prompt}\n\n{privileged_context}"
 """How TRL's self-distillation trainers join the two."""
 
-COLUMNS = ("teacher_prompt", "privileged_context", "teacher")
-"""What a dataset may say about the teacher, besides the prompt."""
+COLUMNS = ("prompt", "teacher_prompt", "privileged_context", "teacher")
+"""What is read of a dataset: the prompt, and what it may say about the teacher."""
 
 
 def check_template(template: Any) -> None:

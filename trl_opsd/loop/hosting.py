@@ -13,7 +13,8 @@ from torch import Tensor
 from trl_opsd._compat.deepspeed import announce, carried
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import DistillationTrainer, pad, unwrap_model_for_generation
-from trl_opsd.models.special_tokens import writable
+from trl_opsd.models.head import model_shape
+from trl_opsd.models.special_tokens import placeholders, settle_special_tokens, writable
 from trl_opsd.run.precision import autocast
 
 
@@ -22,6 +23,7 @@ class Hosting(DistillationTrainer):
 
     chat_template_kwargs: dict[str, Any]
     eos_token_ids: list[int]
+    placeholders: list[int]
 
     def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
         """Token ids of prompts that may not have been checked yet, as the rollout will see them.
@@ -49,8 +51,11 @@ class Hosting(DistillationTrainer):
         }
         return {name: tensor.to(self.accelerator.device) for name, tensor in tensors.items()}
 
-    def use_special_tokens(self, rows: int) -> None:
-        """Takes over what has become of the tokenizer's padding, and only end tokens that the student has a row for."""
+    def use_special_tokens(self) -> None:
+        """Pads with a token, ends with those, and keeps from writing others, that the student has a row for."""
+        rows = model_shape(self.model)[0]
+        settle_special_tokens(self._tokenizer, rows)
+        self.placeholders = placeholders(self.model.config, rows)
         self.eos_token_ids = writable(self.eos_token_ids, rows)
         of_both: dict[str, Any] = {"pad_token_id": self._tokenizer.pad_token_id, "eos_token_id": self.eos_token_ids}
         self.generation_kwargs.update(of_both)

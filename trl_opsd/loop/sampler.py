@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 from torch.utils.data import Sampler
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["EpochCount", "EpochSampler"]
 
@@ -26,10 +26,14 @@ class EpochCount(TrainerCallback):
         self.number = 0
         self._next = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._next = int(state.epoch or 0)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.number, self._next = self._next, self._next + 1
 
 

@@ -10,9 +10,10 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from trl_opsd.models.given import PLACE
+
 logger = get_logger(__name__)
 
-_PLACE = ("revision", "token", "cache_dir", "subfolder")
 _HOW_TO_GROW = "after `tokenizer.add_tokens` the model grows by `model.resize_token_embeddings(len(tokenizer))`"
 
 
@@ -28,7 +29,7 @@ def rows_said(model: Any, loading: dict[str, Any]) -> int | None:
     if not isinstance(model, str):
         rows: int | None = getattr(model.config.get_text_config(), "vocab_size", None)
         return rows
-    place = {name: loading[name] for name in _PLACE if loading.get(name) is not None}
+    place = {name: loading[name] for name in PLACE if loading.get(name) is not None}
     config, _ = PretrainedConfig.get_config_dict(model, **place)
     rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return rows

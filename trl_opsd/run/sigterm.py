@@ -16,7 +16,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 logger = get_logger(__name__)
 
@@ -55,18 +55,20 @@ class StopOnSigterm(TrainerCallback):
         finally:
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._is_time_to_stop():
             logger.warning(f"SIGTERM: saving step {state.global_step} and stopping.")
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # whoever sent it may not wait for that
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not self._stopping and self._is_time_to_stop():
             logger.warning(f"SIGTERM: step {state.global_step} has just been saved, stopping.")
             control.should_training_stop = True
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self._stopping:  # saved already
             control.should_save = control.should_evaluate = False
 

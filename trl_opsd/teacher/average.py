@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd._compat.sharding import is_split, whole, write
 
@@ -46,7 +46,7 @@ class Average(TrainerCallback):
         self._rate = rate
         self._every = every
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step % self._every == 0:
             self.update()
 

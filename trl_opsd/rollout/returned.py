@@ -1,0 +1,77 @@
+"""Looks at what a backend returned before anybody learns from it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from operator import index
+from typing import Any
+
+from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.rollout.base import RolloutBackend, cut_after_end
+
+
+def written_by(
+    backend: RolloutBackend, prompt_ids: list[list[int]], step: int, end_ids: Collection[int], limits: PromptLimits
+) -> list[list[int]]:
+    """One completion for each prompt, up to its first end token.
+
+    Args:
+        backend ([`RolloutBackend`]):
+            Who writes. It gets prompts of its own: what it does to them does not reach what is trained on.
+        prompt_ids (`list[list[int]]`):
+            The prompts, not padded.
+        step (`int`):
+            Optimizer steps done so far.
+        end_ids (`Collection[int]`):
+            The end tokens.
+        limits ([`~data.prompts.PromptLimits`]):
+            What completions keep to.
+
+    Raises:
+        ValueError: It returned something else than token ids that the models can read.
+    """
+    name = type(backend).__name__
+    returned = backend.complete([list(ids) for ids in prompt_ids], step)
+    completions = [cut_after_end(ids, end_ids) for ids in _token_ids(returned, len(prompt_ids), name)]
+    for prompt, completion in zip(prompt_ids, completions, strict=True):
+        limits.check_completion(prompt, completion, name)
+    return completions
+
+
+def _token_ids(returned: Any, prompts: int, backend: str) -> list[list[int]]:
+    """What a rollout returned, as lists of whole numbers; whether a model knows them is not looked at."""
+    if not isinstance(returned, list | tuple):
+        raise ValueError(
+            f"{backend} returned {_described(returned)}: `complete` must return a list with one completion for each "
+            "prompt, without padding."
+        )
+    if len(returned) != prompts:
+        raise ValueError(
+            f"{backend} returned {len(returned)} completions for {prompts} prompts: `complete` must return one for "
+            "each, in order."
+        )
+    return [_row(row, f"{backend} returned for prompt {number}") for number, row in enumerate(returned)]
+
+
+def _row(row: Any, where: str) -> list[int]:
+    if hasattr(row, "tolist") and getattr(row, "ndim", None) == 1:  # of torch or numpy
+        row = row.tolist()
+    if not isinstance(row, list | tuple):
+        raise ValueError(f"{where} {_described(row)}: expected a list of token ids.")
+    return [token if type(token) is int else _whole(token, where) for token in row]
+
+
+def _whole(token: Any, where: str) -> int:
+    """A number of numpy or torch, which is no `int`."""
+    of_bools = isinstance(token, bool) or "bool" in str(getattr(token, "dtype", ""))
+    if not of_bools and getattr(token, "ndim", 0) == 0:
+        with suppress(TypeError):
+            return index(token)
+    raise ValueError(f"{where} {_described(token)} among the tokens: expected token ids, whole numbers.")
+
+
+def _described(value: Any) -> str:
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    shown = f" ({value!r})" if isinstance(value, bool | int | float | str) and len(repr(value)) <= 40 else ""
+    return "None" if value is None else f"a {type(value).__name__}{shape}{shown}"
