@@ -40,6 +40,7 @@ from trl_opsd.models.special_tokens import writable
 from trl_opsd.run.clock import PhaseClock
 from trl_opsd.run.groups import wait_for
 from trl_opsd.run.memory import explained
+from trl_opsd.run.metrics import of_tokens
 from trl_opsd.run.precision import autocast
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.run.watchdog import Watchdog
@@ -423,7 +424,9 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, Di
         mode = self._mode
         if self._totals[mode]["weight"]:
             prefix = "eval_" if mode == "eval" else ""
-            logs.update({prefix + name: value for name, value in self._token_metrics(mode).items()})
+            steps = self._totals[mode]["generation_batches"] if mode == "train" else 1
+            means = of_tokens(self._totals[mode], self._clocks[mode].seconds, steps)
+            logs.update({prefix + name: value for name, value in means.items()})
             self._start_counting(mode)
         if mode == "train" and "loss" in logs and self._guard.counts:
             logs["nonfinite/skipped_steps"] = self._guard.skipped
@@ -443,19 +446,6 @@ class SeamTrainer(GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, Di
     def _start_counting(self, mode: str) -> None:
         self._totals[mode].clear()
         self._clocks[mode].seconds.clear()
-
-    def _token_metrics(self, mode: str) -> dict[str, float]:
-        """Means over tokens by their weight since the last log, in nats; seconds per step (of the whole evaluation)."""
-        totals, seconds = self._totals[mode], self._clocks[mode].seconds
-        weight = totals["weight"]
-        steps = totals["generation_batches"] if mode == "train" else 1
-        return {
-            "divergence/mean": totals["divergence"] / weight,
-            "entropy/student": totals["student_entropy"] / weight,
-            "entropy/teacher": totals["teacher_entropy"] / weight,
-            **{f"time/{phase}": spent / max(steps, 1) for phase, spent in seconds.items()},
-            "tokens_per_second": totals["tokens"] / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),
-        }
 
 
 @contextmanager
