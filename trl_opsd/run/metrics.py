@@ -21,7 +21,7 @@ class Metric:
     """Whether an evaluation logs it too, as `eval_<name>`."""
 
 
-_OVER_TOKENS = "sum over the tokens in the loss of all processes and micro-batches, by the sum of their weights"
+_OVER_TOKENS = "weighted mean over the tokens in the loss, of all processes and micro-batches"
 _OF_A_PHASE = "main process; mean over optimizer steps, sum over an evaluation"
 _OF_A_SYNC = "main process; mean over weight syncs"
 _WITH_TOKENS = "always, unless no token was in the loss"
@@ -32,7 +32,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
     {
         "divergence/mean": Metric(
             unit="nats",
-            meaning="Divergence of the student from its teacher, for each token in the loss.",
+            meaning="Divergence between teacher and student, per token.",
             reduced=_OVER_TOKENS,
             appears=_WITH_TOKENS,
         ),
@@ -81,7 +81,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "tokens_per_second": Metric(
             unit="tokens per second",
-            meaning="Tokens in the loss by the seconds of all phases but `save`.",
+            meaning="Tokens in the loss, divided by the seconds of all phases but `save`.",
             reduced="tokens of all processes, seconds of the main process",
             appears=_WITH_TOKENS,
         ),
@@ -93,7 +93,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "sync/bytes": Metric(
             unit="bytes",
-            meaning="What was sent to the engine of this process, or to the server.",
+            meaning="Size of what was sent to the engine of the process, or to the server.",
             reduced=_OF_A_SYNC,
             appears=_WITH_SYNC,
         ),
