@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from trl_opsd.run.clock import PhaseClock
+from trl_opsd.run.metrics import of_tokens
 
 
 class Accounts:
@@ -50,15 +51,6 @@ class Accounts:
             per_batch (`bool`):
                 Divide the seconds by the number of generation batches.
         """
-        weight = self._totals["weight"]
-        if not weight:
+        if not self._totals["weight"]:
             return {}
-        seconds = self.clock.seconds
-        batches = max(self._batches, 1) if per_batch else 1
-        return {
-            "divergence/mean": self._totals["divergence"] / weight,
-            "entropy/student": self._totals["student_entropy"] / weight,
-            "entropy/teacher": self._totals["teacher_entropy"] / weight,
-            **{f"time/{phase}": spent / batches for phase, spent in seconds.items()},
-            "tokens_per_second": self._totals["tokens"] / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),
-        }
+        return of_tokens(self._totals, self.clock.seconds, max(self._batches, 1) if per_batch else 1)

@@ -1,0 +1,177 @@
+"""What real trainings log: nothing of ours without a row in the table of metrics, and no row that nothing logs."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from trl import DistillationConfig, DistillationTrainer
+
+from trl_opsd import OPSDTrainer
+from trl_opsd.rollout.synced import SyncedRollout
+from trl_opsd.run.metrics import METRICS
+from trl_opsd.types import Completion
+
+OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+BYTES = 1000
+
+
+class Mirror:
+    """An engine that holds the student itself, so that every sync arrives."""
+
+    name, block_size = "a mirror", 16
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+
+    def write(self, prompt_ids, options):
+        with self._trainer.student_for_generation() as student:
+            return [self._row(student, *row) for row in zip(prompt_ids, options, strict=True)]
+
+    def _row(self, student, prompt, options):
+        written = [number * 31 % tiny.VOCABULARY for number in range(3, 3 + min(options["max_tokens"], 16))]
+        ids = torch.tensor([prompt + written])
+        scores = student(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        first = len(prompt) - 1
+        return Completion(
+            prompt_ids=prompt, completion_ids=written, prompt_logprobs=scores[:first], logprobs=scores[first:]
+        )
+
+    def forget_prefixes(self):
+        """It keeps none."""
+
+    def wipe_cache(self):
+        """It has none."""
+
+    def close(self):
+        """It holds nothing of its own."""
+
+
+class Mirrored(SyncedRollout[Mirror]):
+    """Syncs as an engine elsewhere would be synced, and sends nothing."""
+
+    def bind(self, trainer):
+        self._take(trainer, Mirror(trainer), {}, torch.float32)
+
+    def _send(self):
+        return BYTES
+
+    def _wake(self, what):
+        """It does not sleep."""
+
+    def _rest(self):
+        """It does not sleep."""
+
+
+class SpoiledOnce(OPSDTrainer):
+    """Its teacher says NaN in the first step."""
+
+    def teach(self, rollout, rows):
+        targets = super().teach(rollout, rows)
+        if self.state.global_step == 0:
+            targets.hidden.fill_(float("nan"))
+        return targets
+
+
+def told() -> Dataset:
+    return tiny.rows().add_column("privileged_context", ["a hint"] * 8)
+
+
+def each_by_its_own() -> Dataset:
+    return tiny.rows().add_column("teacher", ["math", "prose"] * 4)
+
+
+def configurations(tmp_path):
+    """What is given to the trainer, by name."""
+    return {
+        "plain": {},
+        "its own teacher, LoRA": {
+            "teacher_model": None,
+            "teacher_model_kind": "ema",
+            "train_dataset": told(),
+            "eval_dataset": told(),
+            "peft_config": LoraConfig(r=4, target_modules="all-linear"),
+        },
+        "several teachers": {
+            "teacher_model": {"math": tiny.qwen2(48, seed=1), "prose": tiny.llama(64, seed=2)},
+            "train_dataset": each_by_its_own(),
+            "eval_dataset": each_by_its_own(),
+        },
+        "a step that is left out": {"cls": SpoiledOnce, "nonfinite": "skip"},
+        "an engine": {"rollout": Mirrored(tiny.config(tmp_path)), "max_completion_length": 16},
+        # Weights move after each step; the first evaluation finds an engine that was never sent any.
+        "an engine that is evaluated": {
+            "rollout": Mirrored(tiny.config(tmp_path)),
+            "max_completion_length": 16,
+            "eval_on_start": True,
+        },
+    }
+
+
+def of_trl(folder) -> set[str]:
+    """What TRL and transformers log by themselves."""
+    trainer = DistillationTrainer(
+        model=tiny.qwen2(32, seed=0),
+        teacher_model=tiny.qwen2(48, seed=1),
+        args=DistillationConfig(**tiny.options(folder, **OPTIONS)),
+        train_dataset=tiny.rows(),
+        eval_dataset=tiny.rows(4),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train()
+    return {name for row in trainer.state.log_history for name in row}
+
+
+@pytest.fixture
+def logged(make_trainer, tmp_path):
+    """The logs of every configuration, by its name."""
+    logs = {}
+    for name, given in configurations(tmp_path).items():
+        trainer = make_trainer(**{**OPTIONS, "eval_dataset": tiny.rows(4), **given})
+        trainer.train()
+        logs[name] = trainer.state.log_history
+    return logs
+
+
+def test_the_log_and_the_table_of_metrics_name_the_same(logged, tmp_path):
+    theirs = of_trl(tmp_path)
+    assert {"loss", "entropy", "step_time", "eval_loss"} <= theirs, "TRL has trained and evaluated"
+    ours = {
+        f"{prefix}{name}" for name, one in METRICS.items() for prefix in ("", "eval_") if one.evaluated or not prefix
+    }
+    found = {key for rows in logged.values() for row in rows for key in row} - theirs
+    assert found - ours == set(), "logged, and in no row of METRICS"
+    assert ours - found == set(), "in METRICS, and logged by no configuration here"
+    for name in ("divergence/mean", "entropy/teacher", "time/complete", "tokens_per_second", "eval_divergence/mean"):
+        assert all(any(name in row for row in rows) for rows in logged.values()), name
+
+
+def test_metrics_are_reduced_as_the_table_says(logged):
+    for rows in logged.values():
+        for row in rows:
+            assert all(math.isfinite(row[name]) for name in METRICS.keys() & row.keys())
+    syncs = [row for row in logged["an engine"] if "sync/bytes" in row]
+    assert [row["step"] for row in syncs] == [1, 2]
+    assert {row["sync/bytes"] for row in syncs} == {BYTES}, "a mean over syncs"
+    assert all(row["time/sync"] > row["sync/seconds"] + row["sync/proof_seconds"] for row in syncs)
+    assert max(row["rollout/logprob_gap"] for row in syncs) < 1e-4
+    left_out = [row["nonfinite/skipped_steps"] for row in logged["a step that is left out"] if "loss" in row]
+    assert left_out == [1, 1]
+    saves = [row["step"] for row in logged["plain"] if "time/save" in row]
+    assert saves == [2], "the log after the checkpoint of step 1"
+
+
+def test_every_name_in_the_source_has_a_row():
+    """Also those of configurations that are not trained here."""
+    package = Path(__file__).resolve().parents[1] / "trl_opsd"
+    source = "\n".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py") if path.name != "metrics.py")
+    phases = set(re.findall(r'(?:phase|_clocks\[[^\]]+\])\("(\w+)"\)', source))
+    assert {f"time/{phase}" for phase in phases} == {name for name in METRICS if name.startswith("time/")}
+    recorded = set(re.findall(r'(?:record\(|_timed\(trainer, |logs\[)"([\w/]+)"', source))
+    assert recorded == {name for name in METRICS if name.startswith(("sync/", "rollout/", "nonfinite/"))}

@@ -1,0 +1,278 @@
+"""Writes docs/reference.md: options, arguments of the trainer and metrics, all read from the code that means them.
+
+What an option allows and what it does not go with is asked of the checks themselves: the page quotes their errors.
+
+    python tools/reference.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.losses import DIVERGENCES
+from trl_opsd.rollout.pick import picked
+from trl_opsd.run.metrics import METRICS
+from trl_opsd.teacher.build import check_teachers
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
+
+_INTRODUCTION = """\
+Written by `python tools/reference.py` from the code; a test fails when the two differ. Sentences after *Refused* and
+*Warned about* are the errors and warnings themselves."""
+
+_OPTIONS = """\
+`OPSDConfig` is [`trl.DistillationConfig`](https://huggingface.co/docs/trl/distillation_trainer) with the fields below.
+All others keep TRL's names, defaults and meanings, [two](#different-from-trl) excepted. `examples/train.py` takes
+every field on its command line."""
+
+_DIVERGENCES = """\
+Values of `divergence` by name, and the objects they stand for at each `beta`. [extending.md](extending.md) has one of
+your own."""
+
+_NARROWER = """\
+`trust_remote_code` covers the student alone; `teacher_trust_remote_code` is the teacher's."""
+
+_CHECKED = """\
+These come from TRL and mean what they mean there. `OPSDConfig` checks their values, which TRL mostly does not;
+`cache_implementation` takes the names that the installed `transformers` knows."""
+
+_REFUSED = """\
+Because they would have no effect, or not the one they promise."""
+
+_ARGUMENTS = """\
+Of `OPSDTrainer`; from `rollout` on they are given by name. Those up to `tools` are
+[TRL's](https://huggingface.co/docs/trl/distillation_trainer)."""
+
+_METRICS = """\
+Added to what TRL logs (`loss`, `entropy`, `num_tokens`, `step_time`, `completions/…`). An evaluation logs its metrics
+as `eval_<metric>`, also where `eval_dataset` is a dict: there is then one log for each dataset, and
+`eval_<dataset>_loss` tells which. `eval_loss` differs from TRL's: it is the mean over the tokens of the whole
+evaluation, which is also `eval_divergence/mean`.
+
+*Main process*: each process has a value of its own, and loggers get that of the main process. Means are over everything
+since the last log that had tokens in the loss."""
+
+
+def _config(**options: Any) -> OPSDConfig:
+    return OPSDConfig("out", use_cpu=True, bf16=False, **options)
+
+
+def _rollout(**options: Any) -> None:
+    picked(None, _config(use_vllm=True, **options))
+
+
+TOGETHER: dict[str, list[Callable[[], Any]]] = {
+    "divergence": [
+        lambda: _config(divergence="forward_kl", beta=0.5),
+        lambda: _config(divergence="jsd", beta=0.01),
+    ],
+    "teacher_model_kind": [
+        lambda: check_teachers(None, "student", _config()),
+        lambda: check_teachers("teacher-model", "student", _config(teacher_model_kind="base")),
+    ],
+    "teacher_offload": [
+        lambda: _config(teacher_offload="cpu", teacher_model_init_kwargs={"device_map": "auto"}),
+        lambda: _config(teacher_offload="cpu", teacher_model_init_kwargs={"quantization_config": {}}),
+        lambda: _config(teacher_offload="cpu", teacher_model_init_kwargs={"tp_plan": "auto"}),
+        lambda: _config(teacher_offload="zero3"),
+    ],
+    "vllm_weight_sync": [lambda: _rollout(vllm_mode="server", vllm_weight_sync="adapter")],
+}
+"""What a new option does not go with: calls that are refused or warned about."""
+
+OF_OTHERS: list[Callable[[], Any]] = [
+    lambda: _config(auto_find_batch_size=True),
+    lambda: _config(label_smoothing_factor=0.1),
+    lambda: _config(train_sampling_strategy="group_by_length"),
+    lambda: _config(data_seed=1),
+    lambda: _config(dataloader_in_order=False, dataloader_num_workers=2),
+    lambda: _config(use_vllm=True, ds3_gather_for_generation=False),
+    lambda: _rollout(vllm_mode="server", vllm_enable_sleep_mode=True),
+    lambda: _config(generation_kwargs={"temperature": 0.5}),
+    lambda: _config(generation_kwargs={"num_return_sequences": 2}),
+    lambda: _config(generation_kwargs={"stop_strings": ["."]}),
+    lambda: _config(generation_kwargs={"prompt_lookup_num_tokens": 3}),
+    lambda: _config(generation_kwargs={"disable_compile": True}),
+]
+"""The same of options that TRL and transformers bring."""
+
+
+def document() -> str:
+    """The page."""
+    described = described_in(OPSDConfig, "Parameters")
+    return "\n".join(
+        [
+            "# Reference: options, arguments, metrics",
+            "",
+            _INTRODUCTION,
+            "",
+            "## Options",
+            "",
+            _OPTIONS,
+            "",
+            *_new_options(described),
+            "### Divergences",
+            "",
+            _DIVERGENCES,
+            "",
+            *_table(["name", "`beta=0`", "`beta=0.3`", "`beta=1`"], _divergences()),
+            "",
+            "### Different from TRL",
+            "",
+            *_table(["option", "TRL", "here", "meaning"], _changed()),
+            "",
+            _NARROWER,
+            "",
+            "### TRL's options that are checked",
+            "",
+            _CHECKED,
+            "",
+            *_table(["option", "default", "expected"], _checked()),
+            "",
+            "### Options of TRL and transformers that are refused or ignored",
+            "",
+            _REFUSED,
+            "",
+            *map(_told, OF_OTHERS),
+            "",
+            "## Arguments of the trainer",
+            "",
+            _ARGUMENTS,
+            "",
+            *_table(["argument", "type", "meaning"], _arguments()),
+            "",
+            "## Metrics",
+            "",
+            _METRICS,
+            "",
+            *_table(
+                ["metric", "unit", "meaning", "reduced", "appears in", "in evaluations"],
+                [
+                    [f"`{name}`", one.unit, one.meaning, one.reduced, one.appears, "yes" if one.evaluated else "no"]
+                    for name, one in METRICS.items()
+                ],
+            ),
+            "",
+        ]
+    )
+
+
+def new_fields() -> list[dataclasses.Field]:
+    """Those of [`OPSDConfig`] that TRL's config lacks."""
+    theirs = {one.name for one in dataclasses.fields(DistillationConfig)}
+    return [one for one in dataclasses.fields(OPSDConfig) if one.name not in theirs]
+
+
+def changed_fields() -> list[tuple[dataclasses.Field, dataclasses.Field]]:
+    """Those with another default than in TRL's config, TRL's first."""
+    ours = {one.name: one for one in dataclasses.fields(OPSDConfig)}
+    both = [(one, ours[one.name]) for one in dataclasses.fields(DistillationConfig)]
+    return [(one, other) for one, other in both if one.default != other.default]
+
+
+def described_in(cls: type, heading: str) -> dict[str, tuple[str, str]]:
+    """Type and meaning of what a docstring describes, by name.
+
+    Args:
+        cls (`type`):
+            Has the docstring.
+        heading (`str`):
+            Of the section in it.
+    """
+    section = re.search(rf"^{heading}:\n((?:(?:    .*)?\n)+)", inspect.getdoc(cls) or "", re.MULTILINE)
+    assert section is not None, f"{cls.__name__} has no section {heading!r}"
+    found = re.findall(r"^    (\w+) \((.*)\):\n((?:        .*\n)+)", section[1], re.MULTILINE)
+    return {name: (_plain(kind), _plain(" ".join(text.split()))) for name, kind, text in found}
+
+
+def expected(option: str) -> str:
+    """What the check of an option says it expected, of a value that is none; empty where nothing is checked."""
+    for value in (-1, "?"):
+        try:
+            _config(**{option: value})
+        except ValueError as error:
+            if found := re.search(r": expected (.*?)(?: \(expected .*\))?\.?$", str(error)):
+                return found[1]
+        except (AttributeError, TypeError):  # TRL, transformers or a check of several options stumbles over it first
+            continue
+    return ""
+
+
+def _new_options(described: dict[str, tuple[str, str]]) -> Iterator[str]:
+    for one in new_fields():
+        kind = described[one.name][0].partition(", *optional*")[0]
+        takes = f": {found}" if (found := expected(one.name)) else ""
+        yield from (f"### `{one.name}`", "", f"{kind}{takes}. Default: `{_literal(one.default)}`.", "")
+        yield from (described[one.name][1], "")
+        if cases := TOGETHER.get(one.name):
+            yield from (*map(_told, cases), "")
+
+
+def _divergences() -> Iterator[list[str]]:
+    for name, make in DIVERGENCES.items():
+        yield [f'`"{name}"`', *(f"`{make(beta)!r}`" for beta in (0.0, 0.3, 1.0))]
+
+
+def _changed() -> Iterator[list[str]]:
+    for theirs, ours in changed_fields():
+        yield [f"`{ours.name}`", f"`{_literal(theirs.default)}`", f"`{_literal(ours.default)}`", ours.metadata["help"]]
+
+
+def _checked() -> Iterator[list[str]]:
+    new = {one.name for one in new_fields()}
+    of_transformers = {"cache_implementation"}  # which names there are depends on its version
+    for one in dataclasses.fields(OPSDConfig):
+        declared = one.name in DistillationConfig.__annotations__ and one.name not in new | of_transformers
+        if declared and (found := expected(one.name)):
+            yield [f"`{one.name}`", f"`{_literal(one.default)}`", found]
+
+
+def _arguments() -> Iterator[list[str]]:
+    for name, (kind, meaning) in described_in(OPSDTrainer, "Args").items():
+        yield [f"`{name}`", kind, meaning]
+
+
+def _told(call: Callable[[], Any]) -> str:
+    """What a call is answered with, as one item of a list."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except ValueError as error:
+            return f"- *Refused.* {error}"
+    ours = [str(one.message) for one in heard if one.category is UserWarning]
+    assert len(ours) == 1, f"neither refused nor warned about once: {ours}"
+    return f"- *Warned about.* {ours[0]}"
+
+
+def _table(head: list[str], rows: Any) -> list[str]:
+    lines = ["|".join(f" {cell.replace('|', chr(92) + '|')} " for cell in row) for row in rows]
+    return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"|{line}|" for line in lines)]
+
+
+def _plain(text: str) -> str:
+    """References of docstrings as code."""
+    return re.sub(r"\[`~?(?:[\w.]*\.)?(\w+)`\]", r"`\1`", text)
+
+
+def _literal(value: Any) -> str:
+    return f'"{value}"'.replace("\n", "\\n") if isinstance(value, str) else repr(value)
+
+
+def main() -> None:
+    """Writes the page."""
+    logging.disable(logging.WARNING)
+    PAGE.write_text(document(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

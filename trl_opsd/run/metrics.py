@@ -1,0 +1,142 @@
+"""What the trainer adds to TRL's log: every name with its unit and meaning, and the means over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One number of the log; `docs/reference.md` is written from these."""
+
+    unit: str
+    meaning: str
+    reduced: str
+    """How it becomes one number, over processes and since the last log."""
+    appears: str
+    """In which logs."""
+    evaluated: bool = True
+    """Whether an evaluation logs it too, as `eval_<name>`."""
+
+
+_OVER_TOKENS = "weighted mean over the tokens in the loss, of all processes and micro-batches"
+_OF_A_PHASE = "main process; mean over optimizer steps, sum over an evaluation"
+_OF_A_SYNC = "main process; mean over weight syncs"
+_WITH_TOKENS = "always, unless no token was in the loss"
+_WITH_SYNC = "rollouts with vLLM, after a weight sync"
+_WITH_PROOF = "as `sync/seconds`, if `vllm_sync_check` asked for a proof"
+
+METRICS: Mapping[str, Metric] = MappingProxyType(
+    {
+        "divergence/mean": Metric(
+            unit="nats",
+            meaning="Divergence between teacher and student, per token.",
+            reduced=_OVER_TOKENS,
+            appears=_WITH_TOKENS,
+        ),
+        "entropy/student": Metric(
+            unit="nats",
+            meaning="Entropy of the student's next-token distribution at `temperature`.",
+            reduced=_OVER_TOKENS,
+            appears=_WITH_TOKENS,
+        ),
+        "entropy/teacher": Metric(
+            unit="nats",
+            meaning="Entropy of the teacher's next-token distribution at `temperature`.",
+            reduced=_OVER_TOKENS,
+            appears=_WITH_TOKENS,
+        ),
+        "time/complete": Metric(
+            unit="seconds",
+            meaning="Writing completions, without `time/sync`.",
+            reduced=_OF_A_PHASE,
+            appears=_WITH_TOKENS,
+        ),
+        "time/sync": Metric(
+            unit="seconds",
+            meaning="Sending the student's weights to vLLM, and the proof that they arrived.",
+            reduced=_OF_A_PHASE,
+            appears=_WITH_SYNC,
+        ),
+        "time/teach": Metric(
+            unit="seconds",
+            meaning="The teacher reading prompts and completions.",
+            reduced=_OF_A_PHASE,
+            appears=_WITH_TOKENS,
+        ),
+        "time/compare": Metric(
+            unit="seconds",
+            meaning="Forward pass of the student, loss and backward pass; the optimizer only under DeepSpeed.",
+            reduced=_OF_A_PHASE,
+            appears=_WITH_TOKENS,
+        ),
+        "time/save": Metric(
+            unit="seconds",
+            meaning="Writing a checkpoint.",
+            reduced=_OF_A_PHASE,
+            appears="the first log after a checkpoint",
+            evaluated=False,
+        ),
+        "tokens_per_second": Metric(
+            unit="tokens per second",
+            meaning="Tokens in the loss, divided by the seconds of all phases but `save`.",
+            reduced="tokens of all processes, seconds of the main process",
+            appears=_WITH_TOKENS,
+        ),
+        "sync/seconds": Metric(
+            unit="seconds",
+            meaning="Sending the student's weights to vLLM, without the proof.",
+            reduced=_OF_A_SYNC,
+            appears=_WITH_SYNC,
+        ),
+        "sync/bytes": Metric(
+            unit="bytes",
+            meaning="Size of what was sent to the engine of the process, or to the server.",
+            reduced=_OF_A_SYNC,
+            appears=_WITH_SYNC,
+        ),
+        "sync/proof_seconds": Metric(
+            unit="seconds",
+            meaning="The proof of a weight sync.",
+            reduced=_OF_A_SYNC,
+            appears=_WITH_PROOF,
+        ),
+        "rollout/logprob_gap": Metric(
+            unit="nats",
+            meaning="Largest difference between a log-probability of vLLM and the student's own, in the proof.",
+            reduced="maximum over processes; mean over weight syncs",
+            appears=_WITH_PROOF,
+        ),
+        "nonfinite/skipped_steps": Metric(
+            unit="optimizer steps",
+            meaning="Steps left out because of a loss or gradient that is NaN or infinite.",
+            reduced="the same in all processes; total since `train` was called",
+            appears='every log of a loss with `nonfinite="skip"`; otherwise once a float16 loss scale left a step out',
+            evaluated=False,
+        ),
+    }
+)
+"""By their names in the log of a training."""
+
+
+def of_tokens(totals: Mapping[str, float], seconds: Mapping[str, float], steps: float) -> dict[str, float]:
+    """Means over tokens by their weight, and the time it took.
+
+    Args:
+        totals (`Mapping[str, float]`):
+            Sums over all processes by the names in [`LossParts.ROW_NAMES`]; their weights are not all 0.
+        seconds (`Mapping[str, float]`):
+            Of each phase, in this process.
+        steps (`float`):
+            What the seconds are divided by, at least 1.
+    """
+    weight = totals["weight"]
+    return {
+        "divergence/mean": totals["divergence"] / weight,
+        "entropy/student": totals["student_entropy"] / weight,
+        "entropy/teacher": totals["teacher_entropy"] / weight,
+        **{f"time/{phase}": spent / steps for phase, spent in seconds.items()},
+        "tokens_per_second": totals["tokens"] / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),
+    }
