@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -70,8 +69,12 @@ class OPSDTrainer(SeamTrainer):
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
             The tokenizer, or a processor whose tokenizer is used for prompts of text and which is saved beside the
             student. When `None`, it is loaded from where the student comes from.
-        callbacks, optimizers, quantization_config:
-            As TRL's trainer takes them.
+        callbacks (list of [`~transformers.TrainerCallback`], *optional*):
+            Added to the default callbacks.
+        optimizers (`tuple`, *optional*, defaults to `(None, None)`):
+            Optimizer and scheduler; AdamW with a linear schedule when `None`.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            For loading the student from a path.
         peft_config ([`~peft.PeftConfig`], *optional*):
             Wraps the student, for instance a `LoraConfig`.
         tools (list of `Callable`, *optional*):
@@ -144,12 +147,11 @@ class OPSDTrainer(SeamTrainer):
     ) -> None:
         args = arguments.checked_args(args, model, divergence)
         rollout = picked(rollout, args)
-        datasets = {"train_dataset": train_dataset, **named(eval_dataset)}
         given = arguments.prepared(
             model,
             teacher_model,
             args,
-            datasets,
+            {"train_dataset": train_dataset, **named(eval_dataset)},
             processing_class,
             teacher_processing_class,
             teacher_prompt_fn,
@@ -215,9 +217,9 @@ class OPSDTrainer(SeamTrainer):
         if self.teachers.average is not None:
             self.add_callback(self.teachers.average)
         # What only they can tell: which tokens they know, and how much they can read.
-        known = self.limits.vocabulary
-        self._shared_vocabulary = shared_vocabulary(known, self.teachers.vocabularies, self.processing_class)
-        self.readers = self.readers.with_teachers(self._shared_vocabulary or known, self.teachers.contexts)
+        known, theirs = self.limits.vocabulary, self.teachers.vocabularies
+        self._shared_vocabulary = shared_vocabulary(known, theirs, self.processing_class)
+        self.readers = self.readers.with_teachers(self._shared_vocabulary, self.teachers.contexts)
         self._admit_datasets(self.readers.teacher)
         self.readers = self.readers.within_the_teacher(columns_of(self.train_dataset) or ())
 
@@ -238,8 +240,7 @@ class OPSDTrainer(SeamTrainer):
         requests = self.readers.read_batch(rows)
         prompts = self.readers.retold(requests, rollout, self.processing_class.batch_decode)
         if prompts is not None:  # the same completions, token by token, after the teacher's prompts
-            padded = self.pad_prompts(prompts)
-            rollout = replace(rollout, prompt_ids=padded["input_ids"], prompt_mask=padded["attention_mask"])
+            rollout = rollout.after(self.pad_prompts(prompts))
         return self.teachers.targets(rollout, [request.teacher for request in requests])
 
     def compare(
@@ -279,8 +280,6 @@ class OPSDTrainer(SeamTrainer):
         """What prompts and completions of the student keep to."""
         return self.readers.student_limits
 
-    # ---- Checkpoints --------------------------------------------------------------------------------------------
-
     def check_state(self, folder: str) -> None:
         fingerprint.check(folder, self._fingerprint(), self.args.resume_with_changes or ())
 
@@ -295,5 +294,6 @@ class OPSDTrainer(SeamTrainer):
 
     def _fingerprint(self) -> fingerprint.Fingerprint:
         columns = None if self.readers.intake.prompts.prompt_fn else self.row_columns  # a function may read any
-        template = self.processing_class.chat_template
-        return self._identity.now(self.divergence, self.train_dataset, columns, self.tools or (), template)
+        return self._identity.now(
+            self.divergence, self.train_dataset, columns, self.tools or (), self.processing_class.chat_template
+        )

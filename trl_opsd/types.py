@@ -6,7 +6,7 @@ B rows · P prompt tokens · C completion tokens · N tokens in the loss · V vo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -72,6 +72,10 @@ class Rollout:
     def select(self, rows: list[int]) -> Rollout:
         """Some of the rows, in the given order."""
         return self._each(itemgetter(rows))
+
+    def after(self, prompts: Mapping[str, Tensor]) -> Rollout:
+        """The same completions, token by token, after other prompts: `input_ids` and `attention_mask`, [B, P]."""
+        return replace(self, prompt_ids=prompts["input_ids"], prompt_mask=prompts["attention_mask"])
 
     def chunks(self, rows: int) -> Iterator[Rollout]:
         """Splits along B into rollouts of at most `rows` rows, in order."""

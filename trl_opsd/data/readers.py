@@ -87,19 +87,19 @@ class Readers:
             is_needed=self._may_differ,
         )
 
-    def with_teachers(self, vocabulary: int, contexts: Mapping[str, int | None]) -> Readers:
+    def with_teachers(self, vocabulary: int | None, contexts: Mapping[str, int | None]) -> Readers:
         """The same, once the teachers are there.
 
         Args:
-            vocabulary (`int`):
-                Token ids that all models know.
+            vocabulary (`int`, *optional*):
+                Token ids that all models know; `None` where these are the student's.
             contexts (`Mapping[str, int | None]`):
                 Tokens that each teacher can look at, by its name.
 
         Raises:
             ValueError: A teacher has no room for a completion.
         """
-        limits = replace(self.student_limits, vocabulary=vocabulary)
+        limits = replace(self.student_limits, vocabulary=vocabulary or self.student_limits.vocabulary)
         theirs = {name: replace(limits, context=context) for name, context in contexts.items()}
         for name, one in theirs.items():
             one.check_room(name)

@@ -68,7 +68,7 @@ def check_generation_kwargs(args: DistillationConfig) -> None:
         given = f"`generation_kwargs={{{name!r}: {value!r}}}`"
         if name in _SET_BY_OPTION:
             option = _SET_BY_OPTION[name]
-            raise ValueError(f"{given} would override `{option}` without a word: set `{option}` itargs.")
+            raise ValueError(f"{given} would override `{option}` without a word: set `{option}` itself.")
         if name in _CHANGE_THE_RESULT:
             raise ValueError(
                 f"{given} would change what a rollout returns; the trainer needs one completion of token ids for "
