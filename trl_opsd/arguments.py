@@ -8,45 +8,22 @@ from typing import Any
 
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from trl_opsd._compat.peft import is_peft
-from trl_opsd._compat.trl import get_config_model_id
-from trl_opsd.config import OPSDConfig, check_divergence
+from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import look_ahead
 from trl_opsd.data.datasets import AnyDataset, columns_of, describe_rows
 from trl_opsd.data.intake import Intake
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits, check_columns, check_no_images
 from trl_opsd.data.shares import check_alike
 from trl_opsd.data.teacher_prompts import TeacherPrompts
-from trl_opsd.losses import Divergence
 from trl_opsd.models.backbone import context_of
 from trl_opsd.models.given import check_in_memory, check_own_loss, language_config
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.processing import check_processing_class, loaded_processing_class, text_tokenizer
 from trl_opsd.models.special_tokens import rows_said, settle_special_tokens
-from trl_opsd.run import versions
 from trl_opsd.teacher.given import check_teachers, check_tokenizers
-
-
-def checked_args(args: TrainingArguments | None, model: Any, divergence: Divergence | str | None) -> OPSDConfig:
-    """The options, or the defaults with an output folder named after the student.
-
-    Raises:
-        TypeError: They are of another class.
-        ValueError: The divergence is none.
-    """
-    versions.warn_of_newer()
-    check_divergence(divergence)
-    if args is None:
-        name = model if isinstance(model, str) else get_config_model_id(model.config)
-        return OPSDConfig(f"{name.split('/')[-1]}-OPSD")
-    if not isinstance(args, OPSDConfig):
-        raise TypeError(
-            f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`, which has every field of TRL's "
-            "`DistillationConfig`; change the class name."
-        )
-    return args
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import torch
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
 from trl_opsd.data.shares import check_sharing
 from trl_opsd.data.teacher_prompts import TEMPLATE, check_template
 from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
 from trl_opsd.losses.registry import BETAS, named
+from trl_opsd.run import versions
 from trl_opsd.run.precision import check_scaler
 from trl_opsd.run.ranges import above, at_least_one, in_range, one_of
 from trl_opsd.run.sampling_options import check_generation_kwargs, check_sampling
@@ -323,3 +324,23 @@ def check_divergence(divergence: Any) -> None:
         raise ValueError(f"`divergence={divergence.__name__}` is a class: pass an object, `{divergence.__name__}()`.")
     if not isinstance(divergence, Divergence):
         one_of("divergence", divergence, (None, *DIVERGENCES))
+
+
+def checked_args(args: DistillationConfig | None, model: Any, divergence: Divergence | str | None) -> OPSDConfig:
+    """The options, or the defaults with an output folder named after the student.
+
+    Raises:
+        TypeError: They are of another class.
+        ValueError: The divergence is none.
+    """
+    versions.warn_of_newer()
+    check_divergence(divergence)
+    if args is None:
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        return OPSDConfig(f"{name.split('/')[-1]}-OPSD")
+    if not isinstance(args, OPSDConfig):
+        raise TypeError(
+            f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`, which has every field of TRL's "
+            "`DistillationConfig`; change the class name."
+        )
+    return args

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,7 +15,6 @@ from transformers.training_args import OptimizerNames
 from trl_opsd._compat.peft import describe_adapters, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.datasets import AnyDataset, describe_rows
 from trl_opsd.losses import Divergence
 from trl_opsd.models.head import model_shape, shape_of
 from trl_opsd.models.samples import Samples, digest, sampled
@@ -84,29 +83,22 @@ class Identity:
         self._of_teachers = digest_teachers(teachers, kind)
 
     def now(
-        self,
-        divergence: Divergence,
-        train_dataset: AnyDataset | None,
-        columns: Collection[str] | None,
-        tools: Sequence[Any],
-        chat_template: Any,
+        self, divergence: Divergence, rows: Callable[[], str], tools: Sequence[Any], chat_template: Any
     ) -> Fingerprint:
         """The fingerprint of a checkpoint written now.
 
         Args:
             divergence ([`~losses.Divergence`]):
                 The objective; a dataclass is told with its settings.
-            train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
-                Read once, when this is called first.
-            columns (`Collection[str]`, *optional*):
-                Its columns that somebody reads; all of them when `None`.
+            rows (`Callable`):
+                Describes the training dataset; called once.
             tools (`Sequence`):
                 Functions the student may call.
             chat_template (`Any`):
                 Of the tokenizer.
         """
         if self._rows is None:
-            self._rows = describe_rows(train_dataset, columns)
+            self._rows = rows()
         hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
         return fingerprint(
             self._args,

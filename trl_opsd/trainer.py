@@ -14,8 +14,8 @@ from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd import arguments, fingerprint
 from trl_opsd._compat.sharding import in_zero3_model
-from trl_opsd.config import OPSDConfig
-from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, columns_of, named
+from trl_opsd.config import OPSDConfig, checked_args
+from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, columns_of, describe_rows, named
 from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
 from trl_opsd.data.readers import Reader, Readers
@@ -145,7 +145,7 @@ class OPSDTrainer(SeamTrainer):
         teacher_processing_class: PreTrainedTokenizerBase | Mapping[str, PreTrainedTokenizerBase] | None = None,
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
     ) -> None:
-        args = arguments.checked_args(args, model, divergence)
+        args = checked_args(args, model, divergence)
         rollout = picked(rollout, args)
         given = arguments.prepared(
             model,
@@ -234,11 +234,12 @@ class OPSDTrainer(SeamTrainer):
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         if not self._student_is_proved:
             self._prove()
-        return written_by(self.rollout, prompt_ids, self.state.global_step, self.eos_token_ids, self.limits)
+        return written_by(self.rollout, self, prompt_ids)
 
     def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         requests = self.readers.read_batch(rows)
-        prompts = self.readers.retold(requests, rollout, self.processing_class.batch_decode)
+        decode = self.processing_class.batch_decode
+        prompts = self.readers.retold(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
         if prompts is not None:  # the same completions, token by token, after the teacher's prompts
             rollout = rollout.after(self.pad_prompts(prompts))
         return self.teachers.targets(rollout, [request.teacher for request in requests])
@@ -294,6 +295,5 @@ class OPSDTrainer(SeamTrainer):
 
     def _fingerprint(self) -> fingerprint.Fingerprint:
         columns = None if self.readers.intake.prompts.prompt_fn else self.row_columns  # a function may read any
-        return self._identity.now(
-            self.divergence, self.train_dataset, columns, self.tools or (), self.processing_class.chat_template
-        )
+        rows = partial(describe_rows, self.train_dataset, columns)
+        return self._identity.now(self.divergence, rows, self.tools or (), self.processing_class.chat_template)

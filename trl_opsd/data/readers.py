@@ -8,7 +8,6 @@ from typing import Any
 
 from trl_opsd.data.intake import Intake, Request
 from trl_opsd.data.prompts import Prompt, PromptLimits, common_kind
-from trl_opsd.types import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +141,8 @@ class Readers:
     def retold(
         self,
         requests: Sequence[Request],
-        rollout: Rollout,
+        prompt_ids: list[list[int]],
+        completion_ids: list[list[int]],
         decode: Callable[..., list[str]],
     ) -> list[list[int]] | None:
         """What the teachers read before completions that are written by now; `None` where it is the student's prompt.
@@ -150,8 +150,10 @@ class Readers:
         Args:
             requests (`Sequence[Request]`):
                 B dataset rows.
-            rollout ([`~types.Rollout`]):
-                What the student read, and what it wrote.
+            prompt_ids (`list[list[int]]`):
+                B, what the student read.
+            completion_ids (`list[list[int]]`):
+                B, what it wrote.
             decode (`Callable`):
                 Turns completions into texts, if a function makes the teacher's prompts.
 
@@ -159,7 +161,6 @@ class Readers:
             ValueError: One cannot be read; the message names the row.
             TypeError: One is neither text nor messages.
         """
-        prompt_ids, completion_ids = rollout.prompt_lists(), rollout.completion_lists()
         alike = all(map(self.are_alike, requests))
         if not alike:
             reader = self.teacher

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import suppress
 from operator import index
 from typing import Any
 
-from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.host import Host
 from trl_opsd.rollout.base import RolloutBackend, cut_after_end
 
 
-def written_by(
-    backend: RolloutBackend, prompt_ids: list[list[int]], step: int, end_ids: Collection[int], limits: PromptLimits
-) -> list[list[int]]:
+def written_by(backend: RolloutBackend, host: Host, prompt_ids: list[list[int]]) -> list[list[int]]:
     """One completion for each prompt, up to its first end token.
 
     Args:
         backend ([`RolloutBackend`]):
             Who writes. It gets prompts of its own: what it does to them does not reach what is trained on.
+        host ([`~host.Host`]):
+            For whom, with what a completion ends and keeps to.
         prompt_ids (`list[list[int]]`):
             The prompts, not padded.
-        step (`int`):
-            Optimizer steps done so far.
-        end_ids (`Collection[int]`):
-            The end tokens.
-        limits ([`~data.prompts.PromptLimits`]):
-            What completions keep to.
 
     Raises:
         ValueError: It returned something else than token ids that the models can read.
     """
     name = type(backend).__name__
-    returned = backend.complete([list(ids) for ids in prompt_ids], step)
-    completions = [cut_after_end(ids, end_ids) for ids in _token_ids(returned, len(prompt_ids), name)]
+    returned = backend.complete([list(ids) for ids in prompt_ids], host.state.global_step)
+    completions = [cut_after_end(ids, host.eos_token_ids) for ids in _token_ids(returned, len(prompt_ids), name)]
     for prompt, completion in zip(prompt_ids, completions, strict=True):
-        limits.check_completion(prompt, completion, name)
+        host.limits.check_completion(prompt, completion, name)
     return completions
 
 
