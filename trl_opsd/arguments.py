@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from trl_opsd._compat.peft import is_peft
+from trl_opsd._compat.peft import CausalLM, is_peft
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import look_ahead
 from trl_opsd.data.datasets import AnyDataset, columns_of, describe_rows
@@ -199,7 +199,7 @@ def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:
         )
 
 
-def student_limits(student: Any, args: OPSDConfig) -> PromptLimits:
+def student_limits(student: CausalLM, args: OPSDConfig) -> PromptLimits:
     """What the student's prompts and completions keep to.
 
     Raises:

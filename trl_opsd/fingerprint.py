@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from accelerate.logging import get_logger
 from transformers.training_args import OptimizerNames
 
-from trl_opsd._compat.peft import describe_adapters, without_peft
+from trl_opsd._compat.peft import CausalLM, describe_adapters, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence
@@ -71,7 +71,7 @@ class Identity:
             That of the user.
     """
 
-    def __init__(self, args: OPSDConfig, student: Any, handed_in: Samples | None, optimizer: Any) -> None:
+    def __init__(self, args: OPSDConfig, student: CausalLM, handed_in: Samples | None, optimizer: Any) -> None:
         self._args, self._student = args, student
         self._of_student, self._of_optimizer = describe_student(student, handed_in), describe_optimizer(optimizer, args)
         self._teachers: Mapping[str, Teacher] = {}
@@ -121,7 +121,7 @@ def fingerprint(args: OPSDConfig, **more: Any) -> Fingerprint:
     return dict(json.loads(json.dumps(values, default=str)))
 
 
-def describe_student(student: Any, handed_in: Samples | None) -> str:
+def describe_student(student: CausalLM, handed_in: Samples | None) -> str:
     """Its class, the shape of its head, and a digest of the weights under an adapter, which no checkpoint holds.
 
     Args:

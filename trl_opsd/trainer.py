@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallbac
 from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd import arguments, fingerprint
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.config import OPSDConfig, checked_args
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, columns_of, describe_rows, named
@@ -217,9 +218,8 @@ class OPSDTrainer(SeamTrainer):
         if self.teachers.average is not None:
             self.add_callback(self.teachers.average)
         # What only they can tell: which tokens they know, and how much they can read.
-        known, theirs = self.limits.vocabulary, self.teachers.vocabularies
-        self._shared_vocabulary = shared_vocabulary(known, theirs, self.processing_class)
-        self.readers = self.readers.with_teachers(self._shared_vocabulary, self.teachers.contexts)
+        self._vocabulary = shared_vocabulary(self.limits.vocabulary, self.teachers.vocabularies, self.processing_class)
+        self.readers = self.readers.with_teachers(self._vocabulary, self.teachers.contexts)
         self._admit_datasets(self.readers.teacher)
         self.readers = self.readers.within_the_teacher(columns_of(self.train_dataset) or ())
 
@@ -245,7 +245,7 @@ class OPSDTrainer(SeamTrainer):
         return self.teachers.targets(rollout, [request.teacher for request in requests])
 
     def compare(
-        self, student: Any, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
+        self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
     ) -> LossParts:
         hidden_BCH = completion_hidden(student, rollout, self.reading)
         with whole_head(student) as head, self.teachers.whole_heads() as teacher_heads:
@@ -259,7 +259,7 @@ class OPSDTrainer(SeamTrainer):
                 divergence=self.divergence,
                 temperature=self.temperature,
                 chunk_tokens=self.args.loss_chunk_tokens,
-                vocabulary=self._shared_vocabulary,
+                vocabulary=self._vocabulary,
             )
 
     # ---- What is refused before it costs anything ------------------------------------------------------------------

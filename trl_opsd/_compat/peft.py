@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from peft import PeftModel
 from peft.tuners.lora import Embedding, Linear
@@ -15,10 +15,14 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from trl_opsd._compat.sharding import plain_name
 from trl_opsd._compat.trl import distillation_trainer
 from trl_opsd.types import Weight
+
+CausalLM: TypeAlias = PreTrainedModel | PeftModel
+"""A causal language model of `transformers`, bare or wrapped by `peft`."""
 
 _NO_MATTER = (
     "auto_mapping",
@@ -48,17 +52,17 @@ class LoraFactors:
     rank: int
 
 
-def is_peft(model: Any) -> bool:
+def is_peft(model: CausalLM) -> bool:
     """Whether the model is wrapped by PEFT."""
     return isinstance(model, PeftModel)
 
 
-def without_peft(model: Any) -> Any:
+def without_peft(model: CausalLM) -> Any:
     """The model that PEFT has wrapped, or the model itself."""
     return model.get_base_model() if is_peft(model) else model
 
 
-def base_parameters(model: Any) -> dict[str, Tensor]:
+def base_parameters(model: CausalLM) -> dict[str, Tensor]:
     """The parameters of the model that PEFT has wrapped, none of an adapter's, by their names before it was wrapped."""
     wrappers = _modules_of(model, (BaseTunerLayer, AuxiliaryTrainingWrapper)) if is_peft(model) else {}
     found = {}
@@ -71,7 +75,7 @@ def base_parameters(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def describe_adapters(model: Any) -> dict[str, Any] | None:
+def describe_adapters(model: CausalLM) -> dict[str, Any] | None:
     """What the configs of the adapters say, in values that JSON can hold; `None` without PEFT."""
     if not is_peft(model):
         return None
@@ -85,7 +89,7 @@ def describe_adapters(model: Any) -> dict[str, Any] | None:
 
 
 @contextmanager
-def without_adapter(model: Any) -> Iterator[None]:
+def without_adapter(model: CausalLM) -> Iterator[None]:
     """The model computes what its base computes for as long as the context lasts, and trains nothing of its adapters.
 
     On the way out PEFT would train all of an adapter, also what the adapter or the user keeps frozen (MiCA's `lora_B`).
@@ -105,7 +109,7 @@ def rewrites_base(config: Any) -> bool:
     return isinstance(kind, str) and kind.lower().startswith(("pissa", "corda", "olora", "loftq", "lora_ga"))
 
 
-def merged_weights(model: Any) -> Iterator[Weight]:
+def merged_weights(model: CausalLM) -> Iterator[Weight]:
     """The weights of a checkpoint of the base model with the active adapters worked in; each is a new tensor.
 
     Raises:
@@ -126,7 +130,7 @@ def merged_weights(model: Any) -> Iterator[Weight]:
             yield Weight.of(_plain(name), tensor)
 
 
-def lora_factors(model: Any) -> list[LoraFactors]:
+def lora_factors(model: CausalLM) -> list[LoraFactors]:
     """The active adapter, layer by layer. Meaningful where [`why_not_apart`] finds nothing against it."""
     (adapter,) = model.active_adapters
     return [
@@ -142,7 +146,7 @@ def lora_factors(model: Any) -> list[LoraFactors]:
     ]
 
 
-def why_not_apart(model: Any) -> str | None:
+def why_not_apart(model: CausalLM) -> str | None:
     """Why the active adapter is more than one pair of factors for each linear layer, or `None` where it is not."""
     adapters, tuned = model.active_adapters, _tuned_layers(model)
     if len(adapters) != 1:
@@ -161,7 +165,7 @@ def why_not_apart(model: Any) -> str | None:
     return None
 
 
-def _tuned_layers(model: Any) -> dict[str, Any]:
+def _tuned_layers(model: CausalLM) -> dict[str, Any]:
     tuned = _modules_of(model, BaseTunerLayer)
     for name, layer in tuned.items():
         if not isinstance(layer, Linear | Embedding | ParamWrapper):
@@ -172,7 +176,7 @@ def _tuned_layers(model: Any) -> dict[str, Any]:
     return tuned
 
 
-def _saved_modules(model: Any) -> dict[str, Any]:
+def _saved_modules(model: CausalLM) -> dict[str, Any]:
     saved = _modules_of(model, AuxiliaryTrainingWrapper)
     for name, module in saved.items():
         if not isinstance(module, ModulesToSaveWrapper):
@@ -183,7 +187,7 @@ def _saved_modules(model: Any) -> dict[str, Any]:
     return saved
 
 
-def _modules_of(model: Any, kind: type | tuple[type, ...]) -> dict[str, Any]:
+def _modules_of(model: CausalLM, kind: type | tuple[type, ...]) -> dict[str, Any]:
     return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, kind)}
 
 

@@ -6,10 +6,10 @@ B rows · C completion tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.data.intake import Request
 from trl_opsd.data.teacher_prompts import Row
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
@@ -60,7 +60,7 @@ class Verbs:
         return rollout.weights
 
     def compare(
-        self, student: Any, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
+        self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
     ) -> LossParts:
         """Holds the student against the targets. Runs inside the student wrapper's forward: no collectives in it.
 

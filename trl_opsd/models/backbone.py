@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.peft import without_peft
+from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.types import Rollout
@@ -21,12 +21,12 @@ Run: TypeAlias = Callable[..., Any]
 """`run(function, *args)` equals `function(model, *args)`, wherever the model is."""
 
 
-def call(model: Any, function: Run, *args: Any) -> Any:
+def call(model: CausalLM, function: Run, *args: Any) -> Any:
     """`function(model, *args)`: a [`Run`] once the model is bound."""
     return function(model, *args)
 
 
-def completion_hidden(model: Any, rollout: Rollout, reading: Reading = PADDED) -> Tensor:
+def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADDED) -> Tensor:
     """The last hidden state at the position that predicts each completion token.
 
     Equals `model(...).hidden_states[-1][:, P - 1 : -1]` with every token at the position it would have without padding.
@@ -57,7 +57,7 @@ def _are_one(lengths: list[int], rows: list[int]) -> bool:
     return len({lengths[row] for row in rows}) == 1
 
 
-def _completion_hidden_unpadded(model: Any, rollout: Rollout) -> Tensor:
+def _completion_hidden_unpadded(model: CausalLM, rollout: Rollout) -> Tensor:
     """[n, C, H], of rows with as many tokens each, prompt and completion."""
     mask_nL = rollout.attention_mask
     ids_nL = rollout.input_ids[mask_nL != 0].view(len(mask_nL), -1)
@@ -68,13 +68,13 @@ def _completion_hidden_unpadded(model: Any, rollout: Rollout) -> Tensor:
     return hidden_nLH.gather(1, places_nC[..., None].expand(-1, -1, hidden_nLH.size(-1)))
 
 
-def context_of(model: Any) -> int | None:
+def context_of(model: CausalLM) -> int | None:
     """Tokens the model can look at, or `None` where its config states no limit."""
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit
 
 
-def backbone_of(model: Any) -> Any:
+def backbone_of(model: CausalLM) -> Any:
     """What of a causal language model, bare or wrapped by `peft`, computes hidden states."""
     causal_lm = without_peft(model)
     backbone = causal_lm.base_model
@@ -83,7 +83,7 @@ def backbone_of(model: Any) -> Any:
 
 
 def hidden_states(
-    model: Any, input_ids_BL: Tensor, attention_mask_BL: Tensor, position_ids_BL: Tensor | None = None
+    model: CausalLM, input_ids_BL: Tensor, attention_mask_BL: Tensor, position_ids_BL: Tensor | None = None
 ) -> Tensor:
     """The last hidden state, [B, L, H], of right- or left-padded rows; positions are counted as `generate` does.
 

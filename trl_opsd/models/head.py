@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3, unsharded, whole_shape
 from trl_opsd._compat.trl import maybe_gather_lm_head_ctx
 from trl_opsd.models.backbone import Run, call, hidden_states
@@ -34,13 +35,13 @@ def gathered_head(*heads: OutputHead) -> AbstractContextManager[Any]:
     return context
 
 
-def model_shape(model: Any) -> tuple[int, int]:
+def model_shape(model: CausalLM) -> tuple[int, int]:
     """V and H of a model's head."""
     return shape_of(OutputHead.of(model))
 
 
 @contextmanager
-def whole_head(model: Any) -> Iterator[OutputHead]:
+def whole_head(model: CausalLM) -> Iterator[OutputHead]:
     """The head of a model, gathered for as long as the context lasts if ZeRO-3 or FSDP2 has split it. Collective."""
     with unsharded(model.get_output_embeddings()):
         head = OutputHead.of(model)
@@ -48,7 +49,7 @@ def whole_head(model: Any) -> Iterator[OutputHead]:
             yield head
 
 
-def prove_head(model: Any, role: str, run: Run | None = None) -> None:
+def prove_head(model: CausalLM, role: str, run: Run | None = None) -> None:
     """Checks by computing both that `model(x).logits` is what [`~types.OutputHead`] makes of the last hidden state,
     and that the head has as many rows as the config says.
 
@@ -115,7 +116,7 @@ def _read_both(run: Run, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
     return run(hidden_states, ids_BL, torch.ones_like(ids_BL)), run(_own_logits, ids_BL)
 
 
-def _own_logits(model: Any, input_ids_BL: Tensor) -> Tensor:
+def _own_logits(model: CausalLM, input_ids_BL: Tensor) -> Tensor:
     logits_BLV: Tensor = model(input_ids=input_ids_BL, use_cache=False).logits
     return logits_BLV
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.run.precision import dtypes_of
 from trl_opsd.types import OutputHead
 
@@ -16,7 +17,7 @@ CANNOT_RUN = (AttributeError, TypeError, LookupError, AssertionError, NotImpleme
 
 
 @contextmanager
-def readable(model: Any, role: str) -> Iterator[None]:
+def readable(model: CausalLM, role: str) -> Iterator[None]:
     """Says in our words that a model cannot be run at all, which is noticed where it is run first."""
     try:
         yield
@@ -30,7 +31,7 @@ def readable(model: Any, role: str) -> Iterator[None]:
         ) from error
 
 
-def most_exactly(model: Any, role: str, read: Callable[[], Any]) -> Any:
+def most_exactly(model: CausalLM, role: str, read: Callable[[], Any]) -> Any:
     """`read()`, in autocast only where a mixture of dtypes needs it: it rounds what is to be compared."""
     device = OutputHead.of(model).weight.device.type
     try:

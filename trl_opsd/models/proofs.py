@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from accelerate import Accelerator
 from transformers import TrainingArguments
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run
 from trl_opsd.models.head import prove_head
 from trl_opsd.models.padding import Reading
@@ -16,7 +15,7 @@ from trl_opsd.run.precision import autocast
 from trl_opsd.run.rng import preserved_rng
 
 
-def prove_student(student: Any, run: Run, args: TrainingArguments, accelerator: Accelerator) -> Reading:
+def prove_student(student: CausalLM, run: Run, args: TrainingArguments, accelerator: Accelerator) -> Reading:
     """Which rows it reads in one batch, as far as everything else about it is right.
 
     Args:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import Any
 
 import torch
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, backbone_of, call, context_of, hidden_states
 from trl_opsd.models.head import shape_of
 from trl_opsd.models.padding import Reading, prove_reading
@@ -17,7 +17,7 @@ from trl_opsd.run.rng import preserved_rng
 from trl_opsd.types import OutputHead
 
 
-def prove_padding(model: Any, role: str, run: Run | None = None) -> Reading:
+def prove_padding(model: CausalLM, role: str, run: Run | None = None) -> Reading:
     """Finds out by computing which rows this model can read in one batch.
 
     Padding changes what some families compute, in `transformers` itself: learned positions that count it, convolutions
@@ -59,7 +59,7 @@ def prove_padding(model: Any, role: str, run: Run | None = None) -> Reading:
         model.train(was_training)
 
 
-def _borders(model: Any) -> set[int]:
+def _borders(model: CausalLM) -> set[int]:
     """Positions within the context at which rotary frequencies may change."""
     config, name = model.config.get_text_config(), "original_max_position_embeddings"
     rope = getattr(config, "rope_parameters", None) or {}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from hashlib import sha256
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from trl_opsd._compat.peft import base_parameters
+from trl_opsd._compat.peft import CausalLM, base_parameters
 from trl_opsd._compat.sharding import whole
 
 VALUES = 64
@@ -20,7 +20,7 @@ Samples: TypeAlias = dict[str, Tensor]
 """[at most VALUES] in host memory, by the name of the weight in a checkpoint of the base model."""
 
 
-def sampled(model: Any) -> Samples:
+def sampled(model: CausalLM) -> Samples:
     """Values of each weight of a model without its adapters, as the main process has them. Collective.
 
     Args:

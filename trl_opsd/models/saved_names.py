@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from trl_opsd._compat.peft import CausalLM
 
-def as_saved(model: Any, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+
+def as_saved(model: CausalLM, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     """Names and values that `save_pretrained` writes for one weight: the experts of a layer one by one, for example.
 
     Args:

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainingArguments
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split
 from trl_opsd.models.backbone import Run, call, completion_hidden
 from trl_opsd.models.head import shape_of
@@ -18,7 +19,7 @@ from trl_opsd.models.probing import CANNOT_RUN
 from trl_opsd.types import OutputHead, Rollout
 
 
-def prove_training(model: Any, run: Run | None = None) -> list[str]:
+def prove_training(model: CausalLM, run: Run | None = None) -> list[str]:
     """Runs one short row as training will; everything else is proved in eval mode, in which some families differ.
 
     The caller preserves the random state, of which dropout takes some.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
-from trl_opsd._compat.peft import without_peft
+from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd.rollout import every_row
 from trl_opsd.rollout.generate import other_generate
 from trl_opsd.rollout.kept_caches import KeptCaches
@@ -35,7 +35,7 @@ _OFF = (None, False, 0, 1.0)
 _CACHES_WITHOUT_ROWS = ("offloaded", "offloaded_static", "quantized", "paged")
 
 
-def obstacle(model: Any, config: Any) -> str | None:
+def obstacle(model: CausalLM, config: Any) -> str | None:
     """Why [`RaggedDecoding`] cannot stand in for the loop of `generate`, or `None` where it can.
 
     Args:
@@ -63,7 +63,7 @@ def obstacle(model: Any, config: Any) -> str | None:
     return None
 
 
-def _has_common_cache(model: Any) -> bool:
+def _has_common_cache(model: CausalLM) -> bool:
     """Whether `generate` gives the model a cache whose rows can be selected layer by layer."""
     if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
         return False
@@ -99,7 +99,7 @@ class RaggedDecoding:
 
     def __call__(
         self,
-        model: Any,
+        model: CausalLM,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,

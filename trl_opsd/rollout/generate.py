@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
+from trl_opsd._compat.peft import CausalLM
 
-def other_generate(model: Any) -> str | None:
+
+def other_generate(model: CausalLM) -> str | None:
     """Why a decoding loop cannot be handed to this model's `generate`, or `None` where it is that of `transformers`.
 
     Args:
@@ -24,7 +26,7 @@ def other_generate(model: Any) -> str | None:
     return None
 
 
-def generate(model: Any, inputs: dict[str, Tensor], config: GenerationConfig, **extras: Any) -> Any:
+def generate(model: CausalLM, inputs: dict[str, Tensor], config: GenerationConfig, **extras: Any) -> Any:
     """What `model.generate` returns.
 
     Args:

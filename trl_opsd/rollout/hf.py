@@ -19,6 +19,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.host import Host
 from trl_opsd.models.padding import PADDED
@@ -84,7 +85,9 @@ class HFRollout(RolloutBackend):
                 completions.update(zip(rows, written, strict=True))
         return [completions[row] for row in range(len(prompt_ids))]
 
-    def _write(self, student: Any, writing: Writing, prompt_ids: list[list[int]], rooms: list[int]) -> list[list[int]]:
+    def _write(
+        self, student: CausalLM, writing: Writing, prompt_ids: list[list[int]], rooms: list[int]
+    ) -> list[list[int]]:
         """Continues prompts in one batch, each by as many tokens as it has room for."""
         trainer = self._trainer
         inputs = self._padded(prompt_ids, writing)
@@ -127,7 +130,7 @@ class HFRollout(RolloutBackend):
     def close(self) -> None:
         self._caches.clear()
 
-    def _proved(self, student: Any) -> Writing:
+    def _proved(self, student: CausalLM) -> Writing:
         reading, vocabulary = self._trainer.reading, self._trainer.limits.vocabulary
         if other_generate(student):  # whose options and results are its own affair
             return Writing(reading, rows_leave=False)
@@ -153,7 +156,7 @@ class HFRollout(RolloutBackend):
         gathered = in_zero3_model(trainer.model) and trainer.args.ds3_gather_for_generation
         return self._is_split and not gathered and trainer.accelerator.num_processes > 1
 
-    def _why_not_compiled(self, model: Any, cache_implementation: str | None) -> str | None:
+    def _why_not_compiled(self, model: CausalLM, cache_implementation: str | None) -> str | None:
         if self._is_split:
             return "the student is split over devices"
         if reason := other_generate(model):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from trl_opsd._compat.peft import CausalLM
+
 
 class KeptCaches:
     """Static caches of one student in the same buffers, one for each number of rows.
@@ -30,7 +32,7 @@ class KeptCaches:
         """Gives the memory back."""
         self._by_rows, self._made_for, self._tokens = {}, (), 0
 
-    def start(self, model: Any, tokens: int, rows: int) -> Any:
+    def start(self, model: CausalLM, tokens: int, rows: int) -> Any:
         """An empty cache to fill: a kept one, or one without memory yet.
 
         Args:

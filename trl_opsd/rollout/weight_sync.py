@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.peft import is_peft, lora_factors, merged_weights, why_not_apart, without_peft
+from trl_opsd._compat.peft import CausalLM, is_peft, lora_factors, merged_weights, why_not_apart, without_peft
 from trl_opsd._compat.sharding import in_zero3, whole, whole_numel, whole_shape
 from trl_opsd.models.saved_names import as_saved
 from trl_opsd.types import Weight
@@ -82,25 +82,25 @@ class Stream:
         return self.dtype if tensor.is_floating_point() else tensor.dtype
 
 
-def weights_of(model: Any) -> list[Weight]:
+def weights_of(model: CausalLM) -> list[Weight]:
     """Everything a checkpoint of the student would hold, adapters worked in, a tied head under its own name too."""
     if is_peft(model):
         return list(merged_weights(model))
     return [Weight.of(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()]
 
 
-def saved_by(model: Any) -> Saved:
+def saved_by(model: CausalLM) -> Saved:
     """What a checkpoint of the student holds of one of its weights, such as the experts of a layer one by one."""
     return partial(as_saved, without_peft(model))
 
 
-def base_weights_of(model: Any) -> list[Weight]:
+def base_weights_of(model: CausalLM) -> list[Weight]:
     """As [`weights_of`], without the adapters."""
     return [Weight.of(weight.name, weight.base) for weight in weights_of(model)]
 
 
 def adapter_of(
-    model: Any, dtype: torch.dtype, device: torch.device, gathered: Gathered
+    model: CausalLM, dtype: torch.dtype, device: torch.device, gathered: Gathered
 ) -> tuple[dict[str, tuple[Tensor, Tensor, float]], int]:
     """The student's LoRA factors.
 
@@ -117,17 +117,17 @@ def adapter_of(
     return layers, sum(a.nbytes + b.nbytes for a, b, _ in layers.values())
 
 
-def adapter_rank(model: Any) -> int:
+def adapter_rank(model: CausalLM) -> int:
     """The largest rank of the student's adapter."""
     return max(one.rank for one in lora_factors(model))
 
 
-def adapter_layers(model: Any) -> list[str]:
+def adapter_layers(model: CausalLM) -> list[str]:
     """The layers that an adapter reaches which can be sent apart, by the names of a checkpoint."""
     return [one.name for one in lora_factors(model)] if is_peft(model) and not why_not_apart(model) else []
 
 
-def chosen_sync(requested: str, model: Any, ranks: Collection[int], against: str | None = None) -> tuple[str, str]:
+def chosen_sync(requested: str, model: CausalLM, ranks: Collection[int], against: str | None = None) -> tuple[str, str]:
     """Decides whether the adapter is sent apart from the base.
 
     Args:
@@ -156,7 +156,7 @@ def chosen_sync(requested: str, model: Any, ranks: Collection[int], against: str
     return "full", against
 
 
-def _against_adapter(model: Any, ranks: Collection[int]) -> str | None:
+def _against_adapter(model: CausalLM, ranks: Collection[int]) -> str | None:
     if not is_peft(model):
         return "the student has no adapter"
     against = why_not_apart(model)

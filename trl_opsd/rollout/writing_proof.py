@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from trl_opsd._compat.peft import without_peft
+from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd.models.padding import PADDED, Reading, agree
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 from trl_opsd.run.precision import least_precise
@@ -49,7 +49,7 @@ class Writing:
         return how
 
 
-def prove_writing(student: Any, reading: Reading, vocabulary: int, synced: bool) -> Writing:
+def prove_writing(student: CausalLM, reading: Reading, vocabulary: int, synced: bool) -> Writing:
     """Tries the ways of writing, from the fastest on.
 
     Args:
@@ -69,7 +69,7 @@ def prove_writing(student: Any, reading: Reading, vocabulary: int, synced: bool)
         return _proved(student, reading, vocabulary, synced)
 
 
-def _proved(student: Any, reading: Reading, vocabulary: int, synced: bool) -> Writing:
+def _proved(student: CausalLM, reading: Reading, vocabulary: int, synced: bool) -> Writing:
     prompt, other = [vocabulary // 3, vocabulary // 4, vocabulary // 5], [vocabulary // 2, vocabulary // 6]
     single_TV = _read(student, other[:1], vocabulary)
     cached, alone_TV = _alone(student, prompt, vocabulary)
@@ -87,7 +87,7 @@ def _proved(student: Any, reading: Reading, vocabulary: int, synced: bool) -> Wr
     return Writing(ALONE, False, cached_from)
 
 
-def _alone(student: Any, prompt: list[int], vocabulary: int) -> tuple[bool, Tensor]:
+def _alone(student: CausalLM, prompt: list[int], vocabulary: int) -> tuple[bool, Tensor]:
     """Whether it continues a prompt with a cache, and the logits `[T, V]`."""
     read_TV = _read(student, prompt, vocabulary)
     why, cause = "writes others than it reads", None
@@ -105,7 +105,7 @@ def _alone(student: Any, prompt: list[int], vocabulary: int) -> tuple[bool, Tens
     ) from cause
 
 
-def _read(student: Any, prompt: list[int], vocabulary: int) -> Tensor:
+def _read(student: CausalLM, prompt: list[int], vocabulary: int) -> Tensor:
     """[T, V], of a prompt and what is dictated, in one forward pass."""
     device = student.get_input_embeddings().weight.device
     ids = torch.tensor([[*prompt, *(vocabulary // 2 + number for number in range(_TOKENS - 1))]], device=device)
@@ -115,7 +115,9 @@ def _read(student: Any, prompt: list[int], vocabulary: int) -> Tensor:
     return read_TV
 
 
-def _writes(student: Any, prompts: list[list[int]], vocabulary: int, loop: Any, cached: bool, alone_TV: Tensor) -> bool:
+def _writes(
+    student: CausalLM, prompts: list[list[int]], vocabulary: int, loop: Any, cached: bool, alone_TV: Tensor
+) -> bool:
     try:
         return agree(_logits(student, prompts, vocabulary, loop, cached), alone_TV)
     except torch.OutOfMemoryError:
@@ -133,7 +135,7 @@ def _kinds(reading: Reading) -> Iterator[Reading]:
 
 
 @contextmanager
-def _without_options_of_its_own(student: Any) -> Iterator[None]:
+def _without_options_of_its_own(student: CausalLM) -> Iterator[None]:
     """Beams, returned sequences or caches that a checkpoint asks for say nothing of the architecture."""
     bare = _bare(student)
     own, bare.generation_config = bare.generation_config, GenerationConfig()
@@ -143,7 +145,7 @@ def _without_options_of_its_own(student: Any) -> Iterator[None]:
         bare.generation_config = own
 
 
-def _bare(student: Any) -> Any:
+def _bare(student: CausalLM) -> Any:
     return without_peft(student)
 
 
@@ -158,7 +160,7 @@ def _config(cached: bool) -> GenerationConfig:
     )
 
 
-def _logits(student: Any, prompts: list[list[int]], vocabulary: int, loop: Any, cached: bool) -> Tensor:
+def _logits(student: CausalLM, prompts: list[list[int]], vocabulary: int, loop: Any, cached: bool) -> Tensor:
     """[T, V], of the last prompt in a batch that is padded on the left."""
     longest = max(map(len, prompts))
     device = student.get_input_embeddings().weight.device

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from trl_opsd._compat.deepspeed import loading, reader_config, recompute_buffers
-from trl_opsd._compat.peft import is_peft, without_adapter
+from trl_opsd._compat.peft import CausalLM, is_peft, without_adapter
 from trl_opsd._compat.sharding import in_zero3_model, spread, trained_parameters, whole, whole_copy
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
@@ -87,7 +87,7 @@ def build_teacher(
 
 def build_teachers(
     models: Mapping[str, Any],
-    student: Any,
+    student: CausalLM,
     run: Run,
     reading: Callable[[], Reading],
     args: OPSDConfig,
@@ -126,7 +126,7 @@ def build_teachers(
 
 
 def build_own_teacher(
-    student: Any,
+    student: CausalLM,
     run: Run,
     reading: Callable[[], Reading],
     args: OPSDConfig,
@@ -188,7 +188,7 @@ def _average(student: nn.Module, teacher: Mapping[str, Tensor], args: OPSDConfig
     return Average(followed, teacher, rate=args.teacher_update_rate, every=args.teacher_sync_steps)
 
 
-def _frozen(model: Any, args: OPSDConfig, device: torch.device, progress: bool) -> FrozenTeacher:
+def _frozen(model: CausalLM, args: OPSDConfig, device: torch.device, progress: bool) -> FrozenTeacher:
     _check_movable(model, args.teacher_offload)
     placement = _PLACEMENTS[args.teacher_offload](model, device)
     return FrozenTeacher(placement, cache_device=args.teacher_cache_device, progress=progress)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed
 from tqdm import tqdm
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, completion_hidden
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.padding import PADDED, Reading
@@ -71,7 +72,7 @@ def read(
     return hidden_BCH
 
 
-def passes_needed(model: Any, rollout: Rollout, pass_bytes: int = PASS_BYTES) -> int:
+def passes_needed(model: CausalLM, rollout: Rollout, pass_bytes: int = PASS_BYTES) -> int:
     """Passes whose activations fit `pass_bytes` each."""
     rows, length = rollout.input_ids.shape
     return -(-rows // rows_per_pass(model, length, pass_bytes))
@@ -92,7 +93,7 @@ def targets_device(choice: str, nbytes: int, accelerator: torch.device) -> torch
     return accelerator if on_accelerator else torch.device("cpu")
 
 
-def rows_per_pass(model: Any, length: int, pass_bytes: int = PASS_BYTES) -> int:
+def rows_per_pass(model: CausalLM, length: int, pass_bytes: int = PASS_BYTES) -> int:
     """Rows of `length` tokens whose activations fit `pass_bytes`, at least one.
 
     An estimate from the model's config alone, so that it does not depend on where the model is: per token ten vectors

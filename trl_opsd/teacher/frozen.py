@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import context_of
 from trl_opsd.models.head import prove_head
 from trl_opsd.models.reading_proof import prove_padding
@@ -38,7 +37,7 @@ class FrozenTeacher(Teacher):
         self, placement: Placement, cache_device: str = "auto", pass_bytes: int = PASS_BYTES, progress: bool = False
     ) -> None:
         self.placement = placement
-        self.model: Any = placement.model.eval().requires_grad_(False)
+        self.model: CausalLM = placement.model.eval().requires_grad_(False)
         self._cache_device = cache_device
         self._pass_bytes = pass_bytes
         self._progress = progress

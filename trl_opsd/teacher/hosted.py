@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, call
 from trl_opsd.teacher.parts import parts_of
 from trl_opsd.teacher.placement import Placement
@@ -31,7 +31,7 @@ class Hosted(Placement):
         prefetcher ([`~teacher.prefetch.Prefetcher`]): counts the bytes.
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(self, model: CausalLM, device: torch.device) -> None:
         self.model, self.device, self.prefetcher = model, device, Prefetcher(device)
         parts = parts_of(model)
         groups = [parts.embedding, *(own for _, own in parts.layers), parts.rest]
@@ -65,7 +65,7 @@ class HeadOnDevice:
     It is made anew for each reading, so that it fits the hidden states even if the masters change in between.
     """
 
-    def __init__(self, model: Any, tensors: list[Tensor], prefetcher: Prefetcher) -> None:
+    def __init__(self, model: CausalLM, tensors: list[Tensor], prefetcher: Prefetcher) -> None:
         self._model, self._prefetcher = model, prefetcher
         self._block = HostBlock(tensors, pinned=prefetcher.wants_pinned)
         self._buffer = prefetcher.keep(self._block.nbytes)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, call
 from trl_opsd.teacher.hosted import HeadOnDevice
 from trl_opsd.teacher.parts import parts_of
@@ -37,7 +38,7 @@ class Streamed(Placement):
         ValueError: The model keeps its layers in no `ModuleList`.
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(self, model: CausalLM, device: torch.device) -> None:
         self.model, self.device, self.prefetcher = model, device, Prefetcher(device)
         parts = parts_of(model)
         if not parts.layers:

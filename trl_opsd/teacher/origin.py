@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 
-from trl_opsd._compat.peft import rewrites_base, without_adapter
+from trl_opsd._compat.peft import CausalLM, rewrites_base, without_adapter
 from trl_opsd.models.samples import first_change, sampled
 
 _ANOTHER_COPY = "or pass a second copy of it, for instance its path, as `teacher_model`"
@@ -27,7 +27,7 @@ class Origin:
         ValueError: Putting on the adapter has changed them, or training would.
     """
 
-    def __init__(self, student: Any, handed_in: Mapping[str, Tensor]) -> None:
+    def __init__(self, student: CausalLM, handed_in: Mapping[str, Tensor]) -> None:
         self._student = student
         self._handed_in = handed_in
         kinds = {name: config for name, config in student.peft_config.items() if rewrites_base(config)}

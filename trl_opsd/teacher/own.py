@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, final
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, context_of
 from trl_opsd.models.padding import Reading
 from trl_opsd.teacher.base import Teacher
@@ -41,7 +42,7 @@ class OwnTeacher(Teacher):
 
     def __init__(
         self,
-        student: Any,
+        student: CausalLM,
         run: Run,
         as_teacher: Callable[[], AbstractContextManager[Any]],
         reading: Callable[[], Reading],

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.types import OutputHead
 
 
@@ -27,7 +28,7 @@ class Parts:
     """What belongs to no layer, or to several: the last norm, positions."""
 
 
-def parts_of(model: Any) -> Parts:
+def parts_of(model: CausalLM) -> Parts:
     """Takes a model apart.
 
     The decoder layers are the `ModuleList` that holds the most bytes.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run
 from trl_opsd.types import OutputHead
 
@@ -19,7 +19,7 @@ class Placement(ABC):
     then has changed the teacher. What visits the device is a copy, and is never copied back.
     """
 
-    model: Any
+    model: CausalLM
     """The causal language model, bare or wrapped by `peft`."""
     device: torch.device
     """Where a rollout has to be to be read."""

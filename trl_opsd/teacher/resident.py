@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, call
 from trl_opsd.teacher.placement import Placement
 from trl_opsd.types import OutputHead
@@ -27,7 +27,7 @@ class Resident(Placement):
         ValueError: Its output head, or a weight that nobody will bring, has no values in memory.
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(self, model: CausalLM, device: torch.device) -> None:
         _check_in_memory(model)
         fixed = getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False)
         self.model = model if fixed else model.to(device)
@@ -45,7 +45,7 @@ class Resident(Placement):
         return passes
 
 
-def _check_in_memory(model: Any) -> None:
+def _check_in_memory(model: CausalLM) -> None:
     """accelerate brings what is on disk when a layer is called, and the loss does not call the head."""
     if OutputHead.of(model).weight.is_meta:
         where = "its output head is not in memory, and the loss reads it at every step"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from trl_opsd._compat.deepspeed import SplitReader, reader_config
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run
 from trl_opsd.teacher.forward import most_of_all
 from trl_opsd.teacher.placement import Placement
@@ -27,7 +27,7 @@ class Sharded(Placement):
             Where it reads.
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(self, model: CausalLM, device: torch.device) -> None:
         self.model, self.device = model, device
         self._read = SplitReader(model, reader_config(model.dtype, model.config.get_text_config().hidden_size, device))
 

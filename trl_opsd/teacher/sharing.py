@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.teacher.base import Teacher
 
 
-def share_memory(teacher: Any, student: Any) -> bool:
+def share_memory(teacher: Any, student: CausalLM) -> bool:
     """Whether one optimizer step of the student could change the teacher, or freezing the teacher the student.
 
     Args:
