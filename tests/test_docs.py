@@ -1,20 +1,26 @@
-"""Links between pages lead to files and headings that exist; errors that a page quotes are errors of the package."""
+"""Links between pages lead to files and headings that exist; errors, files and flags that a page names are there."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+from trl import ModelConfig
+
+from trl_opsd import OPSDConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+OF_TRAIN = {"help", *(one.name for config in (OPSDConfig, ModelConfig) for one in dataclasses.fields(config))}
+"""The flags of `examples/train.py`, which is parsed by TRL."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def without_code(text: str) -> str:
-    """A page without what stands in fences and backticks, where brackets and number signs mean something else."""
+    """A page without its fenced blocks, where brackets and number signs mean something else."""
     return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
@@ -76,3 +82,20 @@ def test_every_error_that_the_page_of_limitations_quotes_exists():
     said = "\n".join(constant for constant in constants if isinstance(constant, str))
     quoted = [words for cell in cells for words in re.findall(r'"([^"]+)"', cell)]
     assert [words for words in quoted if words not in said] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"(?<![\w/.])(?:benchmarks|examples|requirements|tests|tools|trl_opsd)/[\w/]*(?:\.\w+)?", text)
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_that_a_page_gives_to_a_script_are_its_own(page):
+    text = re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8"))
+    for script, given in re.findall(r"((?:benchmarks|examples|tests|tools)/[\w/]+\.py)((?: [^`|#\n]*)?)", text):
+        source = (ROOT / script).read_text(encoding="utf-8")
+        flags = re.findall(r"--([\w-]+)", given)
+        parsed = OF_TRAIN if script == "examples/train.py" else set()
+        assert [flag for flag in flags if f'"--{flag}"' not in source and flag not in parsed] == [], script
