@@ -1,9 +1,10 @@
-"""The code of the README runs as it stands there, with tiny models in place of those on the Hub."""
+"""The code of the README, and of the pages under it, runs as it stands there, with tiny models for those on the Hub."""
 
 from __future__ import annotations
 
 import functools
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,21 @@ import tiny
 
 import trl_opsd
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ROOT = Path(__file__).parent.parent
+WIDTHS = {"Qwen2.5-0.5B-Instruct": 32, "Qwen2.5-1.5B-Instruct": 48, "Qwen2.5-7B-Instruct": 64, "Qwen3-1.7B": 32}
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
-def test_a_snippet_of_the_readme_runs(snippet, tmp_path, monkeypatch):
-    for name, width in (("Qwen2.5-0.5B-Instruct", 32), ("Qwen2.5-1.5B-Instruct", 48), ("Qwen3-1.7B", 32)):
+def snippets(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+SNIPPETS = snippets("README.md")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The folder a snippet runs in: paths that look like models on the Hub, and options that fit a test."""
+    for name, width in WIDTHS.items():
         tiny.qwen2(width, max_position_embeddings=1024).save_pretrained(tmp_path / "Qwen" / name)
         tiny.tokenizer().save_pretrained(tmp_path / "Qwen" / name)
     monkeypatch.chdir(tmp_path)
@@ -27,16 +36,57 @@ def test_a_snippet_of_the_readme_runs(snippet, tmp_path, monkeypatch):
     # The defaults are bf16 and three epochs; neither fits a CPU or a test.
     on_the_cpu = functools.partial(tiny_config, trl_opsd.OPSDConfig)
     monkeypatch.setattr(trl_opsd, "OPSDConfig", on_the_cpu, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+@pytest.mark.usefixtures("hub")
+def test_a_snippet_of_the_readme_runs(snippet):
     names: dict[str, Any] = {}
     exec(snippet, names)
     if "trainer" in names:
         assert names["trainer"].state.global_step == 2
 
 
-def tiny_config(config: type, **options: Any) -> Any:
+def tiny_config(config: type, *given: Any, **options: Any) -> Any:
     small = {"max_steps": 2, "max_completion_length": 8, "use_cpu": True, "bf16": False, "report_to": "none"}
-    return config(**options, **small)
+    return config(*given, **{**options, **small})
 
 
 def test_the_readme_has_the_snippets_this_file_runs():
     assert len(SNIPPETS) == 3
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_page_of_teachers_runs():
+    told, streamed = snippets("docs/teachers.md")
+    names: dict[str, Any] = {}
+    exec(told, names)
+    assert names["config"].teacher_template_kwargs == {"enable_thinking": True}
+    names = {"OPSDConfig": trl_opsd.OPSDConfig, "OPSDTrainer": trl_opsd.OPSDTrainer, "dataset": tiny.rows(16)}
+    exec(streamed, names)
+    names["trainer"].train()
+    assert names["trainer"].args.teacher_offload == "stream"
+    assert names["trainer"].state.global_step == 2
+
+
+def test_a_run_that_is_not_told_to_stop_passes_the_lines_about_sigterm(hub):
+    (snippet,) = snippets("docs/survival.md")
+    names: dict[str, Any] = {
+        **{"OPSDConfig": trl_opsd.OPSDConfig, "OPSDTrainer": trl_opsd.OPSDTrainer, "Path": Path, "sys": sys},
+        **{"student": "Qwen/Qwen2.5-0.5B-Instruct", "teacher": "Qwen/Qwen2.5-1.5B-Instruct", "dataset": tiny.rows(16)},
+    }
+    exec(snippet, names)
+    assert names["trainer"].state.global_step == 2
+    assert [path.name for path in (hub / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+    exec(snippet, names)  # started again, it finds the checkpoint and has nothing left to do
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_options_on_the_page_of_rollouts_are_options():
+    compiled, colocated, served = snippets("docs/rollouts.md")
+    assert "HFRollout(compile=True)" in compiled
+    for snippet, mode in ((colocated, "colocate"), (served, "server")):
+        config = eval(snippet.rpartition("#")[0] or snippet, {"OPSDConfig": trl_opsd.OPSDConfig})
+        assert config.use_vllm
+        assert config.vllm_mode == mode

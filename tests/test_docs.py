@@ -1,0 +1,101 @@
+"""Links between pages lead to files and headings that exist; errors, files and flags that a page names are there."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from trl import ModelConfig
+
+from trl_opsd import OPSDConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+OF_TRAIN = {"help", *(one.name for config in (OPSDConfig, ModelConfig) for one in dataclasses.fields(config))}
+"""The flags of `examples/train.py`, which is parsed by TRL."""
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def without_code(text: str) -> str:
+    """A page without its fenced blocks, where brackets and number signs mean something else."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page are called in links, as GitHub does it."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    names = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain]
+    return {
+        name if not (before := names[:number].count(name)) else f"{name}-{before}" for number, name in enumerate(names)
+    }
+
+
+def broken(page: Path) -> list[str]:
+    """Links of a page that lead nowhere in this repository; others are not followed."""
+    text = re.sub(r"`[^`\n]*`", "", without_code(page.read_text(encoding="utf-8")))
+    found = []
+    for link in LINK.findall(text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    assert broken(page) == []
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    seen, to_read = set(), [ROOT / "README.md"]
+    while to_read:
+        page = to_read.pop()
+        seen.add(page)
+        links = [link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8"))]
+        pages = {(page.parent / link).resolve() for link in links if link.endswith(".md") and ":" not in link}
+        to_read += pages - seen - set(to_read)
+    assert {page for page in PAGES if page not in seen} == set()
+
+
+def test_a_broken_link_and_a_broken_anchor_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    (tmp_path / "other.md").write_text("# One `thing`, and [two](x.md)\n## Again\n## Again\n")
+    page.write_text(
+        "[a](other.md#one-thing-and-two) [b](other.md#again-1) [c](gone.md) [d](other.md#gone) `[e](no.md)`\n"
+    )
+    assert broken(page) == ["gone.md", "other.md#gone"]
+
+
+def test_every_error_that_the_page_of_limitations_quotes_exists():
+    rows = re.search(r"^## Refused$(.*?)^## ", (ROOT / "docs" / "limitations.md").read_text(), re.DOTALL | re.MULTILINE)
+    cells = [line.split(" | ")[1] for line in rows[1].splitlines() if line.startswith("| ")][1:]
+    assert all('"' in cell for cell in cells), "a refusal without its words"
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "trl_opsd").rglob("*.py")]
+    constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    said = "\n".join(constant for constant in constants if isinstance(constant, str))
+    quoted = [words for cell in cells for words in re.findall(r'"([^"]+)"', cell)]
+    assert [words for words in quoted if words not in said] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"(?<![\w/.])(?:benchmarks|examples|requirements|tests|tools|trl_opsd)/[\w/]*(?:\.\w+)?", text)
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_that_a_page_gives_to_a_script_are_its_own(page):
+    text = re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8"))
+    for script, given in re.findall(r"((?:benchmarks|examples|tests|tools)/[\w/]+\.py)((?: [^`|#\n]*)?)", text):
+        source = (ROOT / script).read_text(encoding="utf-8")
+        flags = re.findall(r"--([\w-]+)", given)
+        parsed = OF_TRAIN if script == "examples/train.py" else set()
+        assert [flag for flag in flags if f'"--{flag}"' not in source and flag not in parsed] == [], script
