@@ -11,6 +11,8 @@ import pytest
 
 import trl_opsd
 
+pytestmark = pytest.mark.quick
+
 PUBLIC = [
     "FixedRollout",
     "FrozenTeacher",

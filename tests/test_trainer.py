@@ -30,6 +30,7 @@ def logged(trainer: OPSDTrainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+@pytest.mark.quick
 class TestTeacher:
     def test_training_leaves_the_teacher_as_it_was(self, make_trainer):
         trainer = make_trainer()
@@ -93,6 +94,7 @@ class TestTeacher:
             make_trainer(teacher_model=tiny.qwen2(48, 1, max_position_embeddings=32))
 
 
+@pytest.mark.quick
 class TestRollout:
     def test_dropout_is_off_while_the_student_writes_and_on_again_afterwards(self, make_trainer):
         student = tiny.gpt2(dropout=0.5)
@@ -206,6 +208,7 @@ class TestRollout:
         assert len(calls) == 2 + 4
 
 
+@pytest.mark.quick
 class TestSaving:
     def test_a_checkpoint_loads_with_plain_transformers_and_training_goes_on_from_it(self, make_trainer, tmp_path):
         whole = make_trainer(save_strategy="steps", save_steps=2)
@@ -237,6 +240,7 @@ class TestEvaluation:
         assert logged(alone, "loss") == logged(watched, "loss")
         assert len(logged(watched, "eval_loss")) == 3
 
+    @pytest.mark.quick
     def test_its_loss_is_the_mean_over_tokens_and_not_over_batches(self, make_trainer):
         trainer = make_trainer(eval_dataset=tiny.rows(3), per_device_eval_batch_size=2)
         loss = trainer.evaluate()["eval_loss"]
@@ -254,6 +258,7 @@ class TestEvaluation:
         assert {"eval_short_loss", "eval_long_loss"} <= set(trainer.evaluate())
 
 
+@pytest.mark.quick
 class TestLogs:
     def test_each_log_has_the_divergence_both_entropies_and_the_time_of_each_phase(self, make_trainer):
         trainer = make_trainer(gradient_accumulation_steps=2)
