@@ -10,10 +10,10 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check lint types spelling floors wheel versions format lock clean
+.PHONY: help venv demo test quick test-latest test-lowest check lint types spelling floors wheel format lock clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 venv: .venv/.ours ## make .venv from the locked requirements, with this package editable
 
@@ -37,6 +37,9 @@ demo: venv ## see on-policy distillation work on this machine, a few minutes on 
 test: venv ## run all tests; PYTEST_ARGS="-k name" to choose
 	$(BIN)/pytest $(PYTEST_ARGS)
 
+quick: venv ## run the most telling tests, about a minute on two cores; for use while working
+	$(BIN)/pytest -m quick $(PYTEST_ARGS)
+
 check: lint types spelling floors wheel ## everything but the tests
 
 lint: venv ## ruff, rules and format
@@ -56,8 +59,11 @@ floors: venv ## which file may import which, and that the environment is whole
 wheel: venv ## build the wheel, install it into a clean environment, import it there
 	$(BIN)/python tools/check_wheel.py
 
-versions: venv ## before a release: tests with the newest libraries and with the lower bounds, each in a fresh environment
-	$(BIN)/python tools/check_versions.py $(if $(ONLY),--only $(ONLY))
+test-latest: venv ## test the wheel beside the newest libraries, and beside the newest that vLLM goes with
+	$(BIN)/python tools/check_versions.py latest
+
+test-lowest: venv ## test the wheel beside the lower bounds of setup.cfg
+	$(BIN)/python tools/check_versions.py lowest
 
 format: venv ## let ruff repair and format
 	$(BIN)/ruff check --fix

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parent.parent / "trl_opsd"
 
 FLOORS = {
@@ -25,8 +27,6 @@ FLOORS = {
     "arguments": 7,
     "fingerprint": 7,
     "trainer": 8,
-    "cli": 9,
-    "__main__": 10,
     "__init__": 10,
 }
 """A file imports its own package and lower floors only. The key is the file, or the folder it lies in."""
@@ -99,6 +99,11 @@ def test_a_new_file_without_a_floor_is_noticed(file):
     )
 
 
+@pytest.mark.parametrize("key", FLOORS)
+def test_a_floor_of_a_room_that_is_gone_is_noticed(key):
+    assert key in map(room, FILES), f"there is no trl_opsd/{key}.py and no folder of that name: take it out of FLOORS"
+
+
 @every_file
 def test_a_file_that_imports_its_own_or_a_higher_floor_is_noticed(file):
     assert not too_high(file, read(file)), f"trl_opsd/{file} stands on floor {FLOORS[room(file)]}"
@@ -118,8 +123,19 @@ def test_a_file_besides_the_trainer_that_knows_teacher_and_rollout_is_noticed(fi
 def test_an_optional_library_that_leaks_out_of_its_one_file_is_noticed(library):
     importers = [file for file in FILES if library in libraries(file, read(file))]
     places = {file.parts[:2] for file in importers}
-    assert len(places) <= 1, importers
-    assert {folder for folder, _ in places} <= {"_compat"}, importers
+    assert len(places) == 1, importers or f"nothing imports {library}: take it out of OPTIONAL"
+    assert {folder for folder, _ in places} == {"_compat"}, importers
+
+
+TESTS = Path(__file__).resolve().parent
+SLOW = {"benchmarks", "distributed"}
+"""Folders of tests that nobody can wait for while working: each starts engines or several processes."""
+
+
+def test_a_folder_of_tests_without_one_for_make_quick_is_noticed():
+    folders = {file.parent.name for file in TESTS.glob("*/test_*.py")}
+    marked = {file.parent.name for file in TESTS.glob("*/*.py") if "pytest.mark.quick" in file.read_text("utf-8")}
+    assert folders - marked == SLOW
 
 
 @every_file

@@ -60,10 +60,12 @@ def test_an_option_that_will_surprise_is_warned_about(tmp_path, option, message)
         ({"divergence": "reverse_kl"}, "ReverseKL()"),
     ],
 )
+@pytest.mark.quick
 def test_the_objective_is_the_named_one_else_what_beta_says(tmp_path, option, expected):
     assert repr(tiny.config(tmp_path, **option).build_divergence()) == expected
 
 
+@pytest.mark.quick
 def test_the_defaults_that_differ_from_trls_are_the_two_for_safety(tmp_path):
     ours, trls = tiny.config(tmp_path), DistillationConfig(**tiny.options(tmp_path))
     differing = {name for name in vars(trls) if getattr(ours, name) != getattr(trls, name)} - {"distributed_state"}
@@ -89,6 +91,7 @@ def test_a_teacher_with_code_of_its_own_needs_a_switch_of_its_own(make_trainer, 
     assert loaded["trust_remote_code"] is True
 
 
+@pytest.mark.quick
 def test_every_new_option_is_documented():
     ours, trls = ({field.name for field in fields(config)} for config in (OPSDConfig, DistillationConfig))
     new = ours - trls

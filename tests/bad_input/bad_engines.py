@@ -45,7 +45,7 @@ def unsupported(version: str) -> Case:
         installed(lab, version)
         lab.make(use_vllm=True, rollout=None)
 
-    message = rf"vLLM {version} is installed; expected 0\.31\.0 or newer, but older than 0\.32\.0"
+    message = rf"vLLM {version} is installed; expected vllm[<>=].*pip install"
     return Case("vLLM of an unsupported version", version, message, provoke, before_loading=True)
 
 

@@ -72,6 +72,8 @@ class Case:
             marks.append(pytest.mark.before_loading)
         if self.needs_vllm:
             marks.append(pytest.mark.vllm)
+        elif self.before_loading:
+            marks.append(pytest.mark.quick)
         return pytest.param(self, id=f"{self.phrase}: {self.name}", marks=marks)
 
 

@@ -32,6 +32,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.quick
 def test_a_published_checkpoint_that_is_not_whole(tmp_path):
     folder = saved(tmp_path, 3)
     assert folder == tmp_path / "checkpoint-3"
@@ -108,6 +109,7 @@ TEARS = [
 
 @pytest.mark.refusal
 @pytest.mark.parametrize(("tear", "problem"), TEARS)
+@pytest.mark.quick
 def test_a_tear_that_nobody_notices(tmp_path, tear, problem):
     whole, torn = saved(tmp_path, 3), saved(tmp_path, 10)
     tear(torn)
@@ -168,6 +170,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("last", range(1, 5))
+@pytest.mark.quick
 def test_a_kill_while_one_checkpoint_replaces_another_that_loses_both(tmp_path, monkeypatch, last):
     saved(tmp_path, 3, "old")
     aside = written(tmp_path, 3, "new")
@@ -255,6 +258,7 @@ def test_strays_with_names_of_checkpoints_that_end_a_run_are_noticed(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.quick
 class TestRotation:
     def steps(self, run_dir: Path) -> list[int]:
         return sorted(int(name.partition("-")[2]) for name in names(run_dir) if name.startswith("checkpoint-"))

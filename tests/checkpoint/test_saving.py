@@ -38,6 +38,7 @@ def test_a_checkpoint_of_a_training_that_is_not_whole(make_trainer, tmp_path):
 
 
 @pytest.mark.refusal
+@pytest.mark.quick
 def test_a_torn_checkpoint_is_resumed_from(make_trainer, tmp_path, caplog):
     whole = make_trainer(**EACH_STEP)
     whole.train()

@@ -50,8 +50,12 @@ def largest_gaps(one: DistillationTrainer, other: DistillationTrainer) -> tuple[
     )
 
 
+def quick(beta: float) -> Any:
+    return pytest.param(beta, marks=pytest.mark.quick)
+
+
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("beta", [quick(0.0), 0.3, quick(0.5), 1.0])
 def test_three_steps_of_two_micro_steps_give_trls_losses_and_weights(tmp_path, beta, lora, record_property):
     options = tiny.options(tmp_path, beta=beta, gradient_accumulation_steps=2)
     trls = trained(Replaying, DistillationConfig(**options), lora)
@@ -91,6 +95,7 @@ def test_sampled_rollouts_are_the_ones_trl_would_have_sampled(tmp_path):
     assert max(largest_gaps(trls, ours)) <= TOLERANCE
 
 
+@pytest.mark.quick
 def test_the_logs_keep_trls_names(tmp_path):
     options = tiny.options(tmp_path)
     trls = trained(Replaying, DistillationConfig(**options), lora=False)

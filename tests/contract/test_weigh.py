@@ -51,6 +51,7 @@ def oracle(trainer, batch):
     return loss.item(), gradients, entropies, weights
 
 
+@pytest.mark.quick
 def test_a_weight_counts_in_value_gradient_denominator_and_logs(make_trainer):
     options = {"beta": 0.0, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 1}
     trainer = make_trainer(Weighing, optim="sgd", learning_rate=1.0, max_grad_norm=0.0, **options)

@@ -19,6 +19,7 @@ def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
     assert (one - other).abs().max() <= 1e-5
 
 
+@pytest.mark.quick
 def test_training_moves_the_weights_by_more_than_the_tolerance(make_trainer):
     trainer = make_trainer()
     before = torch.cat([parameter.detach().flatten().clone() for parameter in trainer.model.parameters()])
@@ -56,6 +57,7 @@ def test_the_amount_of_padding_changes_nothing(make_trainer, make_model):
     assert_same(short, long)
 
 
+@pytest.mark.quick
 def test_an_end_token_that_is_also_the_padding_stays_in_the_loss(make_trainer):
     words = tiny.tokenizer()
     words.pad_token = words.eos_token

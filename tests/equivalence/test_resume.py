@@ -36,7 +36,9 @@ def test_the_epochs_of_a_run_are_three_different_orders_of_all_prompts(whole, va
     assert len(set(run.weights)) == len(run.weights) == EPOCHS * STEPS
 
 
-@pytest.mark.parametrize("step", EVERY_STEP)
+@pytest.mark.parametrize(
+    "step", [pytest.param(step, marks=pytest.mark.quick if step == 7 else ()) for step in EVERY_STEP]
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_resumed_run_has_the_prompts_completions_losses_and_weights_of_an_uninterrupted_one(
     whole, tmp_path, variant, step

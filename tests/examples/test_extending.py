@@ -38,6 +38,7 @@ def test_the_page_has_the_examples_this_file_runs():
     assert set(EXAMPLES) == {"A divergence", "Weights", "A teacher", "A rollout"}
 
 
+@pytest.mark.quick
 def test_a_divergence_of_ones_own_is_minimised_and_stands_in_checkpoints(run):
     trainer = run("A divergence", save_strategy="steps", save_steps=2)
     assert repr(trainer.divergence) == "SkewedReverseKL(skew=0.1)"
@@ -48,6 +49,7 @@ def test_a_divergence_of_ones_own_is_minimised_and_stands_in_checkpoints(run):
     assert json.loads(with_it.to_json_string())["divergence"] == "SkewedReverseKL(skew=0.1)"
 
 
+@pytest.mark.quick
 def test_weights_of_ones_own_count(run):
     trainer = run("Weights")
     batch = trainer._generate_and_score_completions([{"prompt": "2+2="}])

@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL, reduce, streamed_divergence
 
+pytestmark = pytest.mark.quick
+
 every_divergence = pytest.mark.parametrize("divergence", [ForwardKL(), ReverseKL(), GeneralizedJSD(0.5)], ids=repr)
 TOKENS, VOCABULARY = 24, 53
 STUDENT, TEACHER = (2 * TOKENS * VOCABULARY * width for width in (5, 8))

@@ -10,6 +10,8 @@ from torch.testing import assert_close
 
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, PerToken, ReverseKL, dense_divergence, streamed_divergence
 
+pytestmark = pytest.mark.quick
+
 chunked = pytest.importorskip("trl.kernels.chunked_divergence")
 
 

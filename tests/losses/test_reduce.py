@@ -8,6 +8,8 @@ from torch.testing import assert_close
 
 from trl_opsd.losses import PerToken, reduce
 
+pytestmark = pytest.mark.quick
+
 WEIGHTS = torch.tensor([[1, 0, 0.5], [0, 0, 0], [0, 2, 0]])
 
 

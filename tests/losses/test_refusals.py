@@ -9,6 +9,8 @@ import torch
 
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, dense_divergence, streamed_divergence
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, -0.1, 1.5, float("nan")])
 def test_beta_at_or_beyond_its_ends(beta):

@@ -23,6 +23,8 @@ from trl_opsd.losses import (
     streamed_divergence,
 )
 
+pytestmark = pytest.mark.quick
+
 
 @dataclass(frozen=True)
 class OwnKL(Divergence):

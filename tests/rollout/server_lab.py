@@ -10,12 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import requests
-import tcp_transfer
 import tiny
 from trl.scripts.vllm_serve import ScriptArguments, build_command
 from vllm_lab import student
@@ -32,10 +31,9 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+@contextmanager
+def running(folder: Path) -> Iterator[dict[str, Any]]:
     """Options of a config with which a trainer finds the server. It holds a student with a tied head."""
-    folder = tmp_path_factory.mktemp("served")
     student(folder / "student", tied=True, seed=5)
     tiny.tokenizer().save_pretrained(folder / "student")
     arguments = ScriptArguments(
@@ -71,20 +69,3 @@ def wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         except requests.RequestException:
             time.sleep(1)
     raise AssertionError(f"the server did not start: {log.read_text()[-3000:]}")
-
-
-@pytest.fixture
-def serve(server: dict[str, Any], make: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """As `make`, for a trainer that writes with the server; its weights travel over TCP."""
-    tcp_transfer.use(monkeypatch)
-    made = []
-
-    def serve(**given: Any) -> Any:
-        for before in made:
-            before.rollout.close()
-        made.append(make(tied=True, **{**server, "vllm_group_port": free_port(), **given}))
-        return made[-1]
-
-    yield serve
-    for trainer in made:
-        trainer.rollout.close()

@@ -44,6 +44,7 @@ def trls(trainer, prompt_ids: list[list[int]]) -> list[list[int]]:
     return [cut_after_end(ids, trainer.eos_token_ids) for ids in written[:, inputs["input_ids"].size(1) :].tolist()]
 
 
+@pytest.mark.quick
 class TestTokens:
     @pytest.mark.parametrize(
         "options",

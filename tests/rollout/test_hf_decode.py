@@ -100,6 +100,7 @@ def check_raggedness(completions: list[list[int]]) -> None:
     assert len({len(ids) for ids in completions}) >= 4, "rows must end at different times for this to mean anything"
 
 
+@pytest.mark.quick
 class TestGreedy:
     @pytest.mark.parametrize("penalty", [1.0, 1.3])
     @every_model
@@ -124,6 +125,7 @@ class TestGreedy:
 
 class TestSampled:
     @pytest.mark.parametrize("name", SAMPLING)
+    @pytest.mark.quick
     def test_the_tokens_and_the_random_state_are_those_of_generate(self, name):
         model = tiny.qwen2().eval()
         config = options(do_sample=True, **SAMPLING[name])
@@ -265,6 +267,7 @@ def check_cost(model: Any, config: GenerationConfig) -> list[int]:
     return [*decoded, sum(rooms)]
 
 
+@pytest.mark.quick
 def test_a_row_that_has_ended_is_decoded_no_more():
     *decoded, useful = check_cost(tiny.qwen2(), options(tokens=128, ends=[]))
     assert sum(decoded) == useful

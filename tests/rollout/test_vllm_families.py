@@ -22,7 +22,7 @@ from transformers import (
     GPTNeoXConfig,
     Starcoder2Model,
 )
-from vllm_lab import engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
+from vllm_lab import gap, lora, student
 
 from trl_opsd._compat.vllm.architectures import may_have_head, why_no_adapter
 from trl_opsd._compat.vllm.borrowed_classes import classes_kept, retyped
@@ -67,7 +67,7 @@ def move(trainer):
             part.mul_(1.3) if part.requires_grad else None
 
 
-def test_experts_that_an_engine_is_sent_but_does_not_compute_with_are_noticed(make, monkeypatch):  # noqa: F811
+def test_experts_that_an_engine_is_sent_but_does_not_compute_with_are_noticed(make, monkeypatch):
     make()  # an engine without experts, as the first of the process
     trainer = make("mixtral")
     prompts = trainer.tokenize(tiny.PROMPTS)
@@ -97,7 +97,7 @@ def breaking(weights):
 @pytest.mark.parametrize(
     ("shape", "layers"), [("mixtral", ["q_proj"]), ("mixtral", "all-linear"), ("gpt_bigcode", "all-linear")]
 )
-def test_an_adapter_that_vllm_cannot_hold_and_is_not_worked_in_is_noticed(make, shape, layers):  # noqa: F811
+def test_an_adapter_that_vllm_cannot_hold_and_is_not_worked_in_is_noticed(make, shape, layers):
     trainer = make(shape, peft_config=lora(target_modules=layers))
     assert trainer.rollout._mode == "full"
     trainer.complete(trainer.tokenize(tiny.PROMPTS))
@@ -122,7 +122,7 @@ def test_a_layer_that_takes_no_adapter_in_vllm_is_noticed_before_an_engine_is_bu
     assert found is None if why is None else why in found
 
 
-def test_a_students_class_that_vllm_has_changed_is_noticed(make, tmp_path):  # noqa: F811
+def test_a_students_class_that_vllm_has_changed_is_noticed(make, tmp_path):
     """Starcoder 2 is one of those that vLLM has no model of, and makes one of transformers' own class, in place."""
     before, bases = dict(vars(Starcoder2Model)), Starcoder2Model.__bases__
     for name in "ab":
@@ -178,7 +178,7 @@ def reader(tmp_path):
 
 @pytest.mark.parametrize("sync", ["full", "adapter"])
 def test_a_student_that_also_sees_is_not_written_for_by_the_engine_or_writes_what_stands_for_an_image(
-    make,  # noqa: F811
+    make,
     reader,
     sync,
 ):
@@ -228,7 +228,7 @@ def test_a_head_that_a_server_refuses_or_misses_is_noticed(architecture, there):
 
 
 @pytest.mark.refusal
-def test_a_library_that_vllm_misses_for_an_architecture_is_not_left_to_be_found_out(make, reader, monkeypatch):  # noqa: F811
+def test_a_library_that_vllm_misses_for_an_architecture_is_not_left_to_be_found_out(make, reader, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.delitem(sys.modules, "vllm.model_executor.models.gemma3_mm", raising=False)
     with pytest.raises(ValueError, match=r"does not start an engine for .*torchvision"):
@@ -236,7 +236,7 @@ def test_a_library_that_vllm_misses_for_an_architecture_is_not_left_to_be_found_
 
 
 @pytest.mark.refusal
-def test_an_architecture_that_vllm_does_not_know_is_refused_and_spoils_no_other_engine(make, tmp_path, monkeypatch):  # noqa: F811
+def test_an_architecture_that_vllm_does_not_know_is_refused_and_spoils_no_other_engine(make, tmp_path, monkeypatch):
     monkeypatch.setattr(backend, "VLLMEngine", VLLMEngine)
     with pytest.raises(ValueError, match=r"does not start an engine .*are not supported for now") as error:
         make("phimoe")

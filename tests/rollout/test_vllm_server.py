@@ -14,9 +14,9 @@ pytest.importorskip("vllm")
 
 import tcp_transfer
 from processes import SECONDS, launch
-from server_lab import CONTEXT, free_port, serve, server  # noqa: F401 (two of them are fixtures)
+from server_lab import CONTEXT, free_port
 from test_vllm_sync import Watch
-from vllm_lab import by_hf, engines_are_shared, gap, lora, make, student, two_end_tokens  # noqa: F401 (as above)
+from vllm_lab import by_hf, gap, lora, student, two_end_tokens
 
 from trl_opsd.rollout import vllm_server as backend
 from trl_opsd.rollout import weight_sync
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 HERE = Path(__file__).parent
 
 
-def test_what_a_server_writes_other_than_generate_is_noticed(serve, tmp_path):  # noqa: F811
+def test_what_a_server_writes_other_than_generate_is_noticed(serve, tmp_path):
     model = student(tmp_path / "student", tied=True)
     free = serve(model=model, top_k=1)
     prompts = free.tokenize(tiny.PROMPTS)
@@ -48,7 +48,7 @@ def test_what_a_server_writes_other_than_generate_is_noticed(serve, tmp_path):  
 
 
 @pytest.mark.parametrize("kind", ["everything", "adapter"])
-def test_a_server_that_lags_behind_the_student_is_noticed(serve, kind):  # noqa: F811
+def test_a_server_that_lags_behind_the_student_is_noticed(serve, kind):
     watch = Watch()
     trainer = serve(max_steps=3, peft_config=None if kind == "everything" else lora(), callbacks=[watch])
     watch.attach(trainer)
@@ -75,7 +75,7 @@ def test_a_server_that_lags_behind_the_student_is_noticed(serve, kind):  # noqa:
     assert gap(again) <= 1e-4, "another training with the same server"
 
 
-def test_weights_that_do_not_arrive_are_detected(serve, monkeypatch):  # noqa: F811
+def test_weights_that_do_not_arrive_are_detected(serve, monkeypatch):
     trainer = serve(peft_config=lora())
     prompt = trainer.tokenize(["a"])
     with monkeypatch.context() as patch:
@@ -102,7 +102,7 @@ def test_weights_that_do_not_arrive_are_detected(serve, monkeypatch):  # noqa: F
             trainer.complete(prompt)
 
 
-def test_a_server_in_another_precision_that_goes_unsaid_is_noticed(serve, monkeypatch, caplog):  # noqa: F811
+def test_a_server_in_another_precision_that_goes_unsaid_is_noticed(serve, monkeypatch, caplog):
     facts = ServerClient.facts
     monkeypatch.setattr(ServerClient, "facts", lambda self: replace(facts(self), dtype=torch.bfloat16))
     trainer = serve()
@@ -115,7 +115,7 @@ def test_a_server_in_another_precision_that_goes_unsaid_is_noticed(serve, monkey
     assert logged["rollout/logprob_gap"][0] > 1e-4, "held to the precision of the server"
 
 
-def test_options_that_do_not_reach_a_server_are_noticed(serve, monkeypatch):  # noqa: F811
+def test_options_that_do_not_reach_a_server_are_noticed(serve, monkeypatch):
     trainer = serve(vllm_structured_outputs_regex="[0-9]{3}", generation_kwargs={"seed": 3})
     prompts = trainer.tokenize(tiny.PROMPTS)
     texts = trainer.processing_class.batch_decode(trainer.complete(prompts), skip_special_tokens=True)
@@ -152,19 +152,19 @@ def test_options_that_do_not_reach_a_server_are_noticed(serve, monkeypatch):  # 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_an_option_that_cannot_work_with_a_server_is_noticed(serve, given, message):  # noqa: F811
+def test_an_option_that_cannot_work_with_a_server_is_noticed(serve, given, message):
     with pytest.raises(ValueError, match=message):
         serve(**given)
 
 
-def test_a_device_that_cannot_send_weights_is_noticed(make, server):  # noqa: F811
+def test_a_device_that_cannot_send_weights_is_noticed(make, server):
     with pytest.raises(ValueError, match=r"needs a CUDA device, got 'cpu'.*Set `vllm_mode='colocate'`"):
         make(tied=True, **server)
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(SECONDS + 60)
-def test_processes_with_unequal_prompts_that_get_each_others_completions_are_noticed(server, tmp_path):  # noqa: F811
+def test_processes_with_unequal_prompts_that_get_each_others_completions_are_noticed(server, tmp_path):
     student(tmp_path / "student", tied=True, seed=7)
     options = json.dumps({**server, "vllm_group_port": free_port()})
     launch("fsdp2", HERE / "vllm_served.py", tmp_path, options)

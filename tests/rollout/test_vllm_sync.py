@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from transformers import TrainerCallback
 from vllm.model_executor.layers import utils as layers
-from vllm_lab import engines_are_shared, gap, lora, make, student  # noqa: F401 (two of them are fixtures)
+from vllm_lab import gap, lora, student
 
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd.rollout import sync_proof, weight_sync
@@ -30,7 +30,7 @@ KINDS = [
 """What is trained and sent: everything, or a LoRA adapter in one of two ways."""
 
 
-def of_kind(make, kind, tied, **given):  # noqa: F811
+def of_kind(make, kind, tied, **given):
     if kind is not None:
         given.update(peft_config=lora(), vllm_weight_sync=kind)
     return make(tied=tied, **given)
@@ -54,7 +54,7 @@ class Watch(TrainerCallback):
 
 
 @pytest.mark.parametrize(("kind", "tied"), KINDS)
-def test_an_engine_that_lags_behind_the_student_is_noticed(make, tmp_path, kind, tied):  # noqa: F811
+def test_an_engine_that_lags_behind_the_student_is_noticed(make, tmp_path, kind, tied):
     watch = Watch()
     trainer = of_kind(
         make, kind, tied, max_steps=5, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
@@ -93,7 +93,7 @@ def test_an_engine_that_lags_behind_the_student_is_noticed(make, tmp_path, kind,
         assert {row["eval_sync/bytes"] for row in logged} == {4 * size}, "the adapter in float32 and nothing else"
 
 
-def test_weights_exchanged_by_hand_without_a_step_that_are_not_sent_are_noticed(make, tmp_path):  # noqa: F811
+def test_weights_exchanged_by_hand_without_a_step_that_are_not_sent_are_noticed(make, tmp_path):
     trainer = make(peft_config=lora())
     prompt = trainer.tokenize(["why?"])
     trainer.complete(prompt)
@@ -117,7 +117,7 @@ def test_weights_exchanged_by_hand_without_a_step_that_are_not_sent_are_noticed(
     assert gap(trainer) <= 1e-4, "the base under the adapter"
 
 
-def test_a_sync_that_nothing_called_for_is_noticed(make, monkeypatch):  # noqa: F811
+def test_a_sync_that_nothing_called_for_is_noticed(make, monkeypatch):
     trainer = make(eval_dataset=tiny.rows(4), per_device_eval_batch_size=1)
     calls = []
     load = VLLMEngine.load
@@ -131,7 +131,7 @@ def test_a_sync_that_nothing_called_for_is_noticed(make, monkeypatch):  # noqa: 
     assert len(calls) == 2, "and one that was asked for"
 
 
-def test_a_student_object_whose_checkpoint_is_older_than_it_is_noticed(make, tmp_path):  # noqa: F811
+def test_a_student_object_whose_checkpoint_is_older_than_it_is_noticed(make, tmp_path):
     model = student(tmp_path / "student")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(3)
@@ -169,7 +169,7 @@ def drained(self, weights):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_sync_that_does_nothing_is_detected(make, monkeypatch, tied):  # noqa: F811
+def test_a_sync_that_does_nothing_is_detected(make, monkeypatch, tied):
     trainer = moved(make(tied=tied))
     monkeypatch.setattr(VLLMEngine, "load", drained)
     assert "It looks stale" in message(trainer)
@@ -177,7 +177,7 @@ def test_a_sync_that_does_nothing_is_detected(make, monkeypatch, tied):  # noqa:
     monkeypatch.undo()
 
 
-def test_a_first_sync_that_does_nothing_is_detected(make, monkeypatch):  # noqa: F811
+def test_a_first_sync_that_does_nothing_is_detected(make, monkeypatch):
     make().complete([[5, 6]])  # the engine holds what an earlier student was
     trainer = make()
     with torch.no_grad():
@@ -186,25 +186,25 @@ def test_a_first_sync_that_does_nothing_is_detected(make, monkeypatch):  # noqa:
     assert "It looks stale" in message(trainer)
 
 
-def test_an_adapter_that_never_arrives_is_detected(make, monkeypatch):  # noqa: F811
+def test_an_adapter_that_never_arrives_is_detected(make, monkeypatch):
     trainer = make(peft_config=lora())
     monkeypatch.setattr(VLLMEngine, "load_adapter", lambda self, layers: None)
     assert "It looks like a missing adapter" in message(trainer)
 
 
-def test_an_adapter_that_stays_the_old_one_is_detected(make, monkeypatch):  # noqa: F811
+def test_an_adapter_that_stays_the_old_one_is_detected(make, monkeypatch):
     trainer = moved(make(peft_config=lora()))
     monkeypatch.setattr(VLLMEngine, "load_adapter", lambda self, layers: None)
     assert "It looks stale" in message(trainer)
 
 
-def test_an_adapter_left_out_of_a_full_sync_is_detected(make, monkeypatch):  # noqa: F811
+def test_an_adapter_left_out_of_a_full_sync_is_detected(make, monkeypatch):
     trainer = make(peft_config=lora(), vllm_weight_sync="full")
     monkeypatch.setattr(backend, "weights_of", weight_sync.base_weights_of)
     assert "It looks like a missing adapter" in message(trainer)
 
 
-def test_a_tied_head_that_is_not_sent_is_detected(make, monkeypatch):  # noqa: F811
+def test_a_tied_head_that_is_not_sent_is_detected(make, monkeypatch):
     trainer = moved(make(tied=True))
     load = VLLMEngine.load
 
@@ -215,7 +215,7 @@ def test_a_tied_head_that_is_not_sent_is_detected(make, monkeypatch):  # noqa: F
     assert "It looks like a tied head" in message(trainer)
 
 
-def test_weights_rounded_on_their_way_are_detected(make, monkeypatch):  # noqa: F811
+def test_weights_rounded_on_their_way_are_detected(make, monkeypatch):
     trainer = moved(make())
     load = VLLMEngine.load
 
@@ -226,7 +226,7 @@ def test_weights_rounded_on_their_way_are_detected(make, monkeypatch):  # noqa: 
     assert "It looks like a dtype" in message(trainer)
 
 
-def test_weights_in_half_precision_rounded_further_on_their_way_are_detected(make, tmp_path, monkeypatch):  # noqa: F811
+def test_weights_in_half_precision_rounded_further_on_their_way_are_detected(make, tmp_path, monkeypatch):
     """The largest difference is as large with nothing wrong: rounding is nats where the model is sure."""
     trainer = make(model=half(tmp_path / "student"))
     trainer.complete(trainer.tokenize(tiny.PROMPTS))
@@ -241,14 +241,14 @@ def test_weights_in_half_precision_rounded_further_on_their_way_are_detected(mak
     print("\n", error.value)
 
 
-def test_a_prefix_cache_that_survives_a_sync_is_detected(make, monkeypatch):  # noqa: F811
+def test_a_prefix_cache_that_survives_a_sync_is_detected(make, monkeypatch):
     trainer = moved(make())
     monkeypatch.setattr(VLLMEngine, "forget_prefixes", lambda self: None)
     assert "It looks like a stale prefix cache" in message(trainer)
 
 
 @pytest.mark.parametrize(("check", "proofs"), [("every", 3), ("first", 1), ("never", 0)])
-def test_proofs_at_other_times_than_asked_for_are_noticed(make, monkeypatch, check, proofs):  # noqa: F811
+def test_proofs_at_other_times_than_asked_for_are_noticed(make, monkeypatch, check, proofs):
     trainer = make(vllm_sync_check=check)
     calls = []
     prove = sync_proof.SyncProof.check
@@ -266,7 +266,7 @@ def half(folder, **overrides):
 
 
 @pytest.mark.parametrize("kind", ["adapter", "full"])
-def test_a_base_that_syncs_wear_off_is_noticed(make, tmp_path, kind, monkeypatch):  # noqa: F811
+def test_a_base_that_syncs_wear_off_is_noticed(make, tmp_path, kind, monkeypatch):
     model = half(tmp_path / "student")
     trainer = make(model=model, peft_config=lora(), vllm_weight_sync=kind, vllm_sync_check="first")
     before = {name: part.detach().clone() for name, part in trainer.model.named_parameters()}
@@ -294,7 +294,7 @@ def test_a_base_that_syncs_wear_off_is_noticed(make, tmp_path, kind, monkeypatch
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["float32", "packed"])
-def test_weights_of_a_sync_that_broke_off_that_stay_are_noticed(make, tmp_path, monkeypatch, packed):  # noqa: F811
+def test_weights_of_a_sync_that_broke_off_that_stay_are_noticed(make, tmp_path, monkeypatch, packed):
     """As on a processor with AMX, where vLLM packs weights in half precision and leaves empty parameters behind."""
     if packed:
         monkeypatch.setattr(layers, "check_cpu_sgl_kernel", lambda rows, columns, dtype: dtype == torch.bfloat16)
@@ -346,7 +346,7 @@ def fails_halfway(sends, reached=9):
     ],
     ids=["dora", "modules_to_save", "bias", "rank"],
 )
-def test_an_adapter_vllm_cannot_hold_that_is_not_worked_into_the_weights_is_noticed(make, overrides, why):  # noqa: F811
+def test_an_adapter_vllm_cannot_hold_that_is_not_worked_into_the_weights_is_noticed(make, overrides, why):
     trainer = make(peft_config=lora(**overrides))
     assert trainer.rollout._mode == "full"
     assert why in weight_sync.chosen_sync("auto", trainer.model, backend.LORA_RANKS)[1]
@@ -363,7 +363,7 @@ def test_an_adapter_vllm_cannot_hold_that_is_not_worked_into_the_weights_is_noti
 
 
 @pytest.mark.parametrize("shape", ["qwen2", "llama"])
-def test_ranks_and_factors_of_single_layers_that_get_lost_are_noticed(make, shape):  # noqa: F811
+def test_ranks_and_factors_of_single_layers_that_get_lost_are_noticed(make, shape):
     """Llama names its head as one that an adapter may reach, and vLLM cannot score prompts with one that it may."""
     config = lora(rank_pattern={"q_proj": 2, "down_proj": 7}, alpha_pattern={"v_proj": 11}, use_rslora=True)
     trainer = make(shape, tied=shape == "llama", peft_config=config)
@@ -410,7 +410,7 @@ def test_weights_that_leave_their_gather_before_they_were_read_are_noticed(monke
     assert aliased == [not split] * 3, "what was gathered is given back, so it is copied"
 
 
-def test_noise_that_is_no_number_and_outlives_the_first_sync_is_noticed(make, monkeypatch):  # noqa: F811
+def test_noise_that_is_no_number_and_outlives_the_first_sync_is_noticed(make, monkeypatch):
     """The engine starts on whatever memory held before, and its attention reads past what a block holds."""
     asked = sync_proof.SyncProof.observe
 

@@ -9,6 +9,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import dataclasses
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,32 +93,28 @@ class _Engines:
 _ENGINES = _Engines()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def engines_are_shared() -> Any:
+@contextmanager
+def shared_engines() -> Iterator[None]:
+    """Meanwhile a trainer gets an engine of its kind that is already running, if there is one; then all are closed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "VLLMEngine", _ENGINES)
         yield
     _ENGINES.close()
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Any:
-    """Builds a trainer of a saved student that writes with vLLM. Unknown keyword arguments go to its config."""
-
-    def make(shape: str = "qwen2", tied: bool = False, **given: Any) -> OPSDTrainer:
-        names = set(inspect.signature(OPSDTrainer.__init__).parameters) & set(given)
-        arguments = {name: given.pop(name) for name in names}
-        model = arguments.pop("model", None) or student(tmp_path / "student", shape, tied)
-        options = {"use_vllm": True, "learning_rate": 1e-2, "max_completion_length": 16, **given}
-        words = arguments.pop("processing_class", None) or tiny.tokenizer()
-        return OPSDTrainer(
-            model=model,
-            args=tiny.config(tmp_path / "out", **options),
-            processing_class=words,
-            **{"teacher_model": tiny.qwen2(48, seed=1), "train_dataset": tiny.rows(), **arguments},
-        )
-
-    return make
+def trainer(folder: Path, shape: str = "qwen2", tied: bool = False, **given: Any) -> OPSDTrainer:
+    """A trainer of a saved student that writes with vLLM. Unknown keyword arguments go to its config."""
+    names = set(inspect.signature(OPSDTrainer.__init__).parameters) & set(given)
+    arguments = {name: given.pop(name) for name in names}
+    model = arguments.pop("model", None) or student(folder / "student", shape, tied)
+    options = {"use_vllm": True, "learning_rate": 1e-2, "max_completion_length": 16, **given}
+    words = arguments.pop("processing_class", None) or tiny.tokenizer()
+    return OPSDTrainer(
+        model=model,
+        args=tiny.config(folder / "out", **options),
+        processing_class=words,
+        **{"teacher_model": tiny.qwen2(48, seed=1), "train_dataset": tiny.rows(), **arguments},
+    )
 
 
 def two_end_tokens(model: Any, unended: list[list[int]]) -> tuple[Any, set[int]]:

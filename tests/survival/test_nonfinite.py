@@ -49,6 +49,7 @@ def test_a_step_that_is_left_out_moves_anything(make_trainer, tmp_path, side, lo
     assert [(one["side"], one["step"], one["ranks"]) for one in record(tmp_path)] == [(side, 2, [0])]
 
 
+@pytest.mark.quick
 def test_one_bad_micro_step_of_several_is_stepped_along(make_trainer, tmp_path):
     trainer = make_trainer(nonfinite="skip", gradient_accumulation_steps=2, max_steps=1)
     watching, compare, calls = faults.Watching(trainer.model), trainer.compare, []
@@ -98,6 +99,7 @@ def test_a_record_that_cannot_be_written_hides_the_error(make_trainer, tmp_path)
         trainer.train()
 
 
+@pytest.mark.quick
 class TestEvaluation:
     def spoiled(self, make_trainer, **options):
         trainer = make_trainer(eval_dataset=tiny.rows(4), per_device_eval_batch_size=2, **options)

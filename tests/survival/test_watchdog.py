@@ -13,6 +13,7 @@ LONG = 1.0
 """Seconds, several times what the watchdogs here allow and their stacks take to be printed."""
 
 
+@pytest.mark.quick
 def test_a_phase_that_hangs_unnoticed(make_trainer, capfd):
     trainer = make_trainer(phase_timeout=0.2, max_steps=2)
     teach = trainer.teach

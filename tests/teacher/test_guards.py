@@ -53,6 +53,7 @@ def test_the_side_is_named_and_the_student_stays_as_it_was(make_trainer, monkeyp
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(before, weights(trainer), strict=True))
 
 
+@pytest.mark.quick
 def test_a_teacher_that_breaks_during_training_keeps_what_was_learned_before(make_trainer):
     trainer = make_trainer(max_steps=3)
     seen = []

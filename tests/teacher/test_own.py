@@ -54,6 +54,7 @@ def plain_logits(model):
 
 
 class TestBase:
+    @pytest.mark.quick
     def test_with_lora_it_is_the_model_under_the_adapter_and_no_second_copy(self, make_own):
         before = plain_logits(tiny.qwen2(32, seed=0))
         trainer = make_own("base", peft_config=LORA)
@@ -63,6 +64,7 @@ class TestBase:
         assert trainer.model.training
         assert (plain_logits(trainer.model) - before).abs().max() > 0.1
 
+    @pytest.mark.quick
     def test_with_lora_the_base_weights_stay_bit_identical(self, make_own):
         trainer = make_own("base", peft_config=LORA)
         before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
@@ -170,6 +172,7 @@ class TestBase:
 
 class TestLive:
     @pytest.mark.parametrize("lora", [None, LORA])
+    @pytest.mark.quick
     def test_it_is_the_student_as_it_is_now(self, make_own, lora):
         trainer = make_own("live", peft_config=lora)
         trainer.train()

@@ -64,6 +64,7 @@ LONGER = [0, 1, 50]
 
 
 @pytest.mark.parametrize("more", LONGER)
+@pytest.mark.quick
 def test_targets_equal_a_direct_forward_over_teacher_prompt_and_completion(tmp_path, more):
     written = [text + "h" * more for text in TEXTS]
     trainer = make(tmp_path, [{"teacher_prompt": text} for text in written])
@@ -79,6 +80,7 @@ def test_the_same_when_conversational(tmp_path, more):
     same(targets(trainer), direct(trainer, ids))
 
 
+@pytest.mark.quick
 def test_the_student_never_reads_what_the_teacher_reads(tmp_path):
     plain = make(tmp_path, [{}, {}])
     told = make(tmp_path, [{"privileged_context": "it is 4"}] * 2)

@@ -25,6 +25,7 @@ def history(trainer, name="loss"):
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.quick
 def test_losses_and_gradients_are_those_of_each_row_with_its_own_teacher(make_trainer, divergence):
     trainer = make_trainer(teacher_model=teachers(), train_dataset=rows(), per_device_train_batch_size=8, max_steps=1)
     trainer.divergence = make_trainer(divergence=divergence).divergence

