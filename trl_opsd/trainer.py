@@ -331,7 +331,7 @@ class OPSDTrainer(SeamTrainer):
     def check_state(self, folder: str) -> None:
         fingerprint.check(folder, self._fingerprint(), self.args.resume_with_changes or ())
 
-    def save_state(self, folder: str) -> None:
+    def save_own_state(self, folder: str) -> None:
         if self._origin is not None:
             self._origin.check()
         if not self.args.should_save:
@@ -340,7 +340,7 @@ class OPSDTrainer(SeamTrainer):
         if self._average is not None:
             self._average.save(folder)
 
-    def load_state(self, folder: str) -> None:
+    def load_own_state(self, folder: str) -> None:
         if self._average is not None:
             self._average.load(folder)
 
