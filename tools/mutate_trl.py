@@ -41,8 +41,10 @@ def really(owner: Owner, name: str) -> str | None:
         path = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", CONTRACT / "test_borrowed.py"]
         run = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
-    named = [line for line in run.stdout.splitlines() if line.startswith("E ") and f"`{name}`" in line]
-    return named[0].removeprefix("E").strip() if run.returncode and named else None
+    errors = [line[1:].strip() for line in (run.stdout + run.stderr).splitlines() if line.startswith("E ")]
+    # The message of the contract; without a name that is needed at import, Python's, which spells it with other quotes.
+    named = [one for one in errors if f"`{name}`" in one.replace("'", "`")]
+    return next(iter(named), None) if run.returncode else None
 
 
 def main() -> int:

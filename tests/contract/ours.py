@@ -155,6 +155,9 @@ class _Walk(ast.NodeVisitor):
                 self._attribute(of, name, READ, node)
             case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[of, ast.Constant(value=str(name)), *_]):
                 self._attribute(of, name, WRITTEN, node)
+            case ast.Call(func=ast.Name(id="set_known"), args=[of], keywords=keywords):
+                for one in keywords:
+                    self._attribute(of, str(one.arg), WRITTEN, node)
             case ast.Call(func=ast.Attribute(value=of, attr="get" | "pop"), args=[ast.Constant(value=str(key)), *_]):
                 self._key(of, key, READ, node)
         match node.func:
