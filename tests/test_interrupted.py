@@ -127,3 +127,12 @@ def test_a_training_outside_of_the_main_thread_that_cannot_be_told_to_stop_is_no
     assert trainer.state.global_step == 0
     trainer, errors = trained()
     assert (trainer.state.global_step, errors) == (1, [])
+
+
+@pytest.mark.parametrize("name", ["_buffered_inputs", "_step", "_current_train_step_time"])
+def test_a_reset_of_what_trl_no_longer_has_is_an_error(make_trainer, name):
+    trainer = make_trainer(max_steps=1)
+    vars(trainer)[f"{name}_renamed"] = vars(trainer).pop(name)
+    with pytest.raises(AttributeError, match=rf"Trainer has no `{name}`: the installed version"):
+        trainer.train()
+    assert name not in vars(trainer)

@@ -47,7 +47,11 @@ def __getattr__(name: str) -> Any:
     """Loads a public name when it is first asked for, so that importing the package costs nothing."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    try:
+        module = import_module(_HOME[name])
+    except AttributeError as error:  # of which Python would make "cannot import name", without the reason
+        raise ImportError(f"{name} cannot be loaded from {_HOME[name]}: {error}") from error
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -284,13 +284,13 @@ class OPSDTrainer(SeamTrainer):
     def check_state(self, folder: str) -> None:
         fingerprint.check(folder, self._fingerprint(), self.args.resume_with_changes or ())
 
-    def save_state(self, folder: str) -> None:
+    def save_own_state(self, folder: str) -> None:
         self.teachers.check()
         if self.args.should_save:
             fingerprint.write(folder, self._fingerprint())
             self.teachers.save(folder)
 
-    def load_state(self, folder: str) -> None:
+    def load_own_state(self, folder: str) -> None:
         self.teachers.load(folder)
 
     def _fingerprint(self) -> fingerprint.Fingerprint:

@@ -66,7 +66,7 @@ def resume(make: Make, folder: Path) -> dict[str, Any]:
 def stop(make: Make, folder: Path, begin: Path) -> list[dict[str, Any]]:
     """One process gets a SIGTERM while it writes, then, in a run that goes on from there, the other while it saves."""
     seen: list[dict[str, Any]] = []
-    for rank, method, saving in ((1, "complete", {}), (0, "save_state", EACH_STEP)):
+    for rank, method, saving in ((1, "complete", {}), (0, "save_own_state", EACH_STEP)):
         run = make(folder, "full", enable_jit_checkpoint=True, **saving)
         if run.accelerator.process_index == rank:
             _do_first(run, method, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -85,7 +85,7 @@ def be_late(make: Make, folder: Path, begin: Path) -> list[str]:
             time.sleep(2)
             found.extend(_named(folder))
 
-        _do_first(run, "save_state", dawdle)
+        _do_first(run, "save_own_state", dawdle)
     run.train(resume_from_checkpoint=str(begin))
     return found
 

@@ -183,3 +183,10 @@ def test_an_upload_begins_before_the_files_have_come_to_rest(make_trainer, tmp_p
     trainer.args.push_to_hub = True
     trainer.train()
     assert pushed == [(str(tmp_path / "checkpoint-1"), []), (str(tmp_path / "checkpoint-2"), [])]
+
+
+def test_transformers_own_save_state_can_still_be_called(make_trainer, tmp_path):
+    trainer = make_trainer(max_steps=1, save_strategy="no")
+    trainer.train()
+    trainer.save_state()
+    assert TrainerState.load_from_json(str(tmp_path / "trainer_state.json")).global_step == 1

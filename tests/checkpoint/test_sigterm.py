@@ -29,7 +29,7 @@ class Told(TrainerCallback):
         if phase == "rollout":
             self._tell_in(run.rollout, "complete", AT - 1)
         if phase == "save":
-            self._tell_in(run, "save_state", AT)
+            self._tell_in(run, "save_own_state", AT)
 
     def _tell_in(self, thing: Any, name: str, step: int) -> None:
         method = getattr(thing, name)

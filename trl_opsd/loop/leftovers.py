@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers import Trainer
 
+from trl_opsd.run.known import set_known
+
 _BARS = ("training_bar", "prediction_bar")
 
 
@@ -25,7 +27,7 @@ def nothing_left(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        trainer.is_in_train = False
+        set_known(trainer, is_in_train=False)
         _unhook_noise(trainer)
         _close_bars(trainer.callback_handler.callbacks)
         raise

@@ -64,11 +64,11 @@ class SafeCheckpoints(Trainer):
     def check_state(self, folder: str) -> None:
         """Refuses a checkpoint that this run would not continue. Every process calls it."""
 
-    def save_state(self, folder: str) -> None:
+    def save_own_state(self, folder: str) -> None:
         """Writes what a checkpoint needs besides model, optimizer and scheduler. Every process calls it."""
 
-    def load_state(self, folder: str) -> None:
-        """The inverse of [`save_state`], when training resumes."""
+    def load_own_state(self, folder: str) -> None:
+        """The inverse of [`save_own_state`], when training resumes."""
 
     # ---- Reading ------------------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class SafeCheckpoints(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.loads += self.is_deepspeed_enabled  # whose engine loads the weights, not `_load_from_checkpoint`
-            self.load_state(checkpoint)
+            self.load_own_state(checkpoint)
 
     def _whole_checkpoint(self, asked: str | bool) -> str:
         """The checkpoint asked for, `True` for the newest; the main process looks, so that all take the same."""
@@ -174,4 +174,4 @@ class SafeCheckpoints(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        self.save_state(output_dir)
+        self.save_own_state(output_dir)

@@ -29,6 +29,7 @@ from trl_opsd.loop.wrapping import WrappedToTrain
 from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.run.accounts import Accounts
 from trl_opsd.run.groups import wait_for
+from trl_opsd.run.known import set_known
 from trl_opsd.run.memory import explained
 from trl_opsd.run.precision import autocast
 from trl_opsd.run.rng import preserved_rng
@@ -208,7 +209,7 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self._step % self.args.gradient_accumulation_steps == 0:
             # Used up: the targets in it must not stay in memory while the student writes again, or is evaluated.
-            self._buffered_inputs = None
+            set_known(self, _buffered_inputs=None)
         return loss
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -228,7 +229,7 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """As TRL's, but what an interrupted run left behind is not trained on by the next one."""
-        self._buffered_inputs, self._step, self._current_train_step_time = None, 0, 0.0
+        set_known(self, _buffered_inputs=None, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
         self._accounts["train"].clear()
         with explained("step", partial(self.footprint, "step")):  # what is in no phase is the optimizer's

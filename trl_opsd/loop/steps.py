@@ -16,6 +16,7 @@ from transformers import Trainer
 
 from trl_opsd._compat.deepspeed import blind_settings
 from trl_opsd.run.failure import one_traceback
+from trl_opsd.run.known import set_known
 from trl_opsd.run.nonfinite import Finding, GradientProbe, StepGuard, nonfinite_side
 from trl_opsd.types import LossParts
 
@@ -110,7 +111,7 @@ class GuardedSteps(Trainer):
     def _leaves_out(self, step: bool) -> None:
         """Tells accelerate, as its loss scaler would, so that the learning rate does not move on."""
         if not (self._is_deepspeed or self._scales_loss):
-            self.optimizer._is_overflow = step
+            set_known(self.optimizer, _is_overflow=step)
 
     @property
     def _is_deepspeed(self) -> bool:

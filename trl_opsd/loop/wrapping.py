@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType
 from transformers import Trainer
 
 from trl_opsd._compat.sharding import reshard
+from trl_opsd.run.known import set_known
 
 __all__ = ["SEAMS", "WrappedToTrain"]
 
@@ -44,7 +45,7 @@ class WrappedToTrain(Trainer):
         """As transformers'. Under DeepSpeed each training has an engine, and so an optimizer, of its own."""
         if self.is_deepspeed_enabled:
             self._config_untouched()
-            self.model_wrapped, self.deepspeed = self.model, None  # accelerate ends the engine there was
+            set_known(self, model_wrapped=self.model, deepspeed=None)  # accelerate ends the engine there was
         reshard(self.model)  # else accelerate cannot tell which parameters the optimizer has
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 

@@ -29,6 +29,7 @@ from trl_opsd.rollout.every_row import OnlyKnown
 from trl_opsd.rollout.generate import completions_of, generate, other_generate
 from trl_opsd.rollout.kept_caches import KeptCaches
 from trl_opsd.rollout.writing_proof import Writing, prove_writing
+from trl_opsd.run.known import set_known
 from trl_opsd.run.rng import preserved_rng
 
 logger = get_logger(__name__)
@@ -176,7 +177,7 @@ class HFRollout(RolloutBackend):
         config.compile_config = (
             copy.copy(self._compile) if isinstance(self._compile, CompileConfig) else CompileConfig()
         )
-        config.compile_config._compile_all_devices = True
+        set_known(config.compile_config, _compile_all_devices=True)
 
 
 class _TokenProgress(StoppingCriteria):

@@ -1,0 +1,382 @@
+"""Names of TRL and its neighbours that nobody has promised us, and that this package reads, writes or overrides.
+
+Whoever moves to another TRL reads this first. `test_borrowed.py` holds it against our source and against theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ours import ANYWHERE, Reading
+
+_DISTILLATION = "trl/trainer/distillation_trainer.py:DistillationTrainer"
+_TRAINER = "transformers/trainer.py:Trainer"
+_ARGUMENTS = "transformers/training_args.py:TrainingArguments"
+_FSDP = "torch/distributed/fsdp/_fully_shard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """Where names are defined, and the names.
+
+    A name of ours that the owner defines has to be listed. A name that is listed has to be used by us, and defined by
+    the owner; if we write it or override it, the owner has to read it, as ours would go unnoticed otherwise.
+    """
+
+    kind: str
+    """What has these names: a value of a table of `READING` below."""
+    where: tuple[str, ...]
+    """Classes, functions or modules, as `package/file.py:Class.method`."""
+    names: Mapping[str, str]
+    """What each is to us, where that is not plain."""
+    also_read_in: tuple[str, ...] = ()
+    """Where else the owner's side reads them."""
+    read_of: tuple[str, ...] = ("self",)
+    """What the object is called where they are read."""
+    entries: tuple[str, ...] = ()
+    """Methods that users call and the owner does not."""
+    keys: bool = False
+    """Whether they are keys of a dict."""
+    only_taken: bool = False
+    """Whether names that are merely read are public, and need not be listed."""
+
+    @property
+    def package(self) -> str:
+        """The library."""
+        return self.where[0].partition("/")[0]
+
+    @property
+    def title(self) -> str:
+        """What a message calls it."""
+        return self.where[0].rpartition(":")[2]
+
+
+READING = Reading(
+    extended={
+        "DistillationTrainer": "trainer",
+        "Trainer": "trainer",
+        "Host": "trainer",
+        "VLLMClient": "client",
+        "DistillationConfig": "config",
+        "TrainingArguments": "config",
+    },
+    held={
+        "_order": "sampler",
+        "_dist": "backend",
+        "_client": "client",
+        "distillation_trainer": "module",
+        "parallel_state": "vllm groups",
+    },
+    dicts={"batch": "batch", "_metrics": "metrics", "logs": "logs"},
+    listed={
+        "IMAGE_COLUMNS": "row",
+        "row_columns": "row",
+        "_BARS": "bars",
+        "_DESTROYERS": "vllm groups",
+    },
+    packers={"pack": "batch"},
+)
+"""What is behind a name in our source."""
+
+OWNERS = (
+    Owner(
+        kind="trainer",
+        where=(_DISTILLATION, "trl/trainer/base_trainer.py:_BaseTrainer"),
+        also_read_in=(_TRAINER,),
+        names={
+            "_buffered_inputs": "the micro-batches of a generation batch; dropped when used up, and when a run begins",
+            "_compute_loss": "`compare`; runs inside the wrapper's forward",
+            "_current_train_step_time": "reset when a run begins",
+            "_dist": "which ways of splitting the student are on, and how to make it whole",
+            "_forward_redirection": "runs a function inside the wrapper's forward",
+            "_generate": "notes the first of several turns",
+            "_generate_and_score_completions": "`teach` and `weigh`",
+            "_generate_single_turn": "`complete`",
+            "_get_train_sampler": "its order, as that of the epoch a run begins in",
+            "_metrics": "means for the next log; emptied of what an interrupted run left",
+            "_name": "for the model card",
+            "_save_checkpoint": "writes the model card first",
+            "_set_signature_columns_if_needed": "lets our columns through",
+            "_signature_columns": "lets our columns through",
+            "_step": "counts micro-batches, and so says when the buffer is filled; reset when a run begins",
+            "_tag_names": "for the model card",
+            "_tokenize_prompts": "prompts are checked, and teachers' prompts tokenized, where TRL tokenizes",
+            "_tokenizer": "the one inside a processor",
+            "chat_template_kwargs": "changed while a teacher's prompts are tokenized",
+            "compute_loss": "where a loss may take part in collectives",
+            "eos_token_ids": "those that the student has a row for",
+            "generation_config": "takes over the end and padding tokens",
+            "generation_kwargs": "takes over the end and padding tokens",
+            "log": "adds means over tokens",
+            "pad_to_multiple_of": "",
+            "prediction_step": "timed",
+            "teacher_model": "ours, under TRL's name",
+            "temperature": "",
+            "tools": "for the fingerprint",
+            "training_step": "timed; the buffer is dropped after it",
+        },
+    ),
+    Owner(
+        kind="trainer",
+        where=(_TRAINER,),
+        entries=("train",),
+        names={
+            "_get_dataloader": "streams are shared out by rows",
+            "_get_grad_norm": "called before each step: where one can still be left out",
+            "_get_output_dir": "a folder aside while a checkpoint is written",
+            "_get_train_sampler": "",
+            "_init_training_state": "where a stream goes on",
+            "_load_best_model": "counted, so that engines get the weights",
+            "_load_from_checkpoint": "counted, so that engines get the weights",
+            "_load_optimizer_and_scheduler": "our own state is read after it",
+            "_move_model_to_device": "for an evaluation that wraps nothing",
+            "_push_from_checkpoint": "waits until the checkpoint has its name",
+            "_save": "saves the processor too",
+            "_save_checkpoint": "into a folder aside",
+            "_save_optimizer_and_scheduler": "our own state is written after it",
+            "_set_signature_columns_if_needed": "",
+            "_signature_columns": "",
+            "accelerator": "",
+            "add_callback": "",
+            "args": "",
+            "callback_handler": "its callbacks keep progress bars of a training that failed",
+            "compute_loss": "",
+            "create_optimizer": "FSDP2 is prepared with it, for an evaluation before training",
+            "deepspeed": "reset, so that each training has an engine of its own",
+            "eval_dataset": "",
+            "evaluation_loop": "seeded, timed, and weighed by tokens",
+            "is_deepspeed_enabled": "off while an evaluation wraps nothing",
+            "is_fsdp_enabled": "",
+            "is_in_train": "reset after a training that failed",
+            "log": "",
+            "model": "",
+            "model_wrapped": "reset, so that each training has an engine of its own",
+            "neftune_hook_handle": "removed after a training that failed",
+            "optimizer": "",
+            "prediction_step": "",
+            "processing_class": "",
+            "state": "",
+            "train": "",
+            "train_dataset": "",
+            "training_step": "",
+        },
+    ),
+    Owner(
+        kind="batch",
+        where=(f"{_DISTILLATION}._generate_and_score_completions", f"{_DISTILLATION}.compute_loss"),
+        keys=True,
+        names={
+            "completion_ids": "",
+            "completion_mask": "zeroed where a completion is empty",
+            "num_items_in_batch": "the denominator of the loss: the weights of all processes",
+            "prompt_ids": "",
+            "prompt_mask": "",
+            "tool_mask": "what a tool wrote counts nothing",
+        },
+    ),
+    Owner(
+        kind="row",
+        where=(f"{_DISTILLATION}._generate_and_score_completions",),
+        keys=True,
+        names={
+            "image": "kept from TRL, which would take an empty column for images",
+            "images": "kept from TRL, which would take an empty column for images",
+            "prompt": "",
+        },
+    ),
+    Owner(
+        kind="metrics",
+        where=(_DISTILLATION,),
+        keys=True,
+        names={"eval": "the half that an evaluation empties", "train": "the half that a training empties"},
+    ),
+    Owner(
+        kind="logs",
+        where=(f"{_TRAINER}._maybe_log_save_evaluate",),
+        keys=True,
+        names={"loss": "tells the log of a step from the one at the end"},
+    ),
+    Owner(
+        kind="module",
+        where=("trl/trainer/distillation_trainer.py",),
+        names={"get_peft_model": "replaced while TRL loads the student, to see it before the adapter is put on"},
+    ),
+    Owner(
+        kind="sampler",
+        where=("trl/trainer/utils.py:RepeatSampler",),
+        names={
+            "generator": "put where it stands at the beginning of an epoch",
+            "num_samples": "how much of the generator an epoch uses up",
+            "seed": "",
+            "shuffle": "",
+        },
+    ),
+    Owner(
+        kind="backend",
+        where=("trl/distributed.py:DistributedBackend",),
+        names={"fsdp_version": "", "gather_params": "", "is_fsdp": "", "summon_full_params": ""},
+    ),
+    Owner(
+        kind="config",
+        where=("trl/trainer/distillation_config.py:DistillationConfig",),
+        also_read_in=(_DISTILLATION, _ARGUMENTS),
+        read_of=("self", "args"),
+        only_taken=True,
+        names={
+            "_VALID_DICT_FIELDS": "options that may come as JSON",
+            "model_init_kwargs": "asks for safetensors while TRL loads the student",
+            "use_vllm": "hidden while TRL would build an engine of its own",
+            "vllm_server_host": "loopback by default",
+        },
+    ),
+    Owner(
+        kind="config",
+        where=(_ARGUMENTS,),
+        also_read_in=(_TRAINER,),
+        read_of=("self", "args"),
+        only_taken=True,
+        names={
+            "_VALID_DICT_FIELDS": "options that may come as JSON",
+            "ddp_find_unused_parameters": "set for a student of which some weights get no gradient",
+            "device": "the CPU without a number",
+            "enable_jit_checkpoint": "hidden while transformers would begin to listen for a SIGTERM",
+            "to_dict": "a divergence in words",
+        },
+    ),
+    Owner(
+        kind="client",
+        where=("trl/generation/vllm_client.py:VLLMClient",),
+        entries=("init_communicator",),
+        names={
+            "_get": "bounded in time, and refused if it is no answer",
+            "_post": "bounded in time, sent once, and refused if it is no answer",
+            "base_url": "",
+            "check_server": "called first of all: makes the session",
+            "close_communicator": "",
+            "get_server_info": "",
+            "get_world_size": "",
+            "host": "",
+            "init_communicator": "meets on loopback where the server is there",
+            "model": "what the server calls it",
+            "session": "bounded in time, without retries",
+            "update_named_params": "",
+        },
+    ),
+    Owner(
+        kind="bars",
+        where=("transformers/trainer_callback.py:ProgressCallback",),
+        names={"prediction_bar": "closed after a training that failed", "training_bar": "the same"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("transformers/generation/utils.py:GenerationMixin",),
+        names={
+            "_has_unfinished_sequences": "",
+            "_optimize_model_for_decode": "",
+            "_prefill": "",
+            "_prepare_generation_config": "",
+            "_supports_default_dynamic_cache": "whether its cache can lose rows",
+            "_update_model_kwargs_for_generation": "",
+            "_valid_auto_compile_criteria": "",
+        },
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("transformers/modeling_utils.py:PreTrainedModel",),
+        names={"_can_compile_fullgraph": "", "_from_config": "an empty twin of a model"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("transformers/configuration_utils.py:PreTrainedConfig",),
+        names={"_attn_implementation": "whether scores of attention exist in full"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("transformers/generation/configuration_utils.py:CompileConfig",),
+        also_read_in=("transformers/generation/utils.py:GenerationMixin",),
+        read_of=("self", "compile_config"),
+        names={"_compile_all_devices": "compiles on the CPU too"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("transformers/integrations/deepspeed.py",),
+        names={"_hf_deepspeed_config_weak_ref": "the launch's config, put back after a teacher is loaded with another"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("transformers/core_model_loading.py:convert_and_load_state_dict_in_model",),
+        names={"_weight_conversions": "how the names in a checkpoint differ from those in memory"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("accelerate/accelerator.py:Accelerator",),
+        names={"_models": "lists the student while an evaluation wraps nothing, so that it is not prepared"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("accelerate/optimizer.py:AcceleratedOptimizer",),
+        names={"_is_overflow": "the learning rate stays with a step that is left out"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=(f"{_FSDP}/_fully_shard.py:FSDPModule",),
+        names={"_get_fsdp_state": ""},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=(f"{_FSDP}/_fsdp_state.py:FSDPState",),
+        names={"_fsdp_param_group": "", "_modules_to_run_forward": "emptied of a forward that did not end"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=(f"{_FSDP}/_fsdp_param_group.py:FSDPParamGroup",),
+        names={"_to_sharded": "splits what a forward left whole"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py",),
+        names={"_CHECKPOINT_PREFIX": "what activation checkpointing adds to names"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("torch/distributed/distributed_c10d.py",),
+        names={"_get_default_store": "where processes tell who failed first", "_world": "all process groups there are"},
+    ),
+    Owner(
+        kind="vllm groups",
+        where=("vllm/distributed/parallel_state.py",),
+        names={
+            "_EP": "lent, where a first engine has made none",
+            "_TP": "lent as the group of experts",
+            "destroy_distributed_environment": "switched off while an engine shuts down",
+            "destroy_model_parallel": "switched off while an engine shuts down",
+        },
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("vllm/lora/worker_manager.py:WorkerLoRAManager",),
+        names={
+            "_adapter_manager": "which layers can have an adapter",
+            "_load_adapter": "replaced: the adapter comes from memory",
+        },
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("vllm/v1/engine/core_client.py:InprocClient",),
+        names={"_finalizer": "detached, as it would end the trainer's process groups"},
+    ),
+)
+"""Every one of them."""
+
+NOT_BORROWED = {
+    "_device_types": "of a process group, in C++",
+    "_dynamo": "a module",
+    "_get_backend": "of a process group, in C++",
+    "_replace": "of every named tuple",
+    "_said_instead": "our own, on an exception",
+    "_set_default_timeout": "of a process group, in C++; asked for before it is called",
+    "_timeout": "of a process group, in C++",
+    "_version": "of a tensor, in C++",
+}
+"""Private names on objects of others that no library's Python source defines."""

@@ -1,0 +1,214 @@
+"""Says what our own source uses of other libraries' objects, by its syntax."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "trl_opsd"
+
+READ, WRITTEN, OVERRIDDEN, CONTINUED, LISTED = "read", "written", "overridden", "continued", "listed"
+"""What is done with a name.
+
+`WRITTEN` is assigned, or changed in place; `CONTINUED` is called through `super()`; `LISTED` stands in a constant.
+"""
+
+ANYWHERE = "anywhere"
+"""Of an object of which nothing says whose it is: a private name of it is taken to be another library's."""
+
+_PRIVATE = re.compile(r"_(?!_)\w")
+_CHANGERS = ("add", "append", "clear", "extend", "manual_seed", "pop", "remove", "update")
+"""Methods after which an object is another one: whoever calls them wants the owner to read it."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A name in our source."""
+
+    kind: str
+    """What it is a name of: a value of one of the tables in `Reading`, or `ANYWHERE`."""
+    name: str
+    role: str
+    place: str
+    """`file:line`."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the source is to be read: what kind of thing is behind a name.
+
+    Args:
+        extended (`Mapping[str, str]`):
+            Classes of others, and protocols of ours, by name. Objects of our classes below them are of that kind too.
+        held (`Mapping[str, str]`):
+            Variables, attributes and modules.
+        dicts (`Mapping[str, str]`):
+            Variables and attributes that hold a dict.
+        listed (`Mapping[str, str]`):
+            Constants that list names.
+        packers (`Mapping[str, str]`):
+            Functions that make a dict.
+    """
+
+    extended: Mapping[str, str]
+    held: Mapping[str, str]
+    dicts: Mapping[str, str]
+    listed: Mapping[str, str]
+    packers: Mapping[str, str]
+
+    def uses(self, package: Path = PACKAGE) -> list[Use]:
+        """All names that are used in a package, in the order of its files."""
+        files = sorted(package.rglob("*.py"))
+        trees = {str(file.relative_to(package)): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+        kinds = self._kinds([node for tree in trees.values() for node in ast.walk(tree)])
+        return [use for file, tree in trees.items() for use in _Walk(self, kinds, file).over(tree)]
+
+    def _kinds(self, nodes: list[ast.AST]) -> dict[str, str]:
+        """What kind our classes are of, by the classes they extend, directly or not."""
+        kinds, before = dict(self.extended), 0
+        while len(kinds) > before:
+            before = len(kinds)
+            for node in nodes:
+                if isinstance(node, ast.ClassDef):
+                    kinds.update((node.name, kinds[base]) for base in map(_last, node.bases) if base in kinds)
+        return kinds
+
+
+class _Walk(ast.NodeVisitor):
+    def __init__(self, reading: Reading, kinds: Mapping[str, str], file: str) -> None:
+        self.reading, self.kinds, self.file = reading, kinds, file
+        self.kind_of_self: str | None = None
+        self.arguments: dict[str, str] = {}
+        self.found: list[Use] = []
+
+    def over(self, tree: ast.Module) -> list[Use]:
+        self.visit(tree)
+        return self.found
+
+    def use(self, kind: str, name: str, role: str, node: ast.AST) -> None:
+        if not (name.startswith("__") and name.endswith("__")):
+            self.found.append(Use(kind, name, role, f"{self.file}:{node.lineno}"))
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        before, self.kind_of_self = self.kind_of_self, self.kinds.get(node.name)
+        if self.kind_of_self is not None:
+            self._body(node, self.kind_of_self)
+        self.generic_visit(node)
+        self.kind_of_self = before
+
+    def _body(self, node: ast.ClassDef, kind: str) -> None:
+        is_protocol = node.name in self.reading.extended  # what it declares is what we ask for
+        for one in node.body:
+            match one:
+                case ast.FunctionDef(name=name):
+                    self.use(kind, name, READ if is_protocol else OVERRIDDEN, one)
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr())
+                ):
+                    self.use(kind, name, OVERRIDDEN, one)
+                case ast.AnnAssign(target=ast.Name(id=name)) if is_protocol:
+                    self.use(kind, name, READ, one)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        before, self.arguments = self.arguments, dict(self.arguments)
+        for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            for name in ast.walk(one.annotation) if one.annotation else ():
+                if isinstance(name, ast.Name) and name.id in self.kinds:
+                    self.arguments[one.arg] = self.kinds[name.id]
+        if kind := self.reading.packers.get(node.name):
+            for one in ast.walk(node):
+                for key in one.keys if isinstance(one, ast.Dict) else ():
+                    if isinstance(key, ast.Constant):
+                        self.use(kind, key.value, WRITTEN, key)
+        self.generic_visit(node)
+        self.arguments = before
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self._attribute(node.value, node.attr, READ if isinstance(node.ctx, ast.Load) else WRITTEN, node)
+        self.generic_visit(node)
+
+    def _attribute(self, of: ast.expr, name: str, role: str, node: ast.AST) -> None:
+        match of:
+            case ast.Name(id="self" | "cls"):
+                if self.kind_of_self is not None:
+                    self.use(self.kind_of_self, name, role, node)
+                return
+            case ast.Call(func=ast.Name(id="super")):
+                if self.kind_of_self is not None:
+                    self.use(self.kind_of_self, name, CONTINUED, node)
+                    return
+            case ast.Name(id=variable) if variable in self.arguments:
+                self.use(self.arguments[variable], name, role, node)
+                return
+        kind = self.reading.held.get(_last(of)) or self.reading.extended.get(_last(of))
+        if kind is not None:
+            self.use(kind, name, role, node)
+        elif is_private(name):
+            self.use(ANYWHERE, name, role, node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        match node:
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[of, ast.Constant(value=str(name)), *_]):
+                self._attribute(of, name, READ, node)
+            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[of, ast.Constant(value=str(name)), *_]):
+                self._attribute(of, name, WRITTEN, node)
+            case ast.Call(func=ast.Name(id="set_known"), args=[of], keywords=keywords):
+                for one in keywords:
+                    self._attribute(of, str(one.arg), WRITTEN, node)
+            case ast.Call(func=ast.Attribute(value=of, attr="get" | "pop"), args=[ast.Constant(value=str(key)), *_]):
+                self._key(of, key, READ, node)
+        match node.func:
+            case ast.Attribute(value=changed, attr=method) if method in _CHANGERS:
+                while isinstance(changed, ast.Subscript):
+                    changed = changed.value
+                if isinstance(changed, ast.Attribute):
+                    self._attribute(changed.value, changed.attr, WRITTEN, node)
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        match node.slice:
+            case ast.Constant(value=str(key)):
+                self._key(node.value, key, READ if isinstance(node.ctx, ast.Load) else WRITTEN, node)
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        match node:
+            case ast.Compare(left=ast.Constant(value=str(key)), ops=[ast.In() | ast.NotIn()], comparators=[of]):
+                self._key(of, key, READ, node)
+        self.generic_visit(node)
+
+    def _key(self, of: ast.expr, key: str, role: str, node: ast.AST) -> None:
+        if kind := self.reading.dicts.get(_last(of)):
+            self.use(kind, key, role, node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            if kind := self.reading.listed.get(_last(target)):
+                for one in ast.walk(node.value):
+                    if isinstance(one, ast.Constant) and isinstance(one.value, str):
+                        self.use(kind, one.value, LISTED, one)
+        self.generic_visit(node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if (node.module or "").partition(".")[0] not in ("__future__", PACKAGE.name):
+            for one in node.names:
+                if is_private(one.name):
+                    self.use(ANYWHERE, one.name, READ, node)
+
+
+def is_private(name: str) -> bool:
+    """Whether a name says that it is nobody else's; `__names__` are Python's."""
+    return _PRIVATE.match(name) is not None
+
+
+def _last(node: ast.expr) -> str:
+    """`c` of `a.b.c`, `C` of `C[T]`."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+        case ast.Subscript(value=value):
+            return _last(value)
+    return ""

@@ -1,0 +1,108 @@
+"""Names that our source borrows from TRL and its neighbours are in one table, and mean there what they mean here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from borrowed import OWNERS, READING
+from breaches import INSTALLED, breach, unlisted, unused
+from ours import ANYWHERE, CONTINUED, LISTED, OVERRIDDEN, READ, WRITTEN
+from theirs import Sources
+
+ROWS = [pytest.param(owner, name, id=f"{owner.title}.{name}") for owner in INSTALLED for name in owner.names]
+
+
+@pytest.mark.parametrize(("owner", "name"), ROWS)
+def test_their_source_does_with_a_name_what_ours_relies_on(owner, name):
+    said = breach(owner, name)
+    assert said is None, said
+
+
+def test_every_name_of_theirs_in_our_source_is_in_the_table():
+    assert list(unlisted()) == []
+
+
+def test_every_name_in_the_table_is_used_by_our_source():
+    assert list(unused()) == []
+
+
+def test_every_way_to_a_name_in_the_table_leads_to_an_owner():
+    ways = (READING.extended, READING.held, READING.dicts, READING.listed, READING.packers)
+    assert {kind for way in ways for kind in way.values()} == {owner.kind for owner in OWNERS} - {ANYWHERE}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("trainer", "_buffered_inputs"),
+        ("trainer", "_get_train_sampler"),
+        ("batch", "tool_mask"),
+        ("batch", "num_items_in_batch"),
+        ("row", "image"),
+        ("metrics", "train"),
+        ("module", "get_peft_model"),
+        ("sampler", "generator"),
+        ("config", "_VALID_DICT_FIELDS"),
+        ("client", "check_server"),
+    ],
+)
+def test_a_renamed_name_is_reported_with_what_depends_on_it(kind, name):
+    owner = next(one for one in OWNERS if one.kind == kind)
+    said = breach(owner, name, Sources(renamed=("trl", name)))
+    assert said.startswith(f"`{name}` of {owner.title}")
+    assert "in trl_opsd/" in said
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "name", "role"),
+    [
+        ("self._held", "trainer", "_held", READ),
+        ("self._held = None", "trainer", "_held", WRITTEN),
+        ("self.model, self._held = 1, 2", "trainer", "_held", WRITTEN),
+        ("self._held += 1", "trainer", "_held", WRITTEN),
+        ("del self._held", "trainer", "_held", WRITTEN),
+        ("set_known(self, _held=None)", "trainer", "_held", WRITTEN),
+        ("self._held['train']['a'].append(1)", "trainer", "_held", WRITTEN),
+        ("getattr(self, '_held', None)", "trainer", "_held", READ),
+        ("setattr(self, '_held', None)", "trainer", "_held", WRITTEN),
+        ("super()._held()", "trainer", "_held", CONTINUED),
+        ("trainer.is_in_train = False", "trainer", "is_in_train", WRITTEN),
+        ("self._dist.is_fsdp", "backend", "is_fsdp", READ),
+        ("self._order.generator.manual_seed(0)", "sampler", "generator", WRITTEN),
+        ("distillation_trainer.pad = None", "module", "pad", WRITTEN),
+        ("batch['a']", "batch", "a", READ),
+        ("batch.get('a')", "batch", "a", READ),
+        ("'a' in batch", "batch", "a", READ),
+        ("batch['a'] = 0", "batch", "a", WRITTEN),
+        ("row_columns = ('a',)", "row", "a", LISTED),
+        ("trainer.optimizer._held = 0", ANYWHERE, "_held", WRITTEN),
+        ("from torch import _held", ANYWHERE, "_held", READ),
+    ],
+)
+def test_every_way_to_use_a_name_is_read(tmp_path, body, kind, name, role):
+    source = f"class A(Trainer): ...\nclass B(A):\n    def run(self, trainer: A | None):\n        {body}\n"
+    (tmp_path / "one.py").write_text(source, encoding="utf-8")
+    assert (kind, name, role, "one.py:4") in [
+        (use.kind, use.name, use.role, use.place) for use in READING.uses(tmp_path)
+    ]
+
+
+@pytest.mark.parametrize("body", ["_held = 1", "_held: int = 1", "def _held(self): ..."])
+def test_every_way_to_override_a_name_is_read(tmp_path, body):
+    (tmp_path / "one.py").write_text(f"class A(VLLMClient):\n    {body}\n", encoding="utf-8")
+    assert [(use.kind, use.name, use.role) for use in READING.uses(tmp_path)] == [("client", "_held", OVERRIDDEN)]
+
+
+def test_a_class_attribute_that_trl_has_renamed_is_named_when_the_trainer_is_imported():
+    renamed = "for one in (trl.DistillationTrainer, trl.DistillationTrainer.__base__): del one._tag_names"
+    run = subprocess.run(
+        [sys.executable, "-c", f"import trl\n{renamed}\nfrom trl_opsd import OPSDTrainer"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = run.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: OPSDTrainer cannot be loaded from trl_opsd.trainer"), run.stderr
+    assert "'_tag_names'" in last
