@@ -71,7 +71,7 @@ READING = Reading(
     dicts={"batch": "batch", "_metrics": "metrics", "logs": "logs"},
     listed={
         "IMAGE_COLUMNS": "row",
-        "row_columns": "row",
+        "COLUMNS": "row",
         "_BARS": "bars",
         "_DESTROYERS": "vllm groups",
     },

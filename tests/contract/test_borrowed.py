@@ -76,7 +76,7 @@ def test_a_renamed_name_is_reported_with_what_depends_on_it(kind, name):
         ("batch.get('a')", "batch", "a", READ),
         ("'a' in batch", "batch", "a", READ),
         ("batch['a'] = 0", "batch", "a", WRITTEN),
-        ("row_columns = ('a',)", "row", "a", LISTED),
+        ("COLUMNS = ('a',)", "row", "a", LISTED),
         ("trainer.optimizer._held = 0", ANYWHERE, "_held", WRITTEN),
         ("from torch import _held", ANYWHERE, "_held", READ),
     ],

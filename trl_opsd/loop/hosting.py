@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class Hosting(DistillationTrainer):
     chat_template_kwargs: dict[str, Any]
     eos_token_ids: list[int]
     placeholders: list[int]
+    _tag_names: ClassVar = [*DistillationTrainer._tag_names, "opsd"]
 
     def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
         """Token ids of prompts that may not have been checked yet, as the rollout will see them.

@@ -72,7 +72,6 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
     _name = "OPSD"
     _step: int
     _signature_columns: list[str] | None
-    _tag_names: ClassVar = [*Hosting._tag_names, "opsd"]
 
     def __init__(self, *, args: DistillationConfig, processor: ProcessorMixin | None = None, **kwargs: Any) -> None:
         self.processor = processor
