@@ -13,7 +13,7 @@ from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
 from trl_opsd.data.shares import check_sharing
 from trl_opsd.data.teacher_prompts import TEMPLATE, check_template
 from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
-from trl_opsd.losses.registry import BETAS, named
+from trl_opsd.losses.registry import BETAS, divergence_of
 from trl_opsd.run import versions
 from trl_opsd.run.precision import check_scaler
 from trl_opsd.run.ranges import above, at_least_one, in_range, one_of
@@ -205,7 +205,7 @@ class OPSDConfig(DistillationConfig):
 
     def build_divergence(self) -> Divergence:
         """The objective as a value: what `divergence` is or names, else what `beta` says."""
-        return named(self.divergence, self.beta)
+        return divergence_of(self.divergence, self.beta)
 
     def to_dict(self) -> dict[str, Any]:
         """As transformers', for loggers and files: a divergence that is an object in words."""

@@ -16,7 +16,7 @@ from trl_opsd import arguments, fingerprint
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.config import OPSDConfig, checked_args
-from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, columns_of, describe_rows, named
+from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name, columns_of, describe_rows
 from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
 from trl_opsd.data.readers import Reader, Readers
@@ -25,7 +25,7 @@ from trl_opsd.data.vocabulary import shared_vocabulary
 from trl_opsd.loop.footprint import footprint
 from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.losses import Divergence
-from trl_opsd.losses.registry import named as named_divergence
+from trl_opsd.losses.registry import divergence_of
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.given import check_student
 from trl_opsd.models.head import whole_head
@@ -152,7 +152,7 @@ class OPSDTrainer(SeamTrainer):
             model,
             teacher_model,
             args,
-            {"train_dataset": train_dataset, **named(eval_dataset)},
+            {"train_dataset": train_dataset, **by_name(eval_dataset)},
             processing_class,
             teacher_processing_class,
             teacher_prompt_fn,
@@ -175,7 +175,7 @@ class OPSDTrainer(SeamTrainer):
         check_student(self.model, args)
         self.use_special_tokens()
         self._identity = fingerprint.Identity(args, self.model, self.handed_in, self.optimizer)
-        self.divergence = args.build_divergence() if divergence is None else named_divergence(divergence, args.beta)
+        self.divergence = args.build_divergence() if divergence is None else divergence_of(divergence, args.beta)
         self.show_progress = self.accelerator.is_main_process and not args.disable_tqdm
         self._student_is_proved, self.reading = False, PADDED
         self.dropped_prompts: Counter[str] = Counter()

@@ -30,7 +30,7 @@ def columns_of(dataset: AnyDataset | None) -> list[str] | None:
     return names
 
 
-def named(eval_dataset: EvalDatasets) -> dict[str, AnyDataset | None]:
+def by_name(eval_dataset: EvalDatasets) -> dict[str, AnyDataset | None]:
     """Evaluation datasets by the name a message gives them."""
     if isinstance(eval_dataset, dict):
         return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
@@ -89,7 +89,7 @@ def admit_all(
         return left
 
     train = admitted("train_dataset", train_dataset)
-    evals = {name: admitted(name, dataset) for name, dataset in named(eval_dataset).items()}
+    evals = {name: admitted(name, dataset) for name, dataset in by_name(eval_dataset).items()}
     if isinstance(eval_dataset, dict):
         return train, dict(zip(eval_dataset, evals.values(), strict=True))
     return train, evals["eval_dataset"]

@@ -20,7 +20,7 @@ BETAS: MappingProxyType[str, float] = MappingProxyType({"forward_kl": 0.0, "reve
 """TRL's `beta` of those that have only one."""
 
 
-def named(divergence: Divergence | str | None, beta: float) -> Divergence:
+def divergence_of(divergence: Divergence | str | None, beta: float) -> Divergence:
     """A divergence by its name, or as it is; `None` is what TRL's `beta` alone says.
 
     Args:
