@@ -16,7 +16,6 @@ counts the rows of every forward pass of the model for each token that is part o
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
@@ -25,17 +24,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
 import torch
-from accelerate import Accelerator
+from lone_host import LoneHost
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList, Qwen2Config
 from transformers.utils import logging
 
 from trl_opsd import HFRollout
 from trl_opsd.data.prompts import PromptLimits
-from trl_opsd.models.padding import PADDED
 from trl_opsd.rollout.base import cut_after_end
 
 END = 0
@@ -91,44 +91,29 @@ def make_prompts(args: argparse.Namespace, batch: int, lengths: str) -> tuple[li
     return [[n // BASE + 1, n % BASE + 1, *ids] for n, ids in zip(wanted, words, strict=True)], wanted
 
 
-def trainer_of(model: Any, args: argparse.Namespace) -> SimpleNamespace:
+def host_of(model: Any, args: argparse.Namespace) -> LoneHost:
     """What `HFRollout` asks of a trainer."""
-
-    def pad_prompts(prompt_ids: list[list[int]]) -> dict[str, torch.Tensor]:
-        ids = torch.tensor(prompt_ids, device=args.device)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-    return SimpleNamespace(
-        model=model,
-        placeholders=[],
-        args=SimpleNamespace(cache_implementation=None, ds3_gather_for_generation=True),
-        accelerator=Accelerator(cpu=args.device == "cpu"),
-        generation_config=GenerationConfig(
-            max_new_tokens=args.tokens,
-            do_sample=True,
-            top_k=0,
-            eos_token_id=END,
-            pad_token_id=END,
-            disable_compile=True,
-        ),
-        limits=PromptLimits(vocabulary=args.vocab, context=None, completion=args.tokens),
-        pad_prompts=pad_prompts,
-        reading=PADDED,
-        student_for_generation=lambda: contextlib.nullcontext(model),
-        show_progress=False,
+    sampling = GenerationConfig(
+        max_new_tokens=args.tokens,
+        do_sample=True,
+        top_k=0,
+        eos_token_id=END,
+        pad_token_id=END,
+        disable_compile=True,
     )
+    return LoneHost(model, PromptLimits(vocabulary=args.vocab, context=None, completion=args.tokens), sampling)
 
 
 def engines(model: Any, args: argparse.Namespace) -> Iterator[tuple[str, Engine]]:
-    trainer = trainer_of(model, args)
+    host = host_of(model, args)
 
     def trl(prompt_ids: list[list[int]]) -> list[list[int]]:
-        written = model.generate(**trainer.pad_prompts(prompt_ids), generation_config=trainer.generation_config)
+        written = model.generate(**host.pad_prompts(prompt_ids), generation_config=host.generation_config)
         return [cut_after_end(ids, {END}) for ids in written[:, args.prompt_tokens :].tolist()]
 
     def ours(compile: bool) -> Engine:
         rollout = HFRollout(compile=compile)
-        rollout.bind(trainer)
+        rollout.bind(host)
         return lambda prompt_ids: rollout.complete(prompt_ids, 0)
 
     yield "trl", trl

@@ -14,19 +14,21 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
 from accelerate import Accelerator
+from lone_host import LoneHost
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
@@ -34,6 +36,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_opsd._compat.vllm.architectures import LORA_RANKS
 from trl_opsd._compat.vllm.engine import EngineOptions, VLLMEngine
+from trl_opsd.data.prompts import PromptLimits
 from trl_opsd.rollout.sync_proof import SyncProof
 from trl_opsd.rollout.weight_sync import Stream, adapter_layers, adapter_of, adapter_rank, weights_of
 
@@ -164,12 +167,8 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 def proof(student: Any, engine: VLLMEngine, args: argparse.Namespace) -> dict[str, float]:
     """Seconds of the proof, and the gap it found."""
-    trainer: Any = SimpleNamespace(
-        student_for_generation=lambda: nullcontext(student),
-        accelerator=Accelerator(cpu=args.device == "cpu"),
-        limits=SimpleNamespace(context=256, vocabulary=args.vocab),
-    )
-    proof = SyncProof(trainer, engine, args.dtype, isinstance(student, PeftModel))
+    host = LoneHost(student, PromptLimits(vocabulary=args.vocab, context=256, completion=16))
+    proof = SyncProof(host, engine, args.dtype, isinstance(student, PeftModel))
     student.eval()
     with torch.no_grad():
         return {"proof_seconds": timed(proof.check, args.repeats), "gap": proof.check()}

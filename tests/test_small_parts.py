@@ -8,8 +8,12 @@ import time
 
 import numpy as np
 import pytest
+import tiny
 import torch
+from lone_host import LoneHost
 
+from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.host import Host
 from trl_opsd.rollout import FixedRollout
 from trl_opsd.rollout.base import cut_after_end
 from trl_opsd.run.clock import PhaseClock
@@ -24,6 +28,14 @@ def batch(rows: int = 5) -> dict[str, torch.Tensor]:
         "completion_ids": torch.arange(rows * 2).view(rows, 2),
         "completion_mask": torch.ones(rows, 2),
     }
+
+
+def test_a_trainer_and_its_stand_in_are_whole_hosts_and_the_stand_in_is_nothing_more(make_trainer):
+    asked = {*Host.__annotations__, *(name for name in vars(Host) if not name.startswith("_"))}
+    stand_in = LoneHost(tiny.qwen2(), PromptLimits(vocabulary=tiny.VOCABULARY, context=None, completion=8))
+    assert {name for name in dir(stand_in) if not name.startswith("_")} == asked
+    trainer = make_trainer()
+    assert [name for name in asked if not hasattr(trainer, name)] == []
 
 
 def test_what_flows_cannot_be_changed_on_the_way():

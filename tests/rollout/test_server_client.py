@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 
 pytest.importorskip("vllm")
 
@@ -81,13 +81,10 @@ def faults() -> Iterator[Faults]:
     server.server_close()
 
 
-def client(port: int, waits: float = 0.0, **given: Any) -> ServerClient:
-    args = SimpleNamespace(
-        vllm_server_base_url=None, vllm_server_host="127.0.0.1", vllm_server_port=port, vllm_group_port=1,
-        vllm_server_timeout=waits,
-    )  # fmt: skip
-    vars(args).update(given)
-    return ServerClient(args, deadline=DEADLINE)
+def client(port: int, waits: float = 0.0, kind: type[ServerClient] = ServerClient, **given: Any) -> ServerClient:
+    server = {"vllm_server_port": port, "vllm_group_port": 1, "vllm_server_timeout": waits}
+    args = tiny.config("nothing is written", **{**server, **given})
+    return kind(args, deadline=DEADLINE)
 
 
 def test_a_server_that_is_not_there_and_is_waited_for_is_noticed(faults, caplog):
@@ -340,6 +337,16 @@ def test_prompts_for_loopback_that_take_the_way_of_a_proxy_are_noticed(faults, m
     assert client(faults.server_port).model == "student"
 
 
+class Unasked(ServerClient):
+    """One whose server answers at once, wherever it is said to be."""
+
+    def check_server(self, *waits):
+        pass
+
+    def _get(self, url):
+        return {"data": [{"id": "student"}]}
+
+
 @pytest.mark.parametrize(
     ("url", "loopback"),
     [
@@ -350,7 +357,5 @@ def test_prompts_for_loopback_that_take_the_way_of_a_proxy_are_noticed(faults, m
         ("http://gpu:1", False),
     ],
 )
-def test_a_server_elsewhere_that_counts_as_this_machine_is_noticed(monkeypatch, url, loopback):
-    monkeypatch.setattr(ServerClient, "check_server", lambda self, *waits: None)
-    monkeypatch.setattr(ServerClient, "_get", lambda self, url: {"data": [{"id": "student"}]})
-    assert client(1, vllm_server_base_url=url).is_loopback is loopback
+def test_a_server_elsewhere_that_counts_as_this_machine_is_noticed(url, loopback):
+    assert client(1, kind=Unasked, vllm_server_base_url=url).is_loopback is loopback

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import SimpleNamespace
-
 import pytest
 import tiny
 import torch
-from accelerate import Accelerator
+from lone_host import LoneHost
 
+from trl_opsd.data.prompts import PromptLimits
 from trl_opsd.rollout.sync_proof import PROMPTED, RELATIVE, WRITTEN, SyncProof
 from trl_opsd.run.errors import SyncError
+from trl_opsd.types import Completion
 
 
 class Told:
@@ -34,7 +33,7 @@ class Told:
         ids = torch.tensor([prompt + written])
         scores = self._student(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         scores = (scores + torch.nn.functional.pad(self.off, (0, len(scores) - len(self.off)))).tolist()
-        return SimpleNamespace(
+        return Completion(
             prompt_ids=prompt, completion_ids=written, prompt_logprobs=scores[:-length], logprobs=scores[-length:]
         )
 
@@ -42,13 +41,8 @@ class Told:
 @pytest.fixture
 def proof():
     student = tiny.qwen2(64).requires_grad_(False)
-    trainer = SimpleNamespace(
-        model=student,
-        student_for_generation=lambda: nullcontext(student),
-        accelerator=Accelerator(cpu=True),
-        limits=SimpleNamespace(context=256, vocabulary=tiny.VOCABULARY),
-    )
-    return SyncProof(trainer, Told(student), torch.bfloat16, with_adapter=False)
+    host = LoneHost(student, PromptLimits(vocabulary=tiny.VOCABULARY, context=256, completion=16))
+    return SyncProof(host, Told(student), torch.bfloat16, with_adapter=False)
 
 
 PROMPTS = [[5, 6, 7], [], [8, 9]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import seers
@@ -20,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GPTNeoXConfig,
+    PretrainedConfig,
     Starcoder2Model,
 )
 from vllm_lab import gap, lora, student
@@ -224,7 +224,7 @@ def test_a_head_of_its_own_that_is_not_sent_is_noticed(where):
     ],
 )
 def test_a_head_that_a_server_refuses_or_misses_is_noticed(architecture, there):
-    assert may_have_head(SimpleNamespace(architectures=[architecture], name_or_path="student")) is there
+    assert may_have_head(PretrainedConfig(architectures=[architecture], name_or_path="student")) is there
 
 
 @pytest.mark.refusal

@@ -5,10 +5,10 @@ from __future__ import annotations
 import configparser
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tiny
+from lone_host import LoneHost
 from packaging.requirements import Requirement
 
 pytest.importorskip("vllm")
@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from vllm_lab import student
 
 from trl_opsd._compat.vllm import supported
+from trl_opsd.data.prompts import PromptLimits
 from trl_opsd.rollout import synced
 
 pytestmark = pytest.mark.vllm
@@ -41,10 +42,11 @@ def test_an_option_that_cannot_work_with_vllm_is_noticed(make, given, message):
 
 @pytest.mark.refusal
 def test_a_student_whose_weights_cannot_be_sent_is_noticed():
-    model = SimpleNamespace(is_quantized=True, config=tiny.qwen2().config)
-    trainer = SimpleNamespace(args=SimpleNamespace(vllm_max_model_length=None), model=model)
+    model = tiny.qwen2()
+    model.is_quantized = True
+    host = LoneHost(model, PromptLimits(vocabulary=tiny.VOCABULARY, context=256, completion=16))
     with pytest.raises(ValueError, match=r"with a quantized student is not supported.*or set `use_vllm=False`"):
-        synced.check_student(trainer)
+        synced.check_student(host)
 
 
 @pytest.mark.refusal

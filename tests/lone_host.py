@@ -1,0 +1,70 @@
+"""A student that is written for without a training: the smallest [`trl_opsd.host.Host`], for benchmarks and tests."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import tiny
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, TrainerState
+
+from trl_opsd import OPSDConfig
+from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.models.padding import PADDED
+
+
+class LoneHost:
+    """One process with a student that is whole, and no log.
+
+    Args:
+        model (`PreTrainedModel`):
+            The student; it stays on its device.
+        limits ([`PromptLimits`]):
+            What prompts and completions keep to.
+        generation_config (`GenerationConfig`, *optional*):
+            Sampling options; without it those of `generate`.
+        options:
+            Of the [`OPSDConfig`].
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        limits: PromptLimits,
+        generation_config: GenerationConfig | None = None,
+        **options: Any,
+    ) -> None:
+        on_cpu = model.device.type == "cpu"
+        self.args = OPSDConfig(output_dir="nothing is written", use_cpu=on_cpu, bf16=False, report_to="none", **options)
+        self.model, self.limits = model, limits
+        self.accelerator = Accelerator(cpu=on_cpu)
+        self.state = TrainerState()
+        self.processing_class = tiny.tokenizer()
+        self.generation_config = generation_config or GenerationConfig(max_new_tokens=limits.completion)
+        self.eos_token_ids: list[int] = []
+        self.placeholders: list[int] = []
+        self.reading = PADDED
+        self.loads = 0
+        self.show_progress = False
+
+    def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
+        longest = max(map(len, prompt_ids))
+        ids = [[0] * (longest - len(row)) + row for row in prompt_ids]
+        real = [[0] * (longest - len(row)) + [1] * len(row) for row in prompt_ids]
+        device = self.model.device
+        return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(real, device=device)}
+
+    def student_for_generation(self) -> AbstractContextManager[Any]:
+        return nullcontext(self.model)
+
+    def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def record(self, name: str, value: float) -> None:
+        """There is no log."""
