@@ -175,3 +175,11 @@ def test_every_name_in_the_source_has_a_row():
     assert {f"time/{phase}" for phase in phases} == {name for name in METRICS if name.startswith("time/")}
     recorded = set(re.findall(r'(?:record\(|_timed\(trainer, |logs\[)"([\w/]+)"', source))
     assert recorded == {name for name in METRICS if name.startswith(("sync/", "rollout/", "nonfinite/"))}
+
+
+def test_each_of_several_evaluations_is_a_log_of_its_own(make_trainer):
+    sets = {"short": tiny.rows(4), "long": tiny.rows(2)}
+    trainer = make_trainer(eval_dataset=sets, eval_strategy="steps", eval_steps=1, max_steps=1)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "eval_divergence/mean" in row]
+    assert [row["eval_divergence/mean"] for row in rows] == [rows[0]["eval_short_loss"], rows[1]["eval_long_loss"]]

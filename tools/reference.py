@@ -58,8 +58,8 @@ as `eval_<metric>`, also where `eval_dataset` is a dict: there is then one log f
 `eval_<dataset>_loss` tells which. `eval_loss` differs from TRL's: it is the mean over the tokens of the whole
 evaluation, which is also `eval_divergence/mean`.
 
-*Main process*: each process has a value of its own, and loggers get that of the main process. Means are over everything
-since the last log that had tokens in the loss."""
+*Main process*: each process has a value of its own, and loggers get that of the main process. Means cover what happened
+since the last log; what a log without a token in the loss leaves out is in the next."""
 
 
 def _config(**options: Any) -> OPSDConfig:
