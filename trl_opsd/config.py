@@ -183,6 +183,7 @@ class OPSDConfig(DistillationConfig):
     def __post_init__(self) -> None:
         in_range("beta", self.beta, 0.0, 1.0)  # TRL lets NaN pass
         super().__post_init__()
+        self._check_dicts()
         self._check_objective()
         self._check_teacher()
         self._check_teacher_placement()
@@ -218,6 +219,12 @@ class OPSDConfig(DistillationConfig):
         assert not isinstance(self.teacher_chat_template_kwargs, str), "parsed and checked at construction"
         return dict(self.teacher_chat_template_kwargs or {})
 
+    def _check_dicts(self) -> None:
+        for name in self._VALID_DICT_FIELDS:
+            value = getattr(self, name)
+            if name.endswith("_kwargs") and not isinstance(value, dict | None):
+                raise ValueError(f"`{name}={value!r}`: expected a dict of options, or the JSON of one.")
+
     def _check_objective(self) -> None:
         check_divergence(self.divergence)
         one_of("overlong_prompts", self.overlong_prompts, ("error", "drop"))
@@ -243,9 +250,6 @@ class OPSDConfig(DistillationConfig):
         in_range("teacher_update_rate", self.teacher_update_rate, 0.0, 1.0, open_below=True)
         at_least_one("teacher_sync_steps", self.teacher_sync_steps)
         check_template(self.teacher_prompt_template)
-        kwargs = self.teacher_chat_template_kwargs
-        if kwargs is not None and not isinstance(kwargs, dict):
-            raise ValueError(f"`teacher_chat_template_kwargs={kwargs!r}`: expected a dict of template arguments.")
 
     def _check_teacher_placement(self) -> None:
         one_of("teacher_offload", self.teacher_offload, TEACHER_OFFLOADS)

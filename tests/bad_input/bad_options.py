@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from cases import Case, option
+
+from trl_opsd import OPSDConfig
 
 NAN, INFINITE = float("nan"), float("inf")
 RESULT = "would change what a rollout returns"
@@ -100,6 +104,12 @@ OTHERS = [
     option("at least", "`phase_timeout=inf`", phase_timeout=INFINITE),
     option(
         "at least", "`resume_with_changes='temperature'`: expected a list of names", resume_with_changes="temperature"
+    ),
+    *(
+        option("at least", f"`{name}={re.escape(repr(value))}`: expected a dict", **{name: value})
+        for name in OPSDConfig._VALID_DICT_FIELDS
+        if name.endswith("_kwargs")
+        for value in ("temperature=1", 5, ["temperature"])
     ),
 ]
 
