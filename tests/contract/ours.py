@@ -67,13 +67,15 @@ class Reading:
         return [use for file, tree in trees.items() for use in _Walk(self, kinds, file).over(tree)]
 
     def _kinds(self, nodes: list[ast.AST]) -> dict[str, str]:
-        """What kind our classes are of, by the classes they extend, directly or not."""
+        """What kind our classes are of, by the classes they extend, directly or not, and by those that mix them in."""
+        bases = {node.name: [_last(base) for base in node.bases] for node in nodes if isinstance(node, ast.ClassDef)}
         kinds, before = dict(self.extended), 0
         while len(kinds) > before:
             before = len(kinds)
-            for node in nodes:
-                if isinstance(node, ast.ClassDef):
-                    kinds.update((node.name, kinds[base]) for base in map(_last, node.bases) if base in kinds)
+            for name, above in bases.items():
+                kinds.update((name, kinds[base]) for base in above if base in kinds)
+                if name in kinds:
+                    kinds.update((base, kinds[name]) for base in above if base in bases)
         return kinds
 
 

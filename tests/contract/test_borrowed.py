@@ -89,6 +89,12 @@ def test_every_way_to_use_a_name_is_read(tmp_path, body, kind, name, role):
     ]
 
 
+def test_a_class_that_is_only_mixed_in_is_read_too(tmp_path):
+    source = "class Mixed:\n    def run(self): self._held\nclass A(Mixed, Trainer): ...\n"
+    (tmp_path / "one.py").write_text(source, encoding="utf-8")
+    assert [(use.kind, use.name) for use in READING.uses(tmp_path)] == [("trainer", "run"), ("trainer", "_held")]
+
+
 @pytest.mark.parametrize("body", ["_held = 1", "_held: int = 1", "def _held(self): ..."])
 def test_every_way_to_override_a_name_is_read(tmp_path, body):
     (tmp_path / "one.py").write_text(f"class A(VLLMClient):\n    {body}\n", encoding="utf-8")

@@ -39,12 +39,15 @@ class Sources:
         package, name = self.renamed or ("", "")
         if file.partition("/")[0] != package or name not in _text(file):
             return _installed(file)
-        return ast.parse(spelled_otherwise(_text(file), name))
+        return ast.parse(spelled_otherwise(_text(file), package, name))
 
 
-def spelled_otherwise(text: str, name: str) -> str:
-    """A source in which a name is another one wherever it stands, in strings too."""
-    return re.sub(rf"\b{re.escape(name)}\b", f"{name}_renamed", text)
+def spelled_otherwise(text: str, package: str, name: str) -> str:
+    """A source of a package in which a name is another one wherever it stands, in strings too."""
+    other = f"{name}_renamed"
+    text = re.sub(rf"\b{re.escape(name)}\b", other, text)
+    # What comes from another package keeps its name there.
+    return re.sub(rf"(?m)^(\s*from (?!{package}\b)[a-z]\S* import .*)\b{other}\b", rf"\1{name} as {other}", text)
 
 
 @cache
