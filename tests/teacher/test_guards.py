@@ -13,13 +13,6 @@ def weights(trainer):
     return [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
 
-def broken(change):
-    teacher = tiny.qwen2(48, seed=1)
-    with torch.no_grad():
-        change(teacher)
-    return teacher
-
-
 def poison_embedding(value):
     def change(model):
         model.model.embed_tokens.weight[50:120] = value
@@ -42,11 +35,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("change", "error", "message"), CASES, ids=range(len(CASES)))
-def test_the_side_is_named_and_the_student_stays_as_it_was(make_trainer, monkeypatch, change, error, message):
-    monkeypatch.setattr(
-        "trl_opsd.teacher.frozen.prove_head", lambda *args, **kwargs: None
-    )  # it would be found at the start
-    trainer = make_trainer(teacher_model=broken(change), gradient_accumulation_steps=2)
+def test_the_side_is_named_and_the_student_stays_as_it_was(make_trainer, change, error, message):
+    trainer = make_trainer(gradient_accumulation_steps=2)
+    with torch.no_grad():
+        change(trainer.teacher.model)  # before, it would be refused at construction
     before = weights(trainer)
     with pytest.raises(error, match=message):
         trainer.train()
