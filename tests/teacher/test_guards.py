@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 
-from trl_opsd import FixedRollout
+from trl_opsd import FixedRollout, OPSDTrainer
 
 
 def weights(trainer):
@@ -47,18 +47,17 @@ def test_the_side_is_named_and_the_student_stays_as_it_was(make_trainer, change,
 
 @pytest.mark.quick
 def test_a_teacher_that_breaks_during_training_keeps_what_was_learned_before(make_trainer):
-    trainer = make_trainer(max_steps=3)
     seen = []
-    targets = trainer.teacher.targets
 
-    def breaks(rollout):
-        seen.append(weights(trainer))
-        found = targets(rollout)
-        if len(seen) == 3:
-            found.hidden[0, 0, 0] = float("nan")
-        return found
+    class Breaking(OPSDTrainer):
+        def teach(self, rollout, rows):
+            seen.append(weights(self))
+            targets = super().teach(rollout, rows)
+            if len(seen) == 3:
+                targets.hidden[0, 0, 0] = float("nan")
+            return targets
 
-    trainer.teacher.targets = breaks
+    trainer = make_trainer(Breaking, max_steps=3)
     with pytest.raises(FloatingPointError, match="The teacher's logits are NaN"):
         trainer.train()
     assert trainer.state.global_step == 2
