@@ -165,12 +165,12 @@ def training_problems(different: int | None, completions: int, seed: int) -> lis
     return problems[:completions]
 
 
-def practised(folder: Path) -> str:
+def practised(folder: Path, steps: int) -> str:
     """The shipped student after some practice, made once for an output folder."""
     path = folder / "practised-student"
     if not (path / "config.json").exists():
         tokenizer, model = AutoTokenizer.from_pretrained(STUDENT), AutoModelForCausalLM.from_pretrained(STUDENT)
-        supervise(model, tokenizer, draw(50_000, seed=5), steps=PRACTICE, learning_rate=1e-3)
+        supervise(model, tokenizer, draw(50_000, seed=5), steps=steps, learning_rate=1e-3)
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
     return str(path)
@@ -197,7 +197,7 @@ def run(method: str, setting: str, seed: int, asked: argparse.Namespace, held_ou
         "disable_tqdm": True,
     }
     curve = Curve(held_out, asked.steps)
-    student = practised(asked.output) if what.practised else STUDENT
+    student = practised(asked.output, asked.practice) if what.practised else STUDENT
     job = Job(student=student, problems=problems, top_p=what.top_p, options=options, curve=curve)
     trainer = METHODS[method](job)
     trainer.remove_callback(PrinterCallback)
@@ -265,6 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--practice", type=int, default=PRACTICE, help="steps of the student that practises first")
     parser.add_argument("--held-out", type=int, default=300, help="problems to measure accuracy on")
     asked = parser.parse_args(arguments)
 

@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 import tiny
-import trl.trainer.distillation_trainer
+from transformers import PreTrainedModel
 
-import trl_opsd.teacher.build
 from trl_opsd import FixedRollout, OPSDTrainer
 
 
@@ -26,8 +25,8 @@ from trl_opsd import FixedRollout, OPSDTrainer
 def _nothing_is_loaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the marker `before_loading` promises: weights that are read are a failure."""
     if request.node.get_closest_marker("before_loading"):
-        for module in (trl.trainer.distillation_trainer, trl_opsd.teacher.build):
-            monkeypatch.setattr(module, "create_model_from_path", lambda path, **kwargs: pytest.fail(f"loaded {path}"))
+        fails = classmethod(lambda cls, path, *args, **kwargs: pytest.fail(f"loaded {path}"))
+        monkeypatch.setattr(PreTrainedModel, "from_pretrained", fails)
 
 
 @pytest.fixture
@@ -41,7 +40,9 @@ def make_trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[...
     def model(width: int, seed: int) -> Any:
         if not request.node.get_closest_marker("before_loading"):
             return tiny.qwen2(width, seed=seed)
-        tiny.qwen2(width).config.save_pretrained(tmp_path / f"no-weights-{width}")
+        config = tiny.qwen2(width).config
+        config.architectures = ["Qwen2ForCausalLM"]
+        config.save_pretrained(tmp_path / f"no-weights-{width}")
         return str(tmp_path / f"no-weights-{width}")
 
     of_the_trainer = set(inspect.signature(OPSDTrainer.__init__).parameters)

@@ -8,9 +8,9 @@ from dataclasses import fields
 
 import pytest
 import tiny
+from transformers import Qwen2ForCausalLM
 from trl import DistillationConfig
 
-import trl_opsd.teacher.build
 from trl_opsd import OPSDConfig
 
 
@@ -77,13 +77,12 @@ def test_the_defaults_that_differ_from_trls_are_the_two_for_safety(tmp_path):
 def test_a_teacher_with_code_of_its_own_needs_a_switch_of_its_own(make_trainer, monkeypatch, tmp_path):
     loaded = {}
 
-    def load(path, **kwargs):
-        loaded.update(kwargs)
-        return tiny.qwen2(48, 1)
-
-    monkeypatch.setattr(trl_opsd.teacher.build, "create_model_from_path", load)
+    load = Qwen2ForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        Qwen2ForCausalLM, "from_pretrained", lambda path, **kwargs: loaded.update(kwargs) or load(path, **kwargs)
+    )
     path = tmp_path / "teacher"
-    tiny.qwen2(48, 1).config.save_pretrained(path)
+    tiny.qwen2(48, 1).save_pretrained(path)
     make_trainer(teacher_model=str(path), trust_remote_code=True)
     assert loaded["trust_remote_code"] is False
     assert loaded["use_safetensors"] is True

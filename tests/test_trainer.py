@@ -186,19 +186,17 @@ class TestRollout:
                 self.asked += 1
                 return super().complete(prompt_ids, step)
 
-        rollout = Impatient(tiny.recorded(tiny.tokenizer()))
+        class Interrupted(OPSDTrainer):
+            def compare(self, *args):
+                calls.append(args)
+                if len(calls) == 2:
+                    raise KeyboardInterrupt
+                return super().compare(*args)
+
+        rollout, calls = Impatient(tiny.recorded(tiny.tokenizer())), []
         trainer = make_trainer(
-            rollout=rollout, gradient_accumulation_steps=4, per_device_train_batch_size=1, max_steps=1
+            Interrupted, rollout=rollout, gradient_accumulation_steps=4, per_device_train_batch_size=1, max_steps=1
         )
-        compare, calls = trainer.compare, []
-
-        def interrupted(*args):
-            calls.append(args)
-            if len(calls) == 2:
-                raise KeyboardInterrupt
-            return compare(*args)
-
-        trainer.compare = interrupted
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
         trainer.train()

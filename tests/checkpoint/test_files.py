@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from trl_opsd.run import checkpoint, manifest
 from trl_opsd.run.checkpoint import UNFINISHED, begin, checked, newest_complete, publish, rotate
 from trl_opsd.run.manifest import MANIFEST, problems
 
@@ -186,8 +187,8 @@ def test_a_kill_while_one_checkpoint_replaces_another_that_loses_both(tmp_path, 
         return counted
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.os, "rename", count(os.rename))
-        patched.setattr(checkpoint.shutil, "rmtree", count(checkpoint.shutil.rmtree))
+        patched.setattr(os, "rename", count(os.rename))
+        patched.setattr(shutil, "rmtree", count(shutil.rmtree))
         with contextlib.suppress(Killed):
             publish(aside, tmp_path)
     assert len(calls) == min(last, 3), "two renames and a deletion"
@@ -310,7 +311,7 @@ class TestRotation:
             return rename
 
         with monkeypatch.context() as patched:
-            patched.setattr(checkpoint.os, "rename", refused(os.rename))
+            patched.setattr(os, "rename", refused(os.rename))
             [remark] = rotate(tmp_path, 1, keep=[folders[-1]])
         assert f"{folders[0]} should go (`save_total_limit=1`), but cannot be deleted: [Errno 13]" in remark
         assert self.steps(tmp_path) == [1, 3]
@@ -336,7 +337,7 @@ class TestRotation:
             raise Killed
 
         with monkeypatch.context() as patched:
-            patched.setattr(checkpoint.shutil, "rmtree", half)
+            patched.setattr(shutil, "rmtree", half)
             with pytest.raises(Killed):
                 rotate(tmp_path, 1, keep=[new])
         assert not old.exists()
@@ -373,7 +374,7 @@ def test_a_full_disk_leaves_half_a_checkpoint_under_its_name(tmp_path, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(manifest.json, "dump", full)
+        patched.setattr(json, "dump", full)
         with pytest.raises(OSError, match="No space left"):
             publish(aside, tmp_path)
     assert checked(True, tmp_path) == (whole, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 
@@ -18,6 +19,8 @@ from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.wrapping import WrappedToTrain
+
+pytestmark = pytest.mark.quick
 
 CUTS = [
     pytest.param(theirs, ours, seams, name, id=f"{theirs.__name__}.{name}")
@@ -95,9 +98,7 @@ def test_the_teacher_reads_every_row_of_a_generation_batch_once(make_trainer, mo
         trainer.teacher.model.base_model,
         "forward",
         # `functools.wraps` keeps the signature, from which the positions are decided
-        __import__("functools").wraps(forward)(
-            lambda **kwargs: read.append(len(kwargs["input_ids"])) or forward(**kwargs)
-        ),
+        functools.wraps(forward)(lambda **kwargs: read.append(len(kwargs["input_ids"])) or forward(**kwargs)),
     )
     trainer.train()
     assert read == [8]

@@ -14,6 +14,7 @@ from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from peft import LoraConfig
 
+from trl_opsd import OPSDTrainer
 from trl_opsd._compat.deepspeed import blind_settings
 from trl_opsd.run.nonfinite import RECORD
 
@@ -49,21 +50,34 @@ def test_a_step_that_is_left_out_moves_anything(make_trainer, tmp_path, side, lo
     assert [(one["side"], one["step"], one["ranks"]) for one in record(tmp_path)] == [(side, 2, [0])]
 
 
+class Spoiled(OPSDTrainer):
+    """Is given targets with an infinite number in one of its comparisons."""
+
+    bad = 0
+    """The first one, or a later one."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.parts = []
+
+    def compare(self, student, rollout, targets, num_items):
+        if len(self.parts) == self.bad:
+            targets.hidden[0, 0, 0] = float("inf")
+        self.parts.append(super().compare(student, rollout, targets, num_items))
+        return self.parts[-1]
+
+
+class SpoiledSecond(Spoiled):
+    bad = 1
+
+
 @pytest.mark.quick
 def test_one_bad_micro_step_of_several_is_stepped_along(make_trainer, tmp_path):
-    trainer = make_trainer(nonfinite="skip", gradient_accumulation_steps=2, max_steps=1)
-    watching, compare, calls = faults.Watching(trainer.model), trainer.compare, []
+    trainer = make_trainer(Spoiled, nonfinite="skip", gradient_accumulation_steps=2, max_steps=1)
+    watching = faults.Watching(trainer.model)
     trainer.add_callback(watching)
-
-    def first_is_bad(student, rollout, targets, num_items):
-        calls.append(targets)
-        if len(calls) == 1:
-            targets.hidden[0, 0, 0] = float("inf")
-        return compare(student, rollout, targets, num_items)
-
-    trainer.compare = first_is_bad
     trainer.train()
-    assert len(calls) == 2
+    assert len(trainer.parts) == 2
     assert faults.same(watching.before[1], watching.now())
     assert len(record(tmp_path)) == 1
 
@@ -102,17 +116,7 @@ def test_a_record_that_cannot_be_written_hides_the_error(make_trainer, tmp_path)
 @pytest.mark.quick
 class TestEvaluation:
     def spoiled(self, make_trainer, **options):
-        trainer = make_trainer(eval_dataset=tiny.rows(4), per_device_eval_batch_size=2, **options)
-        compare, self.parts = trainer.compare, []
-
-        def second_is_bad(student, rollout, targets, num_items):
-            if len(self.parts) == 1:
-                targets.hidden[0, 0, 0] = float("nan")
-            self.parts.append(compare(student, rollout, targets, num_items))
-            return self.parts[-1]
-
-        trainer.compare = second_is_bad
-        return trainer
+        return make_trainer(SpoiledSecond, eval_dataset=tiny.rows(4), per_device_eval_batch_size=2, **options)
 
     def test_it_is_an_error(self, make_trainer, tmp_path):
         with pytest.raises(FloatingPointError, match=r"NaN or infinite in an evaluation after step 0 on rank 0\. Load"):
@@ -120,9 +124,10 @@ class TestEvaluation:
         assert record(tmp_path)[0]["evaluating"] is True
 
     def test_or_its_loss_is_that_of_the_other_batches(self, make_trainer):
-        loss = self.spoiled(make_trainer, nonfinite="skip").evaluate()["eval_loss"]
-        tokens, divergence, *_ = self.parts[0].rows.sum(0).tolist()
-        assert len(self.parts) == 2
+        trainer = self.spoiled(make_trainer, nonfinite="skip")
+        loss = trainer.evaluate()["eval_loss"]
+        tokens, divergence, *_ = trainer.parts[0].rows.sum(0).tolist()
+        assert len(trainer.parts) == 2
         assert loss == pytest.approx(divergence / tokens, rel=1e-6)
 
     def test_and_condemns_no_step_of_training(self, make_trainer):

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
 import pytest
 
+from trl_opsd import OPSDTrainer
 from trl_opsd.run.watchdog import Watchdog
 
 LONG = 1.0
 """Seconds, several times what the watchdogs here allow and their stacks take to be printed."""
 
 
+class SlowToRead(OPSDTrainer):
+    """Its teacher takes long over the second batch."""
+
+    def teach(self, rollout, rows):
+        if self.state.global_step == 1:
+            time.sleep(LONG)
+        return super().teach(rollout, rows)
+
+
 @pytest.mark.quick
 def test_a_phase_that_hangs_unnoticed(make_trainer, capfd):
-    trainer = make_trainer(phase_timeout=0.2, max_steps=2)
-    teach = trainer.teach
-
-    def slow_to_read(*args):
-        if trainer.state.global_step == 1:
-            time.sleep(LONG)
-        return teach(*args)
-
-    trainer.teach = slow_to_read
+    trainer = make_trainer(SlowToRead, phase_timeout=0.2, max_steps=2)
     trainer.train()
     assert trainer.state.global_step == 2, "it only reports"
     printed = capfd.readouterr().err
     assert printed.count("Rank 0 has been in phase 'teach' for 0.2 seconds (`phase_timeout`). It goes on") == 1
     assert printed.count("Timeout (0:00:00.500000)!") == 1
     named, stacks = printed.index("Rank 0 has been"), printed.index("most recent call first")
-    assert named < stacks < printed.index("in slow_to_read")
+    asleep = re.search(r'test_watchdog\.py", line \d+ in teach', printed)
+    assert named < stacks < asleep.start()
     time.sleep(LONG)
     assert capfd.readouterr().err == "", "no timer is left armed"
 

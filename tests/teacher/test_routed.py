@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 NAMES = ["math", "prose", "prose", "math", "prose", "math", "math", "prose"]
 
@@ -99,10 +100,9 @@ def test_a_batch_of_one_teachers_rows_only(make_trainer):
     ],
 )
 def test_an_unknown_name_is_refused_with_the_known_ones_before_a_teacher_is_loaded(
-    make_trainer, tmp_path, monkeypatch, name, message
+    make_trainer, tmp_path, name, message
 ):
-    tiny.qwen2(48, 1).config.save_pretrained(tmp_path / "one")
-    monkeypatch.setattr("trl_opsd.teacher.build.create_model_from_path", pytest.fail)
+    tiny.qwen2(48, 1).config.save_pretrained(tmp_path / "one")  # without weights to load
     names = [*NAMES[:3], name, *NAMES[4:]]
     with pytest.raises(ValueError, match=message):
         make_trainer(
@@ -126,10 +126,16 @@ def test_teachers_take_turns_on_the_device(make_trainer):
 
 @pytest.mark.refusal
 @pytest.mark.before_loading
-def test_several_sharded_teachers_are_refused(make_trainer, monkeypatch):
-    monkeypatch.setattr("trl_opsd.config.is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ValueError, match="`teacher_offload='zero3'` with several teachers"):
-        make_trainer(teacher_model=teachers(), train_dataset=rows(), teacher_offload="zero3")
+def test_several_sharded_teachers_are_refused(make_trainer, tmp_path):
+    several, student = teachers(), str(tmp_path / "student")
+    tiny.qwen2().config.save_pretrained(student)
+    launch = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    try:
+        with pytest.raises(ValueError, match="`teacher_offload='zero3'` with several teachers"):
+            make_trainer(model=student, teacher_model=several, train_dataset=rows(), teacher_offload="zero3")
+    finally:
+        unset_hf_deepspeed_config()
+        del launch
 
 
 @pytest.mark.refusal
