@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import tiny
 import torch
@@ -80,4 +82,21 @@ def test_rounding_taken_for_a_fault_or_a_fault_for_rounding_is_noticed(proof, of
         assert proof.check() == pytest.approx(float(off.abs().max()), abs=1e-4)
         return
     with pytest.raises(SyncError, match="times what rounding in bfloat16 explains"):
+        proof.check()
+
+
+@pytest.mark.parametrize(
+    ("lacking", "found"),
+    [
+        ({"prompt_logprobs": []}, "and 0 log-probabilities of the prompt: expected"),
+        ({"logprobs": []}, r"\[\(64, 16, 0\), \(64, 16, 0\)\]"),
+        ({"completion_ids": [1]}, r"\[\(64, 1, 16\), \(64, 1, 16\)\]"),
+        ({"prompt_ids": [9] * PROMPTED}, "of the same prompt"),
+    ],
+)
+def test_an_engine_whose_answer_cannot_be_compared_is_refused_by_name(proof, lacking, found):
+    complete = proof._engine._row
+    proof._engine._row = lambda prompt, length: replace(complete(prompt, length), **lacking)
+    proof.prompted(PROMPTS)
+    with pytest.raises(SyncError, match=f"an engine answered a probe of 64 tokens with .*{found}"):
         proof.check()

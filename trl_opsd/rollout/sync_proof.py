@@ -17,6 +17,7 @@ from torch import Tensor
 from trl_opsd.host import Host
 from trl_opsd.rollout.engine import Engine
 from trl_opsd.run.errors import SyncError
+from trl_opsd.types import Completion
 
 WRITTEN = 16
 """Tokens the engine writes after the probe."""
@@ -120,6 +121,7 @@ class SyncProof:
         length = WRITTEN if self._probe_ids else self._length
         sampled = {"max_tokens": length, "ignore_eos": True, "seed": 0, "logprobs": 0}
         rows = self._engine.write([probe] * 2, [{**sampled, "prompt_logprobs": 0}, {**sampled, "seed": 1}])
+        _check_answer(self._engine.name, rows, probe, length)
         ids_RL = torch.tensor([row.prompt_ids + row.completion_ids for row in rows])
         scored = torch.tensor(rows[0].prompt_logprobs + rows[0].logprobs)
         return ids_RL, (scored, torch.tensor(rows[1].logprobs))
@@ -180,3 +182,17 @@ class SyncProof:
         if self._last_scores_L is None or not len(scored_L):
             return False
         return float((scored_L - self._last_scores_L[: len(scored_L)]).abs().max()) <= gap / 10
+
+
+def _check_answer(engine: str, rows: list[Completion], probe: list[int], length: int) -> None:
+    """Refuses an answer that cannot be compared: an engine of one's own may lack what `Engine.write` asks for."""
+    found = [(row.prompt_ids, len(row.completion_ids), len(row.logprobs)) for row in rows]
+    scored = len(rows[0].prompt_logprobs) if rows else 0
+    if found != [(probe, length, length)] * 2 or scored != len(probe) - 1:
+        lengths = [(len(prompt), written, logprobs) for prompt, written, logprobs in found]
+        raise SyncError(
+            f"{engine} answered a probe of {len(probe)} tokens with {lengths} (tokens of the prompt, tokens written, "
+            f"their log-probabilities) and {scored} log-probabilities of the prompt: expected "
+            f"{[(len(probe), length, length)] * 2} and {len(probe) - 1}, of the same prompt. Its `write` has to honour "
+            "`max_tokens`, `ignore_eos`, `logprobs` and `prompt_logprobs`; `vllm_sync_check='never'` asks for no proof."
+        )
