@@ -1,4 +1,4 @@
-"""Checkpoints to resume from that are missing, torn, or another run's; nothing of them is read."""
+"""Checkpoints that are missing, damaged, or of another run; none of them is loaded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def torn_fingerprint(text: str) -> Case:
 
 
 def another(name: str, line: str, changed: Callable[[], dict[str, Any]]) -> Case:
-    """One difference, and no other: its line alone stands between the sentences."""
+    """Exactly one difference: its line is the only one in the message."""
 
     def provoke(lab: Lab) -> None:
         checkpoint = lab.checkpoint()
@@ -73,13 +73,13 @@ def assigned_objective(lab: Lab) -> None:
 
 
 def _final(folder: Path, seed: int, width: int) -> str:
-    """The path of a model whose folder is called as all others are."""
+    """The path of a saved model; the folder is always named `final`."""
     tiny.qwen2(width, seed).save_pretrained(folder / f"{seed}" / "final")
     return str(folder / f"{seed}" / "final")
 
 
 def another_with_an_adapter(name: str, line: str, **changed: Any) -> Case:
-    """As [`another`], of a student with an adapter; models are paths that end in `final`."""
+    """Like [`another`], for a student with an adapter; models are paths that end in `final`."""
 
     def provoke(lab: Lab) -> None:
         def given(student: int = 0, teacher: int = 1, optim: str = "adamw_torch", **lora: Any) -> dict[str, Any]:
