@@ -1,4 +1,4 @@
-"""What the proof of a sync asks, and which differences it takes for rounding; its engine is told what to say."""
+"""The probe of the sync proof, and which differences it accepts as rounding; the engine is a stub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trl_opsd.types import Completion
 
 
 class Told:
-    """Writes the same ids after every prompt, and says what the student would, but for `off`, in nats."""
+    """Writes the same ids after every prompt, with the student's log-probabilities shifted by `off` nats."""
 
     name = "an engine"
 
@@ -48,8 +48,8 @@ def proof():
 PROMPTS = [[5, 6, 7], [], [8, 9]]
 
 
-def test_a_probe_that_is_no_text_is_noticed(proof):
-    """Rounding moves what a model says about arbitrary ids by nats, which was taken for a fault."""
+def test_the_probe_is_made_of_the_first_prompts(proof):
+    """Rounding moves the log-probabilities of arbitrary ids by nats, which would look like a fault."""
     proof.check()
     assert {(len(prompt), length) for prompt, length in proof._engine.asked} == {(1, PROMPTED)}, "what it writes"
     proof._engine.asked.clear()
@@ -71,7 +71,7 @@ def test_a_probe_that_is_no_text_is_noticed(proof):
         pytest.param(torch.full((1,), torch.nan), True, id="no number"),
     ],
 )
-def test_rounding_taken_for_a_fault_or_a_fault_for_rounding_is_noticed(proof, off, fault):
+def test_rounding_passes_the_proof_and_faults_do_not(proof, off, fault):
     proof.prompted(PROMPTS)
     scale = float(proof._trainer.model(torch.tensor([[5, 6, 7, 8, 9]])).logits.square().mean().sqrt())
     assert 0.03 < RELATIVE[torch.bfloat16] * scale < 0.05, "nats that rounding explains"
