@@ -79,7 +79,7 @@ def _exists(name: str) -> bool:
 
 
 def libraries(file: Path, source: str) -> set[str]:
-    """What a file imports from outside the package and the standard library."""
+    """The libraries a file imports, without the standard library."""
     return {name.partition(".")[0] for name in imports(file, source)} - sys.stdlib_module_names - {"trl_opsd"}
 
 

@@ -95,7 +95,7 @@ def test_remote_code_of_the_teacher_needs_its_own_option(make_trainer, monkeypat
 def test_every_new_option_is_documented():
     ours, trls = ({field.name for field in fields(config)} for config in (OPSDConfig, DistillationConfig))
     new = ours - trls
-    documented = inspect.getdoc(OPSDConfig) or ""  # Python 3.13 dedents what is written
+    documented = inspect.getdoc(OPSDConfig) or ""  # Python 3.13 dedents docstrings
     assert {name for name in new if f"\n    {name} (" in documented} == new != set()
 
 

@@ -76,7 +76,7 @@ def test_a_broken_link_and_a_broken_anchor_are_found(tmp_path):
 def test_every_error_quoted_in_the_limitations_exists():
     rows = re.search(r"^## Refused$(.*?)^## ", (ROOT / "docs" / "limitations.md").read_text(), re.DOTALL | re.MULTILINE)
     cells = [line.split(" | ")[1] for line in rows[1].splitlines() if line.startswith("| ")][1:]
-    assert all('"' in cell for cell in cells), "a refusal without its words"
+    assert all('"' in cell for cell in cells), "a refusal without its message"
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "trl_opsd").rglob("*.py")]
     constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
     said = "\n".join(constant for constant in constants if isinstance(constant, str))

@@ -69,7 +69,7 @@ def test_values_missing_from_an_older_fingerprint_are_not_compared(make_trainer,
     said = json.loads((checkpoint / FILE).read_text())
     new = ("teacher_weights", "student", "adapter", "optimizer")
     (checkpoint / FILE).write_text(json.dumps({name: value for name, value in said.items() if name not in new}))
-    (checkpoint / MANIFEST).unlink()  # else the change itself is found
+    (checkpoint / MANIFEST).unlink()  # else the manifest reveals the change
     trainer = make_trainer()
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert trainer.state.global_step == 3
@@ -83,7 +83,7 @@ def test_options_without_effect_on_objective_or_order_may_change(make_trainer, c
 
 def test_a_checkpoint_without_fingerprint_is_resumed_with_a_warning(make_trainer, checkpoint, caplog):
     (checkpoint / FILE).unlink()
-    (checkpoint / MANIFEST).unlink()  # else the change itself is found
+    (checkpoint / MANIFEST).unlink()  # else the manifest reveals the change
     trainer = make_trainer(beta=0.0)
     with caplog.at_level(logging.WARNING):
         trainer.train(resume_from_checkpoint=str(checkpoint))

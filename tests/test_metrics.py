@@ -79,7 +79,7 @@ class SpoiledOnce(OPSDTrainer):
         return targets
 
 
-def told() -> Dataset:
+def privileged_rows() -> Dataset:
     return tiny.rows().add_column("privileged_context", ["a hint"] * 8)
 
 
@@ -94,8 +94,8 @@ def configurations(tmp_path):
         "its own teacher, LoRA": {
             "teacher_model": None,
             "teacher_model_kind": "ema",
-            "train_dataset": told(),
-            "eval_dataset": told(),
+            "train_dataset": privileged_rows(),
+            "eval_dataset": privileged_rows(),
             "peft_config": LoraConfig(r=4, target_modules="all-linear"),
         },
         "several teachers": {

@@ -30,7 +30,7 @@ def batch(rows: int = 5) -> dict[str, torch.Tensor]:
     }
 
 
-def test_trainer_and_lone_host_implement_host_and_the_latter_only_that(make_trainer):
+def test_the_trainer_implements_host_and_the_lone_host_nothing_else(make_trainer):
     asked = {*Host.__annotations__, *(name for name in vars(Host) if not name.startswith("_"))}
     stand_in = LoneHost(tiny.qwen2(), PromptLimits(vocabulary=tiny.VOCABULARY, context=None, completion=8))
     assert {name for name in dir(stand_in) if not name.startswith("_")} == asked

@@ -353,7 +353,7 @@ def test_an_evaluation_does_not_read_the_rows_of_the_one_before(make_trainer):
         (MixtralConfig(num_local_experts=2, **tiny._sizes(32)), {"model_init_kwargs": {"output_router_logits": True}}),
         (BambaConfig(z_loss_coefficient=1e-3, mamba_n_heads=4, **tiny._sizes(32)), {}),
     ],
-    ids=["routers", "routers, asked for while loading", "normalisers"],
+    ids=["routers", "routers, set while loading", "normalisers"],
 )
 def test_a_student_that_adds_a_loss_of_its_own_is_refused(make_trainer, tmp_path, config, how):
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]

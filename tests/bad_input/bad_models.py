@@ -33,7 +33,7 @@ def encoder_decoder() -> PreTrainedModel:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
 
 
-def gap_filler() -> PreTrainedModel:
+def masked_language_model() -> PreTrainedModel:
     sizes = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 64}
     return transformers.BertForMaskedLM(
         transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=256)
@@ -154,7 +154,7 @@ def without(*names: str) -> PreTrainedTokenizerFast:
     return words
 
 
-def endless_beside_the_student(lab: Lab) -> None:
+def no_end_token_beside_the_student(lab: Lab) -> None:
     tiny.qwen2().save_pretrained(lab.folder / "student")
     without("eos_token").save_pretrained(lab.folder / "student")
     lab.make(model=str(lab.folder / "student"), processing_class=None)
@@ -189,7 +189,7 @@ UNFIT = [
         for kind, made in {
             "Qwen2Model": lambda: tiny.qwen2(48, 1).model,
             "T5ForConditionalGeneration": encoder_decoder,
-            "BertForMaskedLM": gap_filler,
+            "BertForMaskedLM": masked_language_model,
         }.items()
     ),
     *(not_causal_at_a_path(role) for role in ROLES),
@@ -261,7 +261,7 @@ TOKENIZERS = [
         lambda lab: lab.make(processing_class=without("eos_token", "pad_token")),
         before_loading=True,
     ),
-    Case("no eos and no pad", "no eos beside the student", NO_END, endless_beside_the_student),
+    Case("no eos and no pad", "no eos beside the student", NO_END, no_end_token_beside_the_student),
 ]
 
 OTHERS = [

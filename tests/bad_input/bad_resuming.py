@@ -35,7 +35,7 @@ def torn_fingerprint(text: str) -> Case:
     def provoke(lab: Lab) -> None:
         checkpoint = lab.checkpoint()
         (checkpoint / FILE).write_text(text)
-        (checkpoint / MANIFEST).unlink()  # else the change itself is found
+        (checkpoint / MANIFEST).unlink()  # else the manifest reveals the change
         lab.make().train(resume_from_checkpoint=str(checkpoint))
 
     return Case("resume path torn", f"fingerprint {text!r}", "the checkpoint is damaged", provoke)
@@ -56,7 +56,7 @@ def more_processes(lab: Lab) -> None:
     checkpoint = lab.checkpoint()
     said = json.loads((checkpoint / FILE).read_text())
     (checkpoint / FILE).write_text(json.dumps({**said, "world_size": 2}))
-    (checkpoint / MANIFEST).unlink()  # else the change itself is found
+    (checkpoint / MANIFEST).unlink()  # else the manifest reveals the change
     lab.make().train(resume_from_checkpoint=str(checkpoint))
 
 

@@ -1,4 +1,4 @@
-"""Run as a process of its own: saves once, then again and again in forks, each killed at another file of the save.
+"""Run as a process of its own: saves once, then again and again in forks, each killed at a different file of the save.
 
 Prints one JSON line: for each kill, where it happened, what the fork left, and the checkpoint to resume from.
 """

@@ -1,4 +1,4 @@
-"""Run as a process of its own: forks pairs of processes that resume, are told to stop, and are killed while they save.
+"""Run as a process of its own: forks pairs of processes that resume, get a SIGTERM, and are killed while they save.
 
 PYTHONPATH=tests python tests/checkpoint/sharded.py FOLDER ddp zero3_cpu --kill some
 

@@ -69,35 +69,35 @@ def nest_the_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text("[" * 100_000)
 
 
-def say(text: str) -> Callable[[Path], None]:
+def write_manifest(text: str) -> Callable[[Path], None]:
     """Replaces the manifest."""
 
-    def say(folder: Path) -> None:
+    def write_manifest(folder: Path) -> None:
         (folder / MANIFEST).write_text(text)
 
-    return say
+    return write_manifest
 
 
-def swell_the_manifest(folder: Path) -> None:
+def enlarge_the_manifest(folder: Path) -> None:
     os.truncate(folder / MANIFEST, 2**27)
 
 
-def say_in_bytes(folder: Path) -> None:
+def write_bytes_that_are_no_text(folder: Path) -> None:
     (folder / MANIFEST).write_bytes(b"\xff\xfe\x00")
 
 
 TEARS = [
     (nest_the_manifest, f"{MANIFEST} cannot be read: it is nested too deeply"),
-    (swell_the_manifest, f"{MANIFEST} cannot be read: it has 134217728 bytes"),
-    (say_in_bytes, f"{MANIFEST} cannot be read: 'utf"),
-    (say('{"files": {}, "files": {}}'), f"{MANIFEST} cannot be read: it gives 'files' twice"),
-    (say('{"files": []}'), f"{MANIFEST} cannot be read: it lists no files"),
-    (say('{"files": {"a": 3}}'), f"{MANIFEST} cannot be read: 'a' has no size and hash"),
-    (say('{"files": {"a": {"bytes": NaN, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: it holds NaN"),
-    (say('{"files": {"a": {"bytes": 1.5, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
-    (say('{"files": {"a": {"bytes": true, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
-    (say('{"files": {"a": {"bytes": 1, "sha256": null}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
-    (say('{"files": {"a\\u0000b": {"bytes": 1, "sha256": ""}}}'), "a\0b is missing"),
+    (enlarge_the_manifest, f"{MANIFEST} cannot be read: it has 134217728 bytes"),
+    (write_bytes_that_are_no_text, f"{MANIFEST} cannot be read: 'utf"),
+    (write_manifest('{"files": {}, "files": {}}'), f"{MANIFEST} cannot be read: it gives 'files' twice"),
+    (write_manifest('{"files": []}'), f"{MANIFEST} cannot be read: it lists no files"),
+    (write_manifest('{"files": {"a": 3}}'), f"{MANIFEST} cannot be read: 'a' has no size and hash"),
+    (write_manifest('{"files": {"a": {"bytes": NaN, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: it holds NaN"),
+    (write_manifest('{"files": {"a": {"bytes": 1.5, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
+    (write_manifest('{"files": {"a": {"bytes": true, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
+    (write_manifest('{"files": {"a": {"bytes": 1, "sha256": null}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
+    (write_manifest('{"files": {"a\\u0000b": {"bytes": 1, "sha256": ""}}}'), "a\0b is missing"),
     (remove_a_file, "sub/optimizer.pt is missing"),
     (cut_a_file, "model.safetensors has 4 bytes instead of 10"),
     (flip_a_bit, "model.safetensors has other contents than were written"),

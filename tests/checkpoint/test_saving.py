@@ -104,7 +104,7 @@ def test_the_best_model_is_loaded_at_the_end(make_trainer, tmp_path, limit, left
         assert torch.equal(tensor, saved[name]), name
     for step in left:
         state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
-        assert state["best_model_checkpoint"] == str(best), "not where it was while it was being written"
+        assert state["best_model_checkpoint"] == str(best), "not the path it was written to"
 
 
 @pytest.mark.refusal

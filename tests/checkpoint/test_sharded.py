@@ -37,7 +37,7 @@ def test_a_resumed_run_of_two_processes_equals_an_uninterrupted_one(results, str
     assert all(ranks[rank]["strategy"] == [f"DistributedType.{STRATEGIES[strategy]}", 2] for rank in ("0", "1"))
     wholes = [ranks[rank][variant]["whole"] for rank in ("0", "1")]
     assert wholes[0]["written"] != wholes[1]["written"]
-    assert (wholes[0]["weights"] == wholes[1]["weights"]) == (strategy == "ddp"), "else each has its own share"
+    assert (wholes[0]["weights"] == wholes[1]["weights"]) == (strategy == "ddp"), "else each has its own shards"
     assert len(set(wholes[0]["weights"])) == 6
     for rank, whole in enumerate(wholes):
         for step in (3, 4):

@@ -17,33 +17,33 @@ from trl_opsd.run.manifest import problems
 AT = 3
 
 
-def tell() -> None:
+def send_sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Told(TrainerCallback):
+class Signalled(TrainerCallback):
     """Sends the signal in one phase of the step that leads to `AT`, or while `AT` is saved."""
 
     def __init__(self, run: OPSDTrainer, phase: str) -> None:
         self.run, self.phase = run, phase
         if phase == "rollout":
-            self._tell_in(run.rollout, "complete", AT - 1)
+            self._signal_in(run.rollout, "complete", AT - 1)
         if phase == "save":
-            self._tell_in(run, "save_own_state", AT)
+            self._signal_in(run, "save_own_state", AT)
 
-    def _tell_in(self, thing: Any, name: str, step: int) -> None:
+    def _signal_in(self, thing: Any, name: str, step: int) -> None:
         method = getattr(thing, name)
 
-        def told(*args: Any) -> Any:
+        def signalled(*args: Any) -> Any:
             if self.run.state.global_step == step:
-                tell()
+                send_sigterm()
             return method(*args)
 
-        setattr(thing, name, told)
+        setattr(thing, name, signalled)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self.phase == "gradient" and state.global_step == AT - 1:
-            tell()
+            send_sigterm()
 
 
 def saved_steps(folder: Path) -> set[str]:
@@ -64,7 +64,7 @@ def whole(tmp_path_factory):
 def test_a_run_stopped_by_sigterm_is_saved_and_resumes_exactly(whole, tmp_path, phase, saving):
     before = signal.getsignal(signal.SIGTERM)
     run = trainer(tmp_path, "full", save_strategy=saving, save_steps=AT, enable_jit_checkpoint=True)
-    run.add_callback(Told(run, phase))
+    run.add_callback(Signalled(run, phase))
     run.train()
     assert run.state.global_step == AT
     assert run.witness.weights == whole.weights[:AT]
@@ -97,7 +97,7 @@ def test_without_jit_checkpoints_sigterm_is_not_handled(make_trainer, tmp_path):
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
     try:
         run = make_trainer()
-        run.add_callback(Told(run, "gradient"))
+        run.add_callback(Signalled(run, "gradient"))
         run.train()
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -31,7 +31,7 @@ class Owner:
     names: Mapping[str, str]
     """What we use each for, where that is not obvious."""
     also_read_in: tuple[str, ...] = ()
-    """Where else the owner's side reads them."""
+    """Further places where the owner's library reads them."""
     read_of: tuple[str, ...] = ("self",)
     """Names of the object where they are read."""
     entries: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ READING = Reading(
     },
     packers={"pack": "batch"},
 )
-"""What is behind a name in our source."""
+"""The kinds of objects behind the names in our source."""
 
 OWNERS = (
     Owner(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import seers
 import tiny
 import torch
+import vision_language
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import (
@@ -97,7 +97,12 @@ def test_training_on_text_equals_trl(tmp_path, lora):
 
 @pytest.mark.parametrize(
     ("family", "lora"),
-    [*((family, False) for family in seers.FAMILIES), ("gemma4", True), ("mistral3", True), ("qwen2_vl", True)],
+    [
+        *((family, False) for family in vision_language.FAMILIES),
+        ("gemma4", True),
+        ("mistral3", True),
+        ("qwen2_vl", True),
+    ],
 )
 def test_training_every_family_with_only_a_tokenizer_equals_trl(tmp_path, family, lora):
     options = tiny.options(tmp_path, beta=0.5, learning_rate=1e-2, max_steps=2, optim="sgd")
@@ -106,7 +111,10 @@ def test_training_every_family_with_only_a_tokenizer_equals_trl(tmp_path, family
         (Replaying, DistillationConfig(**options), {}),
         (OPSDTrainer, OPSDConfig(**options), {"rollout": replay()}),
     ):
-        models = {"model": seers.seer(family, 32, 0), "teacher_model": seers.seer(family, 48, 1)}
+        models = {
+            "model": vision_language.vision_language_model(family, 32, 0),
+            "teacher_model": vision_language.vision_language_model(family, 48, 1),
+        }
         trainers.append(trained(cls, config, lora, processing_class=tiny.tokenizer(), **models, **more))
     trls, ours = trainers
     assert losses(trls).std() > 0
@@ -118,17 +126,17 @@ def test_training_every_family_with_only_a_tokenizer_equals_trl(tmp_path, family
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])
 def test_image_placeholders_are_never_generated(make_trainer, family):
-    student = seers.seer(family, 32, 0)
+    student = vision_language.vision_language_model(family, 32, 0)
     trainer = make_trainer(model=student, rollout=HFRollout(), generation_kwargs={"do_sample": False})
     prompts = trainer.tokenize(tiny.PROMPTS[:2])
     before = trainer.complete(prompts)
     with torch.no_grad():
         weight = student.get_output_embeddings().weight
-        weight[seers.PLACEHOLDER] = 2 * weight[before[0][0]]
+        weight[vision_language.PLACEHOLDER] = 2 * weight[before[0][0]]
     assert trainer.complete(prompts) == before
     trainer.generation_config.suppress_tokens = [7]  # further suppressed tokens do not replace it
-    assert seers.PLACEHOLDER not in {token for ids in trainer.complete(prompts) for token in ids}
-    assert trainer.placeholders == [seers.PLACEHOLDER]
+    assert vision_language.PLACEHOLDER not in {token for ids in trainer.complete(prompts) for token in ids}
+    assert trainer.placeholders == [vision_language.PLACEHOLDER]
 
 
 def test_checkpoints_have_the_processor_and_empty_image_columns_are_text(tmp_path):

@@ -243,7 +243,7 @@ ALL = [
 ]
 
 
-def said(read: list[str]) -> str:
+def summary(read: list[str]) -> str:
     """Number of rows read, and of those read more than once."""
     twice = sum(number > 1 for number in Counter(read).values())
     return f"{len(set(read))}" + (f", {twice} again" if twice else "")
@@ -252,9 +252,9 @@ def said(read: list[str]) -> str:
 def line(name: str, found: dict[str, Any]) -> str:
     cells = [found.get("error", "").splitlines()[0][:70]] if "error" in found else []
     if "train" in found:
-        cells += ["/".join(map(said, epochs(found)))]
+        cells += ["/".join(map(summary, epochs(found)))]
     if "eval" in found:
-        cells += [f"{said(found['eval'])}: {found['loss']:.6f}"]
+        cells += [f"{summary(found['eval'])}: {found['loss']:.6f}"]
     return f"| {name} | {' | '.join(cells)} |"
 
 

@@ -27,7 +27,7 @@ def read(tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_train_on_each_row_once_and_as_one_process_does(read, kind, accumulation):
+def test_two_processes_train_on_the_same_rows_as_one_process(read, kind, accumulation):
     found, alone = read[0]["shared"][Variant(kind, accumulation).name], read[1][kind]
     assert "error" not in found, found
     assert found["train"] == alone["train"], "the rows of each step, in the same order as in one process"

@@ -95,7 +95,7 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
         assert half["products"] == {phase: ["bfloat16"] for phase in PHASES}
         assert half["kept"] == ["torch.bfloat16" if strategy.startswith("zero") else "torch.float32"]
         frequencies = tiny.qwen2(32, seed=0).model.rotary_emb.inv_freq.tolist()
-        assert half["frequencies"] == frequencies, "rounded, they turn late positions wrongly"
+        assert half["frequencies"] == frequencies, "rounded, they rotate late positions wrongly"
         assert half["losses"] == pytest.approx(in_float32, abs=1e-2)
         assert all(torch.tensor(loss).bfloat16().item() != loss for loss in half["losses"]), (
             "the loss itself is not rounded"

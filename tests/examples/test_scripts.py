@@ -112,7 +112,7 @@ def test_a_single_setting_can_be_run_and_has_a_panel_of_its_own(compared, tmp_pa
     assert _width(tmp_path / "all.png") == 3 * _width(folder / "comparison.png")
 
 
-def test_practice_changes_the_student_all_methods_start_from(compared):
+def test_practice_changes_the_student_and_each_setting_has_one_start(compared):
     practised = AutoModelForCausalLM.from_pretrained(compared[0] / "practised-student")
     start = AutoModelForCausalLM.from_pretrained(STUDENT)
     assert not torch.equal(practised.lm_head.weight, start.lm_head.weight)

@@ -85,7 +85,7 @@ def test_models_saved_under_zero3_answer_as_they_did_in_training(tmp_path):
     before = f"step 0: {score.result(score.main(train.STUDENT))}"
     after = [f"step 6: {score.result(score.main(str(tmp_path / name)))}" for name in ("whole", "adapter")]
     assert results == [before, after[0], before, after[1]]
-    assert len({line.partition(":")[2] for line in results}) == 3, "they learned, and not the same"
+    assert len({line.partition(":")[2] for line in results}) == 3, "both learned, and differently"
 
 
 def test_models_data_and_options_of_both_configs_come_from_a_yaml_file(tmp_path):

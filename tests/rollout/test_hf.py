@@ -36,7 +36,7 @@ def lora(student):
     return get_peft_model(student, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
-def trls(trainer, prompt_ids: list[list[int]]) -> list[list[int]]:
+def by_trl(trainer, prompt_ids: list[list[int]]) -> list[list[int]]:
     """The completions of TRL: one padded batch, its own generation config."""
     inputs = trainer.pad_prompts(prompt_ids)
     with trainer.student_for_generation() as student:
@@ -60,7 +60,7 @@ class TestTokens:
         trainer = make_writing(max_completion_length=32, **options)
         prompt_ids = trainer.tokenize(PROMPTS * 3)
         torch.manual_seed(0)
-        expected = trls(trainer, prompt_ids)
+        expected = by_trl(trainer, prompt_ids)
         assert len({len(ids) for ids in expected}) >= 3
         torch.manual_seed(0)
         assert trainer.complete(prompt_ids) == expected
@@ -197,7 +197,7 @@ class TestOptionsOfCheckpoints:
         written = trainer.complete(prompt_ids)
         student.generation_config.num_return_sequences, student.generation_config.return_dict_in_generate = 1, False
         torch.manual_seed(0)
-        assert written == trls(trainer, prompt_ids)
+        assert written == by_trl(trainer, prompt_ids)
 
 
 class TestFallback:
@@ -265,7 +265,7 @@ class TestCompile:
             torch.manual_seed(seed)
             written = compiled.complete(prompt_ids)
             torch.manual_seed(seed)
-            assert written == trls(compiled, prompt_ids)
+            assert written == by_trl(compiled, prompt_ids)
             counts.append(len(recorded.graphs))
             with torch.no_grad():  # as a step of training does, and as a diverged one
                 for weight in compiled.model.parameters():
@@ -282,7 +282,7 @@ class TestCompile:
         compiled.rollout.close()
         torch._dynamo.reset()
         gc.collect()
-        assert not [one for one in kept if one()], "the memory is given back"
+        assert not [one for one in kept if one()], "the memory is freed"
 
     def test_nothing_is_compiled_by_default(self, make_writing, monkeypatch):
         trainer = make_writing()

@@ -40,7 +40,7 @@ def test_ids_of_other_libraries_are_converted_to_int(make_trainer, row):
     completions = trainer.complete(prompts)
     assert completions == [[7, 8], [], []]
     assert {type(token) for ids in completions for token in ids} == {int}
-    assert prompts == [[5], [6, 7], [8]], "a rollout has prompts of its own"
+    assert prompts == [[5], [6, 7], [8]], "a rollout gets a copy of the prompts"
 
 
 WRONG: list[tuple[Any, str]] = [

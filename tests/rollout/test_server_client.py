@@ -123,7 +123,7 @@ def test_a_request_is_sent_once_and_has_a_deadline(faults):
 
     with pytest.raises(ServerError, match="did not answer within 1 seconds"):
         speaker._start_weight_update()
-    assert faults.asked.count("/start_weight_update") == 1, "TRL's own requests keep to it too"
+    assert faults.asked.count("/start_weight_update") == 1, "TRL's own requests have the deadline, too"
 
 
 def dripped_headers(handler: _Handler) -> None:
@@ -337,7 +337,7 @@ def test_requests_to_loopback_bypass_the_proxy(faults, monkeypatch):
     assert client(faults.server_port).model == "student"
 
 
-class Unasked(ServerClient):
+class NoRequests(ServerClient):
     """A client whose server answers at once, at any address."""
 
     def check_server(self, *waits):
@@ -358,4 +358,4 @@ class Unasked(ServerClient):
     ],
 )
 def test_only_loopback_addresses_count_as_this_machine(url, loopback):
-    assert client(1, kind=Unasked, vllm_server_base_url=url).is_loopback is loopback
+    assert client(1, kind=NoRequests, vllm_server_base_url=url).is_loopback is loopback

@@ -13,7 +13,7 @@ from trl_opsd.run.errors import SyncError
 from trl_opsd.types import Completion
 
 
-class Told:
+class StubEngine:
     """Writes the same ids after every prompt, with the student's log-probabilities shifted by `off` nats."""
 
     name = "an engine"
@@ -42,7 +42,7 @@ class Told:
 def proof():
     student = tiny.qwen2(64).requires_grad_(False)
     host = LoneHost(student, PromptLimits(vocabulary=tiny.VOCABULARY, context=256, completion=16))
-    return SyncProof(host, Told(student), torch.bfloat16, with_adapter=False)
+    return SyncProof(host, StubEngine(student), torch.bfloat16, with_adapter=False)
 
 
 PROMPTS = [[5, 6, 7], [], [8, 9]]
@@ -65,10 +65,10 @@ def test_the_probe_is_made_of_the_first_prompts(proof):
     [
         pytest.param(torch.zeros(1), False, id="nothing"),
         pytest.param(4.84 * torch.nn.functional.one_hot(torch.tensor(7), 70), False, id="one token of rounding"),
-        pytest.param(torch.full((79,), 0.1), True, id="all a little"),
-        pytest.param(torch.full((60,), 0.1), True, id="most a little"),
-        pytest.param(torch.full((20,), 3.0), True, id="some by much"),
-        pytest.param(torch.full((1,), torch.nan), True, id="no number"),
+        pytest.param(torch.full((79,), 0.1), True, id="all tokens slightly"),
+        pytest.param(torch.full((60,), 0.1), True, id="most tokens slightly"),
+        pytest.param(torch.full((20,), 3.0), True, id="some tokens strongly"),
+        pytest.param(torch.full((1,), torch.nan), True, id="nan"),
     ],
 )
 def test_rounding_passes_the_proof_and_faults_do_not(proof, off, fault):

@@ -66,7 +66,7 @@ def test_a_second_end_token_ends_a_completion(make, tmp_path):
 def test_an_id_beyond_the_vocabulary_is_never_sampled(make, tmp_path):
     model = student(tmp_path / "student", vocab_size=320)
     with torch.no_grad():
-        model.lm_head.weight[259:] = 8 * model.lm_head.weight[:61]  # the ids without a token are the likeliest
+        model.lm_head.weight[259:] = 8 * model.lm_head.weight[:61]  # the ids without a token are the most likely
     trainer = make(model=model, teacher_model=tiny.qwen2(48, seed=1, vocab_size=320))
     prompts = trainer.tokenize(tiny.PROMPTS) * 4
     free = trainer.rollout.complete(prompts, 0)
@@ -92,7 +92,7 @@ def test_both_model_runners_mask_unknown_ids(monkeypatch):
     *_, first = build_logitsprocs(config, torch.device("cpu"), False, False, [kind]).non_argmax_invariant
     (second,) = loader.build_custom_logits_processors(config, state, False, [kind])
     loader.build_custom_logits_processors_params_validator([kind])(SamplingParams())
-    assert second.add_request(0, SamplingParams()) is True, "else it is left out"
+    assert second.add_request(0, SamplingParams()) is True, "else the processor is skipped"
     second.apply_staged_writes()
 
     for masked in (first.apply(torch.zeros(2, 8)), second.apply(torch.zeros(2, 8), None)):

@@ -6,9 +6,9 @@ import sys
 from contextlib import nullcontext
 
 import pytest
-import seers
 import tiny
 import torch
+import vision_language
 
 pytest.importorskip("vllm")
 
@@ -82,7 +82,7 @@ def test_an_engine_computes_with_the_experts_it_is_sent(make, monkeypatch):
         patch.setattr(VLLMEngine, "load", lambda self, weights: load(self, breaking(weights)))
         with pytest.raises(RuntimeError, match="the engine broke"):
             trainer.complete(prompts)
-    gap(trainer)  # the engine still writes something
+    gap(trainer)  # the engine still generates something
     trainer.complete(prompts)
     assert gap(trainer) <= 1e-4
 
@@ -134,7 +134,7 @@ def test_vllm_leaves_the_class_of_a_student_unchanged(make, tmp_path):
         assert Starcoder2Model.__bases__ == bases
 
 
-def test_changes_to_a_class_are_undone_after_an_error_and_kept_for_retyped():
+def test_changes_to_a_class_are_undone_on_error_and_restored_by_retyped():
     class Root(nn.Module):
         def says(self):
             return "root"
@@ -169,7 +169,7 @@ def reader(tmp_path):
     """Saves a vision-language student, and loads it again."""
 
     def reader(family):
-        model = seers.seer(family, 64, 0, num_attention_heads=2, head_dim=32)
+        model = vision_language.vision_language_model(family, 64, 0, num_attention_heads=2, head_dim=32)
         model.save_pretrained(tmp_path / "student")
         return AutoModelForImageTextToText.from_pretrained(tmp_path / "student")
 
@@ -194,10 +194,10 @@ def test_a_vision_language_student_is_synced_and_writes_no_placeholder(
 
     head = trainer.model.get_output_embeddings().weight
     with torch.no_grad():
-        head[seers.PLACEHOLDER] = 3 * head[before[0][0]]
+        head[vision_language.PLACEHOLDER] = 3 * head[before[0][0]]
     trainer.rollout._base_sent = None
     written = trainer.complete(prompts)
-    assert all(seers.PLACEHOLDER not in ids for ids in written)
+    assert all(vision_language.PLACEHOLDER not in ids for ids in written)
 
 
 @pytest.mark.parametrize("where", ["", "language_model", "model.text"])
@@ -218,7 +218,7 @@ def test_a_separate_head_is_found_at_any_depth(where):
         ("Gemma2ForCausalLM", False),
         ("CohereForCausalLM", False),
         ("Qwen2ForCausalLM", True),
-        ("MistralForCausalLM", True),  # by what it is made of
+        ("MistralForCausalLM", True),  # through its base class
         ("Idefics3ForConditionalGeneration", True),
         ("Unheard", True),
     ],
@@ -228,7 +228,7 @@ def test_architectures_that_may_have_a_separate_head_are_known(architecture, the
 
 
 @pytest.mark.refusal
-def test_a_library_that_an_architecture_lacks_is_named_at_construction(make, reader, monkeypatch):
+def test_a_library_missing_for_an_architecture_is_named_at_construction(make, reader, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.delitem(sys.modules, "vllm.model_executor.models.gemma3_mm", raising=False)
     with pytest.raises(ValueError, match=r"does not start an engine for .*torchvision"):

@@ -91,7 +91,7 @@ def test_weights_that_do_not_arrive_are_detected(serve, monkeypatch):
         with pytest.raises(SyncError, match="It looks stale"):
             trainer.complete(prompt)
     trainer.complete(prompt)
-    assert gap(trainer) <= 1e-4, "and it is not taken for sent"
+    assert gap(trainer) <= 1e-4, "and it does not count as sent"
 
     with monkeypatch.context() as patch:
         patch.setattr(ServerClient, "forget_prefixes", lambda self: None)

@@ -173,12 +173,12 @@ def test_a_sync_that_does_nothing_is_detected(make, monkeypatch, tied):
     trainer = moved(make(tied=tied))
     monkeypatch.setattr(VLLMEngine, "load", drained)
     assert "It looks stale" in message(trainer)
-    assert trainer.rollout._sent is None, "and it is not taken for sent"
+    assert trainer.rollout._sent is None, "and it does not count as sent"
     monkeypatch.undo()
 
 
 def test_a_first_sync_that_does_nothing_is_detected(make, monkeypatch):
-    make().complete([[5, 6]])  # the engine holds what an earlier student was
+    make().complete([[5, 6]])  # the engine holds the weights of an earlier student
     trainer = make()
     with torch.no_grad():
         trainer.model.lm_head.weight.mul_(-1)

@@ -57,7 +57,7 @@ def main(folder: Path, names: list[str]) -> None:
             "split": is_split_model(trainer.accelerator.unwrap_model(trainer.model_wrapped)),
         }
     results["adapter bytes"] = adapter_bytes(trainer)
-    results["noticed"] = writes_that_are_noticed(trainer)
+    results["noticed"] = changes_that_are_sent(trainer)
     results["announced"] = announced_as_drawn(trainer)
     results["fault"] = fault_on_one(trainer)
     if trainer.accelerator.is_main_process:
@@ -71,7 +71,7 @@ def adapter_bytes(trainer: OPSDTrainer) -> int:
     return weight_sync.adapter_of(trainer.model, torch.float32, device, gathered)[1]
 
 
-def writes_that_are_noticed(trainer: OPSDTrainer) -> dict[str, bool]:
+def changes_that_are_sent(trainer: OPSDTrainer) -> dict[str, bool]:
     """Which changes made to the student by hand would send its weights again."""
     trainer.rollout.sync_weights()
 

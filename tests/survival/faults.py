@@ -39,7 +39,7 @@ def make_trainer(folder: Path, teacher: Any, **options: Any) -> OPSDTrainer:
     )
 
 
-def is_time(trainer: OPSDTrainer, steps: tuple[int, ...] = (STEP,), rank: int = RANK) -> bool:
+def must_break(trainer: OPSDTrainer, steps: tuple[int, ...] = (STEP,), rank: int = RANK) -> bool:
     """Whether this is the process and the step to break."""
     return trainer.accelerator.process_index == rank and trainer.state.global_step + 1 in steps
 
@@ -55,7 +55,7 @@ def poison(trainer: OPSDTrainer, side: str, steps: tuple[int, ...] = (STEP,), ra
         return output * float("nan")
 
     def poisoned(student: Any, rollout: Any, targets: Any, num_items: Any) -> Any:
-        if not is_time(trainer, steps, rank):
+        if not must_break(trainer, steps, rank):
             return compare(student, rollout, targets, num_items)
         times.append(time.time())
         if side == "teacher":
@@ -86,7 +86,7 @@ def fail_in(trainer: OPSDTrainer, phase: str) -> None:
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         # A checkpoint is saved after its step.
-        if is_time(trainer, (STEP - 1, STEP) if phase == "save" else (STEP,)):
+        if must_break(trainer, (STEP - 1, STEP) if phase == "save" else (STEP,)):
             print(f"\nRAISES {time.time()}", file=sys.stderr, flush=True)
             raise RuntimeError(f"injected into {phase}")
         return act(*args, **kwargs)
@@ -99,7 +99,7 @@ def hang(trainer: OPSDTrainer) -> None:
     complete = trainer.rollout.complete
 
     def hanging(*args: Any, **kwargs: Any) -> Any:
-        if is_time(trainer):
+        if must_break(trainer):
             print(f"\nHANGS {time.time()}", file=sys.stderr, flush=True)
             time.sleep(3600)
         return complete(*args, **kwargs)

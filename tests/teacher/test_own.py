@@ -20,7 +20,7 @@ from trl_opsd.teacher.given import check_teachers
 LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3)
 
 
-def told() -> Dataset:
+def privileged_rows() -> Dataset:
     return tiny.rows().map(lambda row, number: {"privileged_context": f"hint {number}"}, with_indices=True)
 
 
@@ -29,7 +29,7 @@ def make_own(make_trainer):
     """Builds a trainer of a student that teaches itself, with a learning rate high enough to show."""
 
     def make(kind, **given):
-        given = {"learning_rate": 1e-2, "max_grad_norm": 100.0, "train_dataset": told(), **given}
+        given = {"learning_rate": 1e-2, "max_grad_norm": 100.0, "train_dataset": privileged_rows(), **given}
         return make_trainer(teacher_model=None, teacher_model_kind=kind, **given)
 
     return make
@@ -282,7 +282,7 @@ class TestRefusals:
     @pytest.mark.before_loading
     def test_a_sharded_average_is_refused(self, tmp_path):
         args = tiny.config(tmp_path, teacher_model_kind="ema")
-        args.teacher_offload = "zero3"  # which is refused by itself where nothing is split
+        args.teacher_offload = "zero3"  # set afterwards: the config refuses it where nothing is sharded
         with pytest.raises(ValueError, match=r"every process keeps the whole average. Set `teacher_offload='cpu'`"):
             check_teachers(None, "student", args)
 

@@ -310,7 +310,7 @@ class TestLoading:
             unset_hf_deepspeed_config()
             del students
 
-    def test_the_deepspeed_config_of_the_teacher_does_not_train(self):
+    def test_the_deepspeed_config_of_the_teacher_has_no_training_settings(self):
         config = reader_config(torch.bfloat16, 64, torch.device("cuda"))
         assert not {"optimizer", "scheduler", "gradient_accumulation_steps", "train_batch_size"} & set(config)
         assert config["bf16"]["enabled"]
