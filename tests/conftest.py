@@ -1,4 +1,4 @@
-"""What every test may use. The Hub is switched off before anything is imported: nothing can be downloaded.
+"""Fixtures for all tests. The Hub is switched off before anything is imported: nothing can be downloaded.
 
 Tiny tensors are handled fastest by one thread, and tests may share a machine.
 """
@@ -22,8 +22,8 @@ from trl_opsd import FixedRollout, OPSDTrainer
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_loaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the marker `before_loading` promises: weights that are read are a failure."""
+def _fail_on_loading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a test marked `before_loading` fail when it loads weights."""
     if request.node.get_closest_marker("before_loading"):
         fails = classmethod(lambda cls, path, *args, **kwargs: pytest.fail(f"loaded {path}"))
         monkeypatch.setattr(PreTrainedModel, "from_pretrained", fails)
@@ -45,7 +45,7 @@ def make_trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[...
         config.save_pretrained(tmp_path / f"no-weights-{width}")
         return str(tmp_path / f"no-weights-{width}")
 
-    of_the_trainer = set(inspect.signature(OPSDTrainer.__init__).parameters)
+    trainer_arguments = set(inspect.signature(OPSDTrainer.__init__).parameters)
 
     def make(cls: type[OPSDTrainer] = OPSDTrainer, **given: Any) -> OPSDTrainer:
         words = tiny.tokenizer()
@@ -55,9 +55,9 @@ def make_trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[...
             "train_dataset": tiny.rows(),
             "processing_class": words,
             "rollout": FixedRollout(tiny.recorded(words)),
-            **{name: value for name, value in given.items() if name in of_the_trainer},
+            **{name: value for name, value in given.items() if name in trainer_arguments},
         }
-        options = {name: value for name, value in given.items() if name not in of_the_trainer}
+        options = {name: value for name, value in given.items() if name not in trainer_arguments}
         arguments.setdefault("args", tiny.config(tmp_path, **options))
         return cls(**arguments)
 

@@ -1,7 +1,7 @@
 """Starts pairs of processes as `accelerate launch` does, but by forking this one, which has imported everything.
 
-Under the launcher is torch's elastic agent, real as ever: it tells the processes of each other, and when one dies it
-ends the other. What each pair does without is the imports, and DeepSpeed's look at whether to compile its extension.
+The launcher's elastic agent is torch's own: it connects the processes, and when one dies it ends the other. Each pair
+only skips the imports and DeepSpeed's check whether to compile its extension.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROCESSES = 2
 
 
 def launch(strategy: str, function: Callable[..., Any], *args: Any, processes: int = PROCESSES) -> dict[int, Any]:
-    """What `function` returns in each process, by rank.
+    """Runs a function in several processes and returns its results by rank.
 
     Args:
         strategy (`str`):
@@ -31,7 +31,7 @@ def launch(strategy: str, function: Callable[..., Any], *args: Any, processes: i
         *args (`Any`):
             Its arguments.
         processes (`int`, *optional*, defaults to 2):
-            How many there are.
+            Number of processes.
     """
     agent = LaunchConfig(
         min_nodes=1,

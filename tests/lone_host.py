@@ -1,4 +1,4 @@
-"""A student that is written for without a training: the smallest [`trl_opsd.host.Host`], for benchmarks and tests."""
+"""A student to generate for without training it: the smallest [`trl_opsd.host.Host`], for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from trl_opsd.models.padding import PADDED
 
 
 class LoneHost:
-    """One process with a student that is whole, and no log.
+    """One process with an unsharded student and no log.
 
     Args:
         model (`PreTrainedModel`):
             The student; it stays on its device.
         limits ([`PromptLimits`]):
-            What prompts and completions keep to.
+            The limits of prompts and completions.
         generation_config (`GenerationConfig`, *optional*):
             Sampling options; without it those of `generate`.
         options:
-            Of the [`OPSDConfig`].
+            Further options of [`OPSDConfig`].
     """
 
     def __init__(
@@ -67,4 +67,4 @@ class LoneHost:
         return nullcontext()
 
     def record(self, name: str, value: float) -> None:
-        """There is no log."""
+        """Does nothing: there is no log."""

@@ -1,15 +1,15 @@
-"""Reads what the processes of a launch printed when one of them failed."""
+"""Checks the stderr of a launch in which one process failed."""
 
 from __future__ import annotations
 
 import re
 
 DEADLINE = 30
-"""Seconds within which all have ended once one has failed; the agent ends whoever ignores it after as many."""
+"""Seconds within which all processes end once one has failed; after as many the agent ends those that are left."""
 
 
 def check_one_traceback(printed: str, ended: float, first: int) -> None:
-    """One process prints one traceback, the other at most one line, and soon both have ended.
+    """Asserts that one process prints one traceback, the other at most one line, and that both end soon.
 
     Args:
         printed (`str`):
@@ -22,7 +22,7 @@ def check_one_traceback(printed: str, ended: float, first: int) -> None:
     of_ranks = [line for line in printed.splitlines() if re.match(r"\[rank\d\]: ", line)]
     assert [line for line in of_ranks if "Traceback" in line] == [f"[rank{first}]: Traceback (most recent call last):"]
     assert all(line.startswith(f"[rank{first}]") for line in of_ranks)
-    # None where the agent was faster to end the other than the other to notice.
+    # None if the agent ended the other process before that one noticed.
     assert printed.count(f"Rank {1 - first} ends with rank {first}, which failed first; see there.") <= 1
     assert "Connection closed" not in printed
     if raised := re.search(r"^RAISES ([\d.]+)", printed, re.MULTILINE):

@@ -1,4 +1,4 @@
-"""Starts a script in two processes the way users do, or one that forks its own, and ends it when its time is up."""
+"""Runs a script in two processes as users do, or one that forks its own, with a time limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 CONFIGS = TESTS.parent / "examples" / "accelerate_configs"
 SECONDS = 300
-"""What any launch may take, on a machine that is busy."""
+"""Time limit of a launch; generous, for a busy machine."""
 
 
 def launch(strategy: str, script: Path, *arguments: object, status: int = 0, **environment: str) -> str:
@@ -20,7 +20,7 @@ def launch(strategy: str, script: Path, *arguments: object, status: int = 0, **e
         `str`: What was printed on stderr.
 
     Raises:
-        AssertionError: It ended with another status, or was not done in time; with the end of what it said.
+        AssertionError: It ended with another status or ran out of time; the message has the end of its stderr.
     """
     config = CONFIGS / f"{strategy}_cpu.yaml"
     command = ["accelerate.commands.launch", "--config_file", str(config), "--main_process_port", "0"]
@@ -37,7 +37,7 @@ def launch(strategy: str, script: Path, *arguments: object, status: int = 0, **e
     except subprocess.TimeoutExpired:
         process.terminate()  # the launcher ends its processes; killed, it would leave them behind
         _, said = process.communicate()
-        raise AssertionError(f"{script.name} was not done in {SECONDS} seconds:\n{said[-3000:]}") from None
+        raise AssertionError(f"{script.name} did not finish in {SECONDS} seconds:\n{said[-3000:]}") from None
     assert process.returncode == status, said[-6000:]
     return said
 
@@ -49,8 +49,8 @@ def run(script: Path, *arguments: object, seconds: int) -> str:
         `str`: What was printed on stdout.
 
     Raises:
-        AssertionError: It failed; with the end of what it said.
-        subprocess.TimeoutExpired: It was not done in `seconds`.
+        AssertionError: It failed; the message has the end of its stderr.
+        subprocess.TimeoutExpired: It did not finish in `seconds`.
     """
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     finished = subprocess.run(

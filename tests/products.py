@@ -1,4 +1,4 @@
-"""Writes down in which dtypes a trainer multiplies, phase by phase, below everything that could say otherwise."""
+"""Records the dtypes of a trainer's matrix products by phase, in torch's dispatcher, where none can be missed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PHASES = ("complete", "teach", "student", "loss", "backward")
 class Products(TorchDispatchMode):
     """The dtypes of the factors of every product, by phase of training.
 
-    The loss widens its factors on a CPU, where no product of low precision ends in float32: of a factor in it counts
-    the smallest dtype that holds all its numbers, and the gradient of the logits, which stays float32 there, does not.
+    On a CPU, where no low-precision product ends in float32, the loss widens its factors. Each of them counts as the
+    smallest dtype that holds its values; the gradient of the logits, which stays float32 there, is not counted.
 
     Args:
         vocabulary (`int`):
-            Rows of the head. No other product has so many of anything.
+            Rows of the head; no other product has a dimension of this size.
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -39,7 +39,7 @@ class Products(TorchDispatchMode):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """What runs inside belongs to a phase, but for a phase inside of it."""
+        """Counts the products inside for a phase, except those of a phase nested in it."""
         self._phase.append(phase)
         try:
             yield
@@ -49,7 +49,7 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.__name__.split(".")[0]
         tensors = [one for one in args if isinstance(one, Tensor)]
-        if name in PRODUCTS and tensors[-1].shape[-2] > 1:  # else positions meet frequencies, never in low precision
+        if name in PRODUCTS and tensors[-1].shape[-2] > 1:  # else rotary positions times frequencies
             self._note(tensors[-2:])
         elif name == "_to_copy" and isinstance(args[0], torch.nn.Parameter) and args[0].dim() > 1:
             self.rounded_weights += 1
@@ -67,7 +67,7 @@ class Products(TorchDispatchMode):
 
 
 class WatchedTrainer(OPSDTrainer):
-    """As ever, and `products` says what it has multiplied."""
+    """The trainer, with the dtypes of its products in `products`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -94,7 +94,7 @@ class WatchedTrainer(OPSDTrainer):
             return super().compare(*args)
 
     def dtypes(self) -> dict[str, list[str]]:
-        """By phase, sorted, and forgotten here."""
+        """Dtypes found since the last call, sorted, by phase."""
         found = {phase: sorted(dtypes) for phase, dtypes in self.products.found.items()}
         self.products.found.clear()
         return found

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source: nothing is imported here, so a mistake shows before it becomes a cycle."""
+"""Import rules of the package, read from its source; nothing is imported, so a mistake shows before it is a cycle."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def imports(file: Path, source: str) -> set[str]:
 
 
 def rooms_of(file: Path, source: str) -> set[str]:
-    """The rooms of `trl_opsd` a file imports, but for its own; `from trl_opsd import OPSDConfig` is room `__init__`."""
+    """The rooms of `trl_opsd` a file imports, except its own; `from trl_opsd import OPSDConfig` is room `__init__`."""
     names = [name.split(".") for name in imports(file, source)]
     ours = [parts[1:] for parts in names if parts[0] == "trl_opsd"]
     rooms = {rest[0] if rest and _exists(rest[0]) else "__init__" for rest in ours}
@@ -79,12 +79,12 @@ def _exists(name: str) -> bool:
 
 
 def libraries(file: Path, source: str) -> set[str]:
-    """What a file imports from outside the package and the standard library."""
+    """The libraries a file imports, without the standard library."""
     return {name.partition(".")[0] for name in imports(file, source)} - sys.stdlib_module_names - {"trl_opsd"}
 
 
 def too_high(file: Path, source: str) -> set[str]:
-    """The rooms a file imports although they do not lie below its own."""
+    """The rooms a file imports that are not below its own."""
     return {other for other in rooms_of(file, source) if FLOORS.get(other, 99) >= FLOORS.get(room(file), 99)}
 
 
@@ -93,34 +93,34 @@ def read(file: Path) -> str:
 
 
 @every_file
-def test_a_new_file_without_a_floor_is_noticed(file):
+def test_every_file_has_a_floor(file):
     assert room(file) in FLOORS, (
         f"trl_opsd/{file} has no floor: give '{room(file)}' one in FLOORS of {Path(__file__).name}"
     )
 
 
 @pytest.mark.parametrize("key", FLOORS)
-def test_a_floor_of_a_room_that_is_gone_is_noticed(key):
+def test_every_floor_belongs_to_an_existing_room(key):
     assert key in map(room, FILES), f"there is no trl_opsd/{key}.py and no folder of that name: take it out of FLOORS"
 
 
 @every_file
-def test_a_file_that_imports_its_own_or_a_higher_floor_is_noticed(file):
+def test_files_import_lower_floors_only(file):
     assert not too_high(file, read(file)), f"trl_opsd/{file} stands on floor {FLOORS[room(file)]}"
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if room(file) == "losses"], ids=str)
-def test_losses_that_need_more_than_torch_are_noticed(file):
+def test_losses_import_torch_only(file):
     assert libraries(file, read(file)) <= {"torch"}
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if room(file) not in ("trainer", "__init__")], ids=str)
-def test_a_file_besides_the_trainer_that_knows_teacher_and_rollout_is_noticed(file):
+def test_only_the_trainer_knows_both_teacher_and_rollout(file):
     assert not {"teacher", "rollout"} <= rooms_of(file, read(file)) | {room(file)}
 
 
 @pytest.mark.parametrize("library", OPTIONAL)
-def test_an_optional_library_that_leaks_out_of_its_one_file_is_noticed(library):
+def test_optional_libraries_are_imported_in_one_place(library):
     importers = [file for file in FILES if library in libraries(file, read(file))]
     places = {file.parts[:2] for file in importers}
     assert len(places) == 1, importers or f"nothing imports {library}: take it out of OPTIONAL"
@@ -129,17 +129,17 @@ def test_an_optional_library_that_leaks_out_of_its_one_file_is_noticed(library):
 
 TESTS = Path(__file__).resolve().parent
 SLOW = {"benchmarks", "distributed"}
-"""Folders of tests that nobody can wait for while working: each starts engines or several processes."""
+"""Folders of tests too slow for `make quick`: each starts engines or several processes."""
 
 
-def test_a_folder_of_tests_without_one_for_make_quick_is_noticed():
+def test_every_folder_of_tests_has_a_quick_test():
     folders = {file.parent.name for file in TESTS.glob("*/test_*.py")}
     marked = {file.parent.name for file in TESTS.glob("*/*.py") if "pytest.mark.quick" in file.read_text("utf-8")}
     assert folders - marked == SLOW
 
 
 @every_file
-def test_a_file_that_does_not_say_what_it_is_is_noticed(file):
+def test_every_file_has_a_docstring(file):
     assert ast.get_docstring(ast.parse(read(file)))
 
 
@@ -158,5 +158,5 @@ def test_a_file_that_does_not_say_what_it_is_is_noticed(file):
         ("trainer.py", "from trl_opsd import teacher, rollout\nfrom .config import OPSDConfig", set()),
     ],
 )
-def test_every_spelling_of_an_import_is_read(file, source, caught):
+def test_every_form_of_import_is_recognised(file, source, caught):
     assert too_high(Path(file), source) == caught

@@ -1,4 +1,4 @@
-"""A model's hidden states are read where they predict the completion, and its head is proved before it is believed."""
+"""Hidden states are read at the positions that predict the completion, and the head is checked against the logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAMILIES = [tiny.qwen2, tiny.llama, tiny.gemma2, tiny.gpt2]
 
 
 def rollout(padding: int = 0) -> Rollout:
-    """Two rows: a prompt of 4 and one of 2, completions of 3 and 2; `padding` more columns of it on either side."""
+    """Two rows: a prompt of 4 and one of 2, completions of 3 and 2; `padding` further columns on either side."""
     generator = torch.Generator().manual_seed(0)
     prompt_mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
     completion_mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -35,7 +35,7 @@ def rollout(padding: int = 0) -> Rollout:
 
 @pytest.mark.parametrize("make", FAMILIES)
 @pytest.mark.parametrize("padding", [0, 5])
-def test_a_padded_row_is_read_as_it_would_be_alone(make, padding):
+def test_a_padded_row_has_the_hidden_states_it_has_alone(make, padding):
     model = make().eval()
     padded = rollout(padding)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_a_head_of_the_known_form_passes_the_probe(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_that_are_post_processed_in_an_unknown_way_are_refused_with_the_difference(dtype):
+def test_unknown_post_processing_of_logits_is_refused_with_the_difference(dtype):
     model = tiny.qwen2().to(dtype)
     forward = model.forward
 
@@ -98,18 +98,16 @@ def test_logits_that_are_post_processed_in_an_unknown_way_are_refused_with_the_d
         prove_head(model, "teacher")
 
 
-def test_a_head_that_says_nothing_is_refused():
+def test_a_head_with_constant_logits_is_refused():
     model = tiny.qwen2()
     model.lm_head.weight.data.zero_()
     with pytest.raises(ValueError, match=r"The teacher \(Qwen2ForCausalLM\) gives all 259 tokens the same logit"):
         prove_head(model, "teacher")
 
 
-def test_a_trainer_refuses_a_student_whose_logits_it_cannot_rebuild(make_trainer):
+def test_a_student_whose_logits_cannot_be_recomputed_is_refused(make_trainer):
     student = tiny.gemma2()
-    student.config.final_logit_softcapping = (
-        None  # read by us after the fact, as a family with another name for it would be
-    )
+    student.config.final_logit_softcapping = None  # as in a family that has another name for it
     cap = student.forward
 
     def capped(**kwargs):

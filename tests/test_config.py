@@ -1,4 +1,4 @@
-"""Options as they are meant: what they allow, warn about, default to and stand for, and how they meet the launch."""
+"""Options: the values they allow, their warnings, defaults and meaning, and conflicts with the launch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trl_opsd import OPSDConfig
         {"generation_kwargs": {"do_sample": False}},
     ],
 )
-def test_the_ends_of_the_ranges_are_allowed(tmp_path, option):
+def test_boundary_values_are_accepted(tmp_path, option):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # TRL's own default, under its old name
@@ -43,7 +43,7 @@ def test_the_ends_of_the_ranges_are_allowed(tmp_path, option):
         ({"divergence": "forward_kl", "beta": 0.5}, "`beta=0.5` is ignored"),
     ],
 )
-def test_an_option_that_will_surprise_is_warned_about(tmp_path, option, message):
+def test_options_with_surprising_effects_are_warned_about(tmp_path, option, message):
     with pytest.warns(UserWarning, match=message):
         tiny.config(tmp_path, **option)
 
@@ -61,12 +61,12 @@ def test_an_option_that_will_surprise_is_warned_about(tmp_path, option, message)
     ],
 )
 @pytest.mark.quick
-def test_the_objective_is_the_named_one_else_what_beta_says(tmp_path, option, expected):
+def test_the_divergence_is_chosen_by_name_or_else_by_beta(tmp_path, option, expected):
     assert repr(tiny.config(tmp_path, **option).build_divergence()) == expected
 
 
 @pytest.mark.quick
-def test_the_defaults_that_differ_from_trls_are_the_two_for_safety(tmp_path):
+def test_only_the_two_safety_defaults_differ_from_trl(tmp_path):
     ours, trls = tiny.config(tmp_path), DistillationConfig(**tiny.options(tmp_path))
     differing = {name for name in vars(trls) if getattr(ours, name) != getattr(trls, name)} - {"distributed_state"}
     assert differing == {"vllm_server_host"}
@@ -74,7 +74,7 @@ def test_the_defaults_that_differ_from_trls_are_the_two_for_safety(tmp_path):
     assert ours.teacher_trust_remote_code is False
 
 
-def test_a_teacher_with_code_of_its_own_needs_a_switch_of_its_own(make_trainer, monkeypatch, tmp_path):
+def test_remote_code_of_the_teacher_needs_its_own_option(make_trainer, monkeypatch, tmp_path):
     loaded = {}
 
     load = Qwen2ForCausalLM.from_pretrained
@@ -94,11 +94,11 @@ def test_a_teacher_with_code_of_its_own_needs_a_switch_of_its_own(make_trainer, 
 def test_every_new_option_is_documented():
     ours, trls = ({field.name for field in fields(config)} for config in (OPSDConfig, DistillationConfig))
     new = ours - trls
-    documented = inspect.getdoc(OPSDConfig) or ""  # Python 3.13 dedents what is written
+    documented = inspect.getdoc(OPSDConfig) or ""  # Python 3.13 dedents docstrings
     assert {name for name in new if f"\n    {name} (" in documented} == new != set()
 
 
-def test_accumulation_that_differs_between_the_launch_and_the_options(tmp_path, monkeypatch):
+def test_accumulation_steps_that_contradict_the_launch_are_refused(tmp_path, monkeypatch):
     launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
     for name, value in {**launch, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}.items():
         monkeypatch.setenv(name, value)
@@ -109,14 +109,14 @@ def test_accumulation_that_differs_between_the_launch_and_the_options(tmp_path, 
         tiny.config(tmp_path, gradient_accumulation_steps=2)
 
 
-def test_a_launch_with_fsdp_of_the_first_kind(make_trainer):
+def test_fsdp1_is_refused(make_trainer):
     trainer = make_trainer()
     trainer._dist.fsdp_version = 1
     with pytest.raises(ValueError, match=r"`fsdp_version: 1`.* set `fsdp_version: 2` in the accelerate file"):
         trainer._check_fsdp()
 
 
-def test_a_launch_with_fsdp_that_splits_nothing(make_trainer, monkeypatch, caplog):
+def test_fsdp_that_shards_nothing_is_warned_about(make_trainer, monkeypatch, caplog):
     make_trainer()
     assert "FSDP" not in caplog.text
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

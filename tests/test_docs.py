@@ -1,4 +1,4 @@
-"""Links between pages lead to files and headings that exist; errors, files and flags that a page names are there."""
+"""Links between pages lead to files and headings that exist; so do the errors, files and flags that a page names."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def without_code(text: str) -> str:
-    """A page without its fenced blocks, where brackets and number signs mean something else."""
+    """A page without its fenced blocks, in which brackets and number signs are not Markdown."""
     return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
-    """What the headings of a page are called in links, as GitHub does it."""
+    """The anchors of a page's headings, as GitHub forms them."""
     headings = re.findall(r"^#+ (.*)$", without_code(page.read_text(encoding="utf-8")), flags=re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
     names = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain]
@@ -49,7 +49,7 @@ def broken(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_lead_to_existing_targets(page):
     assert broken(page) == []
 
 
@@ -73,10 +73,10 @@ def test_a_broken_link_and_a_broken_anchor_are_found(tmp_path):
     assert broken(page) == ["gone.md", "other.md#gone"]
 
 
-def test_every_error_that_the_page_of_limitations_quotes_exists():
+def test_every_error_quoted_in_the_limitations_exists():
     rows = re.search(r"^## Refused$(.*?)^## ", (ROOT / "docs" / "limitations.md").read_text(), re.DOTALL | re.MULTILINE)
     cells = [line.split(" | ")[1] for line in rows[1].splitlines() if line.startswith("| ")][1:]
-    assert all('"' in cell for cell in cells), "a refusal without its words"
+    assert all('"' in cell for cell in cells), "a refusal without its message"
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "trl_opsd").rglob("*.py")]
     constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
     said = "\n".join(constant for constant in constants if isinstance(constant, str))
@@ -85,14 +85,14 @@ def test_every_error_that_the_page_of_limitations_quotes_exists():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_that_a_page_names_are_there(page):
+def test_files_named_on_a_page_exist(page):
     text = page.read_text(encoding="utf-8")
     named = re.findall(r"(?<![\w/.])(?:benchmarks|examples|requirements|tests|tools|trl_opsd)/[\w/]*(?:\.\w+)?", text)
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_flags_that_a_page_gives_to_a_script_are_its_own(page):
+def test_flags_given_on_a_page_are_flags_of_the_script(page):
     text = re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8"))
     for script, given in re.findall(r"((?:benchmarks|examples|tests|tools)/[\w/]+\.py)((?: [^`|#\n]*)?)", text):
         source = (ROOT / script).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Model families of each kind, as the tool for all of them tries them: exact, exact because read apart, or refused."""
+"""One model family of each kind, checked by the tool that checks all: exact, exact because read apart, or refused."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def verdict():
         ("phimoe", "LoRA", "refused: ValueError: The student (PeftModel) cannot read eight tokens, AttributeError"),
     ],
 )
-def test_a_family_that_is_silently_wrong_or_crashes_is_noticed(verdict, family, role, expected):
+def test_each_family_is_exact_or_refused_with_the_reason(verdict, family, role, expected):
     assert verdict(role, family).startswith(expected)
 
 
-def test_the_table_names_every_kind_and_shortens_reasons(monkeypatch):
+def test_the_table_counts_every_verdict_and_shortens_reasons(monkeypatch):
     monkeypatch.syspath_prepend(TOOLS)
     from family_table import document
 

@@ -1,4 +1,4 @@
-"""A run goes on only from what it would have written itself, unless it is told which differences are meant."""
+"""A run resumes only from a checkpoint with its own fingerprint, unless the differences are accepted by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def checkpoint(make_trainer, tmp_path: Path) -> Path:
     return tmp_path / "checkpoint-1"
 
 
-def test_each_checkpoint_says_in_plain_json_what_is_learnt_and_in_which_order(checkpoint):
+def test_each_checkpoint_has_the_fingerprint_as_json(checkpoint):
     said = json.loads((checkpoint / FILE).read_text())
     assert said["divergence"] == "ReverseKL()"
     assert said["teachers"] == {"teacher": "Qwen2ForCausalLM [259, 48]"}
@@ -55,9 +55,7 @@ def test_all_differences_are_listed_with_the_option_that_accepts_them(make_train
     assert "resume_with_changes=['divergence', 'temperature']" in str(raised.value)
 
 
-def test_accepted_differences_are_said_and_the_next_checkpoint_has_the_new_values(
-    make_trainer, checkpoint, tmp_path, caplog
-):
+def test_accepted_differences_are_logged_and_saved_in_the_next_checkpoint(make_trainer, checkpoint, tmp_path, caplog):
     options = {"beta": 0.0, "resume_with_changes": ["divergence"], "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(**options)
     with caplog.at_level(logging.WARNING):
@@ -67,25 +65,25 @@ def test_accepted_differences_are_said_and_the_next_checkpoint_has_the_new_value
     assert json.loads((tmp_path / "checkpoint-3" / FILE).read_text())["divergence"] == "ForwardKL()"
 
 
-def test_what_an_older_version_did_not_write_down_is_not_compared(make_trainer, checkpoint):
+def test_values_missing_from_an_older_fingerprint_are_not_compared(make_trainer, checkpoint):
     said = json.loads((checkpoint / FILE).read_text())
     new = ("teacher_weights", "student", "adapter", "optimizer")
     (checkpoint / FILE).write_text(json.dumps({name: value for name, value in said.items() if name not in new}))
-    (checkpoint / MANIFEST).unlink()  # else the change itself is found
+    (checkpoint / MANIFEST).unlink()  # else the manifest reveals the change
     trainer = make_trainer()
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert trainer.state.global_step == 3
 
 
-def test_what_changes_neither_objective_nor_order_may_change(make_trainer, checkpoint):
+def test_options_without_effect_on_objective_or_order_may_change(make_trainer, checkpoint):
     trainer = make_trainer(loss_chunk_tokens=3, learning_rate=1e-5, logging_steps=2, max_steps=2)
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert trainer.state.global_step == 2
 
 
-def test_a_checkpoint_of_another_trainer_is_taken_with_a_warning(make_trainer, checkpoint, caplog):
+def test_a_checkpoint_without_fingerprint_is_resumed_with_a_warning(make_trainer, checkpoint, caplog):
     (checkpoint / FILE).unlink()
-    (checkpoint / MANIFEST).unlink()  # else the change itself is found
+    (checkpoint / MANIFEST).unlink()  # else the manifest reveals the change
     trainer = make_trainer(beta=0.0)
     with caplog.at_level(logging.WARNING):
         trainer.train(resume_from_checkpoint=str(checkpoint))
@@ -94,7 +92,7 @@ def test_a_checkpoint_of_another_trainer_is_taken_with_a_warning(make_trainer, c
 
 
 @pytest.mark.refusal
-def test_the_rate_of_an_average_counts_only_where_there_is_one(make_trainer, tmp_path):
+def test_the_teacher_update_rate_is_compared_only_for_an_average(make_trainer, tmp_path):
     rows = tiny.rows().add_column("privileged_context", ["hint"] * 8)
     common = {"teacher_model": None, "train_dataset": rows, "peft_config": LoraConfig(target_modules="all-linear")}
     common |= {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
@@ -107,7 +105,7 @@ def test_the_rate_of_an_average_counts_only_where_there_is_one(make_trainer, tmp
         make_trainer(**common, teacher_model_kind="ema", teacher_update_rate=0.1).train(resume_from_checkpoint=True)
 
 
-def test_a_digest_is_of_the_weights_and_not_of_how_they_are_kept():
+def test_a_weight_digest_ignores_dtype_and_adapter_wrapping():
     plain = digest(sampled(tiny.qwen2(32, 0)))
     lora = get_peft_model(tiny.qwen2(32, 0), LoraConfig(target_modules="all-linear", modules_to_save=["lm_head"]))
     assert {plain, digest(sampled(tiny.qwen2(32, 0).bfloat16())), digest(sampled(lora))} == {plain}
@@ -115,7 +113,7 @@ def test_a_digest_is_of_the_weights_and_not_of_how_they_are_kept():
     assert len({plain, digest(sampled(lora)), digest(sampled(tiny.qwen2(32, 1)))}) == 3
 
 
-def test_rows_are_told_apart_by_what_is_read_of_them_and_not_by_how_they_are_stored():
+def test_a_row_digest_depends_on_the_columns_read_and_not_on_storage():
     rows = tiny.rows()
     same = [
         rows.flatten_indices(),

@@ -1,4 +1,4 @@
-"""A trainer that was interrupted and trains again, as in a notebook, does so as if nothing had been left behind."""
+"""A trainer that was interrupted can train again, as in a notebook, as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVENTS = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_log", 
 
 
 def hooks(trainer: OPSDTrainer) -> list[str]:
-    """Those of all modules of the student, but for the one that stays with gradient checkpointing."""
+    """Names of all hooks on the student, except the one that gradient checkpointing keeps."""
     found = [
         getattr(hook, "__qualname__", repr(hook))
         for module in trainer.model.modules()
@@ -41,7 +41,7 @@ def hooks(trainer: OPSDTrainer) -> list[str]:
 
 
 class Watch(TrainerCallback):
-    """Notes after each step how often NEFTune adds its noise."""
+    """Counts the NEFTune hooks after each step."""
 
     def __init__(self) -> None:
         self.noise: list[int] = []
@@ -52,7 +52,7 @@ class Watch(TrainerCallback):
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_what_an_interrupted_training_leaves_behind_is_noticed(make_trainer, event):
+def test_an_interrupted_training_leaves_nothing_behind(make_trainer, event):
     watch = Watch()
     before_sigterm = signal.getsignal(signal.SIGTERM)
     trainer = make_trainer(
@@ -81,7 +81,7 @@ def test_what_an_interrupted_training_leaves_behind_is_noticed(make_trainer, eve
     assert [entries[0][name] for name in same] == [entries[1][name] for name in same]
 
 
-def test_numbers_of_an_interrupted_evaluation_in_the_next_one_are_noticed(make_trainer):
+def test_an_interrupted_evaluation_does_not_affect_the_next_one(make_trainer):
     class Interrupted(FixedRollout):
         asked, at = 0, 2
 
@@ -106,7 +106,7 @@ def test_numbers_of_an_interrupted_evaluation_in_the_next_one_are_noticed(make_t
     assert trainer.state.log_history[-1][name] == fresh.state.log_history[-1][name]
 
 
-def test_a_training_outside_of_the_main_thread_that_cannot_be_told_to_stop_is_noticed(make_trainer):
+def test_jit_checkpoints_outside_the_main_thread_are_refused(make_trainer):
     def trained(**given: Any) -> tuple[OPSDTrainer, list[Exception]]:
         trainer, errors = make_trainer(max_steps=1, **given), []
 
@@ -130,7 +130,7 @@ def test_a_training_outside_of_the_main_thread_that_cannot_be_told_to_stop_is_no
 
 
 @pytest.mark.parametrize("name", ["_buffered_inputs", "_step", "_current_train_step_time"])
-def test_a_reset_of_what_trl_no_longer_has_is_an_error(make_trainer, name):
+def test_resetting_an_attribute_missing_from_trl_is_an_error(make_trainer, name):
     trainer = make_trainer(max_steps=1)
     vars(trainer)[f"{name}_renamed"] = vars(trainer).pop(name)
     with pytest.raises(AttributeError, match=rf"Trainer has no `{name}`: the installed version"):

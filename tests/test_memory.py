@@ -1,4 +1,4 @@
-"""An error of lacking memory says in which phase it came, what that phase holds, and what to do."""
+"""An out-of-memory error names the phase, what that phase holds, and what to do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Greedy(FixedRollout):
 
 
 def break_in(trainer: Any, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has one phase ask for more than there is, inside what it calls."""
+    """Makes one phase run out of memory in a call it makes."""
     if phase == "complete":
         trainer.rollout = Greedy({})
     elif phase == "teach":
@@ -38,7 +38,7 @@ def break_in(trainer: Any, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("phase", ["complete", "teach", "compare", "step", "save"])
-def test_a_phase_that_lacks_memory_and_does_not_say_for_what_is_noticed(make_trainer, monkeypatch, phase):
+def test_an_out_of_memory_error_lists_what_the_phase_holds(make_trainer, monkeypatch, phase):
     trainer = make_trainer(
         save_strategy="steps", save_steps=1, gradient_accumulation_steps=2, max_completion_length=24,
         optim="adamw_torch", loss_chunk_tokens=100,
@@ -73,7 +73,7 @@ def test_a_phase_that_lacks_memory_and_does_not_say_for_what_is_noticed(make_tra
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_engine_that_finds_no_memory_when_it_starts_is_noticed(make_trainer, error):
+def test_an_engine_that_runs_out_of_memory_at_start_gets_advice(make_trainer, error):
     class Starting(FixedRollout):
         def bind(self, trainer: Any) -> None:
             raise error
@@ -85,7 +85,7 @@ def test_an_engine_that_finds_no_memory_when_it_starts_is_noticed(make_trainer, 
     assert "`vllm_gpu_memory_utilization`" in note
 
 
-def test_an_error_of_another_kind_that_gets_a_note_is_noticed(make_trainer):
+def test_other_errors_get_no_note_on_memory(make_trainer):
     for error in (RuntimeError("boom"), ValueError("boom"), OSError("boom")):
         with pytest.raises(type(error), match="boom") as raised, explained("teach", lambda: pytest.fail("asked")):
             raise error

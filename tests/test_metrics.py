@@ -1,4 +1,4 @@
-"""What real trainings log: nothing of ours without a row in the table of metrics, and no row that nothing logs."""
+"""Metrics logged by real trainings: each has a row in the table of metrics, and each row is logged."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Mirror:
         )
 
     def forget_prefixes(self):
-        """It keeps none."""
+        """Does nothing: there are no prefixes."""
 
     def wipe_cache(self):
-        """It has none."""
+        """Does nothing: there is no cache."""
 
     def close(self):
-        """It holds nothing of its own."""
+        """Does nothing: the student is the trainer's."""
 
 
 class Mirrored(SyncedRollout[Mirror]):
-    """Syncs as an engine elsewhere would be synced, and sends nothing."""
+    """Follows the sync of a separate engine, and sends nothing."""
 
     def bind(self, trainer):
         self._take(trainer, Mirror(trainer), {}, torch.float32)
@@ -70,7 +70,7 @@ class Mirrored(SyncedRollout[Mirror]):
 
 
 class SpoiledOnce(OPSDTrainer):
-    """Its teacher says NaN in the first step."""
+    """Its teacher's states are NaN in the first step."""
 
     def teach(self, rollout, rows):
         targets = super().teach(rollout, rows)
@@ -79,29 +79,29 @@ class SpoiledOnce(OPSDTrainer):
         return targets
 
 
-def told() -> Dataset:
+def privileged_rows() -> Dataset:
     return tiny.rows().add_column("privileged_context", ["a hint"] * 8)
 
 
-def each_by_its_own() -> Dataset:
+def routed_rows() -> Dataset:
     return tiny.rows().add_column("teacher", ["math", "prose"] * 4)
 
 
 def configurations(tmp_path):
-    """What is given to the trainer, by name."""
+    """Arguments of the trainer, by name."""
     return {
         "plain": {},
         "its own teacher, LoRA": {
             "teacher_model": None,
             "teacher_model_kind": "ema",
-            "train_dataset": told(),
-            "eval_dataset": told(),
+            "train_dataset": privileged_rows(),
+            "eval_dataset": privileged_rows(),
             "peft_config": LoraConfig(r=4, target_modules="all-linear"),
         },
         "several teachers": {
             "teacher_model": {"math": tiny.qwen2(48, seed=1), "prose": tiny.llama(64, seed=2)},
-            "train_dataset": each_by_its_own(),
-            "eval_dataset": each_by_its_own(),
+            "train_dataset": routed_rows(),
+            "eval_dataset": routed_rows(),
         },
         "a step that is left out": {"cls": SpoiledOnce, "nonfinite": "skip"},
         "an engine": {"rollout": Mirrored(tiny.config(tmp_path)), "max_completion_length": 16},
@@ -115,7 +115,7 @@ def configurations(tmp_path):
 
 
 def of_trl(folder) -> set[str]:
-    """What TRL and transformers log by themselves."""
+    """Names that TRL and transformers log themselves."""
     trainer = DistillationTrainer(
         model=tiny.qwen2(32, seed=0),
         teacher_model=tiny.qwen2(48, seed=1),
@@ -130,7 +130,7 @@ def of_trl(folder) -> set[str]:
 
 @pytest.fixture
 def logged(make_trainer, tmp_path):
-    """The logs of every configuration, by its name."""
+    """The logs of every configuration, by name."""
     logs = {}
     for name, given in configurations(tmp_path).items():
         trainer = make_trainer(**{**OPTIONS, "eval_dataset": tiny.rows(4), **given})
@@ -139,7 +139,7 @@ def logged(make_trainer, tmp_path):
     return logs
 
 
-def test_the_log_and_the_table_of_metrics_name_the_same(logged, tmp_path):
+def test_logged_metrics_match_the_table(logged, tmp_path):
     theirs = of_trl(tmp_path)
     assert {"loss", "entropy", "step_time", "eval_loss"} <= theirs, "TRL has trained and evaluated"
     ours = {
@@ -167,8 +167,8 @@ def test_metrics_are_reduced_as_the_table_says(logged):
     assert saves == [2], "the log after the checkpoint of step 1"
 
 
-def test_every_name_in_the_source_has_a_row():
-    """Also those of configurations that are not trained here."""
+def test_every_metric_in_the_source_has_a_row_in_the_table():
+    """Includes those of configurations that are not trained here."""
     package = Path(__file__).resolve().parents[1] / "trl_opsd"
     source = "\n".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py") if path.name != "metrics.py")
     phases = set(re.findall(r'(?:phase|_accounts\[[^\]]+\]\.clock)\("(\w+)"\)', source))

@@ -1,4 +1,4 @@
-"""What a user sees before anything runs: the public names, the version, and an import that costs nothing."""
+"""What a user sees before anything runs: the public names, the version, and a light import."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ print(json.dumps({"modules": sorted(set(sys.modules) - before), "seconds": secon
 """
 
 
-def test_the_public_surface_has_not_changed_unnoticed():
+def test_the_public_surface_is_as_listed():
     assert list(trl_opsd.__all__) == PUBLIC
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_public_name_leads_to_the_thing_of_that_name(name):
+def test_a_public_name_resolves_to_the_object_of_that_name(name):
     assert getattr(trl_opsd, name).__name__ == name
 
 
-def test_a_public_name_shows_in_tab_completion():
+def test_public_names_appear_in_tab_completion():
     assert set(PUBLIC) <= set(dir(trl_opsd))
 
 
@@ -68,7 +68,7 @@ def test_a_bare_import_loads_nothing_but_the_standard_library():
     assert loaded - sys.stdlib_module_names == {"trl_opsd"}
 
 
-def test_errors_of_this_package_are_one_family():
+def test_errors_of_this_package_share_a_base_class():
     for name in ("NonFiniteError", "ServerError", "SyncError"):
         assert issubclass(getattr(trl_opsd, name), trl_opsd.OPSDError)
     assert issubclass(trl_opsd.OPSDError, RuntimeError)

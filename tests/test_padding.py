@@ -1,4 +1,4 @@
-"""Rows share a batch only where that changes none of them: what is found by trying, and how rows are then read."""
+"""Rows share a batch only where that changes none of them: the probe that decides it, and how rows are then read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLE = torch.randn(300, 8, generator=torch.Generator().manual_seed(0))
 
 
 def states(ids: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
-    """Sums over the tokens so far, scaled by their positions: what a sound model's states depend on."""
+    """Prefix sums of token vectors, scaled by position: what a sound model's states depend on."""
     if positions is None:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
     return ((TABLE[ids] * mask[..., None]).cumsum(1) * (1 + positions[..., None])).float()
@@ -70,7 +70,7 @@ class TestProof:
             (lambda *row: counts_padding(*row).bfloat16(), BY_LENGTH),
         ],
     )
-    def test_what_padding_changes_is_read_without_it(self, read, reading):
+    def test_rows_are_padded_only_where_padding_changes_nothing(self, read, reading):
         assert prove_reading(read, 300, CPU, (32, 64), "student (X)") == reading
 
     def test_rows_that_change_each_other_are_read_one_at_a_time(self):
@@ -87,12 +87,12 @@ class TestProof:
             (mixes_rows, r"when more tokens follow"),
         ],
     )
-    def test_what_no_way_of_reading_makes_right_is_refused_with_the_difference(self, read, message):
+    def test_a_model_that_no_batching_makes_exact_is_refused_with_the_difference(self, read, message):
         with pytest.raises(ValueError, match=message):
             prove_reading(read, 300, CPU, (), "student (X)")
 
     @pytest.mark.parametrize("make", [tiny.qwen2, tiny.gpt2, tiny.gemma2])
-    def test_a_sound_model_pays_two_small_passes_and_no_random_number(self, make):
+    def test_a_sound_model_is_proved_in_two_passes_without_random_numbers(self, make):
         model, passes = make().train(), []
         model.base_model.register_forward_pre_hook(
             lambda module, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -118,14 +118,14 @@ class TestGroups:
             (Reading(9), True, [[0, 1, 2, 3, 4, 5]]),
         ],
     )
-    def test_rows_are_together_where_they_may_be(self, reading, collective, groups):
+    def test_rows_are_grouped_as_the_reading_allows(self, reading, collective, groups):
         assert reading.groups(self.LENGTHS, collective) == groups
 
-    def test_processes_that_would_read_unequally_often_are_refused(self):
+    def test_unequal_numbers_of_passes_between_processes_are_refused(self):
         with pytest.raises(ValueError, match="A row can have 9 tokens, but beyond 5"):
             Reading(5).groups(self.LENGTHS, collective=True)
 
-    def test_prompts_that_may_pass_a_border_are_continued_apart(self):
+    def test_prompts_that_may_cross_the_length_limit_are_continued_apart(self):
         assert Reading(10).groups_to_continue((2, 9, 3, 9), (4, 4, 4, 4), False) == [[0, 2], [1], [3]]
         assert BY_LENGTH.groups_to_continue((2, 9, 2), (4, 4, 4), False) == [[0, 2], [1]]
 
@@ -200,7 +200,7 @@ class TestReading:
 
 
 @pytest.mark.parametrize(("make", "reading"), [(bart, BY_LENGTH), (longrope, Reading(16)), (tiny.qwen2, PADDED)])
-def test_half_precision_hides_nothing(make, reading):
+def test_the_padding_proof_gives_the_same_result_in_bfloat16(make, reading):
     model = make()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -209,7 +209,7 @@ def test_half_precision_hides_nothing(make, reading):
 
 
 class TestTrainer:
-    def test_student_teacher_and_own_teacher_are_proved(self, make_trainer):
+    def test_padding_is_proved_for_student_teacher_and_own_teacher(self, make_trainer):
         trainer = make_trainer(model=bart(), teacher_model=longrope())
         assert (trainer.reading, trainer.teacher.reading) == (BY_LENGTH, Reading(16))
         trainer.train()
@@ -224,7 +224,7 @@ class TestTrainer:
 
     @pytest.mark.parametrize("make", [bart, longrope])
     def test_prompts_are_continued_as_they_would_be_alone(self, make_trainer, make):
-        """Rows of the second pass 16 tokens at different times, or not at all."""
+        """`longrope` rows cross 16 tokens at different times, or not at all."""
         student = make(tie_word_embeddings=False)
         trainer = make_trainer(model=student, rollout=HFRollout(), generation_kwargs={"do_sample": False})
         prompts = [list(range(3, 3 + length)) for length in (2, 14, 2, 5, 15, 20, 9)]
@@ -236,7 +236,7 @@ class TestTrainer:
             alone = student.eval().generate(**inputs, generation_config=config)[0, len(prompt) :].tolist()
             assert ids == cut_after_end(alone, trainer.eos_token_ids)
 
-    def test_a_student_that_draws_while_it_reads_is_refused(self, make_trainer):
+    def test_a_student_with_a_random_forward_pass_is_refused(self, make_trainer):
         student = tiny.qwen2()
         student.model.norm.register_forward_hook(lambda module, args, output: output + torch.randn_like(output))
         with pytest.raises(ValueError, match=r"The student .* does not compute its logits|read a second time"):

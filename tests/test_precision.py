@@ -25,7 +25,7 @@ KINDS = {
 
 @pytest.fixture
 def watched(make_trainer):
-    """A trainer that writes its own completions, evaluates, and says what it has multiplied."""
+    """Builds a trainer that generates its completions, evaluates, and records the dtypes of its products."""
 
     def make(kind: str = "another", lora: bool = False, **options):
         options = {**KINDS[kind], **options}
@@ -49,7 +49,7 @@ def watched(make_trainer):
     ("kind", "lora"),
     [("another", False), ("several", True), ("base", True), ("live", False), ("ema", True)],
 )
-def test_every_product_is_in_bfloat16_and_every_weight_stays_as_it_was(watched, kind, lora):
+def test_all_products_are_in_bfloat16_and_all_weights_stay_float32(watched, kind, lora):
     trainer = watched(kind, lora, bf16=True)
     trainer.train()
     assert trainer.dtypes() == dict.fromkeys(PHASES, BF16)
@@ -58,14 +58,14 @@ def test_every_product_is_in_bfloat16_and_every_weight_stays_as_it_was(watched, 
     assert {str(parameter.dtype) for parameter in trainer.model.parameters()} == {"torch.float32"}
 
 
-def test_a_student_rounds_each_weight_once_for_all_tokens_it_writes(watched):
+def test_each_weight_is_rounded_once_per_generation(watched):
     trainer = watched(bf16=True)
     with trainer.products:
         trainer.complete(trainer.tokenize(tiny.PROMPTS[:2]))
     assert trainer.products.rounded_weights == sum(one.dim() > 1 for one in trainer.model.parameters()) - 1  # embedding
 
 
-def test_loss_and_gradient_are_as_near_to_float64_as_naive_autocast(make_trainer):
+def test_loss_and_gradient_are_as_accurate_as_with_naive_autocast(make_trainer):
     trainer = make_trainer(bf16=True, beta=0.0)
     student, teacher = trainer.model.eval(), trainer.teacher.model
     ids = torch.randint(3, tiny.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -98,7 +98,7 @@ def gradients(loss, model):
 
 
 def mixed(change):
-    """A model in bfloat16, but for one module."""
+    """A model in bfloat16, except for one module."""
     model = tiny.qwen2(48, seed=1).bfloat16()
     change(model)
     return model
@@ -122,7 +122,7 @@ MIXED = {
         ("teacher_model", "a layer in float16"),
     ],
 )
-def test_a_mixture_of_dtypes_that_cannot_be_multiplied_is_refused_and_under_autocast_read(make_trainer, role, change):
+def test_mixed_weight_dtypes_are_refused_unless_autocast_is_on(make_trainer, role, change):
     called = {"model": "student", "teacher_model": "teacher"}[role]
     with pytest.raises(ValueError, match=rf"The {called} .* has weights of dtypes .* in bfloat16 \('"):
         make_trainer(**{role: mixed(MIXED[change])})
@@ -131,8 +131,8 @@ def test_a_mixture_of_dtypes_that_cannot_be_multiplied_is_refused_and_under_auto
     assert trainer.dtypes() == dict.fromkeys(PHASES, BF16)
 
 
-def test_a_float32_head_is_multiplied_as_one_where_nothing_rounds(make_trainer):
-    """Without autocast only a model that widens its hidden states itself can have one."""
+def test_a_float32_head_is_multiplied_in_float32_without_autocast(make_trainer):
+    """Without autocast, only a model that widens its hidden states itself can have such a head."""
     teacher = mixed(MIXED["head"])
     teacher.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
     trainer = make_trainer(WatchedTrainer, teacher_model=teacher, max_steps=1)
@@ -141,7 +141,7 @@ def test_a_float32_head_is_multiplied_as_one_where_nothing_rounds(make_trainer):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_a_teacher_of_any_one_dtype_says_nearly_the_same(make_trainer, dtype):
+def test_the_loss_hardly_depends_on_the_dtype_of_the_teacher(make_trainer, dtype):
     exact, rounded = (
         make_trainer(teacher_model=tiny.qwen2(48, seed=1).to(one), max_steps=1) for one in (torch.float32, dtype)
     )
@@ -162,7 +162,7 @@ def test_float16_without_a_loss_scaler_is_refused(make_trainer):
 
 @pytest.mark.refusal
 @pytest.mark.parametrize("bf16", [False, True])
-def test_weights_that_would_be_trained_in_float16_are_refused(make_trainer, bf16):
+def test_trained_float16_weights_are_refused(make_trainer, bf16):
     with pytest.raises(ValueError, match=r"\d+ trained parameters of the student are float16"):
         make_trainer(model=tiny.qwen2().half(), bf16=bf16)
 

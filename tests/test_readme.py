@@ -1,4 +1,4 @@
-"""The code of the README, and of the pages under it, runs as it stands there, with tiny models for those on the Hub."""
+"""The code of the README and of the pages under it runs unchanged, with tiny models in place of those on the Hub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SNIPPETS = snippets("README.md")
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The folder a snippet runs in: paths that look like models on the Hub, and options that fit a test."""
+    """The working directory of a snippet: paths that look like models on the Hub, and options that fit a test."""
     for name, width in WIDTHS.items():
         tiny.qwen2(width, max_position_embeddings=1024).save_pretrained(tmp_path / "Qwen" / name)
         tiny.tokenizer().save_pretrained(tmp_path / "Qwen" / name)
@@ -58,7 +58,7 @@ def test_the_readme_has_the_snippets_this_file_runs():
 
 
 @pytest.mark.usefixtures("hub")
-def test_the_page_of_teachers_runs():
+def test_the_snippets_of_the_teachers_page_run():
     told, streamed = snippets("docs/teachers.md")
     names: dict[str, Any] = {}
     exec(told, names)
@@ -70,7 +70,7 @@ def test_the_page_of_teachers_runs():
     assert names["trainer"].state.global_step == 2
 
 
-def test_a_run_that_is_not_told_to_stop_passes_the_lines_about_sigterm(hub):
+def test_the_sigterm_snippet_lets_an_uninterrupted_run_finish(hub):
     (snippet,) = snippets("docs/survival.md")
     names: dict[str, Any] = {
         **{"OPSDConfig": trl_opsd.OPSDConfig, "OPSDTrainer": trl_opsd.OPSDTrainer, "Path": Path, "sys": sys},
@@ -83,7 +83,7 @@ def test_a_run_that_is_not_told_to_stop_passes_the_lines_about_sigterm(hub):
 
 
 @pytest.mark.usefixtures("hub")
-def test_the_options_on_the_page_of_rollouts_are_options():
+def test_the_options_on_the_rollouts_page_are_accepted():
     compiled, colocated, served = snippets("docs/rollouts.md")
     assert "HFRollout(compile=True)" in compiled
     for snippet, mode in ((colocated, "colocate"), (served, "server")):

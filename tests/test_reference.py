@@ -1,4 +1,4 @@
-"""docs/reference.md is what its tool writes, and docstrings say of options and arguments what the code says."""
+"""docs/reference.md is up to date, and docstrings list the options, arguments and defaults of the code."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def reference(monkeypatch):
     return reference
 
 
-def test_the_page_is_what_the_code_says(reference):
+def test_the_reference_page_is_up_to_date(reference):
     assert reference.PAGE.read_text(encoding="utf-8") == reference.document(), "run `python tools/reference.py`"
 
 
-def test_docstring_and_fields_of_the_config_are_the_same_with_the_same_defaults(reference):
+def test_the_config_docstring_lists_every_field_with_its_default(reference):
     described = reference.described_in(OPSDConfig, "Parameters")
     assert list(described) == [one.name for one in reference.new_fields()]
     defaults = {name: kind.partition("defaults to `")[2].removesuffix("`") for name, (kind, _) in described.items()}
@@ -35,23 +35,23 @@ def test_docstring_and_fields_of_the_config_are_the_same_with_the_same_defaults(
     assert [ours.name for _, ours in reference.changed_fields()] == ["vllm_server_host"], "else the docstring is wrong"
 
 
-def test_docstring_and_signature_of_the_trainer_have_the_same_arguments(reference):
+def test_the_trainer_docstring_lists_every_argument(reference):
     described = reference.described_in(OPSDTrainer, "Args")
     assert set(described) == set(inspect.signature(OPSDTrainer).parameters)
 
 
-def test_what_an_option_takes_is_asked_of_its_check(reference):
+def test_expected_values_are_taken_from_the_check_of_an_option(reference):
     assert reference.expected("teacher_update_rate") == "a number in (0, 1]"
     assert reference.expected("teacher_trust_remote_code") == ""
     unchecked = {one.name for one in reference.new_fields() if not reference.expected(one.name)}
     assert unchecked == {"teacher_trust_remote_code"}
 
 
-def test_a_call_that_is_answered_with_nothing_is_no_line_of_the_page(reference):
+def test_a_call_with_neither_error_nor_warning_is_not_documented(reference):
     with pytest.raises(AssertionError, match="neither refused nor warned about"):
         reference._told(lambda: None)
 
 
-def test_every_option_has_its_help_on_the_command_line():
+def test_every_option_has_a_help_text():
     ours = OPSDConfig.__annotations__.keys()
     assert [one.name for one in dataclasses.fields(OPSDConfig) if one.name in ours and not one.metadata["help"]] == []

@@ -24,7 +24,7 @@ DANGEROUS_CALLS = {
 
 
 def dangers(source: str) -> set[str]:
-    """What a file does that could run code it reads, start a shell, or listen to everybody."""
+    """Calls in a file that could run code it reads, start a shell, or listen on any interface."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -43,7 +43,7 @@ def dangers(source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(PACKAGE).as_posix())
-def test_a_file_that_unpickles_or_starts_a_shell_is_noticed(file):
+def test_no_file_unpickles_or_starts_a_shell(file):
     assert dangers(file.read_text(encoding="utf-8")) == set()
 
 
@@ -62,7 +62,7 @@ def test_a_file_that_unpickles_or_starts_a_shell_is_noticed(file):
         ("host = '0.0.0.0'", "any interface"),
     ],
 )
-def test_every_spelling_of_a_danger_is_read(source, danger):
+def test_every_form_of_a_dangerous_call_is_recognised(source, danger):
     assert dangers(source) == {danger}
     assert dangers("model.eval()\nyaml.safe_load(text)\ntorch.compile(model)\nload_file(path)") == set()
 
@@ -76,7 +76,7 @@ def saved_as_pickle(model: torch.nn.Module, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])
-def test_pickled_weights_that_are_read_without_being_asked_for(make_trainer, tmp_path, role):
+def test_pickled_weights_are_loaded_only_on_request(make_trainer, tmp_path, role):
     path = saved_as_pickle(tiny.qwen2(48, seed=1), tmp_path / "pickled")
     given, option = {
         "student": ({"model": path}, "model_init_kwargs"),
@@ -88,14 +88,14 @@ def test_pickled_weights_that_are_read_without_being_asked_for(make_trainer, tmp
     assert trainer.args.to_dict()[option] == {"use_safetensors": False}
 
 
-def test_the_options_for_loading_the_student_are_not_left_changed(make_trainer, tmp_path):
+def test_model_init_kwargs_are_left_unchanged(make_trainer, tmp_path):
     tiny.qwen2(32, seed=0).save_pretrained(tmp_path / "student")
     trainer = make_trainer(model=str(tmp_path / "student"))
     assert trainer.args.model_init_kwargs is None
 
 
 class Sockets:
-    """Refuses and records every attempt to reach somebody."""
+    """Refuses and records every attempt to use the network."""
 
     def __init__(self, patched: pytest.MonkeyPatch) -> None:
         self.attempts: list[str] = []
@@ -111,7 +111,7 @@ class Sockets:
         return refuse
 
 
-def test_the_network_is_not_really_blocked(monkeypatch):
+def test_the_network_is_blocked_and_attempts_are_recorded(monkeypatch):
     sockets = Sockets(monkeypatch)
     with pytest.raises(OSError, match="no network"):
         socket.create_connection(("127.0.0.1", 9))
@@ -120,7 +120,7 @@ def test_the_network_is_not_really_blocked(monkeypatch):
     assert len(sockets.attempts) == 2
 
 
-def test_a_training_that_reaches_for_the_network(make_trainer, tmp_path, monkeypatch):
+def test_a_training_does_not_use_the_network(make_trainer, tmp_path, monkeypatch):
     """From paths: student, teacher and tokenizers; train, evaluate, save, load the best model, resume."""
     for name, model in (("student", tiny.qwen2(32, seed=0)), ("teacher", tiny.qwen2(48, seed=1))):
         model.save_pretrained(tmp_path / name)

@@ -1,4 +1,4 @@
-"""The small values and tools everything else leans on."""
+"""Small values and tools that everything else uses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def batch(rows: int = 5) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_trainer_and_its_stand_in_are_whole_hosts_and_the_stand_in_is_nothing_more(make_trainer):
+def test_the_trainer_implements_host_and_the_lone_host_nothing_else(make_trainer):
     asked = {*Host.__annotations__, *(name for name in vars(Host) if not name.startswith("_"))}
     stand_in = LoneHost(tiny.qwen2(), PromptLimits(vocabulary=tiny.VOCABULARY, context=None, completion=8))
     assert {name for name in dir(stand_in) if not name.startswith("_")} == asked
@@ -38,19 +38,19 @@ def test_a_trainer_and_its_stand_in_are_whole_hosts_and_the_stand_in_is_nothing_
     assert [name for name in asked if not hasattr(trainer, name)] == []
 
 
-def test_what_flows_cannot_be_changed_on_the_way():
+def test_a_rollout_is_frozen():
     rollout = Rollout.unpack(batch())
     with pytest.raises(dataclasses.FrozenInstanceError):
         rollout.prompt_ids = rollout.completion_ids
 
 
-def test_tokens_of_a_tool_are_read_but_not_trained_on():
+def test_tool_tokens_are_read_but_not_trained_on():
     rollout = Rollout.unpack({**batch(2), "tool_mask": torch.tensor([[1, 0], [1, 1]])})
     assert rollout.completion_mask.sum() == 4
     assert rollout.weights.tolist() == [[1, 0], [1, 1]]
 
 
-def test_chunks_put_together_are_the_whole_and_in_order():
+def test_concatenated_chunks_equal_the_rollout():
     rollout = dataclasses.replace(Rollout.unpack(batch(5)), extras={"images": ["a"]})
     chunks = list(rollout.chunks(2))
     assert [len(chunk.prompt_ids) for chunk in chunks] == [2, 2, 1]
@@ -60,7 +60,7 @@ def test_chunks_put_together_are_the_whole_and_in_order():
         assert torch.equal(whole, getattr(rollout, field.name))
 
 
-def test_targets_survive_the_way_through_a_dict():
+def test_targets_survive_pack_and_unpack():
     targets = TeacherTargets(hidden=torch.rand(2, 3, 4))
     assert TeacherTargets.unpack(targets.pack()).hidden is targets.hidden
 
@@ -68,16 +68,16 @@ def test_targets_survive_the_way_through_a_dict():
 @pytest.mark.parametrize(
     ("written", "kept"), [([5, 6], [5, 6]), ([5, 2, 6], [5, 2]), ([5, 3, 2], [5, 3]), ([2], [2]), ([], [])]
 )
-def test_a_completion_keeps_its_first_end_token_and_loses_what_follows(written, kept):
+def test_a_completion_is_cut_after_its_first_end_token(written, kept):
     assert cut_after_end(written, {2, 3}) == kept
 
 
-def test_a_prompt_nobody_recorded_is_named():
+def test_an_unrecorded_prompt_is_named_in_the_error():
     with pytest.raises(ValueError, match=r"for 1 of 2 prompts, the first with token ids \[9\]"):
         FixedRollout({(1,): [2]}).complete([[1], [9]], step=0)
 
 
-def test_a_phase_is_not_billed_for_the_phase_inside_it():
+def test_the_time_of_a_phase_excludes_nested_phases():
     clock = PhaseClock()
     with clock("outer"):
         time.sleep(0.01)
@@ -87,7 +87,7 @@ def test_a_phase_is_not_billed_for_the_phase_inside_it():
     assert 0.01 <= clock.seconds["outer"] < 0.05
 
 
-def test_queued_work_is_billed_to_the_phase_that_queued_it(monkeypatch):
+def test_queued_work_counts_for_the_phase_that_queued_it(monkeypatch):
     queued = [0.0]
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: time.sleep(queued.pop() if queued else 0))
@@ -100,7 +100,7 @@ def test_queued_work_is_billed_to_the_phase_that_queued_it(monkeypatch):
     assert clock.seconds["complete"] < 0.05
 
 
-def test_a_phase_that_fails_is_timed_too_and_closes():
+def test_a_failed_phase_is_timed_and_closed():
     clock = PhaseClock()
     with pytest.raises(RuntimeError), clock("outer"), clock("inner"):
         raise RuntimeError
@@ -110,7 +110,7 @@ def test_a_phase_that_fails_is_timed_too_and_closes():
     assert clock.seconds["outer"] < 0.01
 
 
-def test_randomness_is_given_back_also_after_an_exception():
+def test_random_states_are_restored_after_an_exception():
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
 
     def draw_and_fail():

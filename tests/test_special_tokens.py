@@ -1,4 +1,4 @@
-"""Tokens that the models have no row for are refused, or do nothing: at construction, not at the first rollout."""
+"""Special tokens outside the vocabulary of the models are refused or replaced, at construction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = tiny.rows().add_column("privileged_context", ["It is 4.", "x", "blue sky"
 
 
 def grown(**special: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with tokens that no model here has a row for."""
+    """A tokenizer with tokens outside the vocabulary of the models here."""
     words = tiny.tokenizer()
     words.add_special_tokens(special)
     return words
@@ -36,7 +36,7 @@ def run(make_trainer: Any, words: PreTrainedTokenizerFast | None, **given: Any) 
 
 
 @pytest.mark.parametrize("teacher", ["another", "itself"])
-def test_a_padding_token_without_a_row_that_changes_a_number_is_noticed(make_trainer, caplog, teacher):
+def test_a_padding_token_outside_the_vocabulary_changes_no_number(make_trainer, caplog, teacher):
     given: dict[str, Any] = {"train_dataset": ROWS}
     if teacher == "itself":
         given |= {"teacher_model": None, "teacher_model_kind": "base"}
@@ -50,7 +50,7 @@ def test_a_padding_token_without_a_row_that_changes_a_number_is_noticed(make_tra
     assert trainer.model.config.pad_token_id == trainer.model.generation_config.pad_token_id == plain.eos_token_id
 
 
-def test_special_tokens_that_come_with_the_student_are_noticed(make_trainer, tmp_path, caplog):
+def test_special_tokens_saved_with_the_student_are_checked(make_trainer, tmp_path, caplog):
     student = tiny.qwen2()
     student.generation_config.eos_token_id = [2, 999, -1]
     student.save_pretrained(tmp_path / "student")
@@ -69,12 +69,12 @@ def test_special_tokens_that_come_with_the_student_are_noticed(make_trainer, tmp
 
 
 @pytest.mark.before_loading
-def test_an_end_token_that_cannot_be_written_is_noticed_before_a_model_is_loaded(make_trainer):
+def test_an_end_token_outside_the_vocabulary_is_refused_before_loading(make_trainer):
     with pytest.raises(ValueError, match=r"'\[END\]' has the id 259.*resize_token_embeddings\(len\(tokenizer\)\)"):
         make_trainer(processing_class=grown(eos_token="[END]"))
 
 
-def test_special_tokens_with_rows_that_are_exchanged_are_noticed():
+def test_special_tokens_in_the_vocabulary_are_kept():
     words = tiny.tokenizer()
     settle_special_tokens(words, 259)
     assert words.pad_token == "<|endoftext|>"
@@ -83,7 +83,7 @@ def test_special_tokens_with_rows_that_are_exchanged_are_noticed():
     assert writable([2, 0], 259) == [2, 0]
 
 
-def test_a_template_with_tokens_no_model_knows_is_noticed(make_trainer):
+def test_a_chat_template_with_unknown_tokens_is_refused(make_trainer):
     words = grown(additional_special_tokens=["<|turn|>"])
     words.chat_template = "<|turn|>" + tiny.CHAT_TEMPLATE
     rows = tiny.rows().map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
@@ -92,7 +92,7 @@ def test_a_template_with_tokens_no_model_knows_is_noticed(make_trainer):
     make_trainer(processing_class=words, rollout=HFRollout(), max_completion_length=4).train()
 
 
-def test_a_grown_model_that_is_refused_is_noticed(make_trainer):
+def test_models_resized_for_new_tokens_are_accepted(make_trainer):
     words = grown(pad_token="[PAD]", eos_token="[END]")
     student, teacher = tiny.qwen2(), tiny.qwen2(48, 1)
     for model in (student, teacher):

@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote is read, or refused in one way."""
+"""JSON from outside is read, or refused with a `ValueError`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trl_opsd.run import strict_json
 pytestmark = pytest.mark.quick
 
 
-def test_json_that_is_read_otherwise_than_by_the_library_is_noticed():
+def test_valid_json_is_read_as_by_the_standard_library():
     assert strict_json.loads('{"a": [1, 2.5, null, true, {"a": "b"}]}') == {"a": [1, 2.5, None, True, {"a": "b"}]}
     assert strict_json.loads(b'"\xc3\xa9"') == "é"
 
@@ -28,6 +28,6 @@ def test_json_that_is_read_otherwise_than_by_the_library_is_noticed():
     ],
     ids=["lists", "objects", "nan", "infinity", "twice", "empty", "bytes", "digits"],
 )
-def test_json_that_ends_in_another_error_is_noticed(text, message):
+def test_invalid_json_is_a_value_error(text, message):
     with pytest.raises(ValueError, match=message):
         strict_json.loads(text)

@@ -1,4 +1,4 @@
-"""What a run promises beyond its loss: a teacher that stays, an evaluation without a trace, modes restored."""
+"""Guarantees of a run beyond its loss: the teacher stays frozen, evaluation has no side effects, modes are restored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def logged(trainer: OPSDTrainer, name: str) -> list[float]:
 
 @pytest.mark.quick
 class TestTeacher:
-    def test_training_leaves_the_teacher_as_it_was(self, make_trainer):
+    def test_training_does_not_change_the_teacher(self, make_trainer):
         trainer = make_trainer()
         before = fingerprint(trainer.teacher.model)
         trainer.train()
@@ -54,7 +54,7 @@ class TestTeacher:
         trainer = make_trainer(teacher_model=None, teacher_model_name_or_path=str(tmp_path / "teacher"))
         assert same(fingerprint(trainer.teacher.model), fingerprint(teacher))
 
-    def test_lora_trains_the_adapter_and_nothing_else(self, make_trainer):
+    def test_lora_trains_only_the_adapter(self, make_trainer):
         trainer = make_trainer(peft_config=LoraConfig(r=4, target_modules="all-linear"))
         before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
         trainer.train()
@@ -69,13 +69,13 @@ class TestTeacher:
         assert trainer.teacher_model is teacher
         assert not any(parameter.requires_grad for parameter in teacher.parameters())
 
-    def test_targets_hold_no_more_memory_than_their_own(self, make_trainer):
+    def test_targets_keep_no_larger_tensor_alive(self, make_trainer):
         trainer = make_trainer()
         batch = trainer._generate_and_score_completions([{"prompt": "Once upon a time"}])
         hidden = batch["teacher_hidden"]
         assert hidden.untyped_storage().nbytes() == hidden.numel() * hidden.element_size()
 
-    def test_targets_are_let_go_when_their_last_micro_batch_is_done(self, make_trainer):
+    def test_targets_are_freed_after_their_last_micro_batch(self, make_trainer):
         class Watching(FixedRollout):
             def complete(self, prompt_ids, step):
                 held.append(trainer._buffered_inputs)
@@ -87,14 +87,14 @@ class TestTeacher:
         assert held == [None] * 3
         assert trainer._buffered_inputs is None
 
-    def test_a_teacher_of_a_shorter_context_sets_the_limit(self, make_trainer):
+    def test_the_shorter_context_of_a_teacher_sets_the_limit(self, make_trainer):
         with pytest.raises(ValueError, match=r"row 1 of train_dataset has 10 tokens; .* the context of 32"):
             make_trainer(teacher_model=tiny.qwen2(48, 1, max_position_embeddings=32))
 
 
 @pytest.mark.quick
 class TestRollout:
-    def test_dropout_is_off_while_the_student_writes_and_on_again_afterwards(self, make_trainer):
+    def test_dropout_is_off_during_generation_and_on_again_afterwards(self, make_trainer):
         student = tiny.gpt2(dropout=0.5)
         trainer = make_trainer(
             model=student, teacher_model=tiny.gpt2(48, 1), rollout=HFRollout(), generation_kwargs={"do_sample": False}
@@ -110,7 +110,7 @@ class TestRollout:
             plain = student.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=2)
             assert written == plain[0, len(prompt) :].tolist()
 
-    def test_a_failed_generation_leaves_the_student_as_it_was(self, make_trainer, monkeypatch):
+    def test_a_failed_generation_restores_the_modes_of_the_student(self, make_trainer, monkeypatch):
         trainer = make_trainer(rollout=HFRollout(), gradient_checkpointing=True)
         trainer.model.gradient_checkpointing_enable()
         trainer.model.train()
@@ -125,19 +125,19 @@ class TestRollout:
         assert trainer.model.training
         assert trainer.model.is_gradient_checkpointing
 
-    def test_a_late_turn_does_not_write_past_the_context(self, make_trainer):
+    def test_a_completion_does_not_exceed_the_context(self, make_trainer):
         trainer = make_trainer(model=tiny.gpt2(), teacher_model=tiny.gpt2(48, 1), rollout=HFRollout())
         prompt = list(range(3, 3 + 250))
         assert len(trainer.complete([prompt, [5]])[0]) <= 6
 
-    def test_a_completion_ends_at_the_first_of_all_end_tokens_whatever_the_backend(self, make_trainer):
+    def test_a_completion_of_any_backend_is_cut_at_the_first_of_all_end_tokens(self, make_trainer):
         student = tiny.qwen2()
         student.generation_config.eos_token_id = [2, 7]
         prompt = tuple(tiny.tokenizer()("2+2=")["input_ids"])
         trainer = make_trainer(model=student, rollout=FixedRollout({prompt: [5, 7, 9, 2, 5]}))
         assert trainer.complete([list(prompt)]) == [[5, 7]]
 
-    def test_a_backend_of_ones_own_is_bound_once_and_asked_for_each_generation_batch(self, make_trainer):
+    def test_a_custom_backend_is_bound_once_and_called_per_generation_batch(self, make_trainer):
         class Echo(RolloutBackend):
             bound, steps = 0, []
 
@@ -154,7 +154,7 @@ class TestRollout:
         assert trainer.rollout is echo
         assert (echo.bound, echo.steps) == (1, [0, 1, 2])
 
-    def test_a_backend_that_loses_a_completion_is_found_out(self, make_trainer):
+    def test_a_missing_completion_is_an_error(self, make_trainer):
         class Lossy(FixedRollout):
             def complete(self, prompt_ids, step):
                 return super().complete(prompt_ids, step)[1:]
@@ -170,7 +170,7 @@ class TestRollout:
             ([5, 259], "What Careless wrote has the token id 259"),
         ],
     )
-    def test_a_backend_that_writes_what_no_model_can_read_is_found_out(self, make_trainer, written, message):
+    def test_a_completion_that_no_model_can_read_is_an_error(self, make_trainer, written, message):
         class Careless(FixedRollout):
             def complete(self, prompt_ids, step):
                 return [written] * len(prompt_ids)
@@ -178,7 +178,7 @@ class TestRollout:
         with pytest.raises(ValueError, match=message):
             make_trainer(rollout=Careless({})).train()
 
-    def test_what_an_interrupted_run_left_behind_is_not_trained_on(self, make_trainer):
+    def test_buffers_of_an_interrupted_run_are_not_trained_on(self, make_trainer):
         class Impatient(FixedRollout):
             asked = 0
 
@@ -206,7 +206,7 @@ class TestRollout:
 
 @pytest.mark.quick
 class TestSaving:
-    def test_a_checkpoint_loads_with_plain_transformers_and_training_goes_on_from_it(self, make_trainer, tmp_path):
+    def test_a_checkpoint_loads_in_transformers_and_resumes_exactly(self, make_trainer, tmp_path):
         whole = make_trainer(save_strategy="steps", save_steps=2)
         whole.train()
         checkpoint = tmp_path / "checkpoint-2"
@@ -218,7 +218,7 @@ class TestSaving:
 
 
 class TestEvaluation:
-    def test_it_leaves_no_trace_in_the_randomness_of_training(self, make_trainer):
+    def test_evaluation_is_reproducible_and_preserves_random_states(self, make_trainer):
         trainer = make_trainer(rollout=HFRollout(), eval_dataset=tiny.rows(4))
         states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
         first = trainer.evaluate()
@@ -228,7 +228,7 @@ class TestEvaluation:
         torch.rand(7)
         assert trainer.evaluate()["eval_loss"] == first["eval_loss"]
 
-    def test_training_goes_the_same_way_with_and_without_it(self, make_trainer):
+    def test_training_is_the_same_with_and_without_evaluation(self, make_trainer):
         alone = make_trainer(rollout=HFRollout())
         alone.train()
         watched = make_trainer(rollout=HFRollout(), eval_dataset=tiny.rows(4), eval_strategy="steps", eval_steps=1)
@@ -237,7 +237,7 @@ class TestEvaluation:
         assert len(logged(watched, "eval_loss")) == 3
 
     @pytest.mark.quick
-    def test_its_loss_is_the_mean_over_tokens_and_not_over_batches(self, make_trainer):
+    def test_the_evaluation_loss_is_the_mean_over_tokens_and_not_over_batches(self, make_trainer):
         trainer = make_trainer(eval_dataset=tiny.rows(3), per_device_eval_batch_size=2)
         loss = trainer.evaluate()["eval_loss"]
         trainer.model.eval()
@@ -256,7 +256,7 @@ class TestEvaluation:
 
 @pytest.mark.quick
 class TestLogs:
-    def test_each_log_has_the_divergence_both_entropies_and_the_time_of_each_phase(self, make_trainer):
+    def test_each_log_has_divergence_entropies_and_phase_times(self, make_trainer):
         trainer = make_trainer(gradient_accumulation_steps=2)
         trainer.train()
         entry = trainer.state.log_history[0]
@@ -279,7 +279,7 @@ class TestLogs:
 
 
 class TestData:
-    def test_a_stream_is_trained_on(self, make_trainer):
+    def test_an_iterable_dataset_is_trained_on(self, make_trainer):
         stream = IterableDataset.from_generator(lambda: iter(tiny.rows()))
         trainer = make_trainer(train_dataset=stream, shuffle_dataset=False)
         trainer.train()
@@ -289,7 +289,7 @@ class TestData:
     def test_the_format_of_a_dataset_does_not_matter(self, make_trainer, form):
         assert len(make_trainer(train_dataset=tiny.rows().with_format(form)).train_dataset) == 8
 
-    def test_a_transform_may_make_the_prompts(self, make_trainer):
+    def test_a_dataset_transform_may_produce_the_prompts(self, make_trainer):
         dataset = tiny.rows().rename_column("prompt", "question")
         dataset = dataset.with_transform(lambda batch: {"prompt": batch["question"]})
         trainer = make_trainer(train_dataset=dataset)
@@ -309,7 +309,7 @@ class TestData:
         assert len(logged(trainer, "loss")) == 3
 
     @pytest.mark.parametrize("streamed", [False, True])
-    def test_prompts_that_do_not_fit_are_dropped_if_asked_for(self, make_trainer, streamed):
+    def test_overlong_prompts_are_dropped_on_request(self, make_trainer, streamed):
         dataset = tiny.rows(6)
         dataset = dataset.add_item({"prompt": "long " * 100})
         trainer = make_trainer(
@@ -321,7 +321,7 @@ class TestData:
         assert trainer.dropped_prompts["train_dataset"] == 1
 
 
-def test_without_arguments_the_config_is_ours_and_named_after_the_student(make_trainer, tmp_path, monkeypatch):
+def test_without_args_the_config_is_ours_and_named_after_the_student(make_trainer, tmp_path, monkeypatch):
     # The default is bf16, for which transformers wants an accelerator or `use_cpu=True`.
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     monkeypatch.chdir(tmp_path)
@@ -332,7 +332,7 @@ def test_without_arguments_the_config_is_ours_and_named_after_the_student(make_t
     assert trainer.args.output_dir == "student-OPSD"
 
 
-def test_an_evaluation_that_reads_the_rows_of_the_one_before(make_trainer):
+def test_an_evaluation_does_not_read_the_rows_of_the_one_before(make_trainer):
     kept = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "per_device_eval_batch_size": 2}
     trainer = make_trainer(eval_dataset=tiny.rows(), **kept)
     whole, again, one_row = (trainer.evaluate(rows)["eval_loss"] for rows in (None, None, tiny.rows(1)))
@@ -351,16 +351,16 @@ def test_an_evaluation_that_reads_the_rows_of_the_one_before(make_trainer):
         (MixtralConfig(num_local_experts=2, **tiny._sizes(32)), {"model_init_kwargs": {"output_router_logits": True}}),
         (BambaConfig(z_loss_coefficient=1e-3, mamba_n_heads=4, **tiny._sizes(32)), {}),
     ],
-    ids=["routers", "routers, asked for while loading", "normalisers"],
+    ids=["routers", "routers, set while loading", "normalisers"],
 )
-def test_a_loss_that_the_student_would_add_itself_is_refused(make_trainer, tmp_path, config, how):
+def test_a_student_that_adds_a_loss_of_its_own_is_refused(make_trainer, tmp_path, config, how):
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     config.save_pretrained(tmp_path / "student")
     with pytest.raises(ValueError, match=r"asks the student to add a loss .* in its own forward"):
         make_trainer(model=str(tmp_path / "student"), **how)
 
 
-def test_a_student_with_experts_that_adds_no_loss_learns(make_trainer):
+def test_a_mixture_of_experts_that_adds_no_loss_is_trained(make_trainer):
     student = tiny.model(MixtralConfig(num_local_experts=2, **tiny._sizes(32)))
     student.config.output_router_logits, student.config.router_aux_loss_coef = True, 0.0
     make_trainer(model=student).train()

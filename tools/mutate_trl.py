@@ -38,7 +38,7 @@ def really(owner: Owner, name: str) -> str | None:
         shutil.copytree(installed, copy, ignore=shutil.ignore_patterns("__pycache__"))
         for file in copy.rglob("*.py"):
             text = file.read_text(encoding="utf-8")
-            file.write_text(theirs.spelled_otherwise(text, owner.package, name), encoding="utf-8")
+            file.write_text(theirs.with_name_changed(text, owner.package, name), encoding="utf-8")
         path = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", CONTRACT / "test_borrowed.py"]
         run = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""vLLM where it is absent, of another version, or asked for what it cannot do. Only some cases need it installed."""
+"""vLLM that is absent, of an unsupported version, or given options it refuses. Only some cases need it installed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import tiny
 from cases import Case, Lab, option
 
 OURS = ("trl_opsd._compat.vllm", "trl_opsd.rollout.vllm", "trl_opsd.rollout.sampling")
-"""How the modules begin that are imported when vLLM is chosen; the first looks at once whether it is there."""
+"""Prefixes of the modules imported when vLLM is chosen; the first checks on import that it is installed."""
 
 
 def installed(lab: Lab, version: str | None) -> None:
-    """Has this process find vLLM of a version, or none, whatever is really installed."""
+    """Makes this process find the given version of vLLM, or none, whatever is installed."""
     found, told = importlib.util.find_spec, importlib.metadata.version
 
     def find_spec(name: str, *rest: Any) -> Any:
@@ -50,7 +50,7 @@ def unsupported(version: str) -> Case:
 
 
 def generation(phrase: str, name: str, message: str, **options: Any) -> Case:
-    """What vLLM itself says of options for generation."""
+    """Generation options that vLLM itself refuses."""
     return Case(
         phrase,
         f"with vLLM, {name}",

@@ -1,4 +1,4 @@
-"""Students, teachers and tokenizers that are not there, are not what is needed, or do not go together."""
+"""Students, teachers and tokenizers that are missing, of the wrong kind, or incompatible."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def encoder_decoder() -> PreTrainedModel:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
 
 
-def gap_filler() -> PreTrainedModel:
+def masked_language_model() -> PreTrainedModel:
     sizes = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 64}
     return transformers.BertForMaskedLM(
         transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=256)
@@ -41,7 +41,7 @@ def gap_filler() -> PreTrainedModel:
 
 
 def not_causal(role: str, kind: str, made: Callable[[], Any]) -> Case:
-    """The model is given, the other one a path."""
+    """This model is an object, the other one a path."""
     return Case(
         "not causal",
         f"{role}, a {kind}",
@@ -105,7 +105,7 @@ def the_model_under_its_adapter(lab: Lab) -> None:
     lab.make(model=get_peft_model(base, LoraConfig(target_modules=["q_proj"])), teacher_model=base)
 
 
-def inside_of_a_teacher(lab: Lab) -> None:
+def inside_a_teacher(lab: Lab) -> None:
     student = tiny.qwen2()
     lab.make(model=student, teacher_model=FrozenTeacher(Resident(student, torch.device("cpu"))))
 
@@ -127,7 +127,7 @@ def unlike_its_config(role: str, called: str) -> Case:
 
 
 def permuted() -> PreTrainedTokenizerFast:
-    """The same tokens, two of them with each other's id."""
+    """The same tokens, with the ids of two exchanged."""
     words = tiny.tokenizer()
     described = words.backend_tokenizer.to_str().replace('"!":3,', '"!":4,').replace('"\\"":4', '"\\"":3')
     words._tokenizer = Tokenizer.from_str(described)
@@ -154,7 +154,7 @@ def without(*names: str) -> PreTrainedTokenizerFast:
     return words
 
 
-def endless_beside_the_student(lab: Lab) -> None:
+def no_end_token_beside_the_student(lab: Lab) -> None:
     tiny.qwen2().save_pretrained(lab.folder / "student")
     without("eos_token").save_pretrained(lab.folder / "student")
     lab.make(model=str(lab.folder / "student"), processing_class=None)
@@ -189,7 +189,7 @@ UNFIT = [
         for kind, made in {
             "Qwen2Model": lambda: tiny.qwen2(48, 1).model,
             "T5ForConditionalGeneration": encoder_decoder,
-            "BertForMaskedLM": gap_filler,
+            "BertForMaskedLM": masked_language_model,
         }.items()
     ),
     *(not_causal_at_a_path(role) for role in ROLES),
@@ -207,7 +207,7 @@ UNFIT = [
             "a part of it": shared_weights,
             "a part of its memory": shared_memory,
             "the model under its adapter": the_model_under_its_adapter,
-            "a teacher made of it": inside_of_a_teacher,
+            "a teacher made of it": inside_a_teacher,
         }.items()
     ),
     Case(
@@ -261,7 +261,7 @@ TOKENIZERS = [
         lambda lab: lab.make(processing_class=without("eos_token", "pad_token")),
         before_loading=True,
     ),
-    Case("no eos and no pad", "no eos beside the student", NO_END, endless_beside_the_student),
+    Case("no eos and no pad", "no eos beside the student", NO_END, no_end_token_beside_the_student),
 ]
 
 OTHERS = [

@@ -1,4 +1,4 @@
-"""Options out of range, unknown, or without effect: what a config alone can tell."""
+"""Options out of range, unknown, or without effect, as far as the config alone can check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints to resume from that are missing, torn, or another run's; nothing of them is read."""
+"""Checkpoints that are missing, damaged, or of another run; none of them is loaded."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def torn_fingerprint(text: str) -> Case:
     def provoke(lab: Lab) -> None:
         checkpoint = lab.checkpoint()
         (checkpoint / FILE).write_text(text)
-        (checkpoint / MANIFEST).unlink()  # else the change itself is found
+        (checkpoint / MANIFEST).unlink()  # else the manifest reveals the change
         lab.make().train(resume_from_checkpoint=str(checkpoint))
 
     return Case("resume path torn", f"fingerprint {text!r}", "the checkpoint is damaged", provoke)
 
 
 def another(name: str, line: str, changed: Callable[[], dict[str, Any]]) -> Case:
-    """One difference, and no other: its line alone stands between the sentences."""
+    """Exactly one difference: its line is the only one in the message."""
 
     def provoke(lab: Lab) -> None:
         checkpoint = lab.checkpoint()
@@ -56,7 +56,7 @@ def more_processes(lab: Lab) -> None:
     checkpoint = lab.checkpoint()
     said = json.loads((checkpoint / FILE).read_text())
     (checkpoint / FILE).write_text(json.dumps({**said, "world_size": 2}))
-    (checkpoint / MANIFEST).unlink()  # else the change itself is found
+    (checkpoint / MANIFEST).unlink()  # else the manifest reveals the change
     lab.make().train(resume_from_checkpoint=str(checkpoint))
 
 
@@ -73,13 +73,13 @@ def assigned_objective(lab: Lab) -> None:
 
 
 def _final(folder: Path, seed: int, width: int) -> str:
-    """The path of a model whose folder is called as all others are."""
+    """The path of a saved model; the folder is always named `final`."""
     tiny.qwen2(width, seed).save_pretrained(folder / f"{seed}" / "final")
     return str(folder / f"{seed}" / "final")
 
 
 def another_with_an_adapter(name: str, line: str, **changed: Any) -> Case:
-    """As [`another`], of a student with an adapter; models are paths that end in `final`."""
+    """Like [`another`], for a student with an adapter; models are paths that end in `final`."""
 
     def provoke(lab: Lab) -> None:
         def given(student: int = 0, teacher: int = 1, optim: str = "adamw_torch", **lora: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Datasets that are missing, too small or of other columns, and rows that nobody could answer."""
+"""Datasets that are missing, too small or lack a column, and rows that are no valid prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prompts(*values: Any) -> Dataset:
 
 
 def mixed() -> Dataset:
-    """Rows of two kinds, which Arrow stores in no column: a transform makes them."""
+    """Rows of two kinds, which no Arrow column can hold: a transform makes them."""
     return prompts("a", "b").with_transform(lambda rows: {"prompt": ["a", GOOD][: len(rows["prompt"])]})
 
 
@@ -32,7 +32,7 @@ def without_template() -> PreTrainedTokenizerFast:
 
 
 def stripping() -> PreTrainedTokenizerFast:
-    """Makes no token of a space."""
+    """A tokenizer that drops surrounding spaces."""
     words = tiny.tokenizer()
     words.backend_tokenizer.normalizer = normalizers.Strip()
     return words
@@ -47,7 +47,7 @@ def trained_on(
     before_loading: bool = False,
     **given: Any,
 ) -> Case:
-    """Refused at construction; what needs a tokenizer or the student's context, when there is one."""
+    """Refused at construction: before loading, unless the check needs the tokenizer or the student's context."""
     return Case(
         phrase,
         name,
@@ -59,7 +59,7 @@ def trained_on(
 
 
 def streamed(phrase: str, message: str, row: dict[str, Any], error: type[Exception] = ValueError) -> Case:
-    """A stream cannot be read ahead: its rows are refused before one is answered."""
+    """Refused in training: a stream cannot be read ahead, so its rows are checked before they are completed."""
 
     def provoke(lab: Lab) -> None:
         lab.make(train_dataset=IterableDataset.from_generator(lambda: iter([row] * 8))).train()

@@ -1,4 +1,4 @@
-"""What a case of bad input is made of, and what it may use to come about; it knows no single case."""
+"""The form of a case of bad input and the tools it may use; no single case is known here."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from trl_opsd import OPSDConfig, OPSDTrainer
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """What a case may use, and what it has built."""
+    """The tools of a case, and the trainers it has built."""
 
     folder: Path
     """Empty, and the `output_dir` of every trainer."""
     patch: pytest.MonkeyPatch
     """Undone after the case."""
     make_trainer: Callable[..., OPSDTrainer]
-    """The fixture, for trainers that are meant to learn."""
+    """The fixture, for trainers that are expected to train."""
     _built: list[tuple[OPSDTrainer, dict[str, torch.Tensor]]] = field(default_factory=list)
 
     def make(self, **given: Any) -> OPSDTrainer:
-        """A trainer that is to refuse something, if not now then before it learns."""
+        """A trainer that must refuse its input, at construction or before its first step."""
         trainer = self.make_trainer(**given)
         self._built.append((trainer, {name: one.clone() for name, one in trainer.model.state_dict().items()}))
         return trainer
@@ -40,8 +40,8 @@ class Lab:
         self.make_trainer(save_strategy="steps", save_steps=1, max_steps=1).train()
         return self.folder / "checkpoint-1"
 
-    def check_that_nothing_was_learnt(self) -> None:
-        """A trainer that was built before it refused has neither taken a step nor read a checkpoint."""
+    def check_that_nothing_was_learned(self) -> None:
+        """Asserts that trainers which refused after construction have neither taken a step nor loaded a checkpoint."""
         for trainer, before in self._built:
             assert (trainer.state.global_step, trainer.loads) == (0, 0)
             now = trainer.model.state_dict()
@@ -51,18 +51,18 @@ class Lab:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One mistake, and the sentence it is answered with."""
+    """One mistake, and the message that refuses it."""
 
     phrase: str
-    """The words of the list of bad inputs that it belongs to."""
+    """Its entry in the list of bad inputs, `PHRASES`."""
     name: str
-    """Tells it from the others of that phrase."""
+    """Distinguishes it from other cases of that phrase."""
     message: str
-    """A regular expression that is found in the message."""
+    """A regular expression that the message must match."""
     provoke: Callable[[Lab], object]
     error: type[Exception] = ValueError
     before_loading: bool = False
-    """Whether it is refused before weights are read."""
+    """Whether it is refused before weights are loaded."""
     needs_vllm: bool = False
 
     def param(self) -> Any:
@@ -78,20 +78,20 @@ class Case:
 
 
 def option(phrase: str, message: str, **options: Any) -> Case:
-    """Options that the config refuses by itself; a config reads no weights."""
+    """Options that the config itself refuses; a config loads no weights."""
     name = ", ".join(f"{name}={value!r}" for name, value in options.items())
     return Case(phrase, name, message, lambda lab: lab.config(**options), before_loading=True)
 
 
 class MustNotLoad:
-    """Any use of it is a model that was loaded too early."""
+    """Fails on any use, which would mean a model was loaded too early."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"the model was touched ({name}) before the arguments were checked")
 
 
 def untouched(phrase: str, name: str, message: str, error: type[Exception] = ValueError, **given: Any) -> Case:
-    """Arguments that are refused before the student is so much as looked at."""
+    """Arguments that are refused before the student is used at all."""
     return Case(
         phrase,
         name,

@@ -1,4 +1,4 @@
-"""What a user can get wrong, and the sentence each mistake is answered with, before anything expensive starts."""
+"""User mistakes, and the message that refuses each of them before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cases import Case, Lab
 from trl_opsd import OPSDTrainer
 
 PHRASES = (
-    "at least",  # what the list does not name
+    "at least",  # all that the list does not name
     "teacher missing",
     "path missing",
     "not causal",
@@ -81,15 +81,15 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_trainer: Callable[
 
 
 @pytest.mark.parametrize("case", [case.param() for case in CASES])
-def test_a_bad_input_is_taken_or_not_explained(lab, case):
+def test_bad_input_is_refused_with_an_explanation(lab, case):
     if case.needs_vllm:
         pytest.importorskip("vllm")
     with pytest.raises(case.error, match=case.message) as raised:
         case.provoke(lab)
     assert raised.type is case.error
-    lab.check_that_nothing_was_learnt()
+    lab.check_that_nothing_was_learned()
 
 
 @pytest.mark.parametrize("phrase", PHRASES)
-def test_a_bad_input_that_no_case_provokes(phrase):
+def test_every_kind_of_bad_input_has_a_case(phrase):
     assert [case.name for case in CASES if case.phrase == phrase]

@@ -1,4 +1,4 @@
-"""Every benchmark still runs, on tiny shapes, and what does not depend on the clock is what it should be."""
+"""Every benchmark runs on tiny shapes, and those of its results that do not depend on the clock are right."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_losses_form_each_models_logits_once_and_agree_with_the_oracle(run):
     assert "jsd" in benchmark.table(rows)
 
 
-def test_rows_that_have_ended_are_not_decoded_any_more(run):
+def test_finished_rows_are_not_decoded(run):
     shape = ("--batches", 4, "--tokens", 16, "--prompt-tokens", 4, "--width", 64, "--layers", 1, "--vocab", 128)
     benchmark, rows = run("rollout", *shape, "--repeats", 1, "--no-vllm", "--no-compiled", "--device", "cpu")
     ragged = {row["engine"]: row["rows_per_token"] for row in rows if row["lengths"] == "ragged"}
@@ -49,7 +49,7 @@ def test_rows_that_have_ended_are_not_decoded_any_more(run):
     assert "trl" in benchmark.table(rows)
 
 
-def test_wherever_a_teacher_lives_it_says_the_same(run):
+def test_every_placement_of_the_teacher_gives_the_same_targets(run):
     shape = ("--layers", 2, "--rows", 2, "--length", 8)
     benchmark, result = run("teacher", *shape, "--repeats", 1, "--device", "cpu")
     assert all(row["equal"] for row in result["placements"].values())
@@ -57,7 +57,7 @@ def test_wherever_a_teacher_lives_it_says_the_same(run):
     assert "stream" in benchmark.table(result)
 
 
-def test_a_step_in_bf16_is_one_in_every_phase(run):
+def test_a_bf16_step_is_in_bfloat16_in_every_phase(run):
     shape = ("--width", 64, "--layers", 1, "--vocab", 320, "--rows", 2, "--prompt-tokens", 6, "--tokens", 4)
     benchmark, found = run("bf16", *shape, "--repeats", 1, "--device", "cpu")
     assert found["dtypes"] == {phase: ["bfloat16"] for phase in ("teach", "student", "loss", "backward")}
@@ -65,7 +65,7 @@ def test_a_step_in_bf16_is_one_in_every_phase(run):
 
 
 @pytest.mark.vllm
-def test_a_sync_is_one_call_and_arrives(run):
+def test_a_sync_takes_one_call_and_delivers_the_weights(run):
     shape = ("--hidden", 128, "--layers", 1, "--vocab", 128, "--rank", 4)
     benchmark, rows = run("sync", *shape, "--repeats", 1, "--device", "cpu")
     ours = {row["sent"]: row for row in rows if row["program"] == "ours"}

@@ -1,6 +1,6 @@
-"""Run as a process of its own: saves once, then again and again in forks, each killed at another file of the save.
+"""Run as a process of its own: saves once, then again and again in forks, each killed at a different file of the save.
 
-Prints one JSON line: for each kill, where it happened, what the fork left, and from where a trainer would go on.
+Prints one JSON line: for each kill, where it happened, what the fork left, and the checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def of_any_step(change: str) -> str:
 class Deadline:
     """Ends this process, as `kill -9` would, at a change that a save makes: the n-th, or the first [`of_any_step`].
 
-    Right before that it makes a file `mark`, if it was given one.
+    If `mark` is given, it creates that file right before.
     """
 
     def __init__(self, folder: Path, last: int | str | None, mark: Path | None = None) -> None:
@@ -60,7 +60,7 @@ class Deadline:
             self.end()
 
     def tearing(self, write: Callable[..., Any], path_at: int) -> Callable[..., Any]:
-        """A writer that audit hooks do not see; killed, it leaves half a file."""
+        """Wraps a writer that audit hooks do not see; when killed, it leaves half a file."""
 
         def torn(*args: Any, **kwargs: Any) -> Any:
             path = args[path_at]
@@ -79,7 +79,7 @@ class Deadline:
 
 
 def save_again(trainer: OPSDTrainer, last: int | None) -> list[str]:
-    """The save of step 2, over a checkpoint of step 2 if there is one, and the changes it makes."""
+    """Saves step 2, over a checkpoint of step 2 if there is one, and returns the changes made to the folder."""
     deadline = Deadline(Path(trainer.args.output_dir), last)
     deadline.arm()
     trainer.state.global_step = 2
@@ -88,7 +88,7 @@ def save_again(trainer: OPSDTrainer, last: int | None) -> list[str]:
 
 
 def in_a_fork(act: Callable[[], Any], answer: Path) -> int:
-    """The status with which it ended."""
+    """Runs `act` in a fork and returns its exit status."""
     child = os.fork()
     if child == 0:
         answer.write_text(json.dumps(act()))

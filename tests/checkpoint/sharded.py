@@ -1,8 +1,8 @@
-"""Run as a process of its own: forks pairs of processes that resume, are told to stop, and are killed while they save.
+"""Run as a process of its own: forks pairs of processes that resume, get a SIGTERM, and are killed while they save.
 
 PYTHONPATH=tests python tests/checkpoint/sharded.py FOLDER ddp zero3_cpu --kill some
 
-Writes down what happened in `FOLDER/results.json`.
+Writes the results to `FOLDER/results.json`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trl_opsd.run.checkpoint import checked
 from trl_opsd.run.manifest import problems
 
 Make = Callable[..., Watched]
-"""[`watched.trainer`], which knows its models."""
+"""[`watched.trainer`] with its models bound."""
 STOPPED_FROM, RESUMED_AT = 2, (3, 4)
 """In the middle of the second epoch, and where the third begins."""
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
@@ -41,21 +41,21 @@ KILLS = (
     (0, "open _unfinished/checkpoint-N/opsd_manifest.json"),
     (0, "os.rename _unfinished/checkpoint-N"),
 )
-"""A share of the optimizer, the manifest, the name: which process is killed, and at what."""
+"""The process to kill, and the change to kill it at: a shard of the optimizer, the manifest, the rename."""
 
 
 # ---- What a process does -----------------------------------------------------------------------------------------
 
 
 def resume(make: Make, folder: Path) -> dict[str, Any]:
-    """For each variant a whole run, and two that go on from its checkpoints in another folder."""
+    """For each variant an uninterrupted run, and two resumed from its checkpoints in another folder."""
     seen: dict[str, Any] = {}
     for variant in VARIANTS:
         whole = make(folder / variant, variant, **EACH_STEP)
         whole.train()
         seen[variant] = {"whole": asdict(whole.witness), "resumed": {}}
         for step in RESUMED_AT:
-            torch.manual_seed(12345)  # whatever this process drew before may not matter
+            torch.manual_seed(12345)  # random numbers drawn before must not matter
             other = make(folder / "elsewhere", variant)
             other.train(resume_from_checkpoint=str(folder / variant / f"checkpoint-{step}"))
             seen[variant]["resumed"][step] = asdict(other.witness)
@@ -64,7 +64,7 @@ def resume(make: Make, folder: Path) -> dict[str, Any]:
 
 
 def stop(make: Make, folder: Path, begin: Path) -> list[dict[str, Any]]:
-    """One process gets a SIGTERM while it writes, then, in a run that goes on from there, the other while it saves."""
+    """One process gets a SIGTERM while it generates; then, in the resumed run, the other one while it saves."""
     seen: list[dict[str, Any]] = []
     for rank, method, saving in ((1, "complete", {}), (0, "save_own_state", EACH_STEP)):
         run = make(folder, "full", enable_jit_checkpoint=True, **saving)
@@ -76,7 +76,7 @@ def stop(make: Make, folder: Path, begin: Path) -> list[dict[str, Any]]:
 
 
 def be_late(make: Make, folder: Path, begin: Path) -> list[str]:
-    """Process 1 comes two seconds late to a save; what is named a checkpoint by then."""
+    """Process 1 is two seconds late for a save; returns the folders named checkpoints by then."""
     run, found = make(folder, "full", **EACH_STEP), []
     run.add_callback(OneStep(run, None))
     if run.accelerator.process_index == 1:
@@ -100,7 +100,7 @@ def resume_stop_and_be_late(make: Make, folder: Path) -> dict[str, Any]:
 
 
 def save_once(make: Make, folder: Path, note: Path, rank: int, change: str | None) -> list[str]:
-    """Goes on from the newest checkpoint by a step and saves; one process is killed at a change to the folder."""
+    """Resumes from the newest checkpoint for one step and saves; one process is killed at a change to the folder."""
     run = make(folder, "full", **EACH_STEP, save_total_limit=1)
     process = run.accelerator.process_index
     run.add_callback(OneStep(run, note.with_suffix(f".{process}.json")))
@@ -111,7 +111,7 @@ def save_once(make: Make, folder: Path, note: Path, rank: int, change: str | Non
 
 
 class OneStep(TrainerCallback):
-    """Ends a run after its first save; before that it can write down from where it came."""
+    """Ends a run after its first save; with a `note`, it first records where the run resumed from."""
 
     def __init__(self, run: Watched, note: Path | None) -> None:
         self.run, self.note = run, note
@@ -142,18 +142,18 @@ def _named(folder: Path) -> list[str]:
 
 
 def _mark(note: Path, process: int) -> Path:
-    """What a process leaves that is killed."""
+    """The file that a process leaves when it is killed."""
     return note.with_suffix(f".{process}.killed")
 
 
 def every_change(make: Make, folder: Path) -> list[tuple[int, str]]:
-    """What each process of a save that is let through changes; with that the folder has one more checkpoint."""
+    """The changes that each process of an undisturbed save makes; it leaves one more checkpoint in the folder."""
     changes = forks.launch("zero3_cpu", save_once, make, folder, folder.parent / "through", 0, None)
     return [(rank, change) for rank, seen in changes.items() for change in dict.fromkeys(seen)]
 
 
 def kill(make: Make, folder: Path, start: Path, every: bool) -> list[dict[str, Any]]:
-    """A pair for each kill, that goes on from what the last one left."""
+    """Starts a pair of processes for each kill, which resumes from what the last one left."""
     out, kills = folder / "out", []
     shutil.copytree(start, out / start.name)
     for number, (rank, change) in enumerate(every_change(make, out) if every else KILLS):

@@ -1,4 +1,4 @@
-"""Whole and torn checkpoints as files: no model, no trainer."""
+"""Complete and damaged checkpoints as files: no model, no trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trl_opsd.run.manifest import MANIFEST, problems
 
 
 def written(run_dir: Path, step: int, text: str = "weights") -> Path:
-    """A checkpoint that only lacks its name."""
+    """A finished checkpoint that is not yet published."""
     folder = begin(run_dir) / f"checkpoint-{step}"
     (folder / "sub").mkdir(parents=True)
     (folder / "model.safetensors").write_text(f"{text} {step}")
@@ -34,7 +34,7 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.quick
-def test_a_published_checkpoint_that_is_not_whole(tmp_path):
+def test_a_published_checkpoint_is_complete(tmp_path):
     folder = saved(tmp_path, 3)
     assert folder == tmp_path / "checkpoint-3"
     assert problems(folder) == []
@@ -70,35 +70,35 @@ def nest_the_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text("[" * 100_000)
 
 
-def say(text: str) -> Callable[[Path], None]:
+def write_manifest(text: str) -> Callable[[Path], None]:
     """Replaces the manifest."""
 
-    def say(folder: Path) -> None:
+    def write_manifest(folder: Path) -> None:
         (folder / MANIFEST).write_text(text)
 
-    return say
+    return write_manifest
 
 
-def swell_the_manifest(folder: Path) -> None:
+def enlarge_the_manifest(folder: Path) -> None:
     os.truncate(folder / MANIFEST, 2**27)
 
 
-def say_in_bytes(folder: Path) -> None:
+def write_bytes_that_are_no_text(folder: Path) -> None:
     (folder / MANIFEST).write_bytes(b"\xff\xfe\x00")
 
 
 TEARS = [
     (nest_the_manifest, f"{MANIFEST} cannot be read: it is nested too deeply"),
-    (swell_the_manifest, f"{MANIFEST} cannot be read: it has 134217728 bytes"),
-    (say_in_bytes, f"{MANIFEST} cannot be read: 'utf"),
-    (say('{"files": {}, "files": {}}'), f"{MANIFEST} cannot be read: it gives 'files' twice"),
-    (say('{"files": []}'), f"{MANIFEST} cannot be read: it lists no files"),
-    (say('{"files": {"a": 3}}'), f"{MANIFEST} cannot be read: 'a' has no size and hash"),
-    (say('{"files": {"a": {"bytes": NaN, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: it holds NaN"),
-    (say('{"files": {"a": {"bytes": 1.5, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
-    (say('{"files": {"a": {"bytes": true, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
-    (say('{"files": {"a": {"bytes": 1, "sha256": null}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
-    (say('{"files": {"a\\u0000b": {"bytes": 1, "sha256": ""}}}'), "a\0b is missing"),
+    (enlarge_the_manifest, f"{MANIFEST} cannot be read: it has 134217728 bytes"),
+    (write_bytes_that_are_no_text, f"{MANIFEST} cannot be read: 'utf"),
+    (write_manifest('{"files": {}, "files": {}}'), f"{MANIFEST} cannot be read: it gives 'files' twice"),
+    (write_manifest('{"files": []}'), f"{MANIFEST} cannot be read: it lists no files"),
+    (write_manifest('{"files": {"a": 3}}'), f"{MANIFEST} cannot be read: 'a' has no size and hash"),
+    (write_manifest('{"files": {"a": {"bytes": NaN, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: it holds NaN"),
+    (write_manifest('{"files": {"a": {"bytes": 1.5, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
+    (write_manifest('{"files": {"a": {"bytes": true, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
+    (write_manifest('{"files": {"a": {"bytes": 1, "sha256": null}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
+    (write_manifest('{"files": {"a\\u0000b": {"bytes": 1, "sha256": ""}}}'), "a\0b is missing"),
     (remove_a_file, "sub/optimizer.pt is missing"),
     (cut_a_file, "model.safetensors has 4 bytes instead of 10"),
     (flip_a_bit, "model.safetensors has other contents than were written"),
@@ -111,7 +111,7 @@ TEARS = [
 @pytest.mark.refusal
 @pytest.mark.parametrize(("tear", "problem"), TEARS)
 @pytest.mark.quick
-def test_a_tear_that_nobody_notices(tmp_path, tear, problem):
+def test_a_damaged_checkpoint_is_detected_and_skipped(tmp_path, tear, problem):
     whole, torn = saved(tmp_path, 3), saved(tmp_path, 10)
     tear(torn)
     newest, passed_over = newest_complete(tmp_path)
@@ -127,7 +127,7 @@ def test_a_tear_that_nobody_notices(tmp_path, tear, problem):
 
 
 @pytest.mark.refusal
-def test_a_folder_without_a_whole_checkpoint_is_taken_for_one(tmp_path):
+def test_a_folder_without_a_complete_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="There is no complete checkpoint in"):
         checked(True, tmp_path)
     with pytest.raises(ValueError, match=r"There is no checkpoint .*checkpoint-9.*train without"):
@@ -135,7 +135,7 @@ def test_a_folder_without_a_whole_checkpoint_is_taken_for_one(tmp_path):
 
 
 @pytest.mark.refusal
-def test_a_checkpoint_of_plain_transformers_that_is_refused_although_it_was_named(tmp_path):
+def test_a_plain_transformers_checkpoint_is_accepted_only_by_path(tmp_path):
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
     with pytest.raises(ValueError, match=f"{MANIFEST} is missing"):
@@ -148,7 +148,7 @@ def test_a_checkpoint_of_plain_transformers_that_is_refused_although_it_was_name
         checked(True, tmp_path)
 
 
-def test_a_manifest_that_makes_us_read_what_is_not_in_the_folder(tmp_path):
+def test_files_outside_the_checkpoint_are_not_read(tmp_path):
     folder = saved(tmp_path, 3)
     outside = tmp_path / "secret"
     outside.write_text("secret")
@@ -157,7 +157,7 @@ def test_a_manifest_that_makes_us_read_what_is_not_in_the_folder(tmp_path):
     assert problems(folder) == ["../secret is missing"]
 
 
-def test_a_second_save_of_one_step_that_leaves_the_first(tmp_path):
+def test_a_second_save_of_a_step_replaces_the_first(tmp_path):
     saved(tmp_path, 3, "old")
     folder = saved(tmp_path, 3, "new")
     rotate(tmp_path, None, keep=[folder])
@@ -172,7 +172,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("last", range(1, 5))
 @pytest.mark.quick
-def test_a_kill_while_one_checkpoint_replaces_another_that_loses_both(tmp_path, monkeypatch, last):
+def test_a_kill_while_replacing_a_checkpoint_leaves_the_old_or_the_new(tmp_path, monkeypatch, last):
     saved(tmp_path, 3, "old")
     aside = written(tmp_path, 3, "new")
     calls = []
@@ -201,20 +201,20 @@ def test_a_kill_while_one_checkpoint_replaces_another_that_loses_both(tmp_path, 
     assert names(tmp_path / UNFINISHED) == set()
 
 
-def test_a_replaced_folder_of_somebody_else_that_is_deleted(tmp_path):
+def test_a_foreign_folder_with_a_checkpoint_name_is_moved_aside(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3" / "notes.txt").write_text("keep me")
     saved(tmp_path, 3)
     assert (tmp_path / "replaced-checkpoint-3" / "notes.txt").read_text() == "keep me"
 
 
-def test_an_empty_folder_is_taken_for_somebody_elses(tmp_path):
+def test_an_empty_folder_with_a_checkpoint_name_is_replaced(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     saved(tmp_path, 3)
     assert names(tmp_path) == {"checkpoint-3", UNFINISHED}
 
 
-def test_a_file_of_somebody_else_among_unfinished_checkpoints_that_is_deleted(tmp_path):
+def test_foreign_files_among_unfinished_checkpoints_are_kept(tmp_path):
     unfinished = begin(tmp_path)
     (unfinished / "notes").mkdir()
     for name in ("mine.txt", "notes/mine.txt", "checkpoint-9", "checkpoint-3.bak"):
@@ -232,14 +232,14 @@ def test_a_file_of_somebody_else_among_unfinished_checkpoints_that_is_deleted(tm
     assert (unfinished / "notes" / "mine.txt").read_text() == "keep me"
 
 
-def test_a_file_with_the_name_of_the_folder_for_unfinished_ones_is_not_explained(tmp_path):
+def test_a_file_in_place_of_the_unfinished_folder_is_refused(tmp_path):
     (tmp_path / UNFINISHED).write_text("keep me")
     with pytest.raises(ValueError, match="_unfinished is a file: expected a folder of our own"):
         begin(tmp_path)
 
 
 def stray(run_dir: Path) -> None:
-    """What may lie where checkpoints are, of a killed run or of somebody else."""
+    """Entries with checkpoint names that a killed run or a user may have left."""
     for name in ("checkpoint-4", "checkpoint-x", "checkpoint-", "checkpoint-6"):
         (run_dir / name).mkdir(parents=True)
     (run_dir / "checkpoint-6" / MANIFEST).mkdir()
@@ -247,7 +247,7 @@ def stray(run_dir: Path) -> None:
     (run_dir / "checkpoint-7").symlink_to(run_dir / "nowhere")
 
 
-def test_strays_with_names_of_checkpoints_that_end_a_run_are_noticed(tmp_path):
+def test_stray_entries_with_checkpoint_names_do_not_stop_a_run(tmp_path):
     stray(tmp_path)
     for step in range(1, 8):
         assert problems(saved(tmp_path, step)) == []
@@ -268,38 +268,38 @@ class TestRotation:
         os.utime(folder / MANIFEST, (seconds, seconds))
         return folder
 
-    def test_more_or_fewer_than_the_limit_stay(self, tmp_path):
+    def test_as_many_checkpoints_as_the_limit_stay(self, tmp_path):
         folders = [self.at(saved(tmp_path, step), 1000 + step) for step in (1, 2, 3, 10)]
         rotate(tmp_path, 2, keep=[folders[-1]])
         assert self.steps(tmp_path) == [3, 10]
 
     @pytest.mark.parametrize("limit", [None, 0])
-    def test_a_missing_limit_that_deletes(self, tmp_path, limit):
+    def test_without_a_limit_nothing_is_deleted(self, tmp_path, limit):
         folders = [saved(tmp_path, step) for step in (1, 2, 3)]
         rotate(tmp_path, limit, keep=[folders[-1]])
         assert self.steps(tmp_path) == [1, 2, 3]
 
-    def test_the_best_is_deleted(self, tmp_path):
+    def test_the_best_checkpoint_is_kept(self, tmp_path):
         folders = [self.at(saved(tmp_path, step), 1000 + step) for step in (1, 2, 3, 4)]
         rotate(tmp_path, 2, keep=[folders[3], folders[0]])
         assert self.steps(tmp_path) == [1, 4]
         rotate(tmp_path, 1, keep=[folders[3], folders[0]])
         assert self.steps(tmp_path) == [1, 4]
 
-    def test_a_new_run_in_an_old_folder_loses_its_own(self, tmp_path):
+    def test_a_new_run_in_an_old_folder_keeps_its_own_checkpoints(self, tmp_path):
         self.at(saved(tmp_path, 100), 1000)
         new = [self.at(saved(tmp_path, step), 2000 + step) for step in (1, 2)]
         rotate(tmp_path, 2, keep=[new[-1]])
         assert self.steps(tmp_path) == [1, 2]
 
-    def test_a_folder_without_our_manifest_is_deleted_or_counted(self, tmp_path):
+    def test_a_folder_without_our_manifest_is_neither_deleted_nor_counted(self, tmp_path):
         (tmp_path / "checkpoint-0").mkdir()
         (tmp_path / "checkpoint-0" / "model.safetensors").write_text("somebody else's")
         folders = [self.at(saved(tmp_path, step), 1000 + step) for step in (1, 2)]
         rotate(tmp_path, 2, keep=[folders[-1]])
         assert self.steps(tmp_path) == [0, 1, 2]
 
-    def test_one_that_cannot_be_deleted_ends_the_run(self, tmp_path, monkeypatch):
+    def test_a_checkpoint_that_cannot_be_deleted_is_reported(self, tmp_path, monkeypatch):
         folders = [self.at(saved(tmp_path, step), 1000 + step) for step in (1, 2, 3)]
 
         def refused(real):
@@ -316,7 +316,7 @@ class TestRotation:
         assert f"{folders[0]} should go (`save_total_limit=1`), but cannot be deleted: [Errno 13]" in remark
         assert self.steps(tmp_path) == [1, 3]
 
-    def test_a_symlink_is_followed(self, tmp_path):
+    def test_symlinks_are_not_followed(self, tmp_path):
         elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "out"
         far = self.at(saved(elsewhere, 1), 1000)
         run_dir.mkdir()
@@ -329,7 +329,7 @@ class TestRotation:
         assert self.steps(run_dir) == [1, 3]
 
     @pytest.mark.refusal
-    def test_a_kill_during_rotation_leaves_half_a_checkpoint(self, tmp_path, monkeypatch):
+    def test_a_kill_during_rotation_leaves_no_partial_checkpoint(self, tmp_path, monkeypatch):
         old, new = self.at(saved(tmp_path, 1), 1000), saved(tmp_path, 2)
 
         def half(folder):
@@ -345,7 +345,7 @@ class TestRotation:
 
 
 @pytest.mark.refusal
-def test_a_symlink_where_checkpoints_are_written_is_followed(tmp_path):
+def test_a_symlink_in_place_of_the_unfinished_folder_is_refused(tmp_path):
     elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "out"
     elsewhere.mkdir()
     (elsewhere / "precious").write_text("precious")
@@ -356,7 +356,7 @@ def test_a_symlink_where_checkpoints_are_written_is_followed(tmp_path):
     assert names(elsewhere) == {"precious"}
 
 
-def test_a_symlink_with_the_name_of_a_new_checkpoint_is_written_through(tmp_path):
+def test_a_symlink_with_the_name_of_a_new_checkpoint_is_moved_aside(tmp_path):
     elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "out"
     elsewhere.mkdir()
     run_dir.mkdir()
@@ -366,7 +366,7 @@ def test_a_symlink_with_the_name_of_a_new_checkpoint_is_written_through(tmp_path
     assert (run_dir / "replaced-checkpoint-3").is_symlink()
 
 
-def test_a_full_disk_leaves_half_a_checkpoint_under_its_name(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
     whole = saved(tmp_path, 1)
     aside = written(tmp_path, 2)
 

@@ -17,7 +17,7 @@ SECONDS = 120
 
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory) -> list[dict[str, Any]]:
-    """One entry for each kill, and one at the end of each series for the save that was let through."""
+    """One entry for each kill, and one at the end of each series for the undisturbed save."""
     folder = tmp_path_factory.mktemp("kills")
     path = os.pathsep.join([str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
     finished = subprocess.run(
@@ -31,7 +31,7 @@ def kills(tmp_path_factory) -> list[dict[str, Any]]:
     return json.loads(finished.stdout.splitlines()[-1])
 
 
-def test_a_file_of_a_save_at_which_nothing_was_killed(kills):
+def test_saves_are_killed_at_every_file(kills):
     assert [kill["had"] for kill in kills if not kill["killed"]] == [[1], [1, 2]]
     changes = " ".join(next(kill["changes"] for kill in kills if not kill["killed"]))
     for file in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
@@ -40,11 +40,11 @@ def test_a_file_of_a_save_at_which_nothing_was_killed(kills):
     assert len([kill for kill in kills if kill["killed"]]) >= 25
 
 
-def test_a_kill_that_leaves_something_half_written_under_the_name_of_a_checkpoint(kills):
+def test_no_kill_leaves_a_partial_checkpoint(kills):
     assert [kill for kill in kills if kill["half_written"]] == []
 
 
-def test_a_kill_that_loses_the_last_good_checkpoint(kills):
+def test_no_kill_loses_the_last_complete_checkpoint(kills):
     assert [kill for kill in kills if kill["remarks"]] == []
     first, second = ([kill["goes_on_from"] for kill in kills if kill["had"] == had] for had in ([1], [1, 2]))
     published = first.index("checkpoint-2")
@@ -54,7 +54,7 @@ def test_a_kill_that_loses_the_last_good_checkpoint(kills):
     assert set(second) == {"checkpoint-2"}
 
 
-def test_a_run_that_does_not_go_on_after_a_kill(kills, make_trainer):
+def test_a_run_resumes_after_a_kill(kills, make_trainer):
     half = next(kill for kill in kills if kill["killed"] and kill["goes_on_from"] == "checkpoint-1")
     moved = next(kill for kill in kills if kill["killed"] and kill["goes_on_from"] == "checkpoint-2")
     for kill, steps in ((half, [2, 3]), (moved, [3])):

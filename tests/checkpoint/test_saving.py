@@ -1,4 +1,4 @@
-"""What a trainer leaves in its output folder, and what it takes from there."""
+"""Checkpoints that a trainer writes to its output folder and resumes from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_a_checkpoint_of_a_training_that_is_not_whole(make_trainer, tmp_path):
+def test_the_checkpoints_of_a_training_are_complete(make_trainer, tmp_path):
     make_trainer(**EACH_STEP).train()
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
     for step in (1, 2, 3):
@@ -39,7 +39,7 @@ def test_a_checkpoint_of_a_training_that_is_not_whole(make_trainer, tmp_path):
 
 @pytest.mark.refusal
 @pytest.mark.quick
-def test_a_torn_checkpoint_is_resumed_from(make_trainer, tmp_path, caplog):
+def test_a_damaged_checkpoint_is_refused_or_skipped(make_trainer, tmp_path, caplog):
     whole = make_trainer(**EACH_STEP)
     whole.train()
     os.truncate(tmp_path / "checkpoint-3" / "optimizer.pt", 100)
@@ -56,7 +56,7 @@ def test_a_torn_checkpoint_is_resumed_from(make_trainer, tmp_path, caplog):
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
 
 
-def test_false_resumes(make_trainer, tmp_path):
+def test_resume_from_checkpoint_false_starts_afresh(make_trainer, tmp_path):
     make_trainer(**EACH_STEP).train()
     trainer = make_trainer()
     trainer.train(resume_from_checkpoint=False)
@@ -64,12 +64,12 @@ def test_false_resumes(make_trainer, tmp_path):
 
 
 @pytest.mark.parametrize(("limit", "left"), [(None, {1, 2, 3}), (2, {2, 3}), (1, {3})])
-def test_other_checkpoints_stay_than_the_limit_says(make_trainer, tmp_path, limit, left):
+def test_save_total_limit_decides_which_checkpoints_stay(make_trainer, tmp_path, limit, left):
     make_trainer(**EACH_STEP, save_total_limit=limit).train()
     assert names(tmp_path) == {f"checkpoint-{step}" for step in left}
 
 
-def test_what_a_killed_run_of_another_trainer_left_that_ends_this_one_is_noticed(make_trainer, tmp_path):
+def test_leftovers_of_a_killed_run_do_not_stop_a_new_one(make_trainer, tmp_path):
     (tmp_path / "checkpoint-8").mkdir()
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / UNFINISHED).mkdir()
@@ -93,7 +93,7 @@ BEST = {
 
 
 @pytest.mark.parametrize(("limit", "left"), [(None, {1, 2, 3}), (2, {1, 3}), (1, {1})])
-def test_the_best_model_is_not_found_at_the_end(make_trainer, tmp_path, limit, left):
+def test_the_best_model_is_loaded_at_the_end(make_trainer, tmp_path, limit, left):
     trainer = make_trainer(**BEST, save_total_limit=limit, eval_dataset=make_trainer().train_dataset)
     trainer.train()
     best = tmp_path / "checkpoint-1"
@@ -104,11 +104,11 @@ def test_the_best_model_is_not_found_at_the_end(make_trainer, tmp_path, limit, l
         assert torch.equal(tensor, saved[name]), name
     for step in left:
         state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
-        assert state["best_model_checkpoint"] == str(best), "not where it was while it was being written"
+        assert state["best_model_checkpoint"] == str(best), "not the path it was written to"
 
 
 @pytest.mark.refusal
-def test_a_torn_best_model_is_loaded_and_the_others_deleted(make_trainer, tmp_path):
+def test_a_damaged_best_checkpoint_is_not_loaded_and_others_are_kept(make_trainer, tmp_path):
     class Tear(transformers.TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
             if state.global_step == 3:
@@ -121,7 +121,7 @@ def test_a_torn_best_model_is_loaded_and_the_others_deleted(make_trainer, tmp_pa
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS])
-def test_a_disk_that_refuses_tears_a_checkpoint(make_trainer, tmp_path, monkeypatch, fault):
+def test_a_failed_write_leaves_earlier_checkpoints_intact(make_trainer, tmp_path, monkeypatch, fault):
     trainer = make_trainer(**EACH_STEP, max_steps=1)
     trainer.train()
     trainer.state.global_step = 2
@@ -155,7 +155,7 @@ def test_a_disk_that_refuses_tears_a_checkpoint(make_trainer, tmp_path, monkeypa
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-2"}
 
 
-def test_an_output_folder_that_cannot_be_written_to_tears_a_checkpoint(make_trainer, tmp_path, monkeypatch):
+def test_a_read_only_output_folder_leaves_checkpoints_intact(make_trainer, tmp_path, monkeypatch):
     trainer = make_trainer(**EACH_STEP, max_steps=1)
     trainer.train()
     trainer.state.global_step = 2
@@ -171,7 +171,7 @@ def test_an_output_folder_that_cannot_be_written_to_tears_a_checkpoint(make_trai
     assert names(tmp_path) == {"checkpoint-1"}
 
 
-def test_an_upload_begins_before_the_files_have_come_to_rest(make_trainer, tmp_path, monkeypatch):
+def test_only_complete_checkpoints_are_uploaded(make_trainer, tmp_path, monkeypatch):
     pushed = []
 
     def push(self, folder):
@@ -185,7 +185,7 @@ def test_an_upload_begins_before_the_files_have_come_to_rest(make_trainer, tmp_p
     assert pushed == [(str(tmp_path / "checkpoint-1"), []), (str(tmp_path / "checkpoint-2"), [])]
 
 
-def test_transformers_own_save_state_can_still_be_called(make_trainer, tmp_path):
+def test_save_state_of_transformers_still_works(make_trainer, tmp_path):
     trainer = make_trainer(max_steps=1, save_strategy="no")
     trainer.train()
     trainer.save_state()

@@ -1,4 +1,4 @@
-"""Two processes and one student: their runs go on bit for bit, stop at the same step, and lose nothing to a kill."""
+"""Two processes, one student: runs resume bit for bit, stop at the same step, and lose no checkpoint to a kill."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder) -> dict[str, Any]:
-    """By strategy and rank what `sharded.py` saw, and its kills."""
+    """The results of `sharded.py` by strategy and rank, and its kills."""
     run(HERE / "sharded.py", folder, *STRATEGIES, "--kill", "some", seconds=SECONDS)
     return json.loads((folder / "results.json").read_text())
 
 
 @each_strategy
 @pytest.mark.parametrize("variant", ["full", "lora"])
-def test_a_resumed_run_of_two_processes_differs_from_an_uninterrupted_one(results, strategy, variant):
+def test_a_resumed_run_of_two_processes_equals_an_uninterrupted_one(results, strategy, variant):
     ranks = results[strategy]
     assert all(ranks[rank]["strategy"] == [f"DistributedType.{STRATEGIES[strategy]}", 2] for rank in ("0", "1"))
     wholes = [ranks[rank][variant]["whole"] for rank in ("0", "1")]
     assert wholes[0]["written"] != wholes[1]["written"]
-    assert (wholes[0]["weights"] == wholes[1]["weights"]) == (strategy == "ddp"), "else each has its own share"
+    assert (wholes[0]["weights"] == wholes[1]["weights"]) == (strategy == "ddp"), "else each has its own shards"
     assert len(set(wholes[0]["weights"])) == 6
     for rank, whole in enumerate(wholes):
         for step in (3, 4):
@@ -48,7 +48,7 @@ def test_a_resumed_run_of_two_processes_differs_from_an_uninterrupted_one(result
 
 
 @each_strategy
-def test_a_signal_to_one_process_stops_the_two_at_different_steps_or_where_nothing_was_saved(results, folder, strategy):
+def test_a_signal_to_one_process_stops_both_at_the_same_saved_step(results, folder, strategy):
     for rank in ("0", "1"):
         whole = results[strategy][rank]["full"]["whole"]
         in_rollout, in_save = results[strategy][rank]["stopped"]
@@ -60,12 +60,12 @@ def test_a_signal_to_one_process_stops_the_two_at_different_steps_or_where_nothi
 
 
 @each_strategy
-def test_a_checkpoint_gets_its_name_before_the_last_process_has_written(results, folder, strategy):
+def test_a_checkpoint_gets_its_name_after_the_last_process_has_written(results, folder, strategy):
     assert results[strategy]["1"]["late"] == []
     assert (folder / strategy / "late" / "checkpoint-3").is_dir()
 
 
-def test_a_kill_in_zero3_tears_a_checkpoint_or_loses_one(results):
+def test_a_kill_under_zero3_neither_damages_nor_loses_a_checkpoint(results):
     kills = results["kills"]
     assert [kill["killed"] for kill in kills] == [[kill["rank"]] for kill in kills]
     assert [kill["half_written"] for kill in kills] == [[]] * len(kills)
@@ -75,7 +75,7 @@ def test_a_kill_in_zero3_tears_a_checkpoint_or_loses_one(results):
     )
 
 
-def test_a_fresh_pair_of_processes_goes_on_differently_after_a_kill(results):
+def test_a_fresh_pair_of_processes_resumes_exactly_after_a_kill(results):
     for kill in results["kills"]:
         step = int(kill["newest"].partition("-")[2])
         for rank, note in enumerate(kill["went_on"]):
@@ -84,7 +84,7 @@ def test_a_fresh_pair_of_processes_goes_on_differently_after_a_kill(results):
 
 
 @each_strategy
-def test_one_process_goes_on_with_the_checkpoint_of_two(results, folder, tmp_path, strategy):
+def test_a_checkpoint_of_two_processes_is_refused_by_one(results, folder, tmp_path, strategy):
     alone = trainer(tmp_path, "full")
     with pytest.raises(ValueError, match="world_size: 2 in the checkpoint, 1 now"):
         alone.train(resume_from_checkpoint=str(folder / strategy / "full" / "checkpoint-3"))

@@ -1,4 +1,4 @@
-"""What a run does when it is told to stop, in one process; two of them are told in `test_sharded.py`."""
+"""SIGTERM in one process; two processes are tested in `test_sharded.py`."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from trl_opsd.run.manifest import problems
 AT = 3
 
 
-def tell() -> None:
+def send_sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Told(TrainerCallback):
-    """Gets the signal in one phase of the step that leads to `AT`, or while `AT` is saved."""
+class Signalled(TrainerCallback):
+    """Sends the signal in one phase of the step that leads to `AT`, or while `AT` is saved."""
 
     def __init__(self, run: OPSDTrainer, phase: str) -> None:
         self.run, self.phase = run, phase
         if phase == "rollout":
-            self._tell_in(run.rollout, "complete", AT - 1)
+            self._signal_in(run.rollout, "complete", AT - 1)
         if phase == "save":
-            self._tell_in(run, "save_own_state", AT)
+            self._signal_in(run, "save_own_state", AT)
 
-    def _tell_in(self, thing: Any, name: str, step: int) -> None:
+    def _signal_in(self, thing: Any, name: str, step: int) -> None:
         method = getattr(thing, name)
 
-        def told(*args: Any) -> Any:
+        def signalled(*args: Any) -> Any:
             if self.run.state.global_step == step:
-                tell()
+                send_sigterm()
             return method(*args)
 
-        setattr(thing, name, told)
+        setattr(thing, name, signalled)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self.phase == "gradient" and state.global_step == AT - 1:
-            tell()
+            send_sigterm()
 
 
 def saved_steps(folder: Path) -> set[str]:
@@ -61,17 +61,17 @@ def whole(tmp_path_factory):
     ("phase", "saving"),
     [("rollout", "no"), ("gradient", "epoch"), ("save", "steps")],
 )
-def test_a_run_that_was_told_to_stop_goes_on_elsewhere_than_after_that_step(whole, tmp_path, phase, saving):
+def test_a_run_stopped_by_sigterm_is_saved_and_resumes_exactly(whole, tmp_path, phase, saving):
     before = signal.getsignal(signal.SIGTERM)
     run = trainer(tmp_path, "full", save_strategy=saving, save_steps=AT, enable_jit_checkpoint=True)
-    run.add_callback(Told(run, phase))
+    run.add_callback(Signalled(run, phase))
     run.train()
     assert run.state.global_step == AT
     assert run.witness.weights == whole.weights[:AT]
     assert saved_steps(tmp_path) == {f"checkpoint-{AT}"}
     assert problems(tmp_path / f"checkpoint-{AT}") == []
     evaluated = any("eval_loss" in entry for entry in run.state.log_history)
-    assert evaluated == (phase == "save"), "whoever sent the signal may not wait for that"
+    assert evaluated == (phase == "save"), "an evaluation would delay the exit"
     assert signal.getsignal(signal.SIGTERM) == before
 
     resumed = trainer(tmp_path, "full")
@@ -79,7 +79,7 @@ def test_a_run_that_was_told_to_stop_goes_on_elsewhere_than_after_that_step(whol
     assert resumed.witness.weights == whole.weights[AT:]
 
 
-def test_a_run_that_failed_goes_on_listening(make_trainer):
+def test_the_signal_handler_is_restored_after_a_failure(make_trainer):
     class Failing(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
             raise RuntimeError("enough")
@@ -92,12 +92,12 @@ def test_a_run_that_failed_goes_on_listening(make_trainer):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_run_that_was_not_asked_to_listen_listens(make_trainer, tmp_path):
+def test_without_jit_checkpoints_sigterm_is_not_handled(make_trainer, tmp_path):
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
     try:
         run = make_trainer()
-        run.add_callback(Told(run, "gradient"))
+        run.add_callback(Signalled(run, "gradient"))
         run.train()
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,6 +1,6 @@
-"""Names of TRL and its neighbours that nobody has promised us, and that this package reads, writes or overrides.
+"""Names outside the public API of TRL and its neighbours that this package reads, writes or overrides.
 
-Whoever moves to another TRL reads this first. `test_borrowed.py` holds it against our source and against theirs.
+Read this first when moving to another version of TRL. `test_borrowed.py` checks it against our source and theirs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Owner:
     """
 
     kind: str
-    """What has these names: a value of a table of `READING` below."""
+    """The kind of object that has these names: a value of a table of `READING` below."""
     where: tuple[str, ...]
     """Classes, functions or modules, as `package/file.py:Class.method`."""
     names: Mapping[str, str]
-    """What each is to us, where that is not plain."""
+    """What we use each for, where that is not obvious."""
     also_read_in: tuple[str, ...] = ()
-    """Where else the owner's side reads them."""
+    """Further places where the owner's library reads them."""
     read_of: tuple[str, ...] = ("self",)
-    """What the object is called where they are read."""
+    """Names of the object where they are read."""
     entries: tuple[str, ...] = ()
     """Methods that users call and the owner does not."""
     keys: bool = False
@@ -48,7 +48,7 @@ class Owner:
 
     @property
     def title(self) -> str:
-        """What a message calls it."""
+        """Its name in messages."""
         return self.where[0].rpartition(":")[2]
 
 
@@ -77,7 +77,7 @@ READING = Reading(
     },
     packers={"pack": "batch"},
 )
-"""What is behind a name in our source."""
+"""The kinds of objects behind the names in our source."""
 
 OWNERS = (
     Owner(
@@ -367,7 +367,7 @@ OWNERS = (
         names={"_finalizer": "detached, as it would end the trainer's process groups"},
     ),
 )
-"""Every one of them."""
+"""All owners."""
 
 NOT_BORROWED = {
     "_device_types": "of a process group, in C++",

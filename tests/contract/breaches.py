@@ -1,4 +1,4 @@
-"""Holds the table of borrowed names against our source, from which it follows, and against the libraries' source."""
+"""Checks the table of borrowed names against our source and against the libraries' source."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ours import ANYWHERE, CONTINUED, LISTED, OVERRIDDEN, READ, WRITTEN, Use, is
 from theirs import Sources
 
 Uses = Mapping[tuple[str, str], Sequence[Use]]
-"""Of each name, by its kind and itself."""
+"""Uses of a name, by kind and name."""
 
 INSTALLED = tuple(owner for owner in OWNERS if theirs.folder_of(owner.package))
-"""Owners whose library is here; vLLM and DeepSpeed need not be."""
+"""Owners whose library is installed; vLLM and DeepSpeed need not be."""
 
 
 @cache
 def uses() -> Uses:
-    """All names in our source that may be another library's."""
+    """All names in our source that may belong to another library."""
     found = defaultdict(list)
     for use in READING.uses():
         found[use.kind, use.name].append(use)
@@ -28,7 +28,7 @@ def uses() -> Uses:
 
 
 def breach(owner: Owner, name: str, sources: Sources = Sources()) -> str | None:  # noqa: B008, it is frozen
-    """What a library no longer does with a name that we borrow from it, and what of ours depends on that."""
+    """Describes how a library no longer defines or reads a borrowed name, and which of our lines depend on it."""
     used = uses().get((owner.kind, name), ())
     roles = {use.role for use in used}
     lacks = None
@@ -44,7 +44,7 @@ def breach(owner: Owner, name: str, sources: Sources = Sources()) -> str | None:
 
 
 def unlisted() -> Iterator[str]:
-    """Names in our source that a library defines, or that nobody says anything of, and that the table lacks."""
+    """Private or borrowed names in our source that are missing from the table."""
     for (kind, name), used in uses().items():
         places = ", ".join(use.place for use in used)
         if kind == ANYWHERE:
@@ -61,7 +61,7 @@ def unlisted() -> Iterator[str]:
 
 
 def unused() -> Iterator[str]:
-    """What the tables say of our source and is no longer so."""
+    """Entries of the tables that our source no longer uses."""
     for owner in OWNERS:
         for name in owner.names:
             if not _counts(owner, uses().get((owner.kind, name), ())):

@@ -1,4 +1,4 @@
-"""Says what our own source uses of other libraries' objects, by its syntax."""
+"""Finds the names of other libraries' objects in our source, by its syntax."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "trl_opsd"
 
 READ, WRITTEN, OVERRIDDEN, CONTINUED, LISTED = "read", "written", "overridden", "continued", "listed"
-"""What is done with a name.
+"""How a name is used.
 
 `WRITTEN` is assigned, or changed in place; `CONTINUED` is called through `super()`; `LISTED` stands in a constant.
 """
 
 ANYWHERE = "anywhere"
-"""Of an object of which nothing says whose it is: a private name of it is taken to be another library's."""
+"""The kind of an object of unknown origin: its private names are taken to be another library's."""
 
 _PRIVATE = re.compile(r"_(?!_)\w")
 _CHANGERS = ("add", "append", "clear", "extend", "manual_seed", "pop", "remove", "update")
-"""Methods after which an object is another one: whoever calls them wants the owner to read it."""
+"""Methods that change an object in place, which counts as writing it."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Use:
     """A name in our source."""
 
     kind: str
-    """What it is a name of: a value of one of the tables in `Reading`, or `ANYWHERE`."""
+    """The kind of object it belongs to: a value of one of the tables in `Reading`, or `ANYWHERE`."""
     name: str
     role: str
     place: str
@@ -38,11 +38,11 @@ class Use:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the source is to be read: what kind of thing is behind a name.
+    """How to read the source: the kind of object behind a name.
 
     Args:
         extended (`Mapping[str, str]`):
-            Classes of others, and protocols of ours, by name. Objects of our classes below them are of that kind too.
+            Classes of other libraries and protocols of ours, by name; subclasses of ours are of that kind too.
         held (`Mapping[str, str]`):
             Variables, attributes and modules.
         dicts (`Mapping[str, str]`):
@@ -50,7 +50,7 @@ class Reading:
         listed (`Mapping[str, str]`):
             Constants that list names.
         packers (`Mapping[str, str]`):
-            Functions that make a dict.
+            Functions that build a dict.
     """
 
     extended: Mapping[str, str]
@@ -67,7 +67,7 @@ class Reading:
         return [use for file, tree in trees.items() for use in _Walk(self, kinds, file).over(tree)]
 
     def _kinds(self, nodes: list[ast.AST]) -> dict[str, str]:
-        """What kind our classes are of, by the classes they extend, directly or not, and by those that mix them in."""
+        """The kind of each of our classes, from the classes it extends, directly or not, and those that mix it in."""
         bases = {node.name: [_last(base) for base in node.bases] for node in nodes if isinstance(node, ast.ClassDef)}
         kinds, before = dict(self.extended), 0
         while len(kinds) > before:
@@ -102,7 +102,7 @@ class _Walk(ast.NodeVisitor):
         self.kind_of_self = before
 
     def _body(self, node: ast.ClassDef, kind: str) -> None:
-        is_protocol = node.name in self.reading.extended  # what it declares is what we ask for
+        is_protocol = node.name in self.reading.extended  # it declares what we read
         for one in node.body:
             match one:
                 case ast.FunctionDef(name=name):
@@ -202,7 +202,7 @@ class _Walk(ast.NodeVisitor):
 
 
 def is_private(name: str) -> bool:
-    """Whether a name says that it is nobody else's; `__names__` are Python's."""
+    """Whether a name is private by its underscore; `__names__` are Python's."""
     return _PRIVATE.match(name) is not None
 
 

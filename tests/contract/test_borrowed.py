@@ -1,4 +1,4 @@
-"""Names that our source borrows from TRL and its neighbours are in one table, and mean there what they mean here."""
+"""Names that our source borrows from TRL and its neighbours are in one table, and those libraries use them as we do."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ROWS = [pytest.param(owner, name, id=f"{owner.title}.{name}") for owner in INSTA
 
 
 @pytest.mark.parametrize(("owner", "name"), ROWS)
-def test_their_source_does_with_a_name_what_ours_relies_on(owner, name):
+def test_a_borrowed_name_is_defined_and_read_by_its_library(owner, name):
     said = breach(owner, name)
     assert said is None, said
 
 
-def test_every_name_of_theirs_in_our_source_is_in_the_table():
+def test_every_borrowed_name_in_our_source_is_in_the_table():
     assert list(unlisted()) == []
 
 
@@ -28,7 +28,7 @@ def test_every_name_in_the_table_is_used_by_our_source():
     assert list(unused()) == []
 
 
-def test_every_way_to_a_name_in_the_table_leads_to_an_owner():
+def test_every_kind_in_the_reading_has_an_owner():
     ways = (READING.extended, READING.held, READING.dicts, READING.listed, READING.packers)
     assert {kind for way in ways for kind in way.values()} == {owner.kind for owner in OWNERS} - {ANYWHERE}
 
@@ -81,7 +81,7 @@ def test_a_renamed_name_is_reported_with_what_depends_on_it(kind, name):
         ("from torch import _held", ANYWHERE, "_held", READ),
     ],
 )
-def test_every_way_to_use_a_name_is_read(tmp_path, body, kind, name, role):
+def test_every_form_of_using_a_name_is_recognised(tmp_path, body, kind, name, role):
     source = f"class A(Trainer): ...\nclass B(A):\n    def run(self, trainer: A | None):\n        {body}\n"
     (tmp_path / "one.py").write_text(source, encoding="utf-8")
     assert (kind, name, role, "one.py:4") in [
@@ -96,12 +96,12 @@ def test_a_class_that_is_only_mixed_in_is_read_too(tmp_path):
 
 
 @pytest.mark.parametrize("body", ["_held = 1", "_held: int = 1", "def _held(self): ..."])
-def test_every_way_to_override_a_name_is_read(tmp_path, body):
+def test_every_form_of_overriding_a_name_is_recognised(tmp_path, body):
     (tmp_path / "one.py").write_text(f"class A(VLLMClient):\n    {body}\n", encoding="utf-8")
     assert [(use.kind, use.name, use.role) for use in READING.uses(tmp_path)] == [("client", "_held", OVERRIDDEN)]
 
 
-def test_a_class_attribute_that_trl_has_renamed_is_named_when_the_trainer_is_imported():
+def test_importing_the_trainer_names_a_class_attribute_missing_from_trl():
     renamed = "for one in (trl.DistillationTrainer, trl.DistillationTrainer.__base__): del one._tag_names"
     run = subprocess.run(
         [sys.executable, "-c", f"import trl\n{renamed}\nfrom trl_opsd import OPSDTrainer"],

@@ -1,13 +1,13 @@
-"""A checkpoint that reads images too learns from text what TRL's trainer teaches it, and can be loaded again whole."""
+"""A vision-language checkpoint learns from text exactly as in TRL, and its checkpoints load again with all parts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import seers
 import tiny
 import torch
+import vision_language
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import (
@@ -84,7 +84,7 @@ def replay() -> FixedRollout:
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_text_teaches_it_what_trl_teaches_it(tmp_path, lora):
+def test_training_on_text_equals_trl(tmp_path, lora):
     options = tiny.options(tmp_path, beta=0.5, learning_rate=1e-3)
     trls = trained(Replaying, DistillationConfig(**options), lora)
     ours = trained(OPSDTrainer, OPSDConfig(**options), lora, rollout=replay())
@@ -97,16 +97,24 @@ def test_text_teaches_it_what_trl_teaches_it(tmp_path, lora):
 
 @pytest.mark.parametrize(
     ("family", "lora"),
-    [*((family, False) for family in seers.FAMILIES), ("gemma4", True), ("mistral3", True), ("qwen2_vl", True)],
+    [
+        *((family, False) for family in vision_language.FAMILIES),
+        ("gemma4", True),
+        ("mistral3", True),
+        ("qwen2_vl", True),
+    ],
 )
-def test_with_a_tokenizer_alone_every_family_learns_what_trl_teaches_it(tmp_path, family, lora):
+def test_training_every_family_with_only_a_tokenizer_equals_trl(tmp_path, family, lora):
     options = tiny.options(tmp_path, beta=0.5, learning_rate=1e-2, max_steps=2, optim="sgd")
     trainers = []
     for cls, config, more in (
         (Replaying, DistillationConfig(**options), {}),
         (OPSDTrainer, OPSDConfig(**options), {"rollout": replay()}),
     ):
-        models = {"model": seers.seer(family, 32, 0), "teacher_model": seers.seer(family, 48, 1)}
+        models = {
+            "model": vision_language.vision_language_model(family, 32, 0),
+            "teacher_model": vision_language.vision_language_model(family, 48, 1),
+        }
         trainers.append(trained(cls, config, lora, processing_class=tiny.tokenizer(), **models, **more))
     trls, ours = trainers
     assert losses(trls).std() > 0
@@ -117,21 +125,21 @@ def test_with_a_tokenizer_alone_every_family_learns_what_trl_teaches_it(tmp_path
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])
-def test_what_stands_for_an_image_is_never_written(make_trainer, family):
-    student = seers.seer(family, 32, 0)
+def test_image_placeholders_are_never_generated(make_trainer, family):
+    student = vision_language.vision_language_model(family, 32, 0)
     trainer = make_trainer(model=student, rollout=HFRollout(), generation_kwargs={"do_sample": False})
     prompts = trainer.tokenize(tiny.PROMPTS[:2])
     before = trainer.complete(prompts)
     with torch.no_grad():
         weight = student.get_output_embeddings().weight
-        weight[seers.PLACEHOLDER] = 2 * weight[before[0][0]]
+        weight[vision_language.PLACEHOLDER] = 2 * weight[before[0][0]]
     assert trainer.complete(prompts) == before
-    trainer.generation_config.suppress_tokens = [7]  # one's own change nothing about it
-    assert seers.PLACEHOLDER not in {token for ids in trainer.complete(prompts) for token in ids}
-    assert trainer.placeholders == [seers.PLACEHOLDER]
+    trainer.generation_config.suppress_tokens = [7]  # further suppressed tokens do not replace it
+    assert vision_language.PLACEHOLDER not in {token for ids in trainer.complete(prompts) for token in ids}
+    assert trainer.placeholders == [vision_language.PLACEHOLDER]
 
 
-def test_from_a_path_it_is_saved_with_its_processor_and_columns_without_images_are_text(tmp_path):
+def test_checkpoints_have_the_processor_and_empty_image_columns_are_text(tmp_path):
     gemma3(32, 0).save_pretrained(tmp_path / "student")
     processor().save_pretrained(tmp_path / "student")
     rows = tiny.rows().add_column("images", [[]] * 8).add_column("image", [None] * 8)
@@ -153,6 +161,6 @@ def test_from_a_path_it_is_saved_with_its_processor_and_columns_without_images_a
         ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, r"parts of type \['audio'\]: only text"),
     ],
 )
-def test_images_and_sounds_are_refused(make_trainer, row, message):
+def test_images_and_audio_are_refused(make_trainer, row, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(train_dataset=Dataset.from_list([row] * 8), processing_class=processor())

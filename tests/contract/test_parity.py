@@ -56,7 +56,7 @@ def quick(beta: float) -> Any:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("beta", [quick(0.0), 0.3, quick(0.5), 1.0])
-def test_three_steps_of_two_micro_steps_give_trls_losses_and_weights(tmp_path, beta, lora, record_property):
+def test_losses_and_weights_after_three_accumulated_steps_equal_trls(tmp_path, beta, lora, record_property):
     options = tiny.options(tmp_path, beta=beta, gradient_accumulation_steps=2)
     trls = trained(Replaying, DistillationConfig(**options), lora)
     ours = trained(OPSDTrainer, OPSDConfig(**options), lora, rollout=FixedRollout(tiny.recorded(tiny.tokenizer())))
@@ -68,14 +68,14 @@ def test_three_steps_of_two_micro_steps_give_trls_losses_and_weights(tmp_path, b
 
 
 class Rounding(Replaying):
-    """TRL's trainer as it would be, had its forward redirection kept the autocast that accelerate gives `forward`."""
+    """TRL's trainer as if its forward redirection kept the autocast that accelerate puts around `forward`."""
 
     def _compute_loss(self, *args):
         with self.accelerator.autocast():
             return super()._compute_loss(*args)
 
 
-def test_in_bf16_ours_gives_the_losses_that_trl_would_give_if_it_kept_autocast(tmp_path):
+def test_bf16_losses_match_those_of_trl_with_autocast_kept(tmp_path):
     def trls(cls, **options):
         return losses(trained(cls, DistillationConfig(**tiny.options(tmp_path, beta=0.5, **options)), lora=False))
 
@@ -88,7 +88,7 @@ def test_in_bf16_ours_gives_the_losses_that_trl_would_give_if_it_kept_autocast(t
     assert (ours - rounded).abs().max() <= (rounded - full).abs().max()
 
 
-def test_sampled_rollouts_are_the_ones_trl_would_have_sampled(tmp_path):
+def test_training_on_sampled_rollouts_equals_trl(tmp_path):
     options = tiny.options(tmp_path, beta=1.0, gradient_accumulation_steps=2, temperature=0.7, top_k=50)
     trls = trained(DistillationTrainer, DistillationConfig(**options), lora=False)
     ours = trained(OPSDTrainer, OPSDConfig(**options), lora=False, rollout=HFRollout())
@@ -96,7 +96,7 @@ def test_sampled_rollouts_are_the_ones_trl_would_have_sampled(tmp_path):
 
 
 @pytest.mark.quick
-def test_the_logs_keep_trls_names(tmp_path):
+def test_the_logs_keep_the_names_and_values_of_trl(tmp_path):
     options = tiny.options(tmp_path)
     trls = trained(Replaying, DistillationConfig(**options), lora=False)
     ours = trained(OPSDTrainer, OPSDConfig(**options), False, rollout=FixedRollout(tiny.recorded(tiny.tokenizer())))
@@ -105,7 +105,7 @@ def test_the_logs_keep_trls_names(tmp_path):
         assert ours.state.log_history[0][name] == pytest.approx(trls.state.log_history[0][name], rel=1e-5)
 
 
-def test_each_epoch_has_the_order_of_rows_that_trl_gives_it(make_trainer):
+def test_each_epoch_has_the_row_order_of_trl(make_trainer):
     trainer = make_trainer(gradient_accumulation_steps=2)
     order = DistillationTrainer._get_train_sampler(trainer)
     trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)

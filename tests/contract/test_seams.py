@@ -1,4 +1,4 @@
-"""The places where TRL's loop is cut open are where we think they are, and our side of them is really used."""
+"""The methods of TRL's loop that we override have the signatures we expect, and our overrides are used."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ each_cut = pytest.mark.parametrize(("theirs", "ours", "seams", "name"), CUTS)
 
 
 @each_cut
-def test_their_method_still_has_the_parameters_we_override(theirs, ours, seams, name):
+def test_the_overridden_method_has_the_expected_parameters(theirs, ours, seams, name):
     assert tuple(inspect.signature(getattr(theirs, name)).parameters) == seams[name]
 
 
 @each_cut
-def test_the_override_takes_what_their_method_takes(theirs, ours, seams, name):
+def test_the_override_has_the_parameters_of_the_original(theirs, ours, seams, name):
     assert name in vars(ours), "the table names methods that are overridden"
     assert tuple(inspect.signature(getattr(ours, name)).parameters) == seams[name]
 
@@ -65,7 +65,7 @@ def test_every_override_of_a_private_method_is_in_the_table(ours, seams):
 
 
 class Counting(OPSDTrainer):
-    """Counts the verbs."""
+    """Records the calls of the verbs."""
 
     def __init__(self, *args, **kwargs):
         self.calls: list[str] = []
@@ -84,7 +84,7 @@ class Counting(OPSDTrainer):
         return super().compare(student, rollout, targets, num_items)
 
 
-def test_each_generation_batch_is_completed_and_taught_once_and_compared_once_for_each_micro_batch(make_trainer):
+def test_complete_and_teach_run_per_generation_batch_compare_per_micro_batch(make_trainer):
     trainer = make_trainer(Counting, gradient_accumulation_steps=2, max_steps=2)
     trainer.train()
     assert trainer.calls == ["complete", "teach", "compare", "compare"] * 2
@@ -104,13 +104,13 @@ def test_the_teacher_reads_every_row_of_a_generation_batch_once(make_trainer, mo
     assert read == [8]
 
 
-def test_a_row_is_read_once_and_the_verbs_get_it_with_its_columns(make_trainer):
+def test_a_row_is_parsed_once_and_reaches_the_verbs_with_all_columns(make_trainer):
     given = []
 
     class Keeping(OPSDTrainer):
         def teach(self, rollout, rows):
             given.append(list(rows))
-            assert self.readers.read_batch(rows)[0] is rows[0], "what was read is not read again"
+            assert self.readers.read_batch(rows)[0] is rows[0], "a parsed row is not parsed again"
             return super().teach(rollout, rows)
 
         def weigh(self, rollout, rows, targets):
@@ -128,13 +128,13 @@ def test_a_row_is_read_once_and_the_verbs_get_it_with_its_columns(make_trainer):
 
 
 @pytest.mark.parametrize("hook", ["complete", "teach", "compare", "read_rows", "check_prompt_ids"])
-def test_a_hook_that_was_not_filled_in_says_so(hook):
+def test_a_hook_without_implementation_raises(hook):
     arguments = [None] * (len(inspect.signature(getattr(SeamTrainer, hook)).parameters) - 1)
     with pytest.raises(NotImplementedError):
         getattr(SeamTrainer, hook)(None, *arguments)
 
 
-def test_trls_verbs_work_outside_of_training_and_keep_their_keys(make_trainer):
+def test_trl_methods_work_outside_of_training_and_keep_their_keys(make_trainer):
     trainer = make_trainer()
     prompt_ids = tiny.tokenizer()(["2+2="])["input_ids"]
     assert trainer._generate_single_turn(prompt_ids, None, {}) == [tiny.tokenizer()("4<|im_end|>")["input_ids"]]
@@ -154,7 +154,7 @@ def test_trl_never_builds_an_engine_of_its_own(tmp_path):
     assert not hasattr(trainer, "vllm_generation")
 
 
-def test_an_empty_completion_is_a_masked_row_and_not_a_crash(make_trainer):
+def test_an_empty_completion_becomes_a_masked_row(make_trainer):
     words = tiny.tokenizer()
     answers = tiny.recorded(words)
     answers[tuple(words("x")["input_ids"])] = []

@@ -1,4 +1,4 @@
-"""A student that calls tools is trained on what it wrote and not on what the tools answered, as in TRL."""
+"""A student that calls tools is trained on its own tokens and not on the tools' answers, as in TRL."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CallsOnce(RolloutBackend):
         return self.tokenizer(turns)["input_ids"]
 
 
-def test_the_answer_of_a_tool_is_in_the_completion_but_not_in_the_loss(make_trainer):
+def test_tool_answers_are_in_the_completion_but_not_in_the_loss(make_trainer):
     tokenizer = words()
     dataset = tiny.rows(4).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     trainer = make_trainer(

@@ -1,4 +1,4 @@
-"""What `weigh` returns is what a token counts: in the loss, its gradient, its denominator and the logs."""
+"""Token weights from `weigh` apply to the loss, its gradient, its denominator and the logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PER_POSITION = torch.tensor([0.25, 3.0, 0.0, 1.0, 0.5])
 
 
 class Weighing(OPSDTrainer):
-    """Counts tokens by their place."""
+    """Weights tokens by position."""
 
     def weigh(self, rollout, rows, targets):
         assert len(rows) == len(rollout.weights) == len(targets.hidden)
@@ -22,7 +22,7 @@ class Weighing(OPSDTrainer):
 
 
 class Returning(OPSDTrainer):
-    """Returns what it is told."""
+    """Returns the weights that a test sets."""
 
     def weigh(self, rollout, rows, targets):
         return self.returned(rollout)
@@ -52,7 +52,7 @@ def oracle(trainer, batch):
 
 
 @pytest.mark.quick
-def test_a_weight_counts_in_value_gradient_denominator_and_logs(make_trainer):
+def test_weights_apply_to_loss_gradient_denominator_and_logs(make_trainer):
     options = {"beta": 0.0, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 1}
     trainer = make_trainer(Weighing, optim="sgd", learning_rate=1.0, max_grad_norm=0.0, **options)
     batches = []
@@ -79,7 +79,7 @@ def test_a_weight_counts_in_value_gradient_denominator_and_logs(make_trainer):
     assert logged["entropy/teacher"] == pytest.approx(teacher, rel=1e-5)
 
 
-def test_weights_of_one_are_no_weights_at_all(make_trainer):
+def test_weights_of_one_equal_no_weights(make_trainer):
     losses = []
     for kind in (OPSDTrainer, Returning):
         trainer = make_trainer(kind, max_steps=2)
@@ -89,7 +89,7 @@ def test_weights_of_one_are_no_weights_at_all(make_trainer):
     assert losses[0] == losses[1]
 
 
-def test_tokens_that_count_nothing_leave_the_student_as_it_is(make_trainer):
+def test_zero_weights_leave_the_student_unchanged(make_trainer):
     trainer = make_trainer(Returning, max_steps=1)
     trainer.returned = lambda rollout: 0 * rollout.weights
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
@@ -108,14 +108,14 @@ def test_tokens_that_count_nothing_leave_the_student_as_it_is(make_trainer):
         (lambda rollout: rollout.weights + 1, ValueError, r"token \d of row \d, which is padding"),
     ],
 )
-def test_weights_that_cannot_be_are_refused_before_the_loss(make_trainer, returned, error, message):
+def test_invalid_weights_are_refused_before_the_loss(make_trainer, returned, error, message):
     trainer = make_trainer(Returning)
     trainer.returned = returned
     with pytest.raises(error, match=message):
         trainer._generate_and_score_completions([{"prompt": "2+2="}, {"prompt": "x"}])
 
 
-def test_an_evaluation_weighs_too(make_trainer):
+def test_weights_apply_in_evaluation(make_trainer):
     trainer = make_trainer(Weighing, beta=0.0, eval_dataset=tiny.rows(4), per_device_eval_batch_size=4)
     batches = []
     score = trainer._generate_and_score_completions

@@ -1,4 +1,4 @@
-"""Says what a library's source defines and reads, by its syntax, so that a changed copy can be asked as well."""
+"""Finds the names that a library's source defines and reads, by its syntax, so that it can check a changed copy too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 _NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _remembered = lru_cache(maxsize=16)
-"""Of the last classes: each is asked for many names, one after another."""
+"""Caches the last classes: each is asked for many names in a row."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Sources:
 
     Args:
         renamed (`tuple[str, str]`, *optional*):
-            A package and a name, which is spelled otherwise in all files of that package.
+            A package, and a name to spell differently in all its files.
     """
 
     renamed: tuple[str, str] | None = None
@@ -39,10 +39,10 @@ class Sources:
         package, name = self.renamed or ("", "")
         if file.partition("/")[0] != package or name not in _text(file):
             return _installed(file)
-        return ast.parse(spelled_otherwise(_text(file), package, name))
+        return ast.parse(with_name_changed(_text(file), package, name))
 
 
-def spelled_otherwise(text: str, package: str, name: str) -> str:
+def with_name_changed(text: str, package: str, name: str) -> str:
     """A source of a package in which a name is another one wherever it stands, in strings too."""
     other = f"{name}_renamed"
     text = re.sub(rf"\b{re.escape(name)}\b", other, text)

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python tests/distributed/row_counts.py FOLDER --all
 
-It forks its pairs of processes and writes what it counted; with `--all` it counts every combination and prints a table.
+Forks pairs of processes and writes their counts; with `--all` it counts every combination and prints a table.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEPS = 2
 """Optimizer steps of an epoch."""
 EPOCHS = 2
 SECONDS = 60
-"""After which processes that wait for each other are ended."""
+"""Time limit after which processes that wait for each other are ended."""
 SHARDS = {"even": [2, 2, 2, 2, 3], "uneven": [7, 1, 0, 3]}
 
 
@@ -45,7 +45,7 @@ def row(number: int) -> dict[str, str]:
 
 
 def make_rows(kind: str) -> Dataset | IterableDataset:
-    """Eleven rows, each with a prompt of its own: "map", "stream", or "even" and "uneven" shards of a stream."""
+    """Eleven rows with distinct prompts: "map", "stream", or "even" and "uneven" shards of a stream."""
     rows = [row(number) for number in range(ROWS)]
     if kind == "map":
         return Dataset.from_list(rows)
@@ -63,7 +63,7 @@ def _read(shards: list[list[dict[str, str]]]) -> Iterator[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to share rows."""
+    """One way to distribute rows."""
 
     kind: str
     accumulation: int = 1
@@ -77,7 +77,7 @@ class Variant:
 
 
 class Unequal(RolloutBackend):
-    """Completions of different lengths, each of its prompt alone, so that a mean over tokens tells who was counted."""
+    """Completions whose length depends on the prompt, so that a mean over tokens shows which rows were counted."""
 
     def bind(self, trainer: OPSDTrainer) -> None:
         pass
@@ -87,7 +87,7 @@ class Unequal(RolloutBackend):
 
 
 class Counting(OPSDTrainer):
-    """Writes down the prompts that this process reads, in each generation batch."""
+    """Records the prompts that this process reads in each generation batch."""
 
     def teach(self, rollout: Any, rows: list[dict[str, Any]]) -> Any:
         self.read.append([row["prompt"] for row in rows])
@@ -129,7 +129,7 @@ def epochs(found: dict[str, Any]) -> list[list[str]]:
 
 
 def shared(trainer: Counting) -> list[list[str]]:
-    """What all processes have read, a list for each generation batch."""
+    """Prompts read by all processes, a list for each generation batch."""
     each = gather_object([trainer.read])
     trainer.read = []
     return [flat(parts) for parts in zip(*each, strict=True)]
@@ -145,7 +145,7 @@ def trained(trainer: Counting) -> dict[str, Any]:
 
 
 def counted(folder: Path, variant: Variant, processes: int, what: Sequence[str] = ("eval", "train")) -> dict[str, Any]:
-    """The rows of each step, and of an evaluation, with its loss; or why there are none."""
+    """The rows of each step and of an evaluation, and its loss; or the error."""
     try:
         trainer = build(folder, variant, processes)
         trainer.remove_callback(PrinterCallback)
@@ -166,7 +166,7 @@ def subset(folder: Path) -> dict[str, Any]:
 
 
 def in_time(function: Callable[..., Any], *args: Any) -> Any:
-    """What it returns; processes that wait for each other are ended, and say where they were."""
+    """Calls a function under a time limit, after which the process prints its stack and ends."""
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     found = function(*args)
     faulthandler.cancel_dump_traceback_later()
@@ -174,7 +174,7 @@ def in_time(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def refused(make: Callable[[], Counting]) -> str:
-    """What is said before a completion is written, as it would be about rows that no process or both would read."""
+    """The error raised before the first completion, as for rows that none or both of the processes would read."""
     trainer = None
     try:
         trainer = make()
@@ -185,7 +185,7 @@ def refused(make: Callable[[], Counting]) -> str:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """What is said to two processes that were not given the same rows, or share them by other rules."""
+    """Errors of two processes that are given different rows, or options that distribute them differently."""
     rank = int(os.environ["RANK"])
     given = {
         "order": make_rows("map").shuffle(seed=rank),
@@ -203,7 +203,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
 
 def resumed(folder: Path) -> dict[str, Any]:
-    """Runs on a sharded stream: whole, the same trainer again, and resumed in the second pass."""
+    """Runs on a sharded stream: uninterrupted, the same trainer again, and resumed in the second pass."""
     variant, saves = Variant("uneven", 2), {"save_strategy": "steps", "save_steps": 1}
     trainer = build(folder, variant, 2, **saves)
     first, again = trained(trainer), trained(trainer)
@@ -213,7 +213,7 @@ def resumed(folder: Path) -> dict[str, Any]:
 
 
 def short(folder: Path) -> dict[str, Any]:
-    """Evaluations of fewer rows than two processes read at once; and rows too long, dropped by options for workers."""
+    """Evaluations of fewer rows than two processes read at once; and overlong rows of a stream, dropped in workers."""
     trainer = build(folder, Variant("map"), 2)
     found: dict[str, Any] = {}
     for kind, number in itertools.product(("map", "even"), (1, 2, 4, 5)):
@@ -243,8 +243,8 @@ ALL = [
 ]
 
 
-def said(read: list[str]) -> str:
-    """How many rows were read, and how many of them more than once."""
+def summary(read: list[str]) -> str:
+    """Number of rows read, and of those read more than once."""
     twice = sum(number > 1 for number in Counter(read).values())
     return f"{len(set(read))}" + (f", {twice} again" if twice else "")
 
@@ -252,14 +252,14 @@ def said(read: list[str]) -> str:
 def line(name: str, found: dict[str, Any]) -> str:
     cells = [found.get("error", "").splitlines()[0][:70]] if "error" in found else []
     if "train" in found:
-        cells += ["/".join(map(said, epochs(found)))]
+        cells += ["/".join(map(summary, epochs(found)))]
     if "eval" in found:
-        cells += [f"{said(found['eval'])}: {found['loss']:.6f}"]
+        cells += [f"{summary(found['eval'])}: {found['loss']:.6f}"]
     return f"| {name} | {' | '.join(cells)} |"
 
 
 def launched(strategy: str, folder: Path, variants: list[Variant], *what: Any) -> dict[str, Any]:
-    """What two processes read, or how they ended."""
+    """The rows that two processes read, or how they ended."""
     try:
         return forks.launch(strategy, in_time, count_all, folder, variants, 2, *what)[0]
     except ChildFailedError as failure:
@@ -280,7 +280,9 @@ def main(folder: Path, *arguments: str) -> None:
     for (strategy, variant), what in itertools.product(pairs, ("train", "eval")):
         found = launched(strategy, folder, [variant], [what])[variant.name]
         print(line(f"{strategy} | {variant.name} | {what}", found), flush=True)
-    for variant, what in itertools.product(ALL, ("train", "eval")):  # last: what has trained alone cannot fork pairs
+    for variant, what in itertools.product(
+        ALL, ("train", "eval")
+    ):  # last: a process that has trained cannot fork pairs
         print(line(f"one process | {variant.name} | {what}", counted(folder, variant, 1, [what])), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Two real processes read each row of a dataset once, whatever it is made of, and evaluate what one process does."""
+"""Two real processes read each row of any kind of dataset once, and evaluate to the loss of one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 60)]
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What two processes read, and what one does."""
+    """The rows that two processes read, and those that one reads."""
     folder = tmp_path_factory.mktemp("rows")
     run(HERE / "row_counts.py", folder, seconds=SECONDS)
     alone = {kind: row_counts.counted(folder, Variant(kind), 1) for kind in KINDS}
@@ -27,7 +27,7 @@ def read(tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_that_two_processes_train_on_twice_or_never(read, kind, accumulation):
+def test_two_processes_train_on_the_same_rows_as_one_process(read, kind, accumulation):
     found, alone = read[0]["shared"][Variant(kind, accumulation).name], read[1][kind]
     assert "error" not in found, found
     assert found["train"] == alone["train"], "the rows of each step, in the same order as in one process"
@@ -39,7 +39,7 @@ def test_a_row_that_two_processes_train_on_twice_or_never(read, kind, accumulati
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_evaluation_that_counts_a_row_twice_or_never(read, kind, accumulation):
+def test_an_evaluation_counts_each_row_once(read, kind, accumulation):
     found, alone = read[0]["shared"][Variant(kind, accumulation).name], read[1][kind]
     assert set(found["eval"]) == {row_counts.row(number)["prompt"] for number in range(ROWS)}
     assert len(found["eval"]) == ROWS + 1, "one row fills the last batch"
@@ -48,7 +48,7 @@ def test_an_evaluation_that_counts_a_row_twice_or_never(read, kind, accumulation
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
-def test_a_split_student_that_counts_a_row_twice_or_never(read, strategy):
+def test_a_sharded_student_counts_each_row_once(read, strategy):
     (found,) = read[0][strategy].values()
     assert "error" not in found, found
     assert found["loss"] == pytest.approx(read[1]["uneven"]["loss"], rel=1e-6)
@@ -57,32 +57,32 @@ def test_a_split_student_that_counts_a_row_twice_or_never(read, strategy):
 
 
 @pytest.mark.parametrize("what", ["order", "split", "stream's order", "stream split"])
-def test_processes_that_take_their_shares_of_different_rows(read, what):
+def test_processes_with_different_rows_are_refused(read, what):
     said = "read different rows from the stream" if "stream" in what else "is another dataset in process 1"
     assert said in read[0]["refused"][what]
     assert "Shuffle" in read[0]["refused"][what]
 
 
 @pytest.mark.parametrize("option", row_counts.OPTIONS, ids=str)
-def test_an_option_that_shares_rows_out_otherwise(read, option):
+def test_an_option_that_distributes_rows_differently_is_refused(read, option):
     ((name, value),) = option.items()
     assert f"`{name}={value}` on 2 processes" in read[0]["refused"][str(option)]
 
 
-def test_a_sharded_stream_that_two_processes_do_not_read_on_at_the_same_row(read):
+def test_two_processes_resume_a_sharded_stream_at_the_same_row(read):
     runs = read[0]["resumed"]
     assert runs["resumed"] == runs["whole"][3:]
     assert runs["again"] == runs["whole"], "a second `train()` begins anew"
 
 
 @pytest.mark.parametrize("number", [1, 2, 4, 5])
-def test_an_evaluation_of_fewer_rows_than_the_processes_read_at_once(read, number):
+def test_evaluating_few_rows_gives_the_same_loss_for_maps_and_streams(read, number):
     losses = read[0]["short"]
     assert losses[f"map {number}"] == pytest.approx(losses[f"even {number}"], rel=1e-6)
     assert len({losses[f"map {number}"] for number in (1, 2, 4, 5)}) == 4
 
 
-def test_long_rows_of_a_stream_that_are_not_dropped_or_not_counted(read):
+def test_overlong_rows_of_a_stream_are_dropped_and_counted(read):
     short = read[0]["short"]
     assert short["dropped"] == [3 * EPOCHS] * 2, "each process reads the whole stream, in each epoch"
     assert {prompt for step in short["dropping"] for prompt in step} == {

@@ -1,4 +1,4 @@
-"""One process and two, under data parallelism, ZeRO-2, ZeRO-3 and FSDP2, learn the same: a pair of them for each."""
+"""One process and two learn the same, under data parallelism, ZeRO-2, ZeRO-3 and FSDP2."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from products import PHASES
 from safetensors.torch import load_file
 
 SECONDS = 600
-"""What all pairs together may take, on a machine that is busy."""
+"""Time limit of all pairs together; generous, for a busy machine."""
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 60)]
 
@@ -25,7 +25,7 @@ STRATEGIES = {
     "zero3": "DeepSpeedEngine",
     "fsdp2": "FSDPQwen2ForCausalLM",
 }
-"""With what each wraps the student, since a launch may come up as another."""
+"""The class that each wraps the student in, since a launch may silently use another strategy."""
 TOLERANCE = 1e-5
 """A tenth of one step of AdamW at a learning rate of 1e-4."""
 
@@ -39,7 +39,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(models):
-    """What one process learns, by variant: the student's weights and the losses of three steps."""
+    """Results of one process, by variant: the student's weights and the losses of three steps."""
     found = {}
     for name, made_of in variants.ALONE.items():
         trainer = variants.build(models, made_of, processes=1)
@@ -52,7 +52,7 @@ def alone(models):
 
 @pytest.fixture(scope="module")
 def pairs(models):
-    """Where the pair of each strategy has written down what it learned."""
+    """The folder in which the pair of each strategy has written its results."""
     print(run(SCRIPT, models, *STRATEGIES, seconds=SECONDS))
     return models
 
@@ -70,8 +70,8 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
         mine = {key.removeprefix(f"{name}/"): tensor for key, tensor in trained.items() if key.startswith(f"{name}/")}
         weights, losses = alone[same]
         exact = variants.EXACT.get(same)
-        # Rounded otherwise in another batch shape, a teacher in half precision is as far off as it is from float32, and
-        # two of them on either side are twice as far apart.
+        # In another batch shape a half-precision teacher rounds differently: its error is as large as against float32,
+        # and two such errors may add up.
         allowed = TOLERANCE if exact is None else 2 * variants.largest_difference(weights, alone[exact][0])
         of_losses = (
             TOLERANCE if exact is None else 2 * max(abs(a - b) for a, b in zip(losses, alone[exact][1], strict=True))
@@ -95,7 +95,7 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
         assert half["products"] == {phase: ["bfloat16"] for phase in PHASES}
         assert half["kept"] == ["torch.bfloat16" if strategy.startswith("zero") else "torch.float32"]
         frequencies = tiny.qwen2(32, seed=0).model.rotary_emb.inv_freq.tolist()
-        assert half["frequencies"] == frequencies, "rounded, they turn late positions wrongly"
+        assert half["frequencies"] == frequencies, "rounded, they rotate late positions wrongly"
         assert half["losses"] == pytest.approx(in_float32, abs=1e-2)
         assert all(torch.tensor(loss).bfloat16().item() != loss for loss in half["losses"]), (
             "the loss itself is not rounded"
@@ -111,7 +111,7 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
 
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES.keys() - {"ddp"}))
-def test_a_lone_process_that_evaluates_first_learns_the_same(strategy, pairs, alone):
+def test_a_single_process_that_evaluates_first_learns_the_same(strategy, pairs, alone):
     out = pairs / f"{strategy}, one process"
     found, (weights, losses) = json.loads((out / "results.json").read_text()), alone["full"]
     assert found["wrapper"] == STRATEGIES[strategy]

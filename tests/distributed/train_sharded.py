@@ -2,7 +2,7 @@
 
 PYTHONPATH=tests python tests/distributed/train_sharded.py FOLDER ddp zero2 zero3 fsdp2
 
-Writes down what came of it in `FOLDER/<strategy>`; the models lie in `FOLDER`.
+Writes the results to `FOLDER/<strategy>`; the models are in `FOLDER`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd._compat.sharding import in_zero3_model, is_split
 
 LENGTHS = (3, 60)
-"""Tokens that each process writes, where one has long finished before the other."""
+"""Tokens that each process generates; one finishes long before the other."""
 FULL = variants.ALONE["full"]
 
 
 def train(folder: Path, strategy: str) -> None:
-    """What each process of a pair does."""
+    """Trains all variants in one process of a pair."""
     results: dict[str, Any] = {"empty": [], "split": {}, "losses": {}}
     trained: dict[str, Tensor] = {}
     whole, trocr = (
@@ -77,7 +77,7 @@ def train(folder: Path, strategy: str) -> None:
 
 
 def train_alone(folder: Path, strategy: str) -> None:
-    """What a process does that is launched as those of a pair are, and is the only one."""
+    """Trains in a single process that is launched like those of a pair."""
     results, trained = used_before(folder, processes=1)
     out = folder / f"{strategy}, one process"
     out.mkdir()
@@ -86,7 +86,7 @@ def train_alone(folder: Path, strategy: str) -> None:
 
 
 def used_before(folder: Path, processes: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a trainer says that evaluates first, trains, and does both once more; its weights after it trained once."""
+    """Results of a trainer that evaluates, trains, and does both again; and its weights after the first training."""
     trainer = variants.build(folder, FULL, processes, ddp_timeout=variants.TIMEOUT)
     trainer.eval_dataset = trainer.train_dataset
     evaluated, learned, trained, summed = [], [], [], []
@@ -108,7 +108,7 @@ def used_before(folder: Path, processes: int) -> tuple[dict[str, Any], dict[str,
 
 
 def refusal(folder: Path) -> str:
-    """What is said at construction about a teacher that only ZeRO-3 could split."""
+    """The error at construction for a teacher that only ZeRO-3 could shard."""
     try:
         variants.build(folder, {"teacher_offload": "zero3"}, processes=2)
     except ValueError as error:
@@ -117,8 +117,8 @@ def refusal(folder: Path) -> str:
 
 
 def in_bfloat16(folder: Path, made_of: dict[str, Any]) -> dict[str, Any]:
-    """What a student that computes in bfloat16 learns, the dtypes of what it multiplies and of what is kept, and its
-    rotary frequencies afterwards.
+    """Losses of a student that computes in bfloat16, the dtypes of its products and of its parameters, and its rotary
+    frequencies afterwards.
     """
     trainer = variants.build(folder, made_of, 2, trainer_class=WatchedTrainer, bf16=True)
     # On an accelerator DeepSpeed ends autocast here; on a CPU it looks for that of an accelerator, and finds none.
@@ -144,8 +144,8 @@ def losses(trainer: OPSDTrainer) -> list[float]:
 
 
 def generated(folder: Path, whole: Any, **options: Any) -> dict[str, Any]:
-    """A student that writes itself: its losses, and greedy completions of two prompts for each process, one short and
-    one long, beside those that a whole student of the same weights writes alone.
+    """A student that generates itself: its losses, and greedy completions of two prompts per process, one short and one
+    long, beside those that an unsharded student with the same weights generates alone.
     """
     trainer = variants.build(folder, FULL, 2, HFRollout(), **options)
     trainer.train()
@@ -163,7 +163,7 @@ def generated(folder: Path, whole: Any, **options: Any) -> dict[str, Any]:
 
 
 def sharded_teacher(trainer: OPSDTrainer) -> dict[str, Any]:
-    """What this process keeps of the teacher, and how often it reads when it has fewer rows than the other."""
+    """The part of the teacher that this process holds, and how often it reads when it has fewer rows than the other."""
     parameters = list(trainer.teacher.model.parameters())
     shares = [parameter.ds_tensor for parameter in parameters]
     return {
@@ -181,7 +181,7 @@ def main(folder: Path, strategies: list[str]) -> None:
         began = time.monotonic()
         forks.launch(strategy if strategy == "ddp" else f"{strategy}_cpu", train, folder, strategy)
         print(f"{strategy}: {time.monotonic() - began:.0f} s", flush=True)
-        if strategy != "ddp":  # of one process it is none
+        if strategy != "ddp":  # which would not wrap a single process
             forks.launch(f"{strategy}_cpu", train_alone, folder, strategy, processes=1)
 
 

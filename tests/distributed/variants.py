@@ -1,4 +1,4 @@
-"""Trainings that have to come out alike however many processes share them."""
+"""Trainings whose result must not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ ALONE: dict[str, dict[str, Any]] = {
     "lora and head": {"lora": HEAD_TOO},
     "lora and head, own base": {"lora": HEAD_TOO, "teacher_model_kind": "base"},
 }
-"""What one process trains, as the measure of all others."""
+"""Variants trained in one process, as the reference for all others."""
 
 AFTER = "full, after an evaluation"
-"""As "full", with a trainer that has evaluated before it trains."""
+"""Like "full", with a trainer that evaluates before it trains."""
 
 TIMEOUT = 555
-"""Seconds for which its processes wait for each other."""
+"""`ddp_timeout` of that trainer, in seconds."""
 
 EXACT = {"full, teacher in bfloat16": "full"}
-"""Those that compute in half precision, and the same in float32."""
+"""Variants that compute in half precision, and their float32 counterparts."""
 
 PLACED = {f"{name}, {offload}": (name, offload) for offload in ("cpu", "stream") for name in ("full", "lora")}
 IN_ZERO3 = {
@@ -59,11 +59,11 @@ IN_ZERO3 = {
         "lora",
     )
 }
-"""The same with the teacher elsewhere: which of `ALONE` it has to equal, and `teacher_offload`."""
+"""Variants with the teacher placed elsewhere: which of `ALONE` each must equal, and `teacher_offload`."""
 
 
 def of(strategy: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The variants of a strategy: which of `ALONE` each has to equal, and what it is made of."""
+    """The variants of a strategy: which of `ALONE` each must equal, and its options."""
     placed = {**PLACED, **(IN_ZERO3 if strategy == "zero3" else {})}
     variants = {name: (name, made_of) for name, made_of in ALONE.items()}
     return variants | {
@@ -77,7 +77,7 @@ def half(strategy: str) -> tuple[str, ...]:
 
 
 def save_models(folder: Path) -> None:
-    """Students and teachers, to be loaded by every process as users load them."""
+    """Saves students and teachers, which every process loads as users do."""
     models = {
         "qwen2": (tiny.qwen2(32, seed=0), tiny.qwen2(48, seed=1)),
         "gemma2": (tiny.gemma2(32), tiny.gemma2(48, 1)),
@@ -127,7 +127,7 @@ def build(
     trainer_class: type[Trainer] = OPSDTrainer,
     **options: Any,
 ) -> Trainer:
-    """A trainer of one variant: four rows an optimizer step, two or `rows` of them at once, whatever the processes."""
+    """A trainer of one variant: four rows per optimizer step, two or `rows` at once, for any number of processes."""
     options = {**made_of, **options}
     models, lora = folder / options.pop("family", "qwen2"), options.pop("lora", None)
     together = options.pop("rows", 2)
@@ -154,12 +154,12 @@ def build(
 
 
 def weights(trainer: OPSDTrainer) -> dict[str, Tensor]:
-    """Every parameter of the student, whole, in every process; frozen ones too."""
+    """Every parameter of the student, gathered in every process; frozen ones too."""
     parameters = trained_parameters(trainer.accelerator.unwrap_model(trainer.model))
     return {name: whole(parameter).clone() for name, parameter in parameters.items()}
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Over all parameters, of which both have the same."""
+    """The largest difference over all parameters; both must have the same names."""
     assert set(one) == set(other)
     return max(float((one[name] - other[name]).abs().max()) for name in one)

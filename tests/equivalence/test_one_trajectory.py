@@ -1,4 +1,4 @@
-"""Runs that must be one and the same training: how a batch is cut, padded or tiled may not change what is learned."""
+"""Equivalent runs: how a batch is split, padded or tiled must not change what is learned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_training_moves_the_weights_by_more_than_the_tolerance(make_trainer):
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
-def test_four_rows_give_one_step_however_they_are_accumulated(make_trainer, divergence):
+def test_gradient_accumulation_does_not_change_the_step(make_trainer, divergence):
     one_by_four, two_by_two, four_by_one = (
         weights(
             make_trainer(

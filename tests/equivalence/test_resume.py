@@ -1,4 +1,4 @@
-"""A run that was interrupted after any of its steps goes on as if it had not been: not close, bit for bit."""
+"""A run resumed after any of its steps equals an uninterrupted one, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Wit
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_epochs_of_a_run_are_three_different_orders_of_all_prompts(whole, variant):
+def test_each_epoch_has_its_own_order_of_all_prompts(whole, variant):
     _, run = whole[variant]
     batches = [run.written[epoch * STEPS : (epoch + 1) * STEPS] for epoch in range(EPOCHS)]
     orders = [[tuple(ids) for prompts, _ in epoch for ids in prompts] for epoch in batches]
@@ -40,11 +40,9 @@ def test_the_epochs_of_a_run_are_three_different_orders_of_all_prompts(whole, va
     "step", [pytest.param(step, marks=pytest.mark.quick if step == 7 else ()) for step in EVERY_STEP]
 )
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_resumed_run_has_the_prompts_completions_losses_and_weights_of_an_uninterrupted_one(
-    whole, tmp_path, variant, step
-):
+def test_a_resumed_run_equals_an_uninterrupted_one(whole, tmp_path, variant, step):
     folder, run = whole[variant]
-    torch.manual_seed(12345)  # whatever this process drew before may not matter
+    torch.manual_seed(12345)  # random numbers drawn before must not matter
     resumed = trainer(tmp_path, variant)
     resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
     assert resumed.witness.written == run.written[step:]
@@ -53,7 +51,7 @@ def test_a_resumed_run_has_the_prompts_completions_losses_and_weights_of_an_unin
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_resumed_run_that_does_not_read_on_at_the_same_row_of_a_stream(tmp_path, shards):
+def test_a_resumed_run_continues_a_stream_at_the_same_row(tmp_path, shards):
     stream = rows(10).to_iterable_dataset(num_shards=shards)
     options = {"max_steps": 6, "eval_strategy": "no", "train_dataset": stream}  # two a pass
     run = trainer(tmp_path / "whole", "full", save_strategy="steps", save_steps=1, **options)
@@ -66,7 +64,7 @@ def test_a_resumed_run_that_does_not_read_on_at_the_same_row_of_a_stream(tmp_pat
         assert resumed.witness.weights[: 6 - step] == run.witness.weights[step:]
 
 
-def test_workers_that_are_kept_alive_draw_from_training_when_a_run_is_resumed(tmp_path):
+def test_persistent_workers_do_not_change_a_resumed_run(tmp_path):
     options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "num_train_epochs": 2}
     run = trainer(tmp_path / "whole", "full", save_strategy="steps", save_steps=3, **options)
     run.train()
@@ -83,7 +81,7 @@ class OneStep(TrainerCallback):
         control.should_epoch_stop = True
 
 
-def test_an_epoch_that_was_ended_early_is_begun_again(tmp_path, whole):
+def test_an_epoch_ended_early_does_not_shift_the_next_one(tmp_path, whole):
     run = trainer(tmp_path, "full")
     run.add_callback(OneStep())
     run.train()

@@ -1,4 +1,4 @@
-"""Puts `examples/` where a script started from there would look first."""
+"""Puts `examples/` first on the path, as for a script started there."""
 
 from __future__ import annotations
 

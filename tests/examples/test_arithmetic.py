@@ -1,4 +1,4 @@
-"""The built-in task: who is right, what is held out, what the tokenizer makes of it, and what is shipped."""
+"""The built-in task: right answers, held-out problems, the tokenizer, and the shipped models."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def shipped():
         (Problem(first=35, sign="-", second=35), "5-5=0,3-3=0;0"),
     ],
 )
-def test_a_worked_solution_that_carries_or_borrows_wrongly_is_noticed(problem, solution):
+def test_worked_solutions_carry_and_borrow_correctly(problem, solution):
     assert problem.solution == solution
 
 
-def test_a_worked_solution_whose_columns_do_not_add_up_is_noticed():
+def test_the_columns_of_worked_solutions_add_up():
     for problem in draw(2000):
         *columns, _ = problem.solution.replace(";", ",").split(",")
         for column in columns:
@@ -56,11 +56,11 @@ def test_a_worked_solution_whose_columns_do_not_add_up_is_noticed():
         ("", False),
     ],
 )
-def test_an_answer_is_right_only_if_the_last_number_is(completion, right):
+def test_an_answer_is_right_only_if_its_last_number_is(completion, right):
     assert is_right(SUM, completion) is right
 
 
-def test_training_and_held_out_problems_never_meet():
+def test_training_and_held_out_problems_are_disjoint():
     train, held_out = draw(30_000, seed=1), draw(3_000, held_out=True, seed=1)
     assert not set(train) & set(held_out)
     turned = {Problem(first=p.second, sign="+", second=p.first) for p in train if p.sign == "+"}
@@ -68,12 +68,12 @@ def test_training_and_held_out_problems_never_meet():
     assert not any(problem.is_held_out for problem in train)
 
 
-def test_problems_are_distinct_and_the_same_every_time():
+def test_problems_are_distinct_and_reproducible():
     assert len(set(draw(5_000))) == 5_000
     assert draw(20) == draw(20) != draw(20, seed=1)
 
 
-def test_the_dataset_shows_questions_and_no_answers_but_to_a_teacher():
+def test_the_dataset_shows_answers_only_to_the_teacher():
     question = {"prompt": [{"role": "user", "content": "47+85="}]}
     assert prompts([SUM])[0] == question
     assert told([SUM])[0] == {**question, "privileged_context": "7+5=12,4+8+1=13;132"}
@@ -100,7 +100,7 @@ def test_the_chat_template_ends_where_the_answer_begins():
     assert words.eos_token == "<|end|>"
 
 
-def test_the_shipped_models_are_small_and_the_student_is_at_most_a_third(shipped):
+def test_the_shipped_student_has_at_most_a_third_of_a_small_teacher(shipped):
     assert sum(file.stat().st_size for file in Path(TEACHER).iterdir()) <= 8e6
     assert 3 * shipped["student"].num_parameters() <= shipped["teacher"].num_parameters()
     assert list(Path(TEACHER).glob("*.safetensors"))
@@ -108,7 +108,7 @@ def test_the_shipped_models_are_small_and_the_student_is_at_most_a_third(shipped
     assert shipped["teacher"].config.head_dim >= 32 if hasattr(shipped["teacher"].config, "head_dim") else True
 
 
-def test_the_shipped_tokenizers_are_the_one_in_the_source():
+def test_the_shipped_tokenizers_match_the_source():
     for path in (STUDENT, TEACHER, READER, ADDER, SUBTRACTER):
         words = AutoTokenizer.from_pretrained(path)
         assert words.get_vocab() == make_tokenizer().get_vocab()
@@ -116,7 +116,7 @@ def test_the_shipped_tokenizers_are_the_one_in_the_source():
         assert words.padding_side == "left"
 
 
-def test_the_teacher_is_right_and_the_student_has_the_form_only(shipped):
+def test_the_teacher_is_accurate_and_the_student_knows_only_the_format(shipped):
     words, problems = AutoTokenizer.from_pretrained(STUDENT), draw(200, held_out=True)
     assert accuracy(shipped["teacher"], words, problems) >= 0.9
     assert accuracy(shipped["student"], words, problems) <= 0.4
@@ -124,7 +124,7 @@ def test_the_teacher_is_right_and_the_student_has_the_form_only(shipped):
     assert sum(text.count(";") == 1 and "=" in text for text in written) >= 0.9 * len(problems)
 
 
-def test_measuring_leaves_the_model_and_the_randomness_as_they_were(shipped):
+def test_measuring_accuracy_preserves_model_mode_and_random_state(shipped):
     words, student = AutoTokenizer.from_pretrained(STUDENT), shipped["student"].train()
     before = torch.get_rng_state()
     accuracy(student, words, draw(4, held_out=True), temperature=1.0)

@@ -1,4 +1,4 @@
-"""What docs/extending.md shows runs as it stands there, and does what the page says."""
+"""The examples of docs/extending.md run unchanged and do what the page says."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_page_has_the_examples_this_file_runs():
 
 
 @pytest.mark.quick
-def test_a_divergence_of_ones_own_is_minimised_and_stands_in_checkpoints(run):
+def test_a_custom_divergence_is_minimised_and_recorded_in_checkpoints(run):
     trainer = run("A divergence", save_strategy="steps", save_steps=2)
     assert repr(trainer.divergence) == "SkewedReverseKL(skew=0.1)"
     written = Path(trainer.args.output_dir, "checkpoint-2", "opsd_fingerprint.json").read_text()
@@ -50,18 +50,18 @@ def test_a_divergence_of_ones_own_is_minimised_and_stands_in_checkpoints(run):
 
 
 @pytest.mark.quick
-def test_weights_of_ones_own_count(run):
+def test_custom_weights_are_applied(run):
     trainer = run("Weights")
     batch = trainer._generate_and_score_completions([{"prompt": "2+2="}])
     expected = [0.9**place for place in range(int(batch["completion_mask"].sum()))]
     assert batch["loss_weights"][0, : len(expected)].tolist() == pytest.approx(expected)
 
 
-def test_a_teacher_of_ones_own_is_asked_once_for_each_batch(run):
+def test_a_custom_teacher_is_called_once_per_batch(run):
     assert run("A teacher").teacher.batches == 2
 
 
-def test_a_rollout_of_ones_own_writes(run):
+def test_a_custom_rollout_writes_completions(run):
     trainer = run("A rollout")
     lengths = {len(ids) for ids in trainer.complete(trainer.tokenize(tiny.PROMPTS))}
     assert max(lengths) <= 8

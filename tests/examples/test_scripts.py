@@ -1,4 +1,4 @@
-"""Every example runs from end to end, two steps long, and leaves behind what it promises."""
+"""Every example runs from end to end for two steps and writes the files it promises."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_quickstart_draws_a_picture(demo):
     assert (demo[0] / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_model_of_the_quickstart_loads_with_transformers_and_has_learned_something(demo):
+def test_the_quickstart_model_loads_in_transformers_and_has_learned(demo):
     trained = AutoModelForCausalLM.from_pretrained(demo[0] / "student")
     start = AutoModelForCausalLM.from_pretrained(STUDENT)
     assert not torch.equal(trained.lm_head.weight, start.lm_head.weight)
@@ -53,12 +53,12 @@ def test_the_model_of_the_quickstart_loads_with_transformers_and_has_learned_som
 
 
 @pytest.mark.parametrize("script", [quickstart, self_distillation, two_teachers], ids=lambda script: script.__name__)
-def test_a_script_stays_as_short_as_what_a_user_would_write(script):
+def test_example_scripts_have_at_most_80_lines(script):
     with open(script.__file__, encoding="utf-8") as file:
         assert len(file.readlines()) <= 80
 
 
-def test_self_distillation_trains_an_adapter_that_loads_and_no_second_model(tmp_path):
+def test_self_distillation_trains_only_an_adapter_and_it_loads(tmp_path):
     metrics = self_distillation.main(["--output", str(tmp_path), "--steps", "2", "--held-out", "64"])
     assert metrics["teacher_accuracy"] > 0.9 > 0.6 > metrics["student_accuracy_before"]
     base = AutoModelForCausalLM.from_pretrained(READER)
@@ -69,7 +69,7 @@ def test_self_distillation_trains_an_adapter_that_loads_and_no_second_model(tmp_
             assert torch.equal(parameter, base.get_parameter(name.replace(".base_layer", "")))
 
 
-def test_two_teachers_know_a_domain_each_and_teach_one_student(tmp_path):
+def test_two_teachers_each_know_one_domain_and_teach_one_student(tmp_path):
     table = two_teachers.main(["--output", str(tmp_path), "--steps", "2", "--held-out", "64"])
     assert table["sums"]["sums"] > 0.9 > 0.1 > table["sums"]["differences"]
     assert table["differences"]["differences"] > 0.9 > 0.1 > table["differences"]["sums"]
@@ -91,18 +91,18 @@ def test_the_comparison_runs_every_method_in_every_setting(compared):
     assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_no_method_of_the_comparison_is_given_more_tokens_than_another(compared):
+def test_methods_of_the_comparison_train_on_about_as_many_tokens(compared):
     tokens = [one["tokens"] for one in compared[2]]
     assert max(tokens) < 1.1 * min(tokens)
 
 
-def test_a_finished_comparison_is_read_and_not_repeated(compared):
+def test_a_finished_comparison_is_read_from_disk_and_not_repeated(compared):
     _, arguments, results = compared
     assert all(one["seconds"] > 0 for one in results), "which are not the same a second time"
     assert compare.main(arguments) == results
 
 
-def test_a_setting_can_be_run_alone_and_has_its_own_panel_only(compared, tmp_path):
+def test_a_single_setting_can_be_run_and_has_a_panel_of_its_own(compared, tmp_path):
     folder, arguments, results = compared
     alone = compare.main([*arguments, "--settings", "few problems"])
     assert alone == [one for one in results if one["setting"] == "few problems"]
@@ -110,7 +110,7 @@ def test_a_setting_can_be_run_alone_and_has_its_own_panel_only(compared, tmp_pat
     assert _width(tmp_path / "all.png") == 3 * _width(folder / "comparison.png")
 
 
-def test_a_practised_student_is_another_one_and_all_methods_of_a_setting_start_from_the_same(compared):
+def test_practice_changes_the_student_and_each_setting_has_one_start(compared):
     practised = AutoModelForCausalLM.from_pretrained(compared[0] / "practised-student")
     start = AutoModelForCausalLM.from_pretrained(STUDENT)
     assert not torch.equal(practised.lm_head.weight, start.lm_head.weight)
@@ -121,13 +121,13 @@ def test_a_practised_student_is_another_one_and_all_methods_of_a_setting_start_f
     assert all(len(starts) == 1 for starts in by_setting.values()), "all methods of a setting start from one student"
 
 
-def test_a_setting_trains_at_its_own_learning_rate_where_it_has_one(compared):
+def test_a_setting_may_have_its_own_learning_rate(compared):
     rates = {one["setting"]: one["learning_rate"] for one in compared[2]}
     assert rates == {name: setting.learning_rate or 5e-4 for name, setting in compare.SETTINGS.items()}
     assert len(set(rates.values())) == 2
 
 
-def test_a_student_that_is_to_make_all_its_mistakes_samples_from_all_tokens(tmp_path):
+def test_a_setting_may_sample_from_all_tokens(tmp_path):
     job = compare.Job(
         student=STUDENT,
         problems=draw(8),
@@ -147,7 +147,7 @@ def _width(path):
     return int.from_bytes(path.read_bytes()[16:20], "big")
 
 
-def test_problems_to_compare_on_are_many_or_few_as_asked_and_never_held_out():
+def test_training_problems_are_many_or_few_as_asked_and_never_held_out():
     many, few = compare.training_problems(None, 640, seed=0), compare.training_problems(50, 640, seed=0)
     assert len(many) == len(few) == 640
     assert (len(set(many)), len(set(few))) == (640, 50)

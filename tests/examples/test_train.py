@@ -1,4 +1,4 @@
-"""The script that users launch, and the files they launch it with."""
+"""The training script, and the accelerate configs to launch it with."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ STRATEGIES = {
 }
 
 
-def test_a_config_without_a_test_is_noticed():
+def test_every_accelerate_config_is_tested():
     assert {path.stem for path in CONFIGS.glob("*")} == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_accelerate_takes_each_config_as_what_its_name_says(name):
+def test_accelerate_reads_each_config_as_its_name_says(name):
     path = CONFIGS / f"{name}.yaml"
     config = load_config_from_file(str(path))  # refuses keys it does not know
     assert (config.distributed_type, config.num_processes) == STRATEGIES[name]
@@ -55,13 +55,13 @@ def test_accelerate_takes_each_config_as_what_its_name_says(name):
 OPTIONS = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--logging_steps", "1"]
 
 
-def test_without_a_model_the_built_in_student_learns_two_steps(tmp_path, capsys):
+def test_without_a_model_the_built_in_student_is_trained(tmp_path, capsys):
     trainer = train.main([*OPTIONS, "--output_dir", str(tmp_path), "--use_peft", "--lora_r", "4"])
     results = [line for line in capsys.readouterr().out.splitlines() if "held-out" in line]
     after = f"step 2: {score.result(score.main(str(tmp_path)))}"
     assert results == ["step 0: 54 of 200 held-out problems right (0.270)", after]
     assert trainer.state.global_step == 2
-    assert trainer.args.per_device_train_batch_size == 4, "the command line goes before the file"
+    assert trainer.args.per_device_train_batch_size == 4, "the command line overrides the file"
     assert trainer.args.max_completion_length == 40
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4
     student = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(train.STUDENT), tmp_path)
@@ -69,7 +69,7 @@ def test_without_a_model_the_built_in_student_learns_two_steps(tmp_path, capsys)
 
 
 @pytest.mark.distributed
-def test_what_two_processes_saved_under_zero3_answers_otherwise_than_what_they_trained(tmp_path):
+def test_models_saved_under_zero3_answer_as_they_did_in_training(tmp_path):
     tests = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
     options = ["--max_steps", "6", "--per_device_train_batch_size", "8", "--warmup_steps", "0"]
@@ -85,7 +85,7 @@ def test_what_two_processes_saved_under_zero3_answers_otherwise_than_what_they_t
     before = f"step 0: {score.result(score.main(train.STUDENT))}"
     after = [f"step 6: {score.result(score.main(str(tmp_path / name)))}" for name in ("whole", "adapter")]
     assert results == [before, after[0], before, after[1]]
-    assert len({line.partition(":")[2] for line in results}) == 3, "they learned, and not the same"
+    assert len({line.partition(":")[2] for line in results}) == 3, "both learned, and differently"
 
 
 def test_models_data_and_options_of_both_configs_come_from_a_yaml_file(tmp_path):

@@ -1,4 +1,4 @@
-"""Two small random models with everything a head can have, for every test of the loss."""
+"""Two small random models with every property a head can have, for all tests of the loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gradients() -> Callable[..., tuple[PerToken, list[Tensor]]]:
 
 @pytest.fixture
 def nan_in_new_memory() -> Iterator[None]:
-    """What is read before it is written is NaN, instead of zero by luck."""
+    """Fills new memory with NaN, so that a read before the first write shows."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -59,7 +59,7 @@ def _gradients(
     frozen: tuple[str, ...] = (),
     **kwargs: object,
 ) -> tuple[PerToken, list[Tensor]]:
-    """What `compute` returns, and the gradients of the student's hidden states, weight and bias, unless `frozen`."""
+    """The result of `compute`, and the gradients of the student's hidden states, weight and bias, unless `frozen`."""
     student, teacher = pair
     leaves = {"hidden": student.hidden, "weight": student.head.weight}
     if student.head.bias is not None:

@@ -1,4 +1,4 @@
-"""What the streamed divergence may cost: products, and memory."""
+"""The cost of the streamed divergence: matrix products and memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def counted_flops():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements of any tensor an operation returned."""
+    """Records the size of the largest tensor that an operation returned, in elements."""
 
     elements = 0
 
@@ -61,7 +61,7 @@ class TestProducts:
 
     @every_divergence
     @pytest.mark.parametrize("reason", ["no_grad", "nothing requires a gradient"])
-    def test_evaluation_forms_logits_and_nothing_else(self, make_pair, divergence, reason):
+    def test_evaluation_forms_only_the_logits(self, make_pair, divergence, reason):
         student, teacher = make_pair(TOKENS, VOCABULARY)
         student.hidden.requires_grad_(reason == "no_grad")
         with counted_flops() as counter, torch.set_grad_enabled(reason != "no_grad"):
@@ -77,9 +77,7 @@ class TestProducts:
         ],
         ids=["sum", "mean", "nonlinear"],
     )
-    def test_only_a_nonuniform_upstream_gradient_pays_for_the_head_again(
-        self, make_pair, gradients, upstream, expected
-    ):
+    def test_only_a_nonuniform_upstream_gradient_repeats_products(self, make_pair, gradients, upstream, expected):
         with counted_flops() as counter:
             gradients(streamed_divergence, make_pair(TOKENS, VOCABULARY), ForwardKL(), upstream=upstream)
         assert counter.get_total_flops() == expected
@@ -114,7 +112,7 @@ class TestProducts:
 class TestMemory:
     @every_divergence
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_nothing_is_as_large_as_all_logits(self, make_pair, gradients, divergence, dtype):
+    def test_no_tensor_is_as_large_as_all_logits(self, make_pair, gradients, divergence, dtype):
         pair = tuple(
             replace(side, hidden=side.hidden.to(dtype), head=replace(side.head, weight=side.head.weight.to(dtype)))
             for side in make_pair(300, 53)
@@ -123,13 +121,13 @@ class TestMemory:
             gradients(streamed_divergence, pair, divergence, chunk_tokens=3)
         assert largest.elements <= 300 * 8  # the teacher's hidden states; all logits would be 300 * 53
 
-    def test_a_tile_left_open_stays_within_its_budget(self, make_pair, gradients, monkeypatch):
+    def test_the_default_tile_stays_within_its_budget(self, make_pair, gradients, monkeypatch):
         monkeypatch.setattr("trl_opsd.losses.streamed.TILE_BYTES", 8 * 53 * 10)
         with LargestTensor() as largest:
             gradients(streamed_divergence, make_pair(300, 53), ForwardKL())
         assert largest.elements <= 300 * 8
 
-    def test_a_frozen_head_keeps_no_teacher_alive_for_backward(self, make_pair):
+    def test_with_a_frozen_head_backward_keeps_no_tensor_of_the_teacher(self, make_pair):
         student, teacher = make_pair()
         student.hidden.requires_grad_()
         divergence = streamed_divergence(student, teacher, ForwardKL()).divergence

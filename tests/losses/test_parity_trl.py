@@ -1,4 +1,4 @@
-"""The numbers are TRL's, up to rounding: whoever changes trainers keeps their curves."""
+"""The numbers equal TRL's up to rounding, so that a change of trainer keeps the curves."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trl_divergence(student, teacher, beta):
     [(ForwardKL(), 0.0), (ReverseKL(), 1.0), (GeneralizedJSD(0.5), 0.5), (GeneralizedJSD(0.2), 0.2)],
 )
 @pytest.mark.parametrize("rich", [False, True], ids=["plain", "bias-scale-cap-temperature"])
-def test_values_entropy_and_gradients_are_those_of_trl(make_pair, gradients, divergence, beta, rich):
+def test_values_entropy_and_gradients_equal_trls(make_pair, gradients, divergence, beta, rich):
     student, teacher = make_pair(13, 101, rich=rich)
     pair = student, replace(teacher, temperature=student.temperature)  # TRL has one temperature for both
     ours, grads = gradients(streamed_divergence, pair, divergence, upstream=torch.Tensor.mean)

@@ -1,4 +1,4 @@
-"""Per-token numbers find their rows again, and the loss its denominator."""
+"""Per-token values are summed by row, and the loss is divided by the weights of the step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def per_token(values):
     return PerToken(divergence=values, student_entropy=values.detach() * 10, teacher_entropy=values.detach() * 100)
 
 
-def test_sums_belong_to_the_row_of_their_tokens():
+def test_values_are_summed_over_the_tokens_of_each_row():
     parts = reduce(per_token([1.0, 2.0, 4.0]), WEIGHTS, num_items=None)
     assert parts.ROW_NAMES == ("weight", "divergence", "student_entropy", "teacher_entropy", "tokens")
     # divergences come weighted, entropies do not
@@ -36,7 +36,7 @@ def test_the_loss_is_divided_by_the_weights_of_the_whole_step(num_items, loss):
 
 
 @pytest.mark.parametrize("num_items", [None, 5])
-def test_a_micro_batch_without_tokens_has_loss_zero_and_still_a_gradient(num_items):
+def test_a_micro_batch_without_tokens_has_zero_loss_and_a_gradient(num_items):
     tokens = per_token([])
     parts = reduce(tokens, torch.zeros(2, 3), num_items)
     parts.loss.backward()

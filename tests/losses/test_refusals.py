@@ -13,7 +13,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, -0.1, 1.5, float("nan")])
-def test_beta_at_or_beyond_its_ends(beta):
+def test_beta_at_or_beyond_its_limits_is_refused(beta):
     with pytest.raises(ValueError, match=rf"beta is {beta}, expected .* between 0 and 1: use ForwardKL\(\)"):
         GeneralizedJSD(beta)
 
@@ -48,26 +48,26 @@ def with_head(side, **changes):
     ],
     ids=["vocabulary", "tokens", "width", "dimensions", "bias", "temperature", "device"],
 )
-def test_models_that_do_not_fit(make_pair, compute, change, message):
+def test_incompatible_models_are_refused(make_pair, compute, change, message):
     with pytest.raises(ValueError, match=message):
         compute(*change(*make_pair()), ForwardKL())
 
 
 @pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
 @pytest.mark.parametrize("chunk", [0, -3, 2.5, "8"])
-def test_chunks_that_are_no_number_of_tokens(make_pair, compute, chunk):
+def test_chunks_that_are_no_number_of_tokens_are_refused(make_pair, compute, chunk):
     with pytest.raises(ValueError, match=f"chunk_tokens is {chunk!r}, expected an int of at least 1"):
         compute(*make_pair(), ForwardKL(), chunk_tokens=chunk)
 
 
 @pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
-def test_weights_that_are_not_one_per_token(make_pair, compute):
+def test_weights_that_are_not_one_per_token_are_refused(make_pair, compute):
     with pytest.raises(ValueError, match=r"weights have shape \[6\], expected \[7\]: pass one per token"):
         compute(*make_pair(), ForwardKL(), torch.ones(6))
 
 
 @pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
 @pytest.mark.parametrize("vocabulary", [0, 38])
-def test_a_vocabulary_that_is_not_part_of_both_heads(make_pair, compute, vocabulary):
+def test_a_vocabulary_size_that_a_head_does_not_have_is_refused(make_pair, compute, vocabulary):
     with pytest.raises(ValueError, match=f"vocabulary is {vocabulary}, but .* 37 rows .* expected a number from 1 to"):
         compute(*make_pair(), ForwardKL(), vocabulary=vocabulary)

@@ -1,4 +1,4 @@
-"""The streamed divergence is the dense one: same values, same gradients, whatever is asked of it."""
+"""The streamed divergence equals the dense one, in values and gradients, for all arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.quick
 
 @dataclass(frozen=True)
 class OwnKL(Divergence):
-    """As a user would write it: its gradient comes by autograd."""
+    """A divergence as a user would write it, with its gradient by autograd."""
 
     skew: float
 
@@ -58,7 +58,9 @@ class TestEqualsTheOracle:
         ("tokens", "vocabulary", "chunk"),
         [(1, 37, None), (2, 3, 1), (7, 37, 3), (7, 37, 7), (7, 37, 50), (13, 1001, 4)],
     )
-    def test_values_entropies_and_gradients(self, make_pair, gradients, divergence, rich, tokens, vocabulary, chunk):
+    def test_values_entropies_and_gradients_equal_the_oracle(
+        self, make_pair, gradients, divergence, rich, tokens, vocabulary, chunk
+    ):
         pair = make_pair(tokens, vocabulary, rich=rich)
         ours = gradients(streamed_divergence, pair, divergence, chunk_tokens=chunk)
         assert_same(ours, gradients(dense_divergence, pair, divergence), **CLOSE)
@@ -111,7 +113,7 @@ class TestEqualsTheOracle:
         assert_close(grads, [torch.zeros(0, 5), torch.zeros(37, 5), torch.zeros(37)])
 
     @every_divergence
-    def test_zero_weight_equals_a_token_left_out(self, make_pair, gradients, divergence):
+    def test_a_token_of_zero_weight_equals_a_token_left_out(self, make_pair, gradients, divergence):
         student, teacher = make_pair(9, rich=True)
         keep = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1, 0]).bool()
         masked, (hidden, *head) = gradients(streamed_divergence, (student, teacher), divergence, keep.float(), 4)
@@ -138,7 +140,7 @@ class TestUpstreamGradient:
     @every_divergence
     @pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
     @pytest.mark.parametrize("upstream", UPSTREAMS.values(), ids=UPSTREAMS)
-    def test_any_upstream_gradient_is_served(self, make_pair, gradients, divergence, upstream, weighted):
+    def test_gradients_are_right_for_any_upstream_gradient(self, make_pair, gradients, divergence, upstream, weighted):
         pair, weights = make_pair(rich=True), torch.linspace(0.5, 2, 7) if weighted else None
         ours = gradients(streamed_divergence, pair, divergence, weights, 3, upstream=upstream)
         oracle = gradients(dense_divergence, pair, divergence, weights, upstream=upstream)
@@ -173,12 +175,12 @@ class TestUpstreamGradient:
         assert not per_token.teacher_entropy.requires_grad
 
     @pytest.mark.parametrize("frozen", [("weight",), ("hidden",), ("bias",), ("hidden", "bias"), ("weight", "bias")])
-    def test_what_is_frozen_changes_no_other_gradient(self, make_pair, gradients, frozen):
+    def test_freezing_a_parameter_changes_no_other_gradient(self, make_pair, gradients, frozen):
         pair = make_pair(rich=True)
         ours = gradients(streamed_divergence, pair, ReverseKL(), frozen=frozen)
         assert_same(ours, gradients(dense_divergence, pair, ReverseKL(), frozen=frozen), **CLOSE)
 
-    def test_an_input_changed_before_backward_is_noticed(self, make_pair):
+    def test_an_input_changed_before_backward_is_an_error(self, make_pair):
         student, teacher = make_pair()
         student.head.weight.requires_grad_()
         loss = streamed_divergence(student, teacher, ForwardKL()).divergence.sum()
@@ -186,7 +188,7 @@ class TestUpstreamGradient:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
-    def test_double_backward_is_refused_rather_than_wrong(self, make_pair):
+    def test_double_backward_is_refused(self, make_pair):
         student, teacher = make_pair()
         hidden = student.hidden.requires_grad_()
         loss = streamed_divergence(student, teacher, ForwardKL()).divergence.square().sum()
@@ -214,7 +216,7 @@ class TestExtremes:
 
     @every_divergence
     @pytest.mark.parametrize("softcap", [None, 2.0])
-    def test_columns_excluded_in_both_models_are_as_if_cut_off(self, make_pair, gradients, divergence, softcap):
+    def test_columns_excluded_in_both_models_equal_removed_columns(self, make_pair, gradients, divergence, softcap):
         sides = []
         for side in make_pair():
             bias = torch.zeros(37)
@@ -238,7 +240,7 @@ class TestExtremes:
             gradients(streamed_divergence, pair, divergence), gradients(dense_divergence, pair, divergence), **CLOSE
         )
 
-    def test_an_infinite_divergence_is_inf_and_spares_the_other_tokens(self, make_pair):
+    def test_an_infinite_divergence_leaves_other_tokens_alone(self, make_pair):
         student, teacher = make_pair()
         bias = torch.zeros(37).index_fill(0, torch.tensor([5]), -torch.inf)
         pair = student, replace(teacher, head=replace(teacher.head, bias=bias))
@@ -247,7 +249,7 @@ class TestExtremes:
 
     @every_divergence
     @pytest.mark.parametrize("rich", [False, True], ids=["plain", "capped"])
-    def test_logits_of_ten_thousand_are_finite_and_right(self, make_pair, gradients, divergence, rich):
+    def test_logits_of_ten_thousand_give_finite_and_right_results(self, make_pair, gradients, divergence, rich):
         torch.manual_seed(0)
         logits = torch.randint(-10_000, 10_001, (2, 6, 9)).float()
         eye = OutputHead(torch.eye(9), softcap=9_000.0 if rich else None)
@@ -260,7 +262,7 @@ class TestExtremes:
 
 class TestStrides:
     @pytest.mark.parametrize("vocabulary", [None, 1001])
-    def test_no_vocabulary_has_rows_at_odd_addresses_in_a_product(self, gradients, vocabulary):
+    def test_products_have_aligned_strides_for_any_vocabulary_size(self, gradients, vocabulary):
         class Strides(TorchDispatchMode):
             found: ClassVar[set[int]] = set()
 
@@ -320,7 +322,7 @@ class TestPrecision:
         assert [gradient.dtype for gradient in grads] == [torch.bfloat16, torch.float32, torch.float32]
 
     @every_divergence
-    def test_autocast_means_inputs_rounded_and_nothing_else(self, make_pair, gradients, divergence):
+    def test_autocast_only_rounds_the_inputs(self, make_pair, gradients, divergence):
         pair = make_pair()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             ours = gradients(streamed_divergence, pair, divergence, chunk_tokens=3)
@@ -328,7 +330,7 @@ class TestPrecision:
         assert_same(ours, gradients(dense_divergence, rounded, divergence), **CLOSE)
         assert [gradient.dtype for gradient in ours[1]] == [torch.float32, torch.float32]
 
-    def test_a_recomputed_head_gradient_remembers_autocast(self, make_pair, gradients):
+    def test_a_recomputed_head_gradient_uses_the_autocast_of_the_forward(self, make_pair, gradients):
         def squared(divergence):
             return divergence.square().sum()
 
@@ -355,7 +357,7 @@ class TestPaddedVocabularies:
     @every_divergence
     @pytest.mark.parametrize("rich", [False, True], ids=["plain", "bias-scale-cap-temperature"])
     @pytest.mark.parametrize("sizes", [(64, 80), (80, 64), (72, 80)], ids="student {0[0]}, teacher {0[1]}".format)
-    def test_ids_only_one_model_knows_are_as_if_cut_off(
+    def test_ids_that_only_one_model_knows_equal_removed_ids(
         self, make_pair, gradients, divergence, rich, sizes, nan_in_new_memory
     ):
         student, teacher = (cut(side, rows) for side, rows in zip(make_pair(9, 80, rich=rich), sizes, strict=True))
@@ -367,7 +369,7 @@ class TestPaddedVocabularies:
             assert_same(ours, (oracle, expected), rtol=1e-4, atol=2e-6)
 
     @every_divergence
-    def test_an_upstream_gradient_of_its_own_for_each_token(self, make_pair, gradients, divergence):
+    def test_gradients_are_right_for_a_different_upstream_gradient_per_token(self, make_pair, gradients, divergence):
         student, teacher = make_pair(9, 80, rich=True)
         pair, upstream = (student, cut(teacher, 64)), UPSTREAMS["different for each token"]
         ours = gradients(streamed_divergence, pair, divergence, upstream=upstream, vocabulary=64)

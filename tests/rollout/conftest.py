@@ -1,4 +1,4 @@
-"""Trainers that write with vLLM, in the process or over a server. Where vLLM is absent, nobody asks for them."""
+"""Trainers that generate with vLLM, in the process or over a server; unused where vLLM is absent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trl_opsd import OPSDTrainer
 
 @pytest.fixture(scope="module")
 def engines_are_shared() -> Iterator[None]:
-    """An engine is started once for each kind of student in a file, not for each trainer."""
+    """Starts an engine once for each kind of student in a file, not for each trainer."""
     import vllm_lab
 
     with vllm_lab.shared_engines():
@@ -22,7 +22,7 @@ def engines_are_shared() -> Iterator[None]:
 
 @pytest.fixture
 def make(tmp_path: Path, engines_are_shared: None) -> Callable[..., OPSDTrainer]:
-    """Builds a trainer of a saved student that writes with vLLM. Unknown keyword arguments go to its config."""
+    """Builds a trainer of a saved student that generates with vLLM. Unknown keyword arguments go to its config."""
     import vllm_lab
 
     def make(shape: str = "qwen2", tied: bool = False, **given: Any) -> OPSDTrainer:
@@ -33,7 +33,7 @@ def make(tmp_path: Path, engines_are_shared: None) -> Callable[..., OPSDTrainer]
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Options of a config with which a trainer finds the server. It holds a student with a tied head."""
+    """Config options that point to the server, which holds a student with a tied head."""
     import server_lab
 
     with server_lab.running(tmp_path_factory.mktemp("served")) as options:
@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 def serve(
     server: dict[str, Any], make: Callable[..., OPSDTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., OPSDTrainer]]:
-    """As `make`, for a trainer that writes with the server; its weights travel over TCP."""
+    """Like `make`, for a trainer that generates with the server; weights are sent over TCP."""
     import server_lab
     import tcp_transfer
 

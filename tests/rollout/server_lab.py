@@ -22,7 +22,7 @@ from vllm_lab import student
 HERE = Path(__file__).parent
 SECONDS = 300
 CONTEXT = 192
-"""Of the server; students have 256."""
+"""Context of the server; students have 256."""
 
 
 def free_port() -> int:
@@ -33,7 +33,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(folder: Path) -> Iterator[dict[str, Any]]:
-    """Options of a config with which a trainer finds the server. It holds a student with a tied head."""
+    """Config options that point to the server, which holds a student with a tied head."""
     student(folder / "student", tied=True, seed=5)
     tiny.tokenizer().save_pretrained(folder / "student")
     arguments = ScriptArguments(

@@ -1,4 +1,4 @@
-"""Sends weights to a vLLM server over TCP, where there is no NCCL; server and trainer import it, all else is as it is.
+"""Sends weights to a vLLM server over TCP where there is no NCCL; both sides import it, all else is unchanged.
 
 The server loads it by `--worker-extension-cls tcp_transfer.Extension`, the trainer calls [`use`].
 """
@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 
 class TCPTransferEngine(NCCLWeightTransferEngine):
-    """vLLM's own engine, receiving from a store instead of over NCCL; preparing and finishing a reload is vLLM's."""
+    """vLLM's own engine, receiving from a store instead of over NCCL; it prepares and finishes a reload as usual."""
 
     def init_transfer_engine(self, init_info: Any) -> None:
         self.group = StatelessProcessGroup.create(init_info.master_address, init_info.master_port, 1, 2)
@@ -32,14 +32,14 @@ class TCPTransferEngine(NCCLWeightTransferEngine):
 
 
 class Extension:
-    """Nothing; the server imports this file for it."""
+    """Empty: naming it makes the server import this file."""
 
 
 WeightTransferEngineFactory.register_engine("tcp", TCPTransferEngine)
 
 
 class _Endpoint:
-    """The trainer's side, in the place of vLLM's communicator."""
+    """The trainer's side, in place of vLLM's communicator."""
 
     def __init__(self, init_info: dict[str, Any]) -> None:
         met_at.append(init_info["master_address"])
@@ -58,7 +58,7 @@ def _send(
 
 
 def use(patch: pytest.MonkeyPatch) -> None:
-    """Has TRL's client send over TCP, from a CPU."""
+    """Makes TRL's client send over TCP, from a CPU."""
     from trl.generation import vllm_client
 
     opens = vllm_client.VLLMClient.init_communicator

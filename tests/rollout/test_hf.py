@@ -1,4 +1,4 @@
-"""Rollouts by `transformers`, as a trainer asks for them."""
+"""Rollouts by `transformers`, as a trainer calls them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = ["2+2=", "The sky is", "a", "Count: one two"]
 
 @pytest.fixture
 def make_writing(make_trainer):
-    """A trainer of a student with many end tokens, so that rows leave at different times."""
+    """Builds a trainer of a student with many end tokens, so that rows leave the batch at different times."""
 
     def make(rollout: HFRollout | None = None, **given):
         student = given.pop("model", None) or tiny.qwen2()
@@ -36,8 +36,8 @@ def lora(student):
     return get_peft_model(student, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
-def trls(trainer, prompt_ids: list[list[int]]) -> list[list[int]]:
-    """What TRL would write: one padded batch, its own generation config."""
+def by_trl(trainer, prompt_ids: list[list[int]]) -> list[list[int]]:
+    """The completions of TRL: one padded batch, its own generation config."""
     inputs = trainer.pad_prompts(prompt_ids)
     with trainer.student_for_generation() as student:
         written = student.generate(**inputs, generation_config=trainer.generation_config)
@@ -56,17 +56,17 @@ class TestTokens:
         ],
         ids=["temperature", "nucleus", "static", "beams"],
     )
-    def test_trls_options_mean_what_they_mean_to_trl(self, make_writing, options):
+    def test_generation_options_give_the_tokens_of_trl(self, make_writing, options):
         trainer = make_writing(max_completion_length=32, **options)
         prompt_ids = trainer.tokenize(PROMPTS * 3)
         torch.manual_seed(0)
-        expected = trls(trainer, prompt_ids)
+        expected = by_trl(trainer, prompt_ids)
         assert len({len(ids) for ids in expected}) >= 3
         torch.manual_seed(0)
         assert trainer.complete(prompt_ids) == expected
 
     @pytest.mark.parametrize("generation_kwargs", [{}, {"do_sample": False}, {"num_beams": 2}])
-    def test_an_id_that_no_tokenizer_knows_is_never_written(self, make_writing, generation_kwargs):
+    def test_an_id_that_no_tokenizer_knows_is_never_generated(self, make_writing, generation_kwargs):
         trainer = make_writing(generation_kwargs=generation_kwargs)
         assert trainer.limits.vocabulary == tiny.VOCABULARY
         trainer.readers = replace(
@@ -90,7 +90,7 @@ class TestTokens:
 
 
 class Overridden(Qwen2ForCausalLM):
-    """A `generate` with a signature of its own, which knows no loop but that of `transformers`."""
+    """Has a `generate` with a signature of its own, which takes no custom decoding loop."""
 
     def generate(self, input_ids, attention_mask, generation_config):
         return super().generate(input_ids, attention_mask=attention_mask, generation_config=generation_config)
@@ -120,8 +120,8 @@ class TestAnotherGenerate:
         ],
         ids=["overridden", "patched", "lora"],
     )
-    def test_its_tokens_are_understood_and_its_loop_is_left_alone(self, make_writing, caplog, make, reason):
-        MultiProcessAdapter.warning_once.cache_clear()  # another test may have had it said
+    def test_the_tokens_are_those_of_its_own_loop(self, make_writing, caplog, make, reason):
+        MultiProcessAdapter.warning_once.cache_clear()  # another test may have logged it
         trainer = make_writing(model=make())
         prompt_ids = trainer.tokenize(PROMPTS)
         torch.manual_seed(0)
@@ -135,7 +135,7 @@ class TestAnotherGenerate:
         expected = getattr(expected, "sequences", expected)[:, inputs["input_ids"].size(1) :].tolist()
         assert written == [cut_after_end(ids, trainer.eos_token_ids) for ids in expected]
 
-    def test_a_loop_that_was_dropped_on_the_way_is_noticed(self, make_writing, monkeypatch):
+    def test_a_generate_that_drops_our_loop_gives_the_same_tokens(self, make_writing, monkeypatch):
         trainer = make_writing(max_completion_length=32)
         prompt_ids = trainer.tokenize(PROMPTS)
         torch.manual_seed(0)
@@ -159,12 +159,12 @@ class TestAnotherGenerate:
         ],
         ids=["text", "stripped", "no_prompt", "floats", "rows", "length"],
     )
-    def test_what_is_no_completion_is_refused(self, make_writing, ours, message):
+    def test_returned_values_that_are_no_completions_are_refused(self, make_writing, ours, message):
         trainer = make_writing(model=patched(tiny.qwen2(), ours))
         with pytest.raises(ValueError, match=message):
             trainer.rollout.complete(trainer.tokenize(PROMPTS), 0)
 
-    def test_one_that_takes_no_options_is_refused(self, make_writing):
+    def test_a_generate_without_generation_config_is_refused(self, make_writing):
         student = tiny.qwen2()
         student.generate = lambda input_ids, attention_mask: input_ids
         trainer = make_writing(model=student)
@@ -172,8 +172,8 @@ class TestAnotherGenerate:
             trainer.rollout.complete([[5]], 0)
 
 
-class TestCheckpointsOptions:
-    """What a checkpoint's generation config sets where the trainer leaves it open."""
+class TestOptionsOfCheckpoints:
+    """Options in a checkpoint's generation config that the trainer does not set."""
 
     @pytest.mark.parametrize(
         "given",
@@ -188,7 +188,7 @@ class TestCheckpointsOptions:
         ],
         ids=lambda given: next(iter(given)),
     )
-    def test_the_rows_are_one_for_each_prompt_as_trl_would_write_them(self, make_writing, given):
+    def test_there_is_one_completion_per_prompt_as_in_trl(self, make_writing, given):
         student = tiny.qwen2()
         vars(student.generation_config).update(given)
         trainer = make_writing(model=student)
@@ -197,7 +197,7 @@ class TestCheckpointsOptions:
         written = trainer.complete(prompt_ids)
         student.generation_config.num_return_sequences, student.generation_config.return_dict_in_generate = 1, False
         torch.manual_seed(0)
-        assert written == trls(trainer, prompt_ids)
+        assert written == by_trl(trainer, prompt_ids)
 
 
 class TestFallback:
@@ -216,7 +216,7 @@ class TestFallback:
 
 
 class Recordings:
-    """A compiler's backend that records as CUDA graphs do: anew for other addresses of what was marked as static."""
+    """A compiler backend that records as CUDA graphs do: again for each new address of an input marked as static."""
 
     def __init__(self) -> None:
         self.graphs: set[tuple[int, ...]] = set()
@@ -241,7 +241,7 @@ class Recordings:
 
 
 class TestCompile:
-    def test_a_compiled_rollout_writes_the_same_tokens(self, make_writing):
+    def test_a_compiled_rollout_gives_the_same_tokens(self, make_writing):
         torch._dynamo.reset()
         plain, compiled = make_writing(), make_writing(HFRollout(compile=CompileConfig(backend="eager")))
         prompt_ids = plain.tokenize(PROMPTS)
@@ -254,8 +254,8 @@ class TestCompile:
         assert compiled.complete(prompt_ids) == expected
         assert calls == ["eager"]
 
-    def test_graphs_are_recorded_once_and_nothing_old_is_read(self, make_writing):
-        """Training, longer prompts, fewer rows and more in between; a graph is one per size and set of addresses."""
+    def test_graphs_are_recorded_once_per_size_and_read_no_stale_values(self, make_writing):
+        """With training, longer prompts, fewer and more rows in between; one graph per size and set of addresses."""
         torch._dynamo.reset()
         recorded = Recordings()
         compiled = make_writing(HFRollout(compile=CompileConfig(backend=recorded)), max_completion_length=24)
@@ -265,7 +265,7 @@ class TestCompile:
             torch.manual_seed(seed)
             written = compiled.complete(prompt_ids)
             torch.manual_seed(seed)
-            assert written == trls(compiled, prompt_ids)
+            assert written == by_trl(compiled, prompt_ids)
             counts.append(len(recorded.graphs))
             with torch.no_grad():  # as a step of training does, and as a diverged one
                 for weight in compiled.model.parameters():
@@ -282,14 +282,14 @@ class TestCompile:
         compiled.rollout.close()
         torch._dynamo.reset()
         gc.collect()
-        assert not [one for one in kept if one()], "the memory is given back"
+        assert not [one for one in kept if one()], "the memory is freed"
 
-    def test_nothing_is_compiled_unasked(self, make_writing, monkeypatch):
+    def test_nothing_is_compiled_by_default(self, make_writing, monkeypatch):
         trainer = make_writing()
         monkeypatch.setattr(trainer.model, "get_compiled_call", lambda config: pytest.fail("compiled"))
         trainer.complete(trainer.tokenize(PROMPTS))
 
-    def test_compilation_that_cannot_be_is_refused_at_construction(self, make_writing):
+    def test_unsupported_compilation_is_refused_at_construction(self, make_writing):
         with pytest.raises(ValueError, match=r"HFRollout\(compile=True\).*'dynamic'` is not static: leave `compile`"):
             make_writing(HFRollout(compile=True), cache_implementation="dynamic")
         student = tiny.qwen2()

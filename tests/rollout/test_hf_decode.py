@@ -1,4 +1,4 @@
-"""A row that leaves the batch changes no token of any other row: the loop against the one of `generate`."""
+"""A row that leaves the batch changes no token of any other row: our decoding loop against that of `generate`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAMPLING: dict[str, Any] = {
 
 
 def prompts(rows: int = 12) -> dict[str, torch.Tensor]:
-    """Of 1 to 9 tokens, left-padded."""
+    """Prompts of 1 to 9 tokens, left-padded."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, tiny.VOCABULARY, (rows, 9), generator=generator)
     lengths = torch.arange(rows) % 9 + 1
@@ -92,7 +92,7 @@ every_model = pytest.mark.parametrize("name", MODELS)
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_before():
-    """The compiler gives up on a function after eight versions of it, and every model is one."""
+    """Resets the compiler, which gives up on a function after eight versions; every model is one."""
     torch._dynamo.reset()
 
 
@@ -112,12 +112,12 @@ class TestGreedy:
         assert ragged(model, prompts(), config) == expected
 
     @pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma2"])
-    def test_a_static_cache_loses_no_row(self, name):
+    def test_a_static_cache_gives_the_same_tokens(self, name):
         model = MODELS[name]().eval()
         expected = plain(model, prompts(), options())
         assert ragged(model, prompts(), options(cache_implementation="static")) == expected
 
-    def test_chunked_prefill_writes_the_same(self):
+    def test_chunked_prefill_gives_the_same_tokens(self):
         model = tiny.qwen2().eval()
         config = options(prefill_chunk_size=4)
         assert ragged(model, prompts(), config) == plain(model, prompts(), options())
@@ -135,12 +135,12 @@ class TestSampled:
         assert ragged(model, prompts(), config) == expected
         assert torch.equal(torch.get_rng_state(), after)
 
-    def test_another_seed_writes_something_else(self):
+    def test_the_seed_decides_the_tokens(self):
         model, config = tiny.qwen2().eval(), options(do_sample=True, top_k=0)
         assert ragged(model, prompts(), config, seed=0) == ragged(model, prompts(), config, seed=0)
         assert ragged(model, prompts(), config, seed=0) != ragged(model, prompts(), config, seed=1)
 
-    def test_tokens_come_as_often_as_their_probability_says(self):
+    def test_token_frequencies_match_their_probabilities(self):
         """Chi-square, over all steps of a batch that rows keep leaving."""
         vocabulary, rows = 11, 256
         model = tiny.qwen2(vocab_size=vocabulary).eval()
@@ -171,7 +171,7 @@ class TestSampled:
 
 
 class RememberedRows(LogitsProcessor):
-    """Favours a token of its own for each row, by the place the row had at first; knows no other batch."""
+    """Favours one token for each row, by the row's original index; raises for another batch size."""
 
     def __init__(self) -> None:
         self.favourites: torch.Tensor | None = None
@@ -185,7 +185,7 @@ class RememberedRows(LogitsProcessor):
 
 
 class CountedDown(StoppingCriteria):
-    """Ends each row after a number of tokens of its own, by the place the row had at first."""
+    """Ends each row after a number of tokens that depends on the row's original index."""
 
     def __init__(self, rows: int) -> None:
         self.left = torch.arange(rows) % 9 + 1
@@ -195,18 +195,18 @@ class CountedDown(StoppingCriteria):
         return self.left <= 0
 
 
-class TestWhatRemembersRows:
-    """Logits processors and stopping criteria with a state for each place in the batch."""
+class TestStatePerRow:
+    """Logits processors and stopping criteria with a state for each row of the batch."""
 
     @pytest.mark.parametrize("make", [options, compiling], ids=["eager", "compiled"])
-    def test_a_processor_keeps_what_it_knows_of_each_row(self, make):
+    def test_a_logits_processor_keeps_its_state_per_row(self, make):
         model, given = tiny.qwen2().eval(), {"do_sample": True, "top_k": 40, "repetition_penalty": 1.1}
         expected = plain(model, prompts(), options(**given), logits_processor=[RememberedRows()])
         check_raggedness(expected)
         assert ragged(model, prompts(), make(**given), logits_processor=[RememberedRows()]) == expected
         assert ragged(model, prompts(), make(**given)) != expected
 
-    def test_a_criterion_keeps_what_it_knows_of_each_row(self):
+    def test_a_stopping_criterion_keeps_its_state_per_row(self):
         model, config = tiny.qwen2().eval(), options(ends=[])
         written = ragged(model, prompts(), config, stopping_criteria=[CountedDown(12)])
         assert [len(ids) for ids in written] == [row % 9 + 1 for row in range(12)]
@@ -220,7 +220,7 @@ class TestWhatRemembersRows:
         ],
         ids=["penalty", "watermark", "synthid"],
     )
-    def test_those_of_transformers_see_every_row(self, given):
+    def test_logits_processors_of_transformers_see_every_row(self, given):
         model, config = tiny.qwen2().eval(), options(do_sample=True, top_k=0, **given)
         expected = plain(model, prompts(), config)
         check_raggedness(expected)
@@ -232,7 +232,7 @@ class TestRooms:
     def test_a_row_whose_context_is_full_shortens_no_other(self):
         check_full_row(tiny.gpt2(tie_word_embeddings=False), options)
 
-    def test_a_row_without_room_writes_nothing(self):
+    def test_a_row_without_room_gets_no_tokens(self):
         written = ragged(tiny.qwen2().eval(), prompts(3), options(ends=[]), rooms=[2, 0, 24])
         assert [len(ids) for ids in written] == [2, 0, 24]
 
@@ -268,24 +268,24 @@ def check_cost(model: Any, config: GenerationConfig) -> list[int]:
 
 
 @pytest.mark.quick
-def test_a_row_that_has_ended_is_decoded_no_more():
+def test_a_finished_row_is_not_decoded():
     *decoded, useful = check_cost(tiny.qwen2(), options(tokens=128, ends=[]))
     assert sum(decoded) == useful
 
 
 class TestCompiled:
-    """The step as the compiler traces it, its batch in sizes that come again."""
+    """The step as the compiler traces it, with batch sizes that recur."""
 
     @pytest.mark.parametrize("name", ["gemma2", "lora"])
-    def test_idle_places_and_graphs_change_no_token(self, name):
+    def test_idle_slots_and_graphs_change_no_token(self, name):
         model = MODELS[name]().eval()
         for sampling in ({}, {"do_sample": True, "top_k": 0}):
             assert ragged(model, prompts(), compiling(**sampling)) == plain(model, prompts(), options(**sampling))
 
-    def test_a_row_that_has_ended_does_not_walk_past_the_last_position(self):
+    def test_a_finished_row_does_not_pass_the_last_position(self):
         check_full_row(tiny.gpt2(tie_word_embeddings=False), compiling)
 
-    def test_few_sizes_are_decoded_and_none_is_compiled_twice(self):
+    def test_few_batch_sizes_are_decoded_and_none_is_compiled_twice(self):
         model = tiny.qwen2(num_hidden_layers=1)
         config = compiling(tokens=128, ends=[])
         *decoded, useful = check_cost(model, config)
@@ -295,9 +295,9 @@ class TestCompiled:
             assert check_cost(model, config) == [*decoded, useful]
 
 
-class TestTrouble:
+class TestProblems:
     @pytest.mark.parametrize("do_sample", [False, True])
-    def test_logits_that_are_not_numbers_are_not_sampled_from(self, do_sample):
+    def test_nan_logits_are_an_error(self, do_sample):
         model = tiny.qwen2().eval()
         with torch.no_grad():
             model.get_output_embeddings().weight[17] = math.nan
@@ -316,10 +316,10 @@ class TestTrouble:
             ({"use_cache": False}, "use_cache"),
         ],
     )
-    def test_what_the_loop_cannot_do_is_known(self, given, reason):
+    def test_options_that_the_loop_does_not_support_are_recognised(self, given, reason):
         assert reason in obstacle(tiny.qwen2(), options(**given))
 
-    def test_what_the_models_own_generation_config_adds_is_known(self):
+    def test_unsupported_options_of_the_models_own_config_are_recognised(self):
         model = tiny.qwen2()
         assert obstacle(model, options()) is None
         model.generation_config.guidance_scale = 2.0

@@ -1,4 +1,4 @@
-"""Names of weights where accelerate's FSDP2 recomputes activations, for which it wraps every layer."""
+"""Names of weights under the activation checkpointing of accelerate's FSDP2, which wraps every layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def student():
     return get_peft_model(tiny.qwen2(32, seed=0), config)
 
 
-def test_weights_that_are_sent_under_other_names_or_without_their_adapter(student):
+def test_weights_of_wrapped_layers_keep_their_names_and_adapter(student):
     plain = {weight.name: weight.materialize() for weight in weights_of(student)}
     recompute(student)
     wrapped = {weight.name: weight.materialize() for weight in weights_of(student)}
@@ -34,7 +34,7 @@ def test_weights_that_are_sent_under_other_names_or_without_their_adapter(studen
     assert all(torch.equal(wrapped[name], tensor) for name, tensor in plain.items())
 
 
-def test_an_adapter_or_an_average_that_loses_sight_of_its_layers(student):
+def test_adapter_factors_and_trained_parameters_keep_their_names(student):
     factors, parameters = [one.name for one in lora_factors(student)], list(trained_parameters(student))
     recompute(student)
     assert [one.name for one in lora_factors(student)] == factors != []

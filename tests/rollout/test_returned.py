@@ -1,4 +1,4 @@
-"""What a rollout of somebody's own returns is made token ids, or refused by name and row, before a model reads it."""
+"""Completions of a custom rollout are converted to token ids, or refused by name and row, before a model reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trl_opsd import RolloutBackend
 
 
 class Own(RolloutBackend):
-    """Returns what it is told, and does to the prompts what it likes."""
+    """Returns the completions that a test sets, and clears its prompts."""
 
     def __init__(self, written: Any) -> None:
         self.written = written
@@ -34,13 +34,13 @@ class Own(RolloutBackend):
     ],
     ids=repr,
 )  # fmt: skip
-def test_ids_of_another_library_that_are_refused_or_trained_on_otherwise_are_noticed(make_trainer, row):
+def test_ids_of_other_libraries_are_converted_to_int(make_trainer, row):
     trainer = make_trainer(rollout=Own([row, [], np.array([], dtype=np.int64)]))
     prompts = [[5], [6, 7], [8]]
     completions = trainer.complete(prompts)
     assert completions == [[7, 8], [], []]
     assert {type(token) for ids in completions for token in ids} == {int}
-    assert prompts == [[5], [6, 7], [8]], "a rollout has prompts of its own"
+    assert prompts == [[5], [6, 7], [8]], "a rollout gets a copy of the prompts"
 
 
 WRONG: list[tuple[Any, str]] = [
@@ -73,7 +73,7 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
-def test_completions_that_are_no_token_ids_are_noticed(make_trainer):
+def test_completions_that_are_no_token_ids_are_refused(make_trainer):
     trainer = make_trainer(rollout=Own([]))
     for written, message in WRONG:
         trainer.rollout.written = written

@@ -1,4 +1,4 @@
-"""No server is waited for without end, none is asked twice, and none is believed; the servers here are faults."""
+"""Requests have a deadline, are sent once, and their answers are validated; the servers here misbehave."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLACK = 1.5
 
 
 class Faults(ThreadingHTTPServer):
-    """Answers as it is told and counts what it was asked."""
+    """Gives the answers that a test sets and records the requests."""
 
     daemon_threads = True
 
@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def send(self, data: bytes, times: int = 1, every: float = 0.0) -> None:
-        """Writes until the client is gone, and notes how much."""
+        """Writes until the client disconnects, and counts the bytes."""
         for _ in range(times):
             try:
                 self.wfile.write(data)
@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(every)
 
     def log_message(self, *args: Any) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def client(port: int, waits: float = 0.0, kind: type[ServerClient] = ServerClien
     return kind(args, deadline=DEADLINE)
 
 
-def test_a_server_that_is_not_there_and_is_waited_for_is_noticed(faults, caplog):
+def test_an_absent_server_is_an_error_after_the_server_timeout(faults, caplog):
     faults.server_close()
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"No vLLM server at http://127.0.0.1:\d+ after `vllm_server_timeout=0`"):
@@ -95,7 +95,7 @@ def test_a_server_that_is_not_there_and_is_waited_for_is_noticed(faults, caplog)
     assert time.monotonic() - began < 4
 
 
-def test_a_server_that_is_never_ready_and_is_waited_for_without_end_is_noticed(faults, monkeypatch):
+def test_a_server_that_is_never_ready_is_an_error_after_the_server_timeout(faults, monkeypatch):
     faults.answers["/health"] = (503, {})
     with pytest.raises(ValueError, match="/health answers 503, not 200"):
         client(faults.server_port, waits=0.3)
@@ -109,7 +109,7 @@ def test_a_server_that_is_never_ready_and_is_waited_for_without_end_is_noticed(f
     assert time.monotonic() - began < 4
 
 
-def test_a_request_that_is_repeated_or_never_given_up_is_noticed(faults):
+def test_a_request_is_sent_once_and_has_a_deadline(faults):
     speaker = client(faults.server_port)
     began = time.monotonic()
     with pytest.raises(ServerError, match=r"/v1/completions, did not answer within 1 seconds.*ddp_timeout"):
@@ -123,7 +123,7 @@ def test_a_request_that_is_repeated_or_never_given_up_is_noticed(faults):
 
     with pytest.raises(ServerError, match="did not answer within 1 seconds"):
         speaker._start_weight_update()
-    assert faults.asked.count("/start_weight_update") == 1, "TRL's own requests keep to it too"
+    assert faults.asked.count("/start_weight_update") == 1, "TRL's own requests have the deadline, too"
 
 
 def dripped_headers(handler: _Handler) -> None:
@@ -146,7 +146,7 @@ def endless_preludes(handler: _Handler) -> None:
 
 
 @pytest.mark.parametrize("drip", [dripped_headers, dripped_body, dripped_chunks, endless_preludes])
-def test_a_server_that_drips_and_is_waited_for_without_end_is_noticed(faults, drip):
+def test_the_deadline_ends_a_request_answered_byte_by_byte(faults, drip):
     speaker = client(faults.server_port)
     faults.answers[ASKED] = drip
     began = time.monotonic()
@@ -159,7 +159,7 @@ def test_a_server_that_drips_and_is_waited_for_without_end_is_noticed(faults, dr
     assert faults.sent == sent, "the connection is given up, not left behind"
 
 
-def test_a_proxy_that_drips_and_is_waited_for_without_end_is_noticed(faults, monkeypatch):
+def test_the_deadline_ends_a_request_through_a_slow_proxy(faults, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{faults.server_port}")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
@@ -174,7 +174,7 @@ def test_a_proxy_that_drips_and_is_waited_for_without_end_is_noticed(faults, mon
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
-def test_prompts_that_are_sent_on_to_another_address_are_noticed(faults, status):
+def test_redirects_are_refused(faults, status):
     def redirect(handler: _Handler) -> None:
         handler.send(f"HTTP/1.1 {status} X\r\nLocation: /elsewhere\r\n\r\n".encode())
 
@@ -187,7 +187,7 @@ def test_prompts_that_are_sent_on_to_another_address_are_noticed(faults, status)
     assert "/elsewhere" not in faults.asked
 
 
-def test_an_answer_of_any_size_that_is_taken_is_noticed(faults):
+def test_answers_that_are_too_large_or_compressed_are_refused(faults):
     def endless(handler: _Handler) -> None:
         handler.send(b"HTTP/1.1 200 OK\r\n\r\n")
         handler.send(b" " * 2**20, times=64)
@@ -209,7 +209,7 @@ def test_an_answer_of_any_size_that_is_taken_is_noticed(faults):
 
 
 def choice(**given: Any) -> dict[str, Any]:
-    """What a good server answers to [5, 6], asked for two tokens with all scores."""
+    """A valid answer to [5, 6] and a request for two tokens with all scores."""
     return {
         "index": 0, "token_ids": [7, 8], "prompt_token_ids": [5, 6], "text": "x",
         "prompt_logprobs": [None, {"6": {"logprob": -1.5}}], "logprobs": {"token_logprobs": [-0.5, -2]}, **given,
@@ -244,7 +244,7 @@ GARBAGE: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def test_an_answer_that_is_no_completion_is_noticed(faults):
+def test_an_answer_that_is_no_completion_is_refused(faults):
     speaker = client(faults.server_port)
     wanted = {"max_tokens": 2, "logprobs": 0, "prompt_logprobs": 0}
     faults.answers[ASKED] = (200, {"choices": [choice()]})
@@ -257,13 +257,13 @@ def test_an_answer_that_is_no_completion_is_noticed(faults):
 
 
 @pytest.mark.parametrize("models", [{}, {"data": []}, {"data": [{}]}, {"data": [{"id": 3}]}, [1], b"", b"x"], ids=str)
-def test_a_server_that_names_no_model_is_noticed(faults, models):
+def test_a_server_that_names_no_model_is_refused(faults, models):
     faults.answers["/v1/models"] = (200, models)
     with pytest.raises(ServerError, match="/v1/models"):
         client(faults.server_port)
 
 
-def test_a_server_that_does_not_say_what_it_runs_is_noticed(faults):
+def test_a_server_that_does_not_describe_itself_is_refused(faults):
     where = "/server_info?config_format=json"
     speaker = client(faults.server_port)
     faults.answers[where] = (404, {})
@@ -300,7 +300,7 @@ def test_a_server_that_does_not_say_what_it_runs_is_noticed(faults):
         ("/start_weight_update", lambda speaker: speaker.update_named_params([("a", "float32", [1])], iter([]))),
     ],
 )
-def test_what_a_server_answers_when_it_breaks_is_told_as_its_error(faults, path, ask):
+def test_an_error_of_the_server_is_quoted(faults, path, ask):
     speaker = client(faults.server_port)
     faults.answers[path] = (500, {"error": "There is no module or parameter named 'x'" + 10_000 * "."})
     with pytest.raises(ServerError, match=r"500.*no module or parameter named 'x'") as error:
@@ -308,7 +308,7 @@ def test_what_a_server_answers_when_it_breaks_is_told_as_its_error(faults, path,
     assert len(str(error.value)) < 700
 
 
-def test_a_prefix_cache_that_was_not_reset_is_noticed(faults):
+def test_a_prefix_cache_that_was_not_reset_is_an_error(faults):
     speaker = client(faults.server_port)
     faults.answers["/reset_prefix_cache"] = (200, {"success": False})
     with pytest.raises(ServerError, match="did not reset its prefix cache"):
@@ -319,7 +319,7 @@ def test_a_prefix_cache_that_was_not_reset_is_noticed(faults):
     speaker.forget_prefixes()
 
 
-def test_a_server_that_hangs_up_is_noticed(faults):
+def test_a_dropped_connection_is_an_error(faults):
     speaker = client(faults.server_port)
     faults.answers[ASKED] = lambda handler: handler.connection.shutdown(socket.SHUT_RDWR)
     with pytest.raises(ServerError, match=r"failed: ServerDisconnectedError"):
@@ -330,15 +330,15 @@ def test_a_server_that_hangs_up_is_noticed(faults):
     assert faults.asked.count(ASKED) == 2
 
 
-def test_prompts_for_loopback_that_take_the_way_of_a_proxy_are_noticed(faults, monkeypatch):
+def test_requests_to_loopback_bypass_the_proxy(faults, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
     assert client(faults.server_port).model == "student"
 
 
-class Unasked(ServerClient):
-    """One whose server answers at once, wherever it is said to be."""
+class NoRequests(ServerClient):
+    """A client whose server answers at once, at any address."""
 
     def check_server(self, *waits):
         pass
@@ -357,5 +357,5 @@ class Unasked(ServerClient):
         ("http://gpu:1", False),
     ],
 )
-def test_a_server_elsewhere_that_counts_as_this_machine_is_noticed(url, loopback):
-    assert client(1, kind=Unasked, vllm_server_base_url=url).is_loopback is loopback
+def test_only_loopback_addresses_count_as_this_machine(url, loopback):
+    assert client(1, kind=NoRequests, vllm_server_base_url=url).is_loopback is loopback

@@ -1,4 +1,4 @@
-"""What the proof of a sync asks, and which differences it takes for rounding; its engine is told what to say."""
+"""The probe of the sync proof, and which differences it accepts as rounding; the engine is a stub."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trl_opsd.run.errors import SyncError
 from trl_opsd.types import Completion
 
 
-class Told:
-    """Writes the same ids after every prompt, and says what the student would, but for `off`, in nats."""
+class StubEngine:
+    """Writes the same ids after every prompt, with the student's log-probabilities shifted by `off` nats."""
 
     name = "an engine"
 
@@ -44,14 +44,14 @@ class Told:
 def proof():
     student = tiny.qwen2(64).requires_grad_(False)
     host = LoneHost(student, PromptLimits(vocabulary=tiny.VOCABULARY, context=256, completion=16))
-    return SyncProof(host, Told(student), torch.bfloat16, with_adapter=False)
+    return SyncProof(host, StubEngine(student), torch.bfloat16, with_adapter=False)
 
 
 PROMPTS = [[5, 6, 7], [], [8, 9]]
 
 
-def test_a_probe_that_is_no_text_is_noticed(proof):
-    """Rounding moves what a model says about arbitrary ids by nats, which was taken for a fault."""
+def test_the_probe_is_made_of_the_first_prompts(proof):
+    """Rounding moves the log-probabilities of arbitrary ids by nats, which would look like a fault."""
     proof.check()
     assert {(len(prompt), length) for prompt, length in proof._engine.asked} == {(1, PROMPTED)}, "what it writes"
     proof._engine.asked.clear()
@@ -67,13 +67,13 @@ def test_a_probe_that_is_no_text_is_noticed(proof):
     [
         pytest.param(torch.zeros(1), False, id="nothing"),
         pytest.param(4.84 * torch.nn.functional.one_hot(torch.tensor(7), 70), False, id="one token of rounding"),
-        pytest.param(torch.full((79,), 0.1), True, id="all a little"),
-        pytest.param(torch.full((60,), 0.1), True, id="most a little"),
-        pytest.param(torch.full((20,), 3.0), True, id="some by much"),
-        pytest.param(torch.full((1,), torch.nan), True, id="no number"),
+        pytest.param(torch.full((79,), 0.1), True, id="all tokens slightly"),
+        pytest.param(torch.full((60,), 0.1), True, id="most tokens slightly"),
+        pytest.param(torch.full((20,), 3.0), True, id="some tokens strongly"),
+        pytest.param(torch.full((1,), torch.nan), True, id="nan"),
     ],
 )
-def test_rounding_taken_for_a_fault_or_a_fault_for_rounding_is_noticed(proof, off, fault):
+def test_rounding_passes_the_proof_and_faults_do_not(proof, off, fault):
     proof.prompted(PROMPTS)
     scale = float(proof._trainer.model(torch.tensor([[5, 6, 7, 8, 9]])).logits.square().mean().sqrt())
     assert 0.03 < RELATIVE[torch.bfloat16] * scale < 0.05, "nats that rounding explains"

@@ -1,4 +1,4 @@
-"""What vLLM writes is what the student would have written: tokens, end tokens, order, vocabulary, options."""
+"""vLLM generates as the student would: tokens, end tokens, order, vocabulary, options."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ends(trainer, completions):
     # vLLM's Gemma 2 has no head apart from its embeddings, and takes none.
     [("qwen2", False), ("qwen2", True), ("llama", False), ("llama", True), ("gemma2", True)],
 )
-def test_greedy_tokens_other_than_those_of_generate_are_noticed(make, shape, tied):
+def test_greedy_tokens_equal_those_of_generate(make, shape, tied):
     trainer = make(shape, tied, top_k=1)
     prompts = trainer.tokenize(tiny.PROMPTS)
     assert len({len(ids) for ids in prompts}) > 3, "the prompts are ragged"
@@ -48,7 +48,7 @@ def test_greedy_tokens_other_than_those_of_generate_are_noticed(make, shape, tie
     print(f"\n{shape} tied={tied}: {sum(map(len, expected))} greedy tokens equal, gap {gap(trainer):.1e}")
 
 
-def test_a_second_end_token_that_does_not_end_a_completion_is_noticed(make, tmp_path):
+def test_a_second_end_token_ends_a_completion(make, tmp_path):
     model = student(tmp_path / "student")
     free = make(model=model, top_k=1)
     prompts = free.tokenize(tiny.PROMPTS)
@@ -63,10 +63,10 @@ def test_a_second_end_token_that_does_not_end_a_completion_is_noticed(make, tmp_
     assert completions == by_hf(trainer, prompts), "ended by the engine itself, not cut afterwards"
 
 
-def test_an_id_beyond_the_vocabulary_that_is_sampled_is_noticed(make, tmp_path):
+def test_an_id_beyond_the_vocabulary_is_never_sampled(make, tmp_path):
     model = student(tmp_path / "student", vocab_size=320)
     with torch.no_grad():
-        model.lm_head.weight[259:] = 8 * model.lm_head.weight[:61]  # the ids without a token are the likeliest
+        model.lm_head.weight[259:] = 8 * model.lm_head.weight[:61]  # the ids without a token are the most likely
     trainer = make(model=model, teacher_model=tiny.qwen2(48, seed=1, vocab_size=320))
     prompts = trainer.tokenize(tiny.PROMPTS) * 4
     free = trainer.rollout.complete(prompts, 0)
@@ -79,8 +79,8 @@ def test_an_id_beyond_the_vocabulary_that_is_sampled_is_noticed(make, tmp_path):
     assert gap(trainer) < 1e-4, "log-probabilities are those before the mask"
 
 
-def test_a_model_runner_that_does_not_mask_unknown_ids_is_noticed(monkeypatch):
-    """vLLM has two; the second, which it takes where there is Triton, has a loader and a base class of its own."""
+def test_both_model_runners_mask_unknown_ids(monkeypatch):
+    """vLLM has two model runners; the second, used where there is Triton, has a loader and a base class of its own."""
     second_runner = "vllm.v1.worker.gpu.sample.logits_processor"
     loader = pytest.importorskip(
         f"{second_runner}.loader", reason="the second takes no logits processors in this version"
@@ -92,7 +92,7 @@ def test_a_model_runner_that_does_not_mask_unknown_ids_is_noticed(monkeypatch):
     *_, first = build_logitsprocs(config, torch.device("cpu"), False, False, [kind]).non_argmax_invariant
     (second,) = loader.build_custom_logits_processors(config, state, False, [kind])
     loader.build_custom_logits_processors_params_validator([kind])(SamplingParams())
-    assert second.add_request(0, SamplingParams()) is True, "else it is left out"
+    assert second.add_request(0, SamplingParams()) is True, "else the processor is skipped"
     second.apply_staged_writes()
 
     for masked in (first.apply(torch.zeros(2, 8)), second.apply(torch.zeros(2, 8), None)):
@@ -104,7 +104,7 @@ def test_a_model_runner_that_does_not_mask_unknown_ids_is_noticed(monkeypatch):
     assert alone.apply(torch.zeros(2, 8)).isneginf().sum() == 6, "a version that has the first runner only"
 
 
-def test_sampling_options_that_do_not_reach_vllm_are_noticed(make):
+def test_sampling_options_reach_vllm(make):
     trainer = make(temperature=1.9, generation_kwargs={"min_tokens": 16})
     prompts = trainer.tokenize(tiny.PROMPTS)
     hot, again = trainer.complete(prompts), trainer.complete(prompts)
@@ -114,7 +114,7 @@ def test_sampling_options_that_do_not_reach_vllm_are_noticed(make):
     assert trainer.rollout._sampling["temperature"] == 1.9
 
 
-def test_a_pattern_that_does_not_bind_the_completions_is_noticed(make, tmp_path):
+def test_completions_match_the_given_pattern(make, tmp_path):
     trainer = make(vllm_structured_outputs_regex="[0-9]{3}")
 
     completions = trainer.complete(trainer.tokenize(tiny.PROMPTS))
@@ -123,7 +123,7 @@ def test_a_pattern_that_does_not_bind_the_completions_is_noticed(make, tmp_path)
     assert all(len(text) == 3 and text.isdigit() for text in texts), texts
 
 
-def test_answers_to_other_prompts_are_noticed(make, monkeypatch):
+def test_answers_to_other_prompts_are_an_error(make, monkeypatch):
     trainer = make()
     prompts = trainer.tokenize(tiny.PROMPTS)
     trainer.complete(prompts)
@@ -135,7 +135,7 @@ def test_answers_to_other_prompts_are_noticed(make, monkeypatch):
         trainer.complete(prompts)
 
 
-def test_rollouts_that_move_the_random_state_of_training_at_construction_are_noticed(make):
+def test_building_a_rollout_preserves_the_random_state(make):
     torch.manual_seed(3)
     make(seed=11, vllm_sync_check="every")
     with_vllm = torch.rand(1)
@@ -144,7 +144,7 @@ def test_rollouts_that_move_the_random_state_of_training_at_construction_are_not
     assert torch.equal(torch.rand(1), with_vllm)
 
 
-def test_a_context_shorter_than_the_models_that_is_not_heeded_is_noticed(make):
+def test_a_context_shorter_than_the_students_limits_prompts_and_completions(make):
     with pytest.raises(ValueError, match=r"row 1 of train_dataset has 10 tokens.*context of 24"):
         make(vllm_max_model_length=24)
     short = make(vllm_max_model_length=24, overlong_prompts="drop")
@@ -153,7 +153,7 @@ def test_a_context_shorter_than_the_models_that_is_not_heeded_is_noticed(make):
 
 
 class _Forgetful:
-    """What releases memory on a GPU. Here it only loses what would be lost; saving and restoring buffers is vLLM's."""
+    """Stands in for the sleep backend of a GPU: only loses what would be lost; vLLM saves and restores buffers."""
 
     def __init__(self, model):
         self.seen, self._model = [], model
@@ -168,7 +168,7 @@ class _Forgetful:
 
 
 @pytest.mark.parametrize(("kind", "level"), [("full", 2), ("adapter", 1)])
-def test_a_rollout_with_weights_lost_in_sleep_is_noticed(make, monkeypatch, kind, level):
+def test_a_rollout_after_sleep_has_all_weights_again(make, monkeypatch, kind, level):
     shared = backend.VLLMEngine
     monkeypatch.setattr(backend, "why_no_sleep_mode", lambda: None)
     monkeypatch.setattr(backend, "VLLMEngine", lambda options: shared(replace(options, sleep_mode=False)))
@@ -190,8 +190,8 @@ def test_a_rollout_with_weights_lost_in_sleep_is_noticed(make, monkeypatch, kind
     trainer.rollout._wake("kv_cache")
 
 
-def test_an_engine_that_takes_process_groups_along_is_noticed(make, tmp_path):
-    """As in a notebook, where one trainer follows the other."""
+def test_closing_an_engine_leaves_process_groups_alive(make, tmp_path):
+    """As in a notebook, where one trainer follows another."""
     trainer = make(top_k=1)
     prompts = trainer.tokenize(tiny.PROMPTS)
     expected = trainer.complete(prompts)

@@ -1,4 +1,4 @@
-"""Students of which vLLM has another picture than transformers: experts in parts, layers fused, classes borrowed."""
+"""Students that vLLM holds differently from transformers: split experts, fused layers, borrowed classes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 from contextlib import nullcontext
 
 import pytest
-import seers
 import tiny
 import torch
+import vision_language
 
 pytest.importorskip("vllm")
 
@@ -40,7 +40,7 @@ def neox():
 
 
 @pytest.mark.parametrize("shape", ["mixtral", "gpt_neox"])
-def test_weights_under_other_names_than_those_of_a_checkpoint_are_noticed(tmp_path, shape):
+def test_weights_are_sent_under_the_names_of_a_checkpoint(tmp_path, shape):
     """transformers keeps the experts of a layer in one tensor; vLLM reads them one by one and leaves out the rest."""
     model = student(tmp_path, shape) if shape == "mixtral" else neox()
     model.save_pretrained(tmp_path)
@@ -67,7 +67,7 @@ def move(trainer):
             part.mul_(1.3) if part.requires_grad else None
 
 
-def test_experts_that_an_engine_is_sent_but_does_not_compute_with_are_noticed(make, monkeypatch):
+def test_an_engine_computes_with_the_experts_it_is_sent(make, monkeypatch):
     make()  # an engine without experts, as the first of the process
     trainer = make("mixtral")
     prompts = trainer.tokenize(tiny.PROMPTS)
@@ -82,7 +82,7 @@ def test_experts_that_an_engine_is_sent_but_does_not_compute_with_are_noticed(ma
         patch.setattr(VLLMEngine, "load", lambda self, weights: load(self, breaking(weights)))
         with pytest.raises(RuntimeError, match="the engine broke"):
             trainer.complete(prompts)
-    gap(trainer)  # the engine still writes something
+    gap(trainer)  # the engine still generates something
     trainer.complete(prompts)
     assert gap(trainer) <= 1e-4
 
@@ -97,7 +97,7 @@ def breaking(weights):
 @pytest.mark.parametrize(
     ("shape", "layers"), [("mixtral", ["q_proj"]), ("mixtral", "all-linear"), ("gpt_bigcode", "all-linear")]
 )
-def test_an_adapter_that_vllm_cannot_hold_and_is_not_worked_in_is_noticed(make, shape, layers):
+def test_an_adapter_on_layers_vllm_does_not_support_is_merged(make, shape, layers):
     trainer = make(shape, peft_config=lora(target_modules=layers))
     assert trainer.rollout._mode == "full"
     trainer.complete(trainer.tokenize(tiny.PROMPTS))
@@ -115,15 +115,15 @@ def test_an_adapter_that_vllm_cannot_hold_and_is_not_worked_in_is_noticed(make, 
         ("qwen3_moe", "self_attn.q_proj", "runs a mixture of experts by Triton"),
     ],
 )
-def test_a_layer_that_takes_no_adapter_in_vllm_is_noticed_before_an_engine_is_built(family, layer, why):
+def test_layers_without_adapter_support_are_known_before_an_engine_is_built(family, layer, why):
     config = AutoConfig.for_model(family)
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     found = why_no_adapter(config, "auto", [f"model.layers.0.{layer}"])
     assert found is None if why is None else why in found
 
 
-def test_a_students_class_that_vllm_has_changed_is_noticed(make, tmp_path):
-    """Starcoder 2 is one of those that vLLM has no model of, and makes one of transformers' own class, in place."""
+def test_vllm_leaves_the_class_of_a_student_unchanged(make, tmp_path):
+    """vLLM has no model of its own for Starcoder 2, and adapts the class of transformers in place."""
     before, bases = dict(vars(Starcoder2Model)), Starcoder2Model.__bases__
     for name in "ab":
         model = student(tmp_path / name, "starcoder2")
@@ -134,7 +134,7 @@ def test_a_students_class_that_vllm_has_changed_is_noticed(make, tmp_path):
         assert Starcoder2Model.__bases__ == bases
 
 
-def test_changes_to_a_class_that_outlive_an_error_or_get_lost_are_noticed():
+def test_changes_to_a_class_are_undone_on_error_and_restored_by_retyped():
     class Root(nn.Module):
         def says(self):
             return "root"
@@ -166,10 +166,10 @@ def test_changes_to_a_class_that_outlive_an_error_or_get_lost_are_noticed():
 
 @pytest.fixture
 def reader(tmp_path):
-    """Saves a student that also sees, and loads it again."""
+    """Saves a vision-language student, and loads it again."""
 
     def reader(family):
-        model = seers.seer(family, 64, 0, num_attention_heads=2, head_dim=32)
+        model = vision_language.vision_language_model(family, 64, 0, num_attention_heads=2, head_dim=32)
         model.save_pretrained(tmp_path / "student")
         return AutoModelForImageTextToText.from_pretrained(tmp_path / "student")
 
@@ -177,7 +177,7 @@ def reader(tmp_path):
 
 
 @pytest.mark.parametrize("sync", ["full", "adapter"])
-def test_a_student_that_also_sees_is_not_written_for_by_the_engine_or_writes_what_stands_for_an_image(
+def test_a_vision_language_student_is_synced_and_writes_no_placeholder(
     make,
     reader,
     sync,
@@ -194,15 +194,15 @@ def test_a_student_that_also_sees_is_not_written_for_by_the_engine_or_writes_wha
 
     head = trainer.model.get_output_embeddings().weight
     with torch.no_grad():
-        head[seers.PLACEHOLDER] = 3 * head[before[0][0]]
+        head[vision_language.PLACEHOLDER] = 3 * head[before[0][0]]
     trainer.rollout._base_sent = None
     written = trainer.complete(prompts)
-    assert all(seers.PLACEHOLDER not in ids for ids in written)
+    assert all(vision_language.PLACEHOLDER not in ids for ids in written)
 
 
 @pytest.mark.parametrize("where", ["", "language_model", "model.text"])
-def test_a_head_of_its_own_that_is_not_sent_is_noticed(where):
-    """As of Gemma 3, whose part for text vLLM has in a module of its own."""
+def test_a_separate_head_is_found_at_any_depth(where):
+    """As in Gemma 3, whose language model vLLM has in a module of its own."""
     root = inner = nn.Module()
     for name in filter(None, where.split(".")):
         inner.add_module(name, nn.Module())
@@ -218,17 +218,17 @@ def test_a_head_of_its_own_that_is_not_sent_is_noticed(where):
         ("Gemma2ForCausalLM", False),
         ("CohereForCausalLM", False),
         ("Qwen2ForCausalLM", True),
-        ("MistralForCausalLM", True),  # by what it is made of
+        ("MistralForCausalLM", True),  # through its base class
         ("Idefics3ForConditionalGeneration", True),
         ("Unheard", True),
     ],
 )
-def test_a_head_that_a_server_refuses_or_misses_is_noticed(architecture, there):
+def test_architectures_that_may_have_a_separate_head_are_known(architecture, there):
     assert may_have_head(PretrainedConfig(architectures=[architecture], name_or_path="student")) is there
 
 
 @pytest.mark.refusal
-def test_a_library_that_vllm_misses_for_an_architecture_is_not_left_to_be_found_out(make, reader, monkeypatch):
+def test_a_library_missing_for_an_architecture_is_named_at_construction(make, reader, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.delitem(sys.modules, "vllm.model_executor.models.gemma3_mm", raising=False)
     with pytest.raises(ValueError, match=r"does not start an engine for .*torchvision"):
@@ -236,7 +236,7 @@ def test_a_library_that_vllm_misses_for_an_architecture_is_not_left_to_be_found_
 
 
 @pytest.mark.refusal
-def test_an_architecture_that_vllm_does_not_know_is_refused_and_spoils_no_other_engine(make, tmp_path, monkeypatch):
+def test_an_unknown_architecture_is_refused_and_later_engines_work(make, tmp_path, monkeypatch):
     monkeypatch.setattr(backend, "VLLMEngine", VLLMEngine)
     with pytest.raises(ValueError, match=r"does not start an engine .*are not supported for now") as error:
         make("phimoe")

@@ -1,4 +1,4 @@
-"""What cannot work with vLLM is refused at construction, in words that say what to do instead."""
+"""Setups that cannot work with vLLM are refused at construction, with what to do instead."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.vllm
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_an_option_that_cannot_work_with_vllm_is_noticed(make, given, message):
+def test_an_option_that_cannot_work_with_vllm_is_refused(make, given, message):
     with pytest.raises(ValueError, match=message):
         make(**given)
 
 
 @pytest.mark.refusal
-def test_a_student_whose_weights_cannot_be_sent_is_noticed():
+def test_a_student_whose_weights_cannot_be_sent_is_refused():
     model = tiny.qwen2()
     model.is_quantized = True
     host = LoneHost(model, PromptLimits(vocabulary=tiny.VOCABULARY, context=256, completion=16))
@@ -50,7 +50,7 @@ def test_a_student_whose_weights_cannot_be_sent_is_noticed():
 
 
 @pytest.mark.refusal
-def test_a_checkpoint_of_another_shape_than_the_students_is_noticed(make, tmp_path):
+def test_a_checkpoint_of_another_shape_than_the_student_is_refused(make, tmp_path):
     tiny.qwen2(64, num_hidden_layers=3).save_pretrained(tmp_path / "other")
     model = student(tmp_path / "student")
     model.name_or_path = str(tmp_path / "other")
@@ -59,8 +59,8 @@ def test_a_checkpoint_of_another_shape_than_the_students_is_noticed(make, tmp_pa
 
 
 @pytest.mark.refusal
-def test_a_quantized_checkpoint_of_a_student_that_is_not_is_noticed(make, tmp_path):
-    """As with `FineGrainedFP8Config(dequantize=True)`: vLLM would pack what it is sent as the checkpoint was packed."""
+def test_a_quantized_checkpoint_of_an_unquantized_student_is_refused(make, tmp_path):
+    """As with `FineGrainedFP8Config(dequantize=True)`: vLLM would quantize the weights it is sent."""
     model = student(tmp_path / "student")
     config = tmp_path / "student" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
@@ -69,7 +69,7 @@ def test_a_quantized_checkpoint_of_a_student_that_is_not_is_noticed(make, tmp_pa
 
 
 @pytest.mark.refusal
-def test_an_adapter_that_is_not_lora_is_noticed(make):
+def test_an_adapter_that_is_not_lora_is_refused(make):
     from peft import IA3Config
 
     config = IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
@@ -77,7 +77,7 @@ def test_an_adapter_that_is_not_lora_is_noticed(make):
         make(peft_config=config)
 
 
-def test_a_version_that_pip_installs_is_refused():
+def test_the_supported_versions_are_those_that_pip_installs():
     config = configparser.ConfigParser()
     config.read(Path(__file__).resolve().parents[2] / "setup.cfg")
     assert supported() == Requirement(config["options.extras_require"]["vllm"]).specifier

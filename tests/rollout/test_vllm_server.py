@@ -1,4 +1,4 @@
-"""A vLLM server speaks for the student as an engine in the process does; weights come over TCP here, not NCCL."""
+"""A vLLM server generates for the student as an engine in the process does; weights are sent over TCP, not NCCL."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 HERE = Path(__file__).parent
 
 
-def test_what_a_server_writes_other_than_generate_is_noticed(serve, tmp_path):
+def test_tokens_of_a_server_equal_those_of_generate(serve, tmp_path):
     model = student(tmp_path / "student", tied=True)
     free = serve(model=model, top_k=1)
     prompts = free.tokenize(tiny.PROMPTS)
@@ -48,7 +48,7 @@ def test_what_a_server_writes_other_than_generate_is_noticed(serve, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["everything", "adapter"])
-def test_a_server_that_lags_behind_the_student_is_noticed(serve, kind):
+def test_a_server_has_the_weights_of_each_step(serve, kind):
     watch = Watch()
     trainer = serve(max_steps=3, peft_config=None if kind == "everything" else lora(), callbacks=[watch])
     watch.attach(trainer)
@@ -56,7 +56,7 @@ def test_a_server_that_lags_behind_the_student_is_noticed(serve, kind):
     trainer.train()
 
     assert len(watch.stale) == 3
-    assert min(watch.stale) > 1e-2, "every step moves the student so far that a server without it is found out"
+    assert min(watch.stale) > 1e-2, "every step moves the student enough to show in a server without it"
     assert max(watch.synced) <= 1e-4
     print(f"\nserver, {kind}: {max(watch.synced):.1e}")
     logged = [row for row in trainer.state.log_history if "sync/bytes" in row]
@@ -91,7 +91,7 @@ def test_weights_that_do_not_arrive_are_detected(serve, monkeypatch):
         with pytest.raises(SyncError, match="It looks stale"):
             trainer.complete(prompt)
     trainer.complete(prompt)
-    assert gap(trainer) <= 1e-4, "and it is not taken for sent"
+    assert gap(trainer) <= 1e-4, "and it does not count as sent"
 
     with monkeypatch.context() as patch:
         patch.setattr(ServerClient, "forget_prefixes", lambda self: None)
@@ -102,7 +102,7 @@ def test_weights_that_do_not_arrive_are_detected(serve, monkeypatch):
             trainer.complete(prompt)
 
 
-def test_a_server_in_another_precision_that_goes_unsaid_is_noticed(serve, monkeypatch, caplog):
+def test_a_server_in_another_precision_is_warned_about(serve, monkeypatch, caplog):
     facts = ServerClient.facts
     monkeypatch.setattr(ServerClient, "facts", lambda self: replace(facts(self), dtype=torch.bfloat16))
     trainer = serve()
@@ -111,11 +111,11 @@ def test_a_server_in_another_precision_that_goes_unsaid_is_noticed(serve, monkey
     trainer.complete(trainer.tokenize(tiny.PROMPTS))
     whole = sum(weight.base.nbytes for weight in weight_sync.weights_of(trainer.model))
     logged = trainer._metrics[trainer._mode]
-    assert logged["sync/bytes"] == [whole / 2], "rounded before the way"
-    assert logged["rollout/logprob_gap"][0] > 1e-4, "held to the precision of the server"
+    assert logged["sync/bytes"] == [whole / 2], "rounded before sending"
+    assert logged["rollout/logprob_gap"][0] > 1e-4, "checked at the precision of the server"
 
 
-def test_options_that_do_not_reach_a_server_are_noticed(serve, monkeypatch):
+def test_options_reach_a_server(serve, monkeypatch):
     trainer = serve(vllm_structured_outputs_regex="[0-9]{3}", generation_kwargs={"seed": 3})
     prompts = trainer.tokenize(tiny.PROMPTS)
     texts = trainer.processing_class.batch_decode(trainer.complete(prompts), skip_special_tokens=True)
@@ -152,19 +152,19 @@ def test_options_that_do_not_reach_a_server_are_noticed(serve, monkeypatch):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_an_option_that_cannot_work_with_a_server_is_noticed(serve, given, message):
+def test_an_option_that_cannot_work_with_a_server_is_refused(serve, given, message):
     with pytest.raises(ValueError, match=message):
         serve(**given)
 
 
-def test_a_device_that_cannot_send_weights_is_noticed(make, server):
+def test_a_device_that_cannot_send_weights_is_refused(make, server):
     with pytest.raises(ValueError, match=r"needs a CUDA device, got 'cpu'.*Set `vllm_mode='colocate'`"):
         make(tied=True, **server)
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(SECONDS + 60)
-def test_processes_with_unequal_prompts_that_get_each_others_completions_are_noticed(server, tmp_path):
+def test_processes_with_unequal_prompts_get_their_own_completions(server, tmp_path):
     student(tmp_path / "student", tied=True, seed=7)
     options = json.dumps({**server, "vllm_group_port": free_port()})
     launch("fsdp2", HERE / "vllm_served.py", tmp_path, options)
@@ -179,4 +179,4 @@ def test_processes_with_unequal_prompts_that_get_each_others_completions_are_not
     assert [len(found["completions"]) for found in results] == [3, 1]
     assert len({tuple(ids) for found in results for ids in found["completions"]}) == 4, "they can be told apart"
     assert "answered 400" in results[0]["error"], "the server was asked for more than its context"
-    assert results[1]["error"] == results[0]["error"], "although only the main process speaks with the server"
+    assert results[1]["error"] == results[0]["error"], "although only the main process talks to the server"

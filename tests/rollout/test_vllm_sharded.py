@@ -1,4 +1,4 @@
-"""A student split over two processes by ZeRO-3 or FSDP2, with a vLLM engine in each: one launch for each."""
+"""A student sharded over two processes by ZeRO-3 or FSDP2, with a vLLM engine in each: one launch per strategy."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ SCRIPT = Path(__file__).parent / "vllm_sharded.py"
 
 
 MODES = {"full": "full", "merged": "full", "adapter": "adapter"}
-"""How each variant of the script has to send its weights."""
+"""How each variant of the script must send its weights."""
 VARIANTS = {"zero3": ("full", "adapter"), "fsdp2": ("merged", "adapter")}
-"""Of each strategy. FSDP2 works an adapter in as shards, ZeRO-3 as whole tensors; `"merged"` sends all, as `"full"`."""
+"""Of each strategy. FSDP2 merges an adapter in shards, ZeRO-3 in whole tensors; `"merged"` sends all, as `"full"`."""
 
 
 @pytest.mark.distributed
 @pytest.mark.vllm
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("strategy", VARIANTS)
-def test_engines_that_do_not_get_the_whole_of_a_split_student_are_noticed_and_one_that_fails_ends_both(
-    tmp_path, strategy
-):
+def test_engines_get_all_of_a_sharded_student_and_one_failure_ends_both_processes(tmp_path, strategy):
     tiny.qwen2(64, seed=0).save_pretrained(tmp_path / "student")
     names, quiet = VARIANTS[strategy], {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     printed = launch(strategy, SCRIPT, tmp_path, *names, status=1, **quiet)
@@ -44,9 +42,9 @@ def test_engines_that_do_not_get_the_whole_of_a_split_student_are_noticed_and_on
         assert len(results[name]["gaps"]) == 3, "a sync before each of three steps"
         assert max(results[name]["gaps"]) <= 1e-4
     first, *later = results["adapter"]["bytes"]
-    assert first > later[0], "the base goes along once"
+    assert first > later[0], "the base is sent once"
     assert later == [results["adapter bytes"]] * 2
-    if strategy == "fsdp2":  # what is written to the shards of ZeRO-3 by hand leaves no trace
+    if strategy == "fsdp2":  # writes to the shards of ZeRO-3 by hand leave no trace
         assert results["noticed"] == {"a rollout": False, "the adapter": True, "the base": True, "loading": True}
     assert results["announced"]
     assert results["fault"] == ["an error", "an error"], "although only one engine was wrong"

@@ -1,4 +1,4 @@
-"""The engine speaks for the student as it is now, a sync that failed is detected, and the student is never touched."""
+"""The engine has the student's current weights, a failed sync is detected, and the student is never changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = [
     for kind in (None, "adapter", "full")
     for tied in (False, True)
 ]
-"""What is trained and sent: everything, or a LoRA adapter in one of two ways."""
+"""The weights that are trained and sent: all, or a LoRA adapter in one of two ways."""
 
 
 def of_kind(make, kind, tied, **given):
@@ -37,7 +37,7 @@ def of_kind(make, kind, tied, **given):
 
 
 class Watch(TrainerCallback):
-    """Measures the gap when weights have moved but were not sent, and when something was written with them."""
+    """Measures the gap after each step, before the new weights are sent, and after each rollout."""
 
     def attach(self, trainer):
         self.stale, self.synced, self._trainer, complete = [], [], trainer, trainer.rollout.complete
@@ -54,7 +54,7 @@ class Watch(TrainerCallback):
 
 
 @pytest.mark.parametrize(("kind", "tied"), KINDS)
-def test_an_engine_that_lags_behind_the_student_is_noticed(make, tmp_path, kind, tied):
+def test_an_engine_has_the_weights_of_each_step(make, tmp_path, kind, tied):
     watch = Watch()
     trainer = of_kind(
         make, kind, tied, max_steps=5, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
@@ -65,7 +65,7 @@ def test_an_engine_that_lags_behind_the_student_is_noticed(make, tmp_path, kind,
     trainer.train()
 
     assert len(watch.stale) == 5
-    assert min(watch.stale) > 1e-2, "every step moves the student so far that an engine without it is found out"
+    assert min(watch.stale) > 1e-2, "every step moves the student enough to show in an engine without it"
     assert max(watch.synced) <= 1e-4
     steps = max(watch.synced)
 
@@ -93,7 +93,7 @@ def test_an_engine_that_lags_behind_the_student_is_noticed(make, tmp_path, kind,
         assert {row["eval_sync/bytes"] for row in logged} == {4 * size}, "the adapter in float32 and nothing else"
 
 
-def test_weights_exchanged_by_hand_without_a_step_that_are_not_sent_are_noticed(make, tmp_path):
+def test_weights_changed_by_hand_without_a_step_are_sent(make, tmp_path):
     trainer = make(peft_config=lora())
     prompt = trainer.tokenize(["why?"])
     trainer.complete(prompt)
@@ -117,7 +117,7 @@ def test_weights_exchanged_by_hand_without_a_step_that_are_not_sent_are_noticed(
     assert gap(trainer) <= 1e-4, "the base under the adapter"
 
 
-def test_a_sync_that_nothing_called_for_is_noticed(make, monkeypatch):
+def test_weights_are_sent_only_when_they_moved_or_on_request(make, monkeypatch):
     trainer = make(eval_dataset=tiny.rows(4), per_device_eval_batch_size=1)
     calls = []
     load = VLLMEngine.load
@@ -131,7 +131,7 @@ def test_a_sync_that_nothing_called_for_is_noticed(make, monkeypatch):
     assert len(calls) == 2, "and one that was asked for"
 
 
-def test_a_student_object_whose_checkpoint_is_older_than_it_is_noticed(make, tmp_path):
+def test_a_student_that_is_newer_than_its_checkpoint_is_sent(make, tmp_path):
     model = student(tmp_path / "student")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(3)
@@ -146,7 +146,7 @@ def test_a_student_object_whose_checkpoint_is_older_than_it_is_noticed(make, tmp
 
 
 def moved(trainer):
-    """A trainer whose engine once held its weights, and which has been trained further."""
+    """A trainer whose weights have moved since its engine received them."""
     trainer.complete(trainer.tokenize(["a"]))
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -173,12 +173,12 @@ def test_a_sync_that_does_nothing_is_detected(make, monkeypatch, tied):
     trainer = moved(make(tied=tied))
     monkeypatch.setattr(VLLMEngine, "load", drained)
     assert "It looks stale" in message(trainer)
-    assert trainer.rollout._sent is None, "and it is not taken for sent"
+    assert trainer.rollout._sent is None, "and it does not count as sent"
     monkeypatch.undo()
 
 
 def test_a_first_sync_that_does_nothing_is_detected(make, monkeypatch):
-    make().complete([[5, 6]])  # the engine holds what an earlier student was
+    make().complete([[5, 6]])  # the engine holds the weights of an earlier student
     trainer = make()
     with torch.no_grad():
         trainer.model.lm_head.weight.mul_(-1)
@@ -192,7 +192,7 @@ def test_an_adapter_that_never_arrives_is_detected(make, monkeypatch):
     assert "It looks like a missing adapter" in message(trainer)
 
 
-def test_an_adapter_that_stays_the_old_one_is_detected(make, monkeypatch):
+def test_a_stale_adapter_is_detected(make, monkeypatch):
     trainer = moved(make(peft_config=lora()))
     monkeypatch.setattr(VLLMEngine, "load_adapter", lambda self, layers: None)
     assert "It looks stale" in message(trainer)
@@ -215,7 +215,7 @@ def test_a_tied_head_that_is_not_sent_is_detected(make, monkeypatch):
     assert "It looks like a tied head" in message(trainer)
 
 
-def test_weights_rounded_on_their_way_are_detected(make, monkeypatch):
+def test_weights_rounded_in_transit_are_detected(make, monkeypatch):
     trainer = moved(make())
     load = VLLMEngine.load
 
@@ -226,8 +226,8 @@ def test_weights_rounded_on_their_way_are_detected(make, monkeypatch):
     assert "It looks like a dtype" in message(trainer)
 
 
-def test_weights_in_half_precision_rounded_further_on_their_way_are_detected(make, tmp_path, monkeypatch):
-    """The largest difference is as large with nothing wrong: rounding is nats where the model is sure."""
+def test_half_precision_weights_rounded_further_in_transit_are_detected(make, tmp_path, monkeypatch):
+    """The largest difference does not show it: where the model is confident, mere rounding is nats."""
     trainer = make(model=half(tmp_path / "student"))
     trainer.complete(trainer.tokenize(tiny.PROMPTS))
     load = VLLMEngine.load
@@ -248,7 +248,7 @@ def test_a_prefix_cache_that_survives_a_sync_is_detected(make, monkeypatch):
 
 
 @pytest.mark.parametrize(("check", "proofs"), [("every", 3), ("first", 1), ("never", 0)])
-def test_proofs_at_other_times_than_asked_for_are_noticed(make, check, proofs):
+def test_the_sync_check_option_decides_when_proofs_run(make, check, proofs):
     trainer = make(vllm_sync_check=check)
     for _ in range(3):
         trainer.rollout.sync_weights()
@@ -265,7 +265,7 @@ def half(folder, **overrides):
 
 
 @pytest.mark.parametrize("kind", ["adapter", "full"])
-def test_a_base_that_syncs_wear_off_is_noticed(make, tmp_path, kind, monkeypatch):
+def test_a_hundred_syncs_leave_the_base_bit_identical(make, tmp_path, kind, monkeypatch):
     model = half(tmp_path / "student")
     trainer = make(model=model, peft_config=lora(), vllm_weight_sync=kind, vllm_sync_check="first")
     before = {name: part.detach().clone() for name, part in trainer.model.named_parameters()}
@@ -284,7 +284,7 @@ def test_a_base_that_syncs_wear_off_is_noticed(make, tmp_path, kind, monkeypatch
     for name, part in trainer.model.named_parameters():
         assert torch.equal(part, before[name]), name
     assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
-    trainer.rollout._proof.check()  # the engine is well again after the error
+    trainer.rollout._proof.check()  # the engine works again after the error
     if kind == "adapter":
         size = sum(part.numel() for name, part in before.items() if "lora_" in name)
         sent = trainer._metrics["train"]["sync/bytes"][-1]
@@ -293,7 +293,7 @@ def test_a_base_that_syncs_wear_off_is_noticed(make, tmp_path, kind, monkeypatch
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["float32", "packed"])
-def test_weights_of_a_sync_that_broke_off_that_stay_are_noticed(make, tmp_path, monkeypatch, packed):
+def test_a_sync_after_an_aborted_one_sends_all_weights(make, tmp_path, monkeypatch, packed):
     """As on a processor with AMX, where vLLM packs weights in half precision and leaves empty parameters behind."""
     if packed:
         monkeypatch.setattr(layers, "check_cpu_sgl_kernel", lambda rows, columns, dtype: dtype == torch.bfloat16)
@@ -345,7 +345,7 @@ def fails_halfway(sends, reached=9):
     ],
     ids=["dora", "modules_to_save", "bias", "rank"],
 )
-def test_an_adapter_vllm_cannot_hold_that_is_not_worked_into_the_weights_is_noticed(make, overrides, why):
+def test_an_adapter_of_a_kind_vllm_does_not_support_is_merged(make, overrides, why):
     trainer = make(peft_config=lora(**overrides))
     assert trainer.rollout._mode == "full"
     assert why in weight_sync.chosen_sync("auto", trainer.model, backend.LORA_RANKS)[1]
@@ -362,8 +362,8 @@ def test_an_adapter_vllm_cannot_hold_that_is_not_worked_into_the_weights_is_noti
 
 
 @pytest.mark.parametrize("shape", ["qwen2", "llama"])
-def test_ranks_and_factors_of_single_layers_that_get_lost_are_noticed(make, shape):
-    """Llama names its head as one that an adapter may reach, and vLLM cannot score prompts with one that it may."""
+def test_ranks_and_scales_of_single_layers_reach_the_engine(make, shape):
+    """vLLM lists Llama's head as a layer for adapters, and cannot score prompts where the head may have one."""
     config = lora(rank_pattern={"q_proj": 2, "down_proj": 7}, alpha_pattern={"v_proj": 11}, use_rslora=True)
     trainer = make(shape, tied=shape == "llama", peft_config=config)
     assert trainer.rollout._mode == "adapter"
@@ -371,7 +371,7 @@ def test_ranks_and_factors_of_single_layers_that_get_lost_are_noticed(make, shap
     assert gap(trainer) <= 1e-4
 
 
-def test_a_tied_head_without_a_name_of_its_own_is_noticed(tmp_path):
+def test_a_tied_head_is_sent_under_its_own_name(tmp_path):
     model = student(tmp_path / "student", tied=True)
     names = [weight.name for weight in weight_sync.weights_of(model)]
     assert names == list(model.state_dict())
@@ -379,7 +379,7 @@ def test_a_tied_head_without_a_name_of_its_own_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
-def test_weights_that_leave_their_gather_before_they_were_read_are_noticed(monkeypatch, split):
+def test_gathered_weights_are_copied_before_the_gather_ends(monkeypatch, split):
     """vLLM packs for NCCL on streams of its own, and keeps tensors of several buckets until a buffer is full."""
     done = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -409,8 +409,8 @@ def test_weights_that_leave_their_gather_before_they_were_read_are_noticed(monke
     assert aliased == [not split] * 3, "what was gathered is given back, so it is copied"
 
 
-def test_noise_that_is_no_number_and_outlives_the_first_sync_is_noticed(make, monkeypatch):
-    """The engine starts on whatever memory held before, and its attention reads past what a block holds."""
+def test_nans_in_initial_weights_do_not_outlive_the_first_sync(make, monkeypatch):
+    """The engine starts on uninitialised memory, and its attention reads past the filled part of a block."""
     asked = sync_proof.SyncProof.observe
 
     def poisoned(proof):

@@ -1,4 +1,4 @@
-"""Students saved as checkpoints, trainers that write with vLLM, and engines that are started once and handed on."""
+"""Students saved as checkpoints, trainers that generate with vLLM, and engines that are started once and shared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trl_opsd.rollout import vllm as backend
 from trl_opsd.rollout.base import cut_after_end
 
 _AT_ONCE = 3
-"""Engines that are kept: each holds a GiB of cache, and test files run side by side."""
+"""Maximum number of running engines: each holds a GiB of cache, and test files run side by side."""
 
 
 def _sized(config: type, width: int, seed: int, **overrides: Any) -> PreTrainedModel:
@@ -63,13 +63,13 @@ def student(folder: Path, shape: str = "qwen2", tied: bool = False, seed: int = 
 
 
 def lora(**overrides: Any) -> LoraConfig:
-    """An adapter that changes what the student says from the first step on, with a factor that is no power of two."""
+    """An adapter that changes the student's outputs from the start, with a scale that is no power of two."""
     options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": False}
     return LoraConfig(**{**options, **overrides})
 
 
 class _Engines:
-    """Starts an engine once for each kind. A trainer sends all of its weights anyway, so one may follow another."""
+    """Starts an engine once for each kind. A trainer sends all of its weights anyway, so trainers can share one."""
 
     def __init__(self) -> None:
         self._running: dict[Any, VLLMEngine] = {}
@@ -85,7 +85,7 @@ class _Engines:
         return engine
 
     def close(self, all_but: int = 0) -> None:
-        """Ends those that were not used for longest."""
+        """Closes the least recently used engines."""
         while len(self._running) > all_but:
             self._running.pop(next(iter(self._running))).close()
 
@@ -95,7 +95,7 @@ _ENGINES = _Engines()
 
 @contextmanager
 def shared_engines() -> Iterator[None]:
-    """Meanwhile a trainer gets an engine of its kind that is already running, if there is one; then all are closed."""
+    """Gives trainers a running engine of their kind, if there is one; closes all engines at the end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "VLLMEngine", _ENGINES)
         yield
@@ -103,7 +103,7 @@ def shared_engines() -> Iterator[None]:
 
 
 def trainer(folder: Path, shape: str = "qwen2", tied: bool = False, **given: Any) -> OPSDTrainer:
-    """A trainer of a saved student that writes with vLLM. Unknown keyword arguments go to its config."""
+    """A trainer of a saved student that generates with vLLM. Unknown keyword arguments go to its config."""
     names = set(inspect.signature(OPSDTrainer.__init__).parameters) & set(given)
     arguments = {name: given.pop(name) for name in names}
     model = arguments.pop("model", None) or student(folder / "student", shape, tied)
@@ -118,7 +118,7 @@ def trainer(folder: Path, shape: str = "qwen2", tied: bool = False, **given: Any
 
 
 def two_end_tokens(model: Any, unended: list[list[int]]) -> tuple[Any, set[int]]:
-    """Makes two tokens that end no completion yet the end tokens of a student, the first also the padding.
+    """Makes two tokens that so far end no completion the end tokens of a student, the first also the padding.
 
     They stand in the middle of different completions. Returns the tokenizer, and both ids.
     """
@@ -131,7 +131,7 @@ def two_end_tokens(model: Any, unended: list[list[int]]) -> tuple[Any, set[int]]
 
 
 def by_hf(trainer: OPSDTrainer, prompt_ids: list[list[int]]) -> list[list[int]]:
-    """What plain `generate` writes for the same trainer, with its options."""
+    """Completions of plain `generate` for the same trainer, with its options."""
     rollout = HFRollout()
     rollout.bind(trainer)
     return [cut_after_end(ids, trainer.eos_token_ids) for ids in rollout.complete(prompt_ids, 0)]
@@ -141,7 +141,7 @@ def by_hf(trainer: OPSDTrainer, prompt_ids: list[list[int]]) -> list[list[int]]:
 def gap(trainer: OPSDTrainer) -> float:
     """The largest difference, in nats, between the log-probabilities of engine and student for what the engine wrote.
 
-    Computed apart from the package's own proof: other prompts, each row by itself, nothing but the model's logits.
+    Computed independently of the package's own proof: other prompts, each row alone, only the model's logits.
     """
     prompts = trainer.tokenize(tiny.PROMPTS)
     options = {"max_tokens": 6, "ignore_eos": True, "logprobs": 0, "seed": 5}

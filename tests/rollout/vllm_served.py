@@ -1,4 +1,4 @@
-"""Run by two processes that share a student: both write with one vLLM server, and write down what they got."""
+"""Run by two processes with a sharded student: both generate with one vLLM server and record the completions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main(folder: Path, server: dict[str, object]) -> None:
         + [trainer.rollout._proof.check()],
     }
     try:
-        # Only the other process asks for too much, so the main one hears of it from the server.
+        # Only the other process asks for too much; the main one gets the server's error.
         trainer.rollout._engine.write(prompts, [{"max_tokens": 4 + 1000 * process}] * len(prompts))
     except ServerError as error:
         found["error"] = str(error)

@@ -1,6 +1,6 @@
-"""Run by two processes that share a student: trains with a vLLM engine in each, and writes down how far it was off.
+"""Run by two processes with a sharded student: trains with a vLLM engine in each and records its log-prob gaps.
 
-At last one of them fails while it sends weights.
+Finally one of them fails while it sends weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "merged": ("full", {"use_dora": True}),
     "adapter": ("auto", {}),
 }
-"""By name `vllm_weight_sync`, and what the student's adapter is, if it has one."""
+"""`vllm_weight_sync` by name, and the options of the student's adapter, if it has one."""
 
 
 def main(folder: Path, names: list[str]) -> None:
@@ -57,7 +57,7 @@ def main(folder: Path, names: list[str]) -> None:
             "split": is_split_model(trainer.accelerator.unwrap_model(trainer.model_wrapped)),
         }
     results["adapter bytes"] = adapter_bytes(trainer)
-    results["noticed"] = writes_that_are_noticed(trainer)
+    results["noticed"] = changes_that_are_sent(trainer)
     results["announced"] = announced_as_drawn(trainer)
     results["fault"] = fault_on_one(trainer)
     if trainer.accelerator.is_main_process:
@@ -71,8 +71,8 @@ def adapter_bytes(trainer: OPSDTrainer) -> int:
     return weight_sync.adapter_of(trainer.model, torch.float32, device, gathered)[1]
 
 
-def writes_that_are_noticed(trainer: OPSDTrainer) -> dict[str, bool]:
-    """After which changes of the student by hand its weights would be sent again; the base and the adapter."""
+def changes_that_are_sent(trainer: OPSDTrainer) -> dict[str, bool]:
+    """Which changes made to the student by hand would send its weights again."""
     trainer.rollout.sync_weights()
 
     def write_to(kind: str) -> None:
@@ -94,7 +94,7 @@ def writes_that_are_noticed(trainer: OPSDTrainer) -> dict[str, bool]:
 
 
 def announced_as_drawn(trainer: OPSDTrainer) -> bool:
-    """Whether names, dtypes and shapes are known before anything is gathered; a server has to be told them first."""
+    """Whether names, dtypes and shapes are known before anything is gathered, as a server needs them first."""
     stream = weight_sync.Stream(
         weight_sync.weights_of(trainer.model), torch.bfloat16, trainer.accelerator.device, trainer.gathered
     )
@@ -105,7 +105,7 @@ def announced_as_drawn(trainer: OPSDTrainer) -> bool:
 
 
 def fault_on_one(trainer: OPSDTrainer) -> list[str]:
-    """One process's engine gets a wrong adapter: all processes have to end with an error, and none may wait."""
+    """Sends a wrong adapter to the engine of one process: all processes must end with an error, and none may wait."""
     engine = trainer.rollout._engine
     load = engine.load_adapter
     if trainer.accelerator.process_index == 1:
@@ -121,7 +121,7 @@ def fault_on_one(trainer: OPSDTrainer) -> list[str]:
 
 
 def fail_on_one(trainer: OPSDTrainer) -> None:
-    """From now on, one process's engine takes no weights."""
+    """From now on, the engine of one process raises when weights are sent."""
 
     def fail(layers: Any) -> None:
         print(f"\nRAISES {time.time()}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Lets tests import what breaks processes."""
+"""Puts this folder on the path, so that tests can import `faults` and `pairs`."""
 
 from __future__ import annotations
 

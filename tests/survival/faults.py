@@ -1,4 +1,4 @@
-"""Breaks one process of several: its teacher, its student, its gradient, or a phase of its training."""
+"""Injects a fault into one of several processes: into its teacher, student or gradient, or a phase of its training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trl_opsd._compat.sharding import is_split, trained_parameters
 RANK = 1
 """The process that breaks."""
 STEP = 2
-"""The optimizer step, counted from 1, in which it does."""
+"""The optimizer step, counted from 1, in which it breaks."""
 
 
 def make_trainer(folder: Path, teacher: Any, **options: Any) -> OPSDTrainer:
@@ -39,15 +39,15 @@ def make_trainer(folder: Path, teacher: Any, **options: Any) -> OPSDTrainer:
     )
 
 
-def is_time(trainer: OPSDTrainer, steps: tuple[int, ...] = (STEP,), rank: int = RANK) -> bool:
+def must_break(trainer: OPSDTrainer, steps: tuple[int, ...] = (STEP,), rank: int = RANK) -> bool:
     """Whether this is the process and the step to break."""
     return trainer.accelerator.process_index == rank and trainer.state.global_step + 1 in steps
 
 
 def poison(trainer: OPSDTrainer, side: str, steps: tuple[int, ...] = (STEP,), rank: int = RANK) -> list[float]:
-    """Makes the teacher's states, the student's, or the gradient of the loss NaN; returns when, as a growing list.
+    """Makes the teacher's states, the student's, or the gradient of the loss NaN; returns a growing list of the times.
 
-    The side `"divergence"` gets an infinite sum with a finite gradient, which no check of a gradient would see.
+    The side `"divergence"` gets an infinite sum with a finite gradient, which no check of gradients would find.
     """
     compare, times = trainer.compare, []
 
@@ -55,7 +55,7 @@ def poison(trainer: OPSDTrainer, side: str, steps: tuple[int, ...] = (STEP,), ra
         return output * float("nan")
 
     def poisoned(student: Any, rollout: Any, targets: Any, num_items: Any) -> Any:
-        if not is_time(trainer, steps, rank):
+        if not must_break(trainer, steps, rank):
             return compare(student, rollout, targets, num_items)
         times.append(time.time())
         if side == "teacher":
@@ -75,7 +75,7 @@ def poison(trainer: OPSDTrainer, side: str, steps: tuple[int, ...] = (STEP,), ra
 
 
 def fail_in(trainer: OPSDTrainer, phase: str) -> None:
-    """Raises in one phase of one process, after saying on stderr when."""
+    """Raises in one phase of one process, after printing the time to stderr."""
     owner, name = {
         "complete": (trainer.rollout, "complete"),
         "teach": (trainer, "teach"),
@@ -86,7 +86,7 @@ def fail_in(trainer: OPSDTrainer, phase: str) -> None:
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         # A checkpoint is saved after its step.
-        if is_time(trainer, (STEP - 1, STEP) if phase == "save" else (STEP,)):
+        if must_break(trainer, (STEP - 1, STEP) if phase == "save" else (STEP,)):
             print(f"\nRAISES {time.time()}", file=sys.stderr, flush=True)
             raise RuntimeError(f"injected into {phase}")
         return act(*args, **kwargs)
@@ -95,11 +95,11 @@ def fail_in(trainer: OPSDTrainer, phase: str) -> None:
 
 
 def hang(trainer: OPSDTrainer) -> None:
-    """One process does not come back from a rollout, after saying on stderr when it began."""
+    """Makes one process hang in a rollout, after printing the time to stderr."""
     complete = trainer.rollout.complete
 
     def hanging(*args: Any, **kwargs: Any) -> Any:
-        if is_time(trainer):
+        if must_break(trainer):
             print(f"\nHANGS {time.time()}", file=sys.stderr, flush=True)
             time.sleep(3600)
         return complete(*args, **kwargs)
@@ -108,15 +108,15 @@ def hang(trainer: OPSDTrainer) -> None:
 
 
 class Watching(TrainerCallback):
-    """Keeps the weights of this process, whole or its shard of them, as they were before each step."""
+    """Keeps the weights of this process, whole or its shards, from before each step."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self.before: dict[int, list[Tensor]] = {}
 
     def now(self) -> list[Tensor]:
-        """As they are."""
-        # FSDP2 may have left some whole, after a forward that ended in an error.
+        """The current weights."""
+        # FSDP2 may have left some gathered, after a forward that raised.
         shares = (getattr(one, "ds_tensor", one) for one in trained_parameters(self._model).values())
         return [getattr(one, "to_local", lambda one=one: one)().detach().clone() for one in shares]
 
@@ -125,12 +125,12 @@ class Watching(TrainerCallback):
 
 
 def same(some: list[Tensor], others: list[Tensor]) -> bool:
-    """Bit by bit."""
+    """Whether all are bitwise equal."""
     return all(map(torch.equal, some, others))
 
 
 def trained_with_nan(folder: Path, teacher: Any, side: str, **options: Any) -> dict[str, Any]:
-    """What one process saw of a training in which another had a NaN in one step."""
+    """Results of this process in a training in which one process had a NaN in one step."""
     trainer = make_trainer(folder, teacher, **options)
     watching, times, error = Watching(trainer.model), poison(trainer, side), ""
     trainer.add_callback(watching)

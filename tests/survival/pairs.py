@@ -1,4 +1,4 @@
-"""Run as one process: has torch's elastic agent start two, again and again, and breaks one of them each time.
+"""Run as one process: has torch's elastic agent start two processes repeatedly, and breaks one of them each time.
 
 The agent is the one behind `torchrun` and `accelerate launch`; its processes are forked, so that imports are shared.
 """
@@ -28,7 +28,7 @@ PHASES = ("complete", "teach", "compare", "save")
 PATIENCE = 15
 """Seconds, as `ddp_timeout`, that one process waits for the other."""
 SECONDS = 120
-"""After which a process that still waits is ended, and says where it was."""
+"""Time limit after which a process that still waits prints its stack and ends."""
 
 
 def every_nan(folder: Path) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def every_nan(folder: Path) -> dict[str, Any]:
 
 
 def fails(folder: Path, phase: str) -> None:
-    """A script whose training fails, in a phase, of a NaN, or because one process hangs."""
+    """A script whose training fails: in a phase, because of a NaN, or because one process hangs."""
     patience = {"ddp_timeout": PATIENCE} if phase == "hang" else {}
     trainer = faults.make_trainer(folder, tiny.qwen2(48, seed=1), save_strategy="steps", save_steps=1, **patience)
     if phase == "nan":
@@ -51,7 +51,7 @@ def fails(folder: Path, phase: str) -> None:
 
 
 def script(what: str, folder: Path) -> Any:
-    """Ends as a script would: by SIGTERM, or with the hook for exceptions and a status."""
+    """Ends as a script would: on SIGTERM, or through `sys.excepthook` with a status."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not as the agent, which it was forked from
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     try:
@@ -62,7 +62,7 @@ def script(what: str, folder: Path) -> Any:
 
 
 def launched(what: str, folder: Path, strategy: str = "ddp") -> dict[str, Any]:
-    """What came of two processes: what they return, or which failed first; and when they had ended."""
+    """The results of two processes; or the rank that failed first, and when both had ended."""
     try:
         return {"returned": forks.launch(strategy, script, what, folder)}
     except ChildFailedError as error:

@@ -67,7 +67,7 @@ def check_skipped(each: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("launched", ["every nan", "every nan, fsdp2"])
 @pytest.mark.parametrize("variant", ["teacher", "student", "gradient", "gradient unclipped"])
-def test_a_nan_in_one_process_that_the_other_steps_along(pairs, variant, launched):
+def test_a_nan_in_one_process_stops_or_skips_the_step_of_both(pairs, variant, launched):
     returned = pairs[0][launched]["returned"]
     assert all(one["split"] == ("fsdp2" in launched) for one in returned["0"].values())
     side = variant.split()[0]
@@ -79,7 +79,7 @@ def test_a_nan_in_one_process_that_the_other_steps_along(pairs, variant, launche
 
 
 @pytest.mark.parametrize("phase", ["complete", "teach", "compare", "save"])
-def test_a_process_that_waits_for_one_that_failed_or_hides_why(pairs, phase):
+def test_a_failed_process_ends_both_and_its_error_is_shown(pairs, phase):
     results, folder = pairs
     printed = (folder / f"{phase}.err").read_text()
     assert results[phase]["first"] == 1, "the agent names the process that failed, not the one that lost its peer"
@@ -87,7 +87,7 @@ def test_a_process_that_waits_for_one_that_failed_or_hides_why(pairs, phase):
     check_one_traceback(printed, results[phase]["ended"], first=1)
 
 
-def test_an_error_in_both_processes_that_is_printed_twice(pairs):
+def test_an_error_in_both_processes_is_printed_once(pairs):
     results, folder = pairs
     printed = (folder / "nan.err").read_text()
     first = results["nan"]["first"]
@@ -96,7 +96,7 @@ def test_an_error_in_both_processes_that_is_printed_twice(pairs):
     check_one_traceback(printed, results["nan"]["ended"], first)
 
 
-def test_a_process_that_waits_longer_than_it_may_for_one_that_hangs(pairs):
+def test_a_process_that_hangs_ends_both_after_the_timeout(pairs):
     results, folder = pairs
     printed = (folder / "hang.err").read_text()
     (began,) = map(float, re.findall(r"^HANGS (.*)$", printed, re.MULTILINE))
@@ -107,7 +107,7 @@ def test_a_process_that_waits_longer_than_it_may_for_one_that_hangs(pairs):
     check_one_traceback(printed, results["hang"]["ended"], first=0)
 
 
-def test_the_record_of_what_was_not_finite(pairs):
+def test_the_record_has_each_non_finite_step_of_both_processes(pairs):
     lines = (pairs[1] / "out" / "opsd_nonfinite.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     sides = ["teacher", "student", "gradient", "gradient"]
@@ -120,7 +120,7 @@ def test_the_record_of_what_was_not_finite(pairs):
     assert found[2]["sums"] == []
 
 
-def test_a_split_student_that_steps_along_a_nan(zero3):
+def test_a_nan_stops_or_skips_the_step_of_a_sharded_student(zero3):
     each = zero3[0]
     assert all(one["split"] for one in each[0].values())
     for variant in ("teacher", "student", "gradient", "gradient unclipped"):
@@ -129,7 +129,7 @@ def test_a_split_student_that_steps_along_a_nan(zero3):
     check_skipped([one["skip gradient unclipped"] for one in each])
 
 
-def test_a_launch_with_accelerate_that_waits_or_hides_why(zero3):
+def test_a_failure_under_accelerate_launch_ends_both_and_is_shown(zero3):
     _, folder, printed, ended = zero3
     assert "[rank1]: RuntimeError: injected into save" in printed
     check_one_traceback(printed, ended, first=1)

@@ -1,4 +1,4 @@
-"""A phase that takes too long is named, with what every thread does; nothing else is printed, and nothing is ended."""
+"""A phase that takes too long is reported with the stacks of all threads; nothing else is printed, nothing is ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trl_opsd import OPSDTrainer
 from trl_opsd.run.watchdog import Watchdog
 
 LONG = 1.0
-"""Seconds, several times what the watchdogs here allow and their stacks take to be printed."""
+"""Seconds: several times the timeout of the watchdogs here and the time to print their stacks."""
 
 
 class SlowToRead(OPSDTrainer):
@@ -25,7 +25,7 @@ class SlowToRead(OPSDTrainer):
 
 
 @pytest.mark.quick
-def test_a_phase_that_hangs_unnoticed(make_trainer, capfd):
+def test_a_phase_that_takes_too_long_is_reported_with_stacks(make_trainer, capfd):
     trainer = make_trainer(SlowToRead, phase_timeout=0.2, max_steps=2)
     trainer.train()
     assert trainer.state.global_step == 2, "it only reports"
@@ -39,7 +39,7 @@ def test_a_phase_that_hangs_unnoticed(make_trainer, capfd):
     assert capfd.readouterr().err == "", "no timer is left armed"
 
 
-def test_phases_that_are_quick_enough_are_reported(make_trainer, capfd):
+def test_phases_that_are_quick_enough_are_not_reported(make_trainer, capfd):
     trainer = make_trainer(phase_timeout=60.0, max_steps=1, save_strategy="steps", save_steps=1)
     trainer.train()
     assert "in phase" not in capfd.readouterr().err
@@ -48,7 +48,7 @@ def test_phases_that_are_quick_enough_are_reported(make_trainer, capfd):
         assert not timer.is_alive()
 
 
-def test_an_outer_phase_is_no_longer_watched_when_an_inner_one_has_ended(capfd):
+def test_an_outer_phase_is_watched_again_after_an_inner_one(capfd):
     watch = Watchdog(0.2, rank=3)
     with watch("compare"):
         with watch("teach"):
@@ -59,7 +59,7 @@ def test_an_outer_phase_is_no_longer_watched_when_an_inner_one_has_ended(capfd):
     assert "'teach'" not in printed
 
 
-def test_a_phase_that_fails_is_still_watched_afterwards(capfd):
+def test_a_phase_that_failed_is_no_longer_watched(capfd):
     watch = Watchdog(0.2, rank=0)
     with pytest.raises(ZeroDivisionError), watch("sync"):
         raise ZeroDivisionError
@@ -67,7 +67,7 @@ def test_a_phase_that_fails_is_still_watched_afterwards(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_phase_is_watched_although_nobody_asked(make_trainer, capfd):
+def test_phases_are_not_watched_by_default(make_trainer, capfd):
     before = threading.active_count()
     with Watchdog(None, rank=0)("teach"):
         assert threading.active_count() == before

@@ -1,4 +1,4 @@
-"""Run by two processes under DeepSpeed ZeRO-3: one of them has NaN, in several ways, and at last fails in a save."""
+"""Run by two processes under DeepSpeed ZeRO-3: one of them gets NaNs in several ways, and finally fails in a save."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VARIANTS = {
 
 
 SECONDS = 280
-"""After which a process that still waits is ended, and says where it was."""
+"""Time limit after which a process that still waits prints its stack and ends."""
 
 
 def main(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A teacher that says nothing, or nonsense, stops training before the student is changed by it."""
+"""A teacher with uniform or non-finite outputs stops training before the student is changed by it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("change", "error", "message"), CASES, ids=range(len(CASES)))
-def test_the_side_is_named_and_the_student_stays_as_it_was(make_trainer, change, error, message):
+def test_a_broken_teacher_is_named_and_the_student_stays_unchanged(make_trainer, change, error, message):
     trainer = make_trainer(gradient_accumulation_steps=2)
     with torch.no_grad():
         change(trainer.teacher.model)  # before, it would be refused at construction
@@ -46,7 +46,7 @@ def test_the_side_is_named_and_the_student_stays_as_it_was(make_trainer, change,
 
 
 @pytest.mark.quick
-def test_a_teacher_that_breaks_during_training_keeps_what_was_learned_before(make_trainer):
+def test_a_teacher_that_breaks_during_training_keeps_earlier_steps(make_trainer):
     seen = []
 
     class Breaking(OPSDTrainer):
@@ -65,7 +65,7 @@ def test_a_teacher_that_breaks_during_training_keeps_what_was_learned_before(mak
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(seen[2], weights(trainer), strict=True))
 
 
-def test_a_student_that_breaks_is_named(make_trainer):
+def test_a_broken_student_is_named(make_trainer):
     trainer = make_trainer()
     with torch.no_grad():
         trainer.model.model.norm.weight[0] = float("nan")
@@ -73,7 +73,7 @@ def test_a_student_that_breaks_is_named(make_trainer):
         trainer.train()
 
 
-def test_evaluation_is_guarded_too(make_trainer):
+def test_evaluation_is_guarded(make_trainer):
     trainer = make_trainer(eval_dataset=tiny.rows())
     with torch.no_grad():
         trainer.teacher.model.lm_head.weight.zero_()
@@ -81,8 +81,8 @@ def test_evaluation_is_guarded_too(make_trainer):
         trainer.evaluate()
 
 
-def test_the_same_token_over_and_over_is_no_broken_teacher(make_trainer):
-    """Rotary positions are relative: after equal tokens the states may well be equal."""
+def test_repeated_tokens_do_not_make_a_teacher_look_broken(make_trainer):
+    """Rotary positions are relative: after equal tokens the states may be equal."""
     trainer = make_trainer()
     prompts = trainer.tokenize(tiny.PROMPTS)
     trainer.rollout = FixedRollout({tuple(prompt): [68, 68, 68] for prompt in prompts})
@@ -90,13 +90,13 @@ def test_the_same_token_over_and_over_is_no_broken_teacher(make_trainer):
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 3.0, 1000.0])
-def test_no_temperature_makes_a_teacher_with_an_opinion_look_like_one_without(make_trainer, temperature):
+def test_no_temperature_makes_a_sound_teacher_look_uniform(make_trainer, temperature):
     trainer = make_trainer(temperature=temperature)
     trainer.train()
     assert trainer.state.global_step == 3
 
 
-def test_a_zeroed_teacher_is_noticed_at_a_higher_temperature_too(make_trainer):
+def test_a_zeroed_teacher_is_refused_at_a_higher_temperature(make_trainer):
     trainer = make_trainer(eval_dataset=tiny.rows(), temperature=2.0)
     with torch.no_grad():
         trainer.teacher.model.lm_head.weight.zero_()

@@ -20,23 +20,23 @@ from trl_opsd.teacher.given import check_teachers
 LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3)
 
 
-def told() -> Dataset:
+def privileged_rows() -> Dataset:
     return tiny.rows().map(lambda row, number: {"privileged_context": f"hint {number}"}, with_indices=True)
 
 
 @pytest.fixture
 def make_own(make_trainer):
-    """A student that teaches itself, with a learning rate that matters."""
+    """Builds a trainer of a student that teaches itself, with a learning rate high enough to show."""
 
     def make(kind, **given):
-        given = {"learning_rate": 1e-2, "max_grad_norm": 100.0, "train_dataset": told(), **given}
+        given = {"learning_rate": 1e-2, "max_grad_norm": 100.0, "train_dataset": privileged_rows(), **given}
         return make_trainer(teacher_model=None, teacher_model_kind=kind, **given)
 
     return make
 
 
 def read(teacher):
-    """What a teacher says about two rows of its own prompts."""
+    """The logits of a teacher for two fixed rows."""
     ids = torch.arange(20).reshape(2, 10) + 40
     ones = torch.ones(2, 6, dtype=torch.long)
     rollout = tiny.rollout(ids[:, :4], ids[:, 4:], ones)
@@ -45,7 +45,7 @@ def read(teacher):
 
 
 def plain_logits(model):
-    """What `read` has to give for this model in eval mode."""
+    """The logits that `read` must return for this model in eval mode."""
     ids = torch.arange(20).reshape(2, 10) + 40
     model.eval()
     with torch.no_grad():
@@ -54,7 +54,7 @@ def plain_logits(model):
 
 class TestBase:
     @pytest.mark.quick
-    def test_with_lora_it_is_the_model_under_the_adapter_and_no_second_copy(self, make_own):
+    def test_with_lora_the_teacher_is_the_model_under_the_adapter(self, make_own):
         before = plain_logits(tiny.qwen2(32, seed=0))
         trainer = make_own("base", peft_config=LORA)
         trainer.train()
@@ -72,7 +72,7 @@ class TestBase:
         assert moved
         assert all("lora_" in name for name in moved)
 
-    def test_a_module_trained_whole_beside_the_adapter_teaches_as_it_was(self, make_own):
+    def test_modules_to_save_teach_with_their_original_weights(self, make_own):
         before = plain_logits(tiny.qwen2(32, seed=0))
         lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
         trainer = make_own("base", peft_config=lora)
@@ -94,7 +94,7 @@ class TestBase:
         ],
         ids=["random", "dora", "parameters", "embedding", "whole", "tokens", "ia3", "vera"],
     )
-    def test_with_any_adapter_it_is_the_student_that_was_handed_in(self, make_own, tied, adapter):
+    def test_with_any_adapter_the_teacher_is_the_student_as_given(self, make_own, tied, adapter):
         before = plain_logits(tiny.qwen2(32, seed=0, tie_word_embeddings=tied))
         student = tiny.qwen2(32, seed=0, tie_word_embeddings=tied)
         trainer = make_own("base", model=student, peft_config=adapter, save_strategy="steps", save_steps=3)
@@ -116,7 +116,7 @@ class TestBase:
             ("olora", "object"),
         ],
     )
-    def test_weights_that_the_adapter_rewrites_do_not_teach(self, make_own, tmp_path, init, given):
+    def test_an_adapter_that_rewrites_base_weights_is_refused(self, make_own, tmp_path, init, given):
         lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
         student: Any = tiny.qwen2(32, seed=0)
         if given == "path":
@@ -128,13 +128,13 @@ class TestBase:
 
     @pytest.mark.refusal
     @pytest.mark.parametrize("bias", ["all", "lora_only"])
-    def test_a_bias_that_is_trained_beside_the_adapter_does_not_teach(self, make_own, bias):
+    def test_an_adapter_that_trains_base_biases_is_refused(self, make_own, bias):
         lora = LoraConfig(r=4, target_modules=["q_proj"], bias=bias)
         with pytest.raises(ValueError, match=r"q_proj.base_layer.bias' is trained and belongs to both .*`bias='none'`"):
             make_own("base", peft_config=lora)
 
     @pytest.mark.refusal
-    def test_a_weight_that_is_changed_during_training_is_found_at_the_next_checkpoint(self, make_own):
+    def test_a_base_weight_that_changes_is_an_error_at_the_next_checkpoint(self, make_own):
         class Drift(TrainerCallback):
             def on_step_end(self, args, state, control, model, **kwargs):
                 if state.global_step == 3:
@@ -145,7 +145,7 @@ class TestBase:
             trainer.train()
         assert trainer.state.global_step == 3
 
-    def test_a_part_of_the_adapter_that_was_frozen_is_not_trained_because_the_teacher_has_read(self, make_own):
+    def test_frozen_parts_of_the_adapter_stay_frozen(self, make_own):
         student = get_peft_model(tiny.qwen2(32, 0), LoraConfig(r=4, target_modules="all-linear"))
         student.get_base_model().model.layers[0].requires_grad_(False)
         trainer = make_own("base", model=student)
@@ -154,14 +154,14 @@ class TestBase:
         assert trained
         assert not [name for name in trained if "layers.0" in name]
 
-    def test_with_full_fine_tuning_it_is_a_copy_of_the_weights_handed_in(self, make_own):
+    def test_with_full_fine_tuning_the_teacher_is_a_copy_of_the_student_as_given(self, make_own):
         before = plain_logits(tiny.qwen2(32, seed=0))
         trainer = make_own("base")
         trainer.train()
         torch.testing.assert_close(read(trainer.teacher), before, rtol=1e-5, atol=1e-5)
         assert (plain_logits(trainer.model) - before).abs().max() > 0.1
 
-    def test_a_student_that_came_with_an_adapter_may_go_back_without_being_told_more(self, make_own):
+    def test_a_student_given_with_an_adapter_needs_no_privileged_context(self, make_own):
         lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
         student = get_peft_model(tiny.qwen2(32, 0), lora)
         trainer = make_own("base", model=student, train_dataset=tiny.rows())
@@ -172,12 +172,12 @@ class TestBase:
 class TestLive:
     @pytest.mark.parametrize("lora", [None, LORA])
     @pytest.mark.quick
-    def test_it_is_the_student_as_it_is_now(self, make_own, lora):
+    def test_the_teacher_is_the_current_student(self, make_own, lora):
         trainer = make_own("live", peft_config=lora)
         trainer.train()
         torch.testing.assert_close(read(trainer.teacher), plain_logits(trainer.model), rtol=1e-5, atol=1e-5)
 
-    def test_it_reads_more_than_the_student_and_without_dropout(self, make_own):
+    def test_the_teacher_reads_its_own_prompt_without_dropout(self, make_own):
         trainer = make_own("live", peft_config=LORA)
         trainer.train()
         assert trainer.state.log_history[0]["loss"] > 0
@@ -194,7 +194,7 @@ def averaged(weights, rate, every):
 
 
 class Recording(FixedRollout):
-    """Keeps the student's weights each time it writes."""
+    """Records the student's weights at each rollout."""
 
     def bind(self, trainer):
         self.trainer, self.weights = trainer, []
@@ -207,7 +207,7 @@ class Recording(FixedRollout):
 class TestEma:
     @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
     @pytest.mark.parametrize(("rate", "every"), [(0.25, 1), (0.5, 2), (1.0, 3)])
-    def test_it_is_the_average_of_the_student(self, make_own, lora, rate, every):
+    def test_the_teacher_is_the_moving_average_of_the_student(self, make_own, lora, rate, every):
         recording = Recording(tiny.recorded(tiny.tokenizer()))
         options = {"teacher_update_rate": rate, "teacher_sync_steps": every, "rollout": recording, "max_steps": 4}
         trainer = make_own("ema", peft_config=lora, **options)
@@ -220,7 +220,7 @@ class TestEma:
         assert (ours - after).abs().max() > 1e-2
 
     @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-    def test_a_resumed_run_goes_on_with_the_same_average(self, make_own, lora, tmp_path):
+    def test_a_resumed_run_continues_the_same_average(self, make_own, lora, tmp_path):
         saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "teacher_update_rate": 0.3}
         whole = make_own("ema", peft_config=lora, **saving)
         whole.train()
@@ -246,7 +246,7 @@ class TestEma:
                 resume_from_checkpoint=str(tmp_path / "checkpoint-2")
             )
 
-    def test_half_precision_does_not_stand_still(self):
+    def test_an_average_in_half_precision_keeps_moving(self):
         student = {"w": torch.full((4,), 1.0078125, dtype=torch.bfloat16)}  # the next number after 1
         teacher = {"w": torch.ones(4, dtype=torch.bfloat16)}
         average = Average(lambda: student, teacher, rate=0.05, every=1)
@@ -255,7 +255,7 @@ class TestEma:
         assert torch.equal(teacher["w"], student["w"])
 
     @pytest.mark.parametrize("offload", ["cpu", "stream"])
-    def test_the_copy_may_live_in_host_memory(self, make_own, offload):
+    def test_an_average_in_host_memory_gives_the_same_numbers(self, make_own, offload):
         near = make_own("ema", teacher_update_rate=0.3)
         near.train()
         far = make_own("ema", teacher_update_rate=0.3, teacher_offload=offload)
@@ -265,7 +265,7 @@ class TestEma:
             assert torch.equal(mine, theirs)
 
     @pytest.mark.refusal
-    def test_more_than_an_adapter_is_refused(self, make_own):
+    def test_an_average_of_more_than_lora_weights_is_refused(self, make_own):
         lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
         with pytest.raises(ValueError, match=r"averages LoRA weights only, but '.*lm_head.*' is trained too"):
             make_own("ema", peft_config=lora)
@@ -274,21 +274,21 @@ class TestEma:
 class TestRefusals:
     @pytest.mark.refusal
     @pytest.mark.parametrize("given", [{"kind": "base", "peft_config": LORA}, {"kind": "live"}])
-    def test_moving_weights_that_are_the_students_own(self, make_own, given):
+    def test_offloading_the_students_own_weights_is_refused(self, make_own, given):
         with pytest.raises(ValueError, match="`teacher_offload='cpu'` has nothing to move: with `teacher_model_kind="):
             make_own(**given, teacher_offload="cpu")
 
     @pytest.mark.refusal
     @pytest.mark.before_loading
-    def test_an_average_that_is_split(self, tmp_path):
+    def test_a_sharded_average_is_refused(self, tmp_path):
         args = tiny.config(tmp_path, teacher_model_kind="ema")
-        args.teacher_offload = "zero3"  # which is refused by itself where nothing is split
+        args.teacher_offload = "zero3"  # set afterwards: the config refuses it where nothing is sharded
         with pytest.raises(ValueError, match=r"every process keeps the whole average. Set `teacher_offload='cpu'`"):
             check_teachers(None, "student", args)
 
     @pytest.mark.refusal
     @pytest.mark.before_loading
-    def test_two_teachers(self, make_trainer):
+    def test_two_teachers_are_refused(self, make_trainer):
         with pytest.raises(ValueError, match=r"There are two teachers: .* `teacher_model_kind='base'`: leave one"):
             make_trainer(teacher_model=tiny.qwen2(48, 1), teacher_model_kind="base")
 
@@ -303,6 +303,6 @@ class TestRefusals:
             ({"teacher_chat_template_kwargs": "[1]"}, "expected a dict of template arguments"),
         ],
     )
-    def test_an_option_out_of_range(self, tmp_path, option, message):
+    def test_an_option_out_of_range_is_refused(self, tmp_path, option, message):
         with pytest.raises(ValueError, match=message):
             tiny.config(tmp_path, **option)

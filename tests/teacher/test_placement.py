@@ -1,4 +1,4 @@
-"""Where the teacher lives changes how much memory it takes, and no number."""
+"""The placement of the teacher changes its memory use, and no number."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def storages(model: nn.Module) -> dict[int, int]:
 
 
 def few_rows(model: nn.Module, rows: int, length: int = 16) -> int:
-    """A budget for the activations of that many rows, and half of one more."""
+    """A budget for the activations of that many rows and a half."""
     one = 10**12 // rows_per_pass(model, length, 10**12)
     return rows * one + one // 2
 
@@ -74,7 +74,7 @@ class TestNumbers:
         ("teacher", "lora"),
         [("qwen2", False), pytest.param("qwen2", True, marks=pytest.mark.quick), ("gpt2", False), ("gemma2", False)],
     )
-    def test_a_placement_that_changes_losses_or_weights(self, make_trainer, teacher, lora):
+    def test_no_placement_changes_losses_or_weights(self, make_trainer, teacher, lora):
         outcomes = {}
         for offload in ("none", "cpu", "stream"):
             trainer = make_trainer(
@@ -101,7 +101,7 @@ class TestNumbers:
     @pytest.mark.parametrize("placement", [Hosted, Streamed])
     @pytest.mark.parametrize("rows", [1, 2, 6])
     @pytest.mark.quick
-    def test_targets_that_depend_on_the_placement(self, teacher, placement, rows):
+    def test_targets_do_not_depend_on_the_placement(self, teacher, placement, rows):
         make = TEACHERS[teacher]
         expected, actual = (
             FrozenTeacher(where(make(), CPU), pass_bytes=few_rows(make(), rows)).targets(rollout())
@@ -110,7 +110,7 @@ class TestNumbers:
         assert torch.equal(expected.hidden, actual.hidden)
 
     @pytest.mark.parametrize("placement", [Hosted, Streamed])
-    def test_an_update_in_place_that_the_next_reading_does_not_see(self, placement):
+    def test_an_update_in_place_shows_in_the_next_targets(self, placement):
         teachers = [FrozenTeacher(where(TEACHERS["qwen2"](), CPU)) for where in (Resident, placement)]
         for teacher in teachers:
             teacher.targets(rollout())
@@ -121,7 +121,7 @@ class TestNumbers:
         assert torch.equal(expected, actual)
         assert torch.equal(teachers[0].head.weight, teachers[1].head.weight)
 
-    def test_layers_that_come_out_of_turn(self):
+    def test_layers_that_run_out_of_order_give_the_same_targets(self):
         def looped() -> Any:
             model = tiny.llama(48, 1, num_hidden_layers=3)
             first, second, third = model.model.layers
@@ -132,7 +132,7 @@ class TestNumbers:
         expected, actual = (FrozenTeacher(where(looped(), CPU)).targets(rollout()) for where in (Resident, Streamed))
         assert torch.equal(expected.hidden, actual.hidden)
 
-    def test_a_layer_that_only_shares_its_weights_with_another(self):
+    def test_layers_that_share_weights_give_the_same_targets(self):
         model = tiny.llama(48, 1, num_hidden_layers=3)
         model.model.layers[2].mlp = model.model.layers[0].mlp
         shared = {id(parameter) for parameter in model.model.layers[0].mlp.parameters()}
@@ -143,7 +143,7 @@ class TestNumbers:
 
 class TestBytes:
     @pytest.mark.parametrize("teacher", TEACHERS)
-    def test_a_streamer_that_holds_more_than_two_layers_and_the_head(self, teacher):
+    def test_streaming_holds_at_most_two_layers_beside_head_and_rest(self, teacher):
         model = TEACHERS[teacher]()
         parts = parts_of(model)
         layer = max(sum(tensor.nbytes for tensor in own) for _, own in parts.layers)
@@ -159,7 +159,7 @@ class TestBytes:
         whole = sum(tensor.nbytes for tensor in tensors_of(model))
         assert len(parts.layers) == 2 or prefetcher.peak_bytes < whole - layer / 2
 
-    def test_a_meter_that_misses_what_is_allocated(self):
+    def test_the_recorded_peak_is_the_allocated_peak(self):
         model = tiny.qwen2(128, 1, num_hidden_layers=6)
         streamed = FrozenTeacher(Streamed(model, CPU))
         prefetcher = streamed.placement.prefetcher
@@ -175,7 +175,7 @@ class TestBytes:
         activations = 100_000  # four tokens; a layer has 590 kB
         assert prefetcher.peak_bytes - head <= peak <= prefetcher.peak_bytes - head + activations
 
-    def test_between_readings_more_on_the_device_than_the_head(self):
+    def test_between_batches_only_the_head_is_on_the_device(self):
         hosted = FrozenTeacher(Hosted(TEACHERS["qwen2"](), CPU))
         whole = sum(tensor.nbytes for tensor in tensors_of(hosted.model))
         hosted.targets(rollout())
@@ -184,7 +184,7 @@ class TestBytes:
 
     @pytest.mark.parametrize("passes", [1, 3])
     @pytest.mark.quick
-    def test_a_layer_that_is_moved_more_than_once_a_pass(self, passes):
+    def test_each_layer_is_moved_once_per_pass(self, passes):
         model = TEACHERS["qwen2"]()
         teacher = FrozenTeacher(Streamed(model, CPU), pass_bytes=few_rows(model, 6 // passes))
         prefetcher = teacher.placement.prefetcher
@@ -197,7 +197,7 @@ class TestBytes:
         assert passes * layers + once <= prefetcher.moved_bytes - before <= passes * layers + once + padding
 
     @pytest.mark.parametrize("offload", ["none", "cpu", "stream"])
-    def test_a_row_that_is_read_more_than_once_an_optimizer_step(self, make_trainer, offload):
+    def test_each_row_is_read_once_per_optimizer_step(self, make_trainer, offload):
         trainer = make_trainer(
             train_dataset=tiny.rows(32), teacher_offload=offload, gradient_accumulation_steps=8, max_steps=2
         )
@@ -209,13 +209,13 @@ class TestBytes:
         assert sum(read) == 2 * 16, "rows read in two optimizer steps of 2 rows x 8 micro-steps"
         assert len(read) == 2, "passes"
 
-    def test_targets_of_more_than_two_bytes_for_each_hidden_unit(self, make_trainer):
+    def test_targets_of_a_bfloat16_teacher_take_two_bytes_per_hidden_unit(self, make_trainer):
         trainer = make_trainer(teacher_model=tiny.qwen2(48, 1).bfloat16())
         targets = trainer.teacher.targets(rollout())
         assert targets.hidden.dtype == torch.bfloat16
         assert targets.hidden.nbytes == 6 * 7 * 2 * 48
 
-    def test_masters_that_are_lost_when_a_pass_fails(self):
+    def test_a_failed_pass_leaves_the_host_weights_in_place(self):
         for placement in (Hosted, Streamed):
             teacher = FrozenTeacher(placement(TEACHERS["qwen2"](), CPU))
             before, held = addresses(teacher.model), teacher.placement.prefetcher.held_bytes
@@ -232,8 +232,8 @@ class TestBytes:
             assert teacher.placement.prefetcher.held_bytes == held
             assert torch.equal(teacher.targets(rollout()).hidden, expected)
 
-    def test_a_reading_that_computes_on_the_masters(self):
-        """Where the device is the host, only separate buffers make the other tests mean anything."""
+    def test_a_pass_does_not_compute_on_the_host_weights(self):
+        """Where the device is the host, the other tests are meaningful only with separate buffers."""
         for placement in (Hosted, Streamed):
             teacher = FrozenTeacher(placement(TEACHERS["qwen2"](), CPU))
             masters, seen = set(addresses(teacher.model)), []
@@ -244,7 +244,7 @@ class TestBytes:
             assert not masters.intersection(seen)
             assert set(addresses(teacher.model)) == masters
 
-    def test_a_model_that_is_in_host_memory_twice(self):
+    def test_a_hosted_model_is_in_host_memory_once(self):
         model = TEACHERS["qwen2"]()
         held = storages(model)
         Hosted(model, CPU)
@@ -260,14 +260,14 @@ class TestPasses:
         )
         return SimpleNamespace(config=seven_billion, dtype=torch.bfloat16)
 
-    def test_passes_too_short_to_hide_the_streaming(self):
+    def test_passes_are_long_enough_to_hide_the_streaming(self):
         """PERFORMANCE: 9 to 14 thousand tokens, whatever the model's size."""
         assert 9_000 <= 2048 * rows_per_pass(self.config(), 2048) <= 14_000
 
-    def test_a_row_too_long_for_the_budget_that_is_not_read_at_all(self):
+    def test_a_row_too_long_for_the_budget_is_read_alone(self):
         assert rows_per_pass(self.config(), 100_000) == 1
 
-    def test_eager_attention_whose_scores_are_not_counted(self):
+    def test_the_scores_of_eager_attention_are_counted(self):
         eager = self.config()
         eager.config._attn_implementation = "eager"
         assert rows_per_pass(eager, 2048) < rows_per_pass(self.config(), 2048)
@@ -276,15 +276,15 @@ class TestPasses:
         ("choice", "nbytes", "where"),
         [("auto", 10**9, "cuda"), ("auto", 10**9 + 1, "cpu"), ("accelerator", 10**12, "cuda"), ("cpu", 1, "cpu")],
     )
-    def test_targets_that_wait_in_the_wrong_place(self, choice, nbytes, where):
+    def test_the_device_of_targets_follows_from_option_and_size(self, choice, nbytes, where):
         assert targets_device(choice, nbytes, torch.device("cuda")) == torch.device(where)
 
-    def test_targets_that_are_not_kept_where_the_config_says(self, make_trainer):
+    def test_targets_are_kept_on_the_device_of_the_config(self, make_trainer):
         trainer = make_trainer(teacher_cache_device="cpu")
         trainer.train()
         assert trainer.teacher.targets(rollout()).hidden.device == CPU
 
-    def test_memory_that_was_returned_is_not_counted_any_more(self):
+    def test_returned_memory_is_no_longer_counted(self):
         prefetcher = Prefetcher(CPU)
         prefetcher.keep(100)
         with prefetcher.borrow([10, 20]) as (small, large):
@@ -294,7 +294,7 @@ class TestPasses:
 
 
 class TestLoading:
-    def test_a_students_config_that_is_lost_when_loading_fails(self):
+    def test_the_students_deepspeed_config_is_restored_after_loading(self):
         students = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
         try:
             with loading(None):
@@ -310,7 +310,7 @@ class TestLoading:
             unset_hf_deepspeed_config()
             del students
 
-    def test_a_config_of_the_teachers_that_trains(self):
+    def test_the_deepspeed_config_of_the_teacher_has_no_training_settings(self):
         config = reader_config(torch.bfloat16, 64, torch.device("cuda"))
         assert not {"optimizer", "scheduler", "gradient_accumulation_steps", "train_batch_size"} & set(config)
         assert config["bf16"]["enabled"]
@@ -318,7 +318,7 @@ class TestLoading:
         assert config["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": True}
 
     @pytest.mark.parametrize("offload", ["none", "cpu", "stream"])
-    def test_a_teacher_from_a_path_that_is_another_one(self, make_trainer, tmp_path, offload):
+    def test_a_teacher_from_a_path_gives_the_same_targets(self, make_trainer, tmp_path, offload):
         teacher = tiny.qwen2(48, 1)
         teacher.save_pretrained(tmp_path / "teacher")
         trainer = make_trainer(teacher_model=str(tmp_path / "teacher"), teacher_offload=offload)
@@ -380,7 +380,7 @@ class TestRefusals:
             ),
         ],
     )
-    def test_options_that_do_not_go_together(self, tmp_path, options, message):
+    def test_incompatible_options_are_refused(self, tmp_path, options, message):
         with pytest.raises(ValueError, match=re.escape(message)):
             tiny.config(tmp_path, **options)
 
@@ -396,20 +396,20 @@ class TestRefusals:
             (_quantised, "stream", "with a quantised teacher"),
         ],
     )
-    def test_a_teacher_that_cannot_be_moved(self, make_trainer, teacher, offload, message):
+    def test_a_teacher_that_cannot_be_moved_is_refused(self, make_trainer, teacher, offload, message):
         with pytest.raises(ValueError, match=re.escape(message)):
             make_trainer(teacher_model=teacher(), teacher_offload=offload)
 
     @pytest.mark.parametrize("teacher", [_quantised, _device_map])
-    def test_a_teacher_that_could_stay_where_it_is(self, make_trainer, teacher):
+    def test_without_offload_an_immovable_teacher_is_accepted(self, make_trainer, teacher):
         model = teacher()
-        model.to = None  # what is quantised must not be moved, not even to where it is
+        model.to = None  # a quantised model must not be moved, even to its own device
         trainer = make_trainer(teacher_model=model)
         assert trainer.teacher.targets(rollout()).hidden.shape == (6, 7, 48)
 
     @pytest.mark.refusal
     @pytest.mark.parametrize("on_disk", [["lm_head"], ["model.layers.0"], ["model.embed_tokens", "model.norm"]])
-    def test_a_teacher_that_is_partly_on_disk(self, make_trainer, tmp_path, on_disk):
+    def test_a_teacher_may_be_partly_on_disk_but_not_its_head(self, make_trainer, tmp_path, on_disk):
         whole = make_trainer().teacher.targets(rollout()).hidden
         spread = partial(make_trainer, teacher_model=_on_disk(tiny.qwen2(48, 1), on_disk, tmp_path / "disk"))
         if "lm_head" in on_disk:
@@ -419,7 +419,7 @@ class TestRefusals:
             assert torch.equal(spread().teacher.targets(rollout()).hidden, whole)
 
     @pytest.mark.refusal
-    def test_models_without_values(self, make_trainer, tmp_path):
+    def test_models_without_values_are_refused(self, make_trainer, tmp_path):
         with init_empty_weights():
             empty = AutoModelForCausalLM.from_config(tiny.qwen2(48, 1).config)
         with pytest.raises(ValueError, match="its output head is not in memory"):
@@ -429,7 +429,7 @@ class TestRefusals:
                 make_trainer(model=student)
 
     @pytest.mark.refusal
-    def test_a_quantised_checkpoint_whose_own_config_says_so(self, make_trainer, tmp_path):
+    def test_a_checkpoint_quantised_by_its_own_config_is_refused(self, make_trainer, tmp_path):
         tiny.qwen2(48, 1).save_pretrained(tmp_path / "teacher")
         path = tmp_path / "teacher" / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
@@ -437,5 +437,5 @@ class TestRefusals:
         with pytest.raises(ValueError, match="with a quantised teacher"):
             make_trainer(teacher_model=str(tmp_path / "teacher"), teacher_offload="cpu")
 
-    def test_defaults_that_move_a_teacher(self):
+    def test_a_teacher_is_not_moved_by_default(self):
         assert (OPSDConfig("out", bf16=False).teacher_offload, OPSDConfig.teacher_cache_device) == ("none", "auto")

@@ -1,4 +1,4 @@
-"""What a teacher reads before a completion, and that its targets stand at the positions that predict each token."""
+"""The prompts of a teacher, and its targets at the positions that predict each completion token."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make(tmp_path, rows, conversational=False, teacher=None, **given):
 
 
 def targets(trainer):
-    """What the teacher says about both rows, token by token."""
+    """The teacher's hidden states for both rows, by token."""
     rows = list(trainer.train_dataset)
     batch = trainer._generate_and_score_completions(rows)
     lengths = batch["completion_mask"].sum(1).tolist()
@@ -72,7 +72,7 @@ def test_targets_equal_a_direct_forward_over_teacher_prompt_and_completion(tmp_p
 
 
 @pytest.mark.parametrize("more", LONGER)
-def test_the_same_when_conversational(tmp_path, more):
+def test_targets_of_conversations_equal_a_direct_forward(tmp_path, more):
     secret = "s" + "h" * more
     trainer = make(tmp_path, [{"privileged_context": secret}] * 2, conversational=True)
     chats = [[{"role": "user", "content": f"{text}\n\n{secret}"}] for text in TEXTS]
@@ -81,7 +81,7 @@ def test_the_same_when_conversational(tmp_path, more):
 
 
 @pytest.mark.quick
-def test_the_student_never_reads_what_the_teacher_reads(tmp_path):
+def test_the_student_never_reads_the_privileged_context(tmp_path):
     plain = make(tmp_path, [{}, {}])
     told = make(tmp_path, [{"privileged_context": "it is 4"}] * 2)
     batches = [trainer._generate_and_score_completions(list(trainer.train_dataset)) for trainer in (plain, told)]
@@ -97,7 +97,7 @@ def test_the_template_joins_prompt_and_context(tmp_path):
     same(targets(trainer), direct(trainer, ids))
 
 
-def test_the_context_joins_the_last_message_of_the_user_and_leaves_the_others(tmp_path):
+def test_the_context_is_added_to_the_last_user_message_only(tmp_path):
     prompt = [
         {"role": "user", "content": "first"},
         {"role": "user", "content": [{"type": "text", "text": "last"}]},
@@ -113,7 +113,7 @@ def test_the_context_joins_the_last_message_of_the_user_and_leaves_the_others(tm
     assert prompt[1]["content"][0]["text"] == "last"
 
 
-def test_a_function_makes_the_prompt_out_of_row_and_completion(tmp_path):
+def test_a_function_builds_the_prompt_from_row_and_completion(tmp_path):
     seen = []
 
     def hindsight(row, completion_text):
@@ -127,7 +127,7 @@ def test_a_function_makes_the_prompt_out_of_row_and_completion(tmp_path):
     same(ours, direct(trainer, ids))
 
 
-def test_the_template_of_the_chat_may_differ_for_the_teacher(tmp_path):
+def test_the_chat_template_may_have_other_arguments_for_the_teacher(tmp_path):
     words = tiny.tokenizer()
     words.chat_template += "{% if enable_thinking %}<think>{% endif %}"
     given = {"teacher_chat_template_kwargs": '{"enable_thinking": true}', "conversational": True}
@@ -141,7 +141,7 @@ def test_the_template_of_the_chat_may_differ_for_the_teacher(tmp_path):
     assert trainer.tokenize(CHATS) == plain
 
 
-def test_completion_ids_are_never_decoded_and_encoded_again(tmp_path):
+def test_completion_ids_are_never_encoded_again(tmp_path):
     trainer = make(tmp_path, [{"privileged_context": "x"}] * 2)
     odd = [[200, 201, 202, 2], [130, 131, 2]]  # bytes that are no text
     prompts = map(tuple, trainer.processing_class(TEXTS)["input_ids"])
@@ -153,7 +153,7 @@ def test_completion_ids_are_never_decoded_and_encoded_again(tmp_path):
     assert [ids[ids != 0].tolist() for ids in read[0].completion_ids] == odd
 
 
-def test_the_columns_survive_the_removal_of_unused_ones(tmp_path):
+def test_teacher_columns_survive_the_removal_of_unused_ones(tmp_path):
     rows = [{"privileged_context": "it is 4", "other": 1}] * 2
     losses = []
     for remove in (False, True):
@@ -163,7 +163,7 @@ def test_the_columns_survive_the_removal_of_unused_ones(tmp_path):
     assert losses[0] == losses[1] != []
 
 
-def test_what_only_the_teacher_may_see_is_not_logged(tmp_path, caplog, capsys):
+def test_the_privileged_context_is_not_logged(tmp_path, caplog, capsys):
     with caplog.at_level(logging.DEBUG):
         trainer = make(tmp_path, [{"privileged_context": "SECRET"}] * 2, log_completions=True)
         trainer.train()
@@ -199,7 +199,7 @@ def test_a_row_the_teacher_cannot_read_is_named_at_construction(tmp_path, row, e
 
 
 @pytest.mark.refusal
-def test_both_columns_at_once_are_refused(tmp_path):
+def test_both_teacher_columns_at_once_are_refused(tmp_path):
     with pytest.raises(ValueError, match="has a 'teacher_prompt' and a 'privileged_context'"):
         make(tmp_path, [{"teacher_prompt": "a", "privileged_context": "b"}] * 2)
 
@@ -212,7 +212,7 @@ def test_a_wrong_value_is_not_shown_in_the_error(tmp_path):
 
 
 @pytest.mark.refusal
-def test_a_context_without_a_message_of_the_user_to_join_is_refused(tmp_path):
+def test_a_context_without_a_user_message_to_join_is_refused(tmp_path):
     trainer = make(tmp_path, [{}, {}])
     with pytest.raises(ValueError, match="row 7 has no user message, which `teacher_prompt_template` could add"):
         trainer.readers.intake.read(
@@ -220,7 +220,7 @@ def test_a_context_without_a_message_of_the_user_to_join_is_refused(tmp_path):
         )
 
 
-def test_too_long_for_the_teacher_alone_is_dropped_when_asked(tmp_path):
+def test_rows_too_long_for_the_teacher_alone_are_dropped_on_request(tmp_path):
     rows = [{"prompt": "a", "teacher_prompt": "b" * length} for length in (5, 240, 7)]
     trainer = OPSDTrainer(
         model=tiny.qwen2(32, 0),
@@ -245,13 +245,13 @@ def test_too_long_for_the_teacher_alone_is_dropped_when_asked(tmp_path):
         ),
     ],
 )
-def test_what_a_function_makes_is_checked(tmp_path, made, error, message):
+def test_the_prompt_built_by_a_function_is_checked(tmp_path, made, error, message):
     trainer = make(tmp_path, [{}, {}], teacher_prompt_fn=lambda row, text: made)
     with pytest.raises(error, match=message):
         trainer._generate_and_score_completions(list(trainer.train_dataset))
 
 
-def test_a_function_may_be_given_what_the_columns_alone_could_not_tell(tmp_path):
+def test_with_a_function_teacher_columns_may_be_none(tmp_path):
     rows = [{"privileged_context": None}, {"privileged_context": None}]
     trainer = make(tmp_path, rows, teacher_prompt_fn=lambda row, text: f"{row['privileged_context']} {text}")
     ids = trainer.processing_class(["None 4", "None  blue today"])["input_ids"]
@@ -260,7 +260,7 @@ def test_a_function_may_be_given_what_the_columns_alone_could_not_tell(tmp_path)
 
 @pytest.mark.refusal
 @pytest.mark.before_loading
-def test_columns_a_function_would_miss_are_not_removed_silently(tmp_path):
+def test_removing_columns_that_a_function_may_need_is_refused(tmp_path):
     with pytest.raises(ValueError, match="would hide columns from `teacher_prompt_fn`"):
         make(tmp_path, [{}, {}], teacher_prompt_fn=lambda row, text: "a", remove_unused_columns=True)
 
@@ -272,8 +272,8 @@ def test_template_arguments_for_a_teacher_that_reads_text_are_refused(tmp_path):
 
 
 @pytest.mark.refusal
-def test_a_teacher_with_a_smaller_context_is_not_read_past_it(tmp_path):
-    """`evaluate` may be given rows the trainer has not seen before, without what the others had for the teacher."""
+def test_a_row_beyond_the_context_of_the_teacher_is_refused(tmp_path):
+    """`evaluate` may be given rows the trainer has not seen before, without the teacher's columns of the others."""
     trainer = make(tmp_path, [{"privileged_context": "x"}] * 2, teacher=tiny.qwen2(48, 1, max_position_embeddings=64))
     trainer.rollout = FixedRollout({tuple([40] * 60): [50] * 10})
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Several teachers: each row is read by its own, and by nobody else."""
+"""Several teachers: each row is read by its own teacher only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def history(trainer, name="loss"):
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.quick
-def test_losses_and_gradients_are_those_of_each_row_with_its_own_teacher(make_trainer, divergence):
+def test_losses_and_gradients_equal_those_of_each_teacher_on_its_rows(make_trainer, divergence):
     trainer = make_trainer(teacher_model=teachers(), train_dataset=rows(), per_device_train_batch_size=8, max_steps=1)
     trainer.divergence = make_trainer(divergence=divergence).divergence
     batch = list(trainer.train_dataset)
@@ -49,7 +49,7 @@ def test_losses_and_gradients_are_those_of_each_row_with_its_own_teacher(make_tr
     torch.testing.assert_close(routed, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_each_teacher_reads_its_rows_once_and_one_after_the_other(make_trainer):
+def test_each_teacher_reads_its_rows_in_one_call(make_trainer):
     trainer = make_trainer(
         teacher_model=teachers(),
         train_dataset=rows(),
@@ -69,14 +69,14 @@ def test_each_teacher_reads_its_rows_once_and_one_after_the_other(make_trainer):
     assert sorted(read) == [("math", 4), ("prose", 4)]
 
 
-def test_a_name_for_the_same_teacher_twice_is_as_one_teacher(make_trainer):
+def test_two_equal_teachers_give_the_losses_of_one(make_trainer):
     once = history(make_trainer())
     twins = {"math": tiny.qwen2(48, 1), "prose": tiny.qwen2(48, 1)}
     twice = history(make_trainer(teacher_model=twins, train_dataset=rows()))
     assert twice == pytest.approx(once, abs=1e-6)
 
 
-def test_training_and_evaluation_with_half_precision_beside_single(make_trainer):
+def test_teachers_of_different_precision_train_and_evaluate(make_trainer):
     models = teachers()
     models["prose"] = models["prose"].to(torch.bfloat16)
     trainer = make_trainer(
@@ -86,7 +86,7 @@ def test_training_and_evaluation_with_half_precision_beside_single(make_trainer)
     assert trainer.evaluate()["eval_loss"] > 0
 
 
-def test_a_batch_of_one_teachers_rows_only(make_trainer):
+def test_batches_with_rows_of_one_teacher_only_are_trained_on(make_trainer):
     trainer = make_trainer(teacher_model=teachers(), train_dataset=rows().filter(lambda row: row["teacher"] == "prose"))
     assert all(loss > 0 for loss in history(trainer))
 
@@ -99,9 +99,7 @@ def test_a_batch_of_one_teachers_rows_only(make_trainer):
         (None, "row 3 of train_dataset names no teacher in the column 'teacher'"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_known_ones_before_a_teacher_is_loaded(
-    make_trainer, tmp_path, name, message
-):
+def test_an_unknown_teacher_name_is_refused_before_loading(make_trainer, tmp_path, name, message):
     tiny.qwen2(48, 1).config.save_pretrained(tmp_path / "one")  # without weights to load
     names = [*NAMES[:3], name, *NAMES[4:]]
     with pytest.raises(ValueError, match=message):
@@ -113,12 +111,12 @@ def test_an_unknown_name_is_refused_with_the_known_ones_before_a_teacher_is_load
 
 @pytest.mark.refusal
 @pytest.mark.before_loading
-def test_a_missing_column_is_refused(make_trainer):
+def test_a_missing_teacher_column_is_refused(make_trainer):
     with pytest.raises(ValueError, match=r"There are several teachers, but train_dataset has no column 'teacher'"):
         make_trainer(teacher_model=teachers())
 
 
-def test_teachers_take_turns_on_the_device(make_trainer):
+def test_several_streamed_teachers_give_the_same_losses(make_trainer):
     given = {"teacher_model": teachers(), "train_dataset": rows()}
     near = history(make_trainer(**given))
     assert history(make_trainer(**given, teacher_offload="stream")) == near
@@ -147,6 +145,6 @@ def test_several_sharded_teachers_are_refused(make_trainer, tmp_path):
         ({"math": tiny.qwen2(48, 1), "prose": 3}, TypeError, r"`teacher_model\['prose'\]` is a int: expected a path"),
     ],
 )
-def test_a_dict_that_names_no_teachers_is_refused(make_trainer, given, error, message):
+def test_an_invalid_dict_of_teachers_is_refused(make_trainer, given, error, message):
     with pytest.raises(error, match=message):
         make_trainer(teacher_model=given, train_dataset=rows())

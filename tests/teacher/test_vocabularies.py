@@ -1,4 +1,4 @@
-"""One tokenizer, heads of two sizes: the ids both models know count, the others are never expected nor sampled."""
+"""One tokenizer, heads of two sizes: only ids that both models know are compared and sampled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PADDED = tiny.VOCABULARY + 13
 
 
 def padded(model, rows=PADDED):
-    """The same model with rows for ids that stand for nothing, but which it would like to say."""
+    """The same model with rows for unused ids, to which it gives high logits."""
     model.resize_token_embeddings(rows, mean_resizing=False)
     with torch.no_grad():
         model.get_output_embeddings().weight[tiny.VOCABULARY :] = 3.0
@@ -41,12 +41,12 @@ def test_padding_of_either_head_changes_neither_losses_nor_weights(make_trainer,
     assert trainer.limits.vocabulary == tiny.VOCABULARY
 
 
-def test_heads_of_one_size_are_compared_whole(make_trainer):
+def test_heads_of_one_size_are_compared_in_full(make_trainer):
     trainer = make_trainer(model=padded(tiny.qwen2(32, 0)), teacher_model=padded(tiny.qwen2(48, 1)))
     assert trainer.limits.vocabulary == PADDED
 
 
-def test_an_engine_that_samples_an_id_only_the_student_knows_is_found_out(make_trainer):
+def test_a_sampled_id_that_only_the_student_knows_is_refused(make_trainer):
     class Careless(HFRollout):
         def complete(self, prompt_ids, step):
             return [[5, tiny.VOCABULARY]] * len(prompt_ids)
@@ -56,7 +56,7 @@ def test_an_engine_that_samples_an_id_only_the_student_knows_is_found_out(make_t
         trainer.train()
 
 
-def test_a_teacher_beside_the_students_tokenizer_is_taken(make_trainer, tmp_path):
+def test_a_teacher_saved_with_the_students_tokenizer_is_accepted(make_trainer, tmp_path):
     tiny.qwen2(48, 1).save_pretrained(tmp_path / "teacher")
     tiny.tokenizer().save_pretrained(tmp_path / "teacher")
     assert AutoTokenizer.from_pretrained(tmp_path / "teacher").get_vocab() == tiny.tokenizer().get_vocab()
@@ -73,7 +73,7 @@ def test_a_tokenizer_for_a_teacher_that_does_not_exist_is_refused(make_trainer):
 @pytest.mark.parametrize(
     ("student", "teacher", "shared"), [(259, 259, None), (300, 300, None), (259, 300, 259), (320, 300, 259)]
 )
-def test_ids_behind_the_tokenizers_last_are_shared_only_where_the_heads_are_of_one_size(student, teacher, shared):
+def test_ids_beyond_the_tokenizer_are_shared_only_by_heads_of_one_size(student, teacher, shared):
     assert shared_vocabulary(student, {"teacher": teacher}, tiny.tokenizer()) == shared
 
 

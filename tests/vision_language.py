@@ -1,4 +1,4 @@
-"""Models that read images too, at toy size, as `AutoModelForImageTextToText` makes them; given text alone."""
+"""Tiny vision-language models, built by `AutoModelForImageTextToText` and given text only."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"rope_parameters": _ROTARY_OF_THREE_AXES},
     "qwen3_5": {"layer_types": ["linear_attention", "full_attention"]},
 }
-"""What the text of a family needs besides."""
+"""Further fields of a family's text config."""
 
 
-def seer(family: str, width: int, seed: int, **text: Any) -> nn.Module:
+def vision_language_model(family: str, width: int, seed: int, **text: Any) -> nn.Module:
     """A random model of a family in float32, whose predictions are far from uniform.
 
-    `text` goes into the config of its part for text.
+    `text` overrides fields of its text config.
     """
     torch.manual_seed(seed)
     made = AutoModelForImageTextToText.from_config(_config(family, width, text), dtype=torch.float32)
