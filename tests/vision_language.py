@@ -74,7 +74,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 """Further fields of a family's text config."""
 
 
-def vision_language_model(family: str, width: int, seed: int, **text: Any) -> nn.Module:
+def model(family: str, width: int, seed: int, **text: Any) -> nn.Module:
     """A random model of a family in float32, whose predictions are far from uniform.
 
     `text` overrides fields of its text config.

@@ -111,10 +111,7 @@ def test_training_every_family_with_only_a_tokenizer_equals_trl(tmp_path, family
         (Replaying, DistillationConfig(**options), {}),
         (OPSDTrainer, OPSDConfig(**options), {"rollout": replay()}),
     ):
-        models = {
-            "model": vision_language.vision_language_model(family, 32, 0),
-            "teacher_model": vision_language.vision_language_model(family, 48, 1),
-        }
+        models = {"model": vision_language.model(family, 32, 0), "teacher_model": vision_language.model(family, 48, 1)}
         trainers.append(trained(cls, config, lora, processing_class=tiny.tokenizer(), **models, **more))
     trls, ours = trainers
     assert losses(trls).std() > 0
@@ -126,7 +123,7 @@ def test_training_every_family_with_only_a_tokenizer_equals_trl(tmp_path, family
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])
 def test_image_placeholders_are_never_generated(make_trainer, family):
-    student = vision_language.vision_language_model(family, 32, 0)
+    student = vision_language.model(family, 32, 0)
     trainer = make_trainer(model=student, rollout=HFRollout(), generation_kwargs={"do_sample": False})
     prompts = trainer.tokenize(tiny.PROMPTS[:2])
     before = trainer.complete(prompts)

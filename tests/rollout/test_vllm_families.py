@@ -169,7 +169,7 @@ def reader(tmp_path):
     """Saves a vision-language student, and loads it again."""
 
     def reader(family):
-        model = vision_language.vision_language_model(family, 64, 0, num_attention_heads=2, head_dim=32)
+        model = vision_language.model(family, 64, 0, num_attention_heads=2, head_dim=32)
         model.save_pretrained(tmp_path / "student")
         return AutoModelForImageTextToText.from_pretrained(tmp_path / "student")
 
