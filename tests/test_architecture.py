@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -125,6 +126,22 @@ def test_optional_libraries_are_imported_in_one_place(library):
     places = {file.parts[:2] for file in importers}
     assert len(places) == 1, importers or f"nothing imports {library}: take it out of OPTIONAL"
     assert {folder for folder, _ in places} == {"_compat"}, importers
+
+
+def test_the_drawing_in_the_design_shows_the_imports():
+    arrows = {(room(file), other) for file in FILES for other in rooms_of(file, read(file))}
+
+    def implied(start, end):
+        reached, ahead = set(), [other for one, other in arrows if one == start and other != end]
+        while ahead:
+            if (one := ahead.pop()) not in reached:
+                reached.add(one)
+                ahead += [other for above, other in arrows if above == one]
+        return end in reached
+
+    text = (ROOT.parent / "docs" / "design.md").read_text(encoding="utf-8")
+    (drawing,) = re.findall(r"```mermaid\n(.*?)```", text, flags=re.DOTALL)
+    assert set(re.findall(r"(\w+) --> (\w+)", drawing)) == {arrow for arrow in arrows if not implied(*arrow)}
 
 
 TESTS = Path(__file__).resolve().parent
