@@ -177,7 +177,7 @@ def test_every_metric_in_the_source_has_a_row_in_the_table():
     assert recorded == {name for name in METRICS if name.startswith(("sync/", "rollout/", "nonfinite/"))}
 
 
-def test_each_of_several_evaluations_is_a_log_of_its_own(make_trainer):
+def test_each_evaluation_dataset_has_its_own_log(make_trainer):
     sets = {"short": tiny.rows(4), "long": tiny.rows(2)}
     trainer = make_trainer(eval_dataset=sets, eval_strategy="steps", eval_steps=1, max_steps=1)
     trainer.train()

@@ -89,7 +89,7 @@ def test_every_form_of_using_a_name_is_recognised(tmp_path, body, kind, name, ro
     ]
 
 
-def test_a_class_that_is_only_mixed_in_is_read_too(tmp_path):
+def test_mixin_classes_are_read_too(tmp_path):
     source = "class Mixed:\n    def run(self): self._held\nclass A(Mixed, Trainer): ...\n"
     (tmp_path / "one.py").write_text(source, encoding="utf-8")
     assert [(use.kind, use.name) for use in READING.uses(tmp_path)] == [("trainer", "run"), ("trainer", "_held")]
