@@ -19,7 +19,7 @@ from typing import Any
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import DIVERGENCES
-from trl_opsd.rollout.pick import picked
+from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.run.metrics import METRICS
 from trl_opsd.teacher.given import check_teachers
 
@@ -67,7 +67,7 @@ def _config(**options: Any) -> OPSDConfig:
 
 
 def _rollout(**options: Any) -> None:
-    picked(None, _config(use_vllm=True, **options))
+    chosen_rollout(None, _config(use_vllm=True, **options))
 
 
 TOGETHER: dict[str, list[Callable[[], Any]]] = {
