@@ -57,7 +57,7 @@ class Mirrored(SyncedRollout[Mirror]):
     """Syncs as an engine elsewhere would be synced, and sends nothing."""
 
     def bind(self, trainer):
-        self._take(trainer, Mirror(trainer), {}, torch.float32)
+        self._set_up(trainer, Mirror(trainer), {}, torch.float32)
 
     def _send(self):
         return BYTES

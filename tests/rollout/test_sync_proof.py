@@ -54,7 +54,7 @@ def test_a_probe_that_is_no_text_is_noticed(proof):
     assert {(len(prompt), length) for prompt, length in proof._engine.asked} == {(1, PROMPTED)}, "what it writes"
     proof._engine.asked.clear()
     for prompts in ([], PROMPTS, [[1, 2]]):
-        proof.prompted(prompts)
+        proof.take_prompts(prompts)
     proof.check()
     text = ([5, 6, 7, 8, 9] * PROMPTED)[:PROMPTED]
     assert proof._engine.asked == [(text, WRITTEN)] * 2, "the first prompts there were"
@@ -72,7 +72,7 @@ def test_a_probe_that_is_no_text_is_noticed(proof):
     ],
 )
 def test_rounding_taken_for_a_fault_or_a_fault_for_rounding_is_noticed(proof, off, fault):
-    proof.prompted(PROMPTS)
+    proof.take_prompts(PROMPTS)
     scale = float(proof._trainer.model(torch.tensor([[5, 6, 7, 8, 9]])).logits.square().mean().sqrt())
     assert 0.03 < RELATIVE[torch.bfloat16] * scale < 0.05, "nats that rounding explains"
     proof._engine.off = off

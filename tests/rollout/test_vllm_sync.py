@@ -412,14 +412,14 @@ def test_weights_that_leave_their_gather_before_they_were_read_are_noticed(monke
 
 def test_noise_that_is_no_number_and_outlives_the_first_sync_is_noticed(make, monkeypatch):
     """The engine starts on whatever memory held before, and its attention reads past what a block holds."""
-    asked = sync_proof.SyncProof.observe
+    asked = sync_proof.SyncProof.record_scores
 
     def poisoned(proof):
         for part in proof._engine._worker.model_runner.get_model().parameters():
             part.data.fill_(torch.nan)
         asked(proof)
 
-    monkeypatch.setattr(sync_proof.SyncProof, "observe", poisoned)
+    monkeypatch.setattr(sync_proof.SyncProof, "record_scores", poisoned)
     trainer = make()
     trainer.complete(trainer.tokenize(tiny.PROMPTS))
     assert gap(trainer) < 1e-4
