@@ -157,9 +157,9 @@ _EXPECTED = {
     "prompt_token_ids": "token ids, integers of at least 0",
     "prompt_logprobs": "one entry for each token of the prompt",
     "token_logprobs": "a finite number for each token it wrote",
-    "get_world_size": "at least 1 worker",
-    "max_model_len": "at least 1 token",
-    "block_size": "at least 1 token",
+    "get_world_size": "a number of workers, at least 1",
+    "max_model_len": "a number of tokens, at least 1",
+    "block_size": "a number of tokens, at least 1",
 }
 
 
