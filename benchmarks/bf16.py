@@ -1,9 +1,9 @@
-"""Measures one optimizer step with `bf16=True`, and says in which dtype each phase of it multiplies.
+"""Measures one optimizer step with `bf16=True`, and the dtype in which each phase multiplies.
 
-    python benchmarks/bf16.py                                                 # 135M parameters, on whatever there is
+    python benchmarks/bf16.py                                                 # 135M parameters, on any device
     accelerate launch --config_file examples/accelerate_configs/zero3.yaml benchmarks/bf16.py
 
-The student has the shape of SmolLM2-135M and random weights, its teacher is a second one, and completions are given.
+Student and teacher have the shape of SmolLM2-135M and different random weights; completions are given.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Trainer = TypeVar("Trainer", bound=OPSDTrainer)
 
 
 def save_model(args: argparse.Namespace, seed: int, folder: str) -> str:
-    """Saved before any configuration is made: under ZeRO-3 a path is read in parts, and a model made later is none."""
+    """Saves a random model. To be called before any `OPSDConfig` exists, as ZeRO-3 splits models built after that."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=args.width,
@@ -56,9 +56,9 @@ def save_model(args: argparse.Namespace, seed: int, folder: str) -> str:
 def make_trainer(
     args: argparse.Namespace, kind: type[Trainer], student: str, teacher: str, steps: int, folder: str
 ) -> Trainer:
-    words = tiny.tokenizer()
+    tokenizer = tiny.tokenizer()
     prompts = [chr(ord("a") + number) * (args.prompt_tokens - number) for number in range(args.rows)]
-    written = {tuple(words(prompt)["input_ids"]): [5] * args.tokens for prompt in prompts}
+    completions = {tuple(tokenizer(prompt)["input_ids"]): [5] * args.tokens for prompt in prompts}
     config = OPSDConfig(
         folder,
         bf16=not args.float32,
@@ -79,13 +79,13 @@ def make_trainer(
         teacher_model=teacher,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": prompts * 8}),
-        processing_class=words,
-        rollout=FixedRollout(written),
+        processing_class=tokenizer,
+        rollout=FixedRollout(completions),
     )
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The dtypes of one step, and seconds of others, which nobody watches, without the first."""
+    """The dtypes of one instrumented step, and the seconds of others without instrumentation, after a warm-up."""
     with tempfile.TemporaryDirectory() as folder:
         models = save_model(args, 0, folder), save_model(args, 1, folder)
         watched = make_trainer(args, WatchedTrainer, *models, 1, folder)

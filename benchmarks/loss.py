@@ -1,4 +1,4 @@
-"""Measures the streamed loss beside TRL's and a dense one, in one process, on whatever device there is.
+"""Measures the streamed loss beside TRL's and a dense one, in one process, on any device.
 
     python benchmarks/loss.py                                  # speed, memory, products and error
     python benchmarks/loss.py --vocab 151936 --tokens 2048 --peak-only
@@ -48,7 +48,7 @@ def trl(student: LazyLogits, teacher: LazyLogits, beta: float) -> Tensor:
 
 
 def autograd(student: LazyLogits, teacher: LazyLogits, divergence: Divergence) -> Tensor:
-    """What one writes first: all logits, a float32 log-softmax, autograd."""
+    """The naive program: all logits, a float32 log-softmax, autograd."""
     logs = [(side.hidden @ side.head.weight.T).float().log_softmax(-1) for side in (student, teacher)]
     return divergence.value(*logs)
 
@@ -90,7 +90,7 @@ def products(program: Program, student: LazyLogits, teacher: LazyLogits) -> str:
         return 2 * a[0] * a[1] * b[1]
 
     def counted(student: LazyLogits, teacher: LazyLogits) -> int:
-        # What the counter leaves out (addmm_) or cannot read (out_dtype=)
+        # Products that the counter omits (addmm_) or cannot parse (out_dtype=)
         mapping = {
             torch.ops.aten.addmm_: product,
             torch.ops.aten.addmm: product,
@@ -111,7 +111,7 @@ def products(program: Program, student: LazyLogits, teacher: LazyLogits) -> str:
 
 
 def peak_bytes(program: Program, student: LazyLogits, teacher: LazyLogits) -> int:
-    """The most bytes allocated at any time of a step, without those of the head's gradient."""
+    """Peak of the bytes allocated during a step, without those of the head's gradient."""
     gc.collect()
     if student.hidden.is_cuda:
         torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Measures rollouts of one model on the same prompts, engine beside engine, in one process, on whatever device it has.
+"""Measures rollouts of one model on the same prompts with each engine, in one process, on any device.
 
     python benchmarks/rollout.py                                   # a small model, batches of 1, 8 and 64
     python benchmarks/rollout.py --width 896 --layers 24 --heads 14 --key-value-heads 2 --vocab 151936 --dtype bfloat16
@@ -6,11 +6,11 @@
 "trl" is `generate` as TRL calls it, "ours" is `HFRollout`, "compiled" the same with `compile=True` (measured on an
 accelerator, or with --compiled), "vllm" is left out where it cannot be imported. All sample at temperature 1.
 
-Every engine writes the same lengths: all equal to --tokens ("even"), or geometric with a mean of an eighth of it, cut
-off there ("ragged"). For the engines of `transformers` a logits processor forbids the end token before that and forces
-it then; it finds the length in the row's own prompt, so it does not matter which rows are still there. vLLM gets the
-length as `min_tokens` and `max_tokens`. Times are medians over interleaved repeats after a warm-up; "rows per token"
-counts the rows of every forward pass of the model for each token that is part of a completion.
+Every engine generates the same lengths: all equal to --tokens ("even"), or geometric with a mean of an eighth of it,
+capped there ("ragged"). For the engines of `transformers` a logits processor masks the end token before that length and
+forces it then; it reads the length from the row's own prompt, so it works whichever rows are left. vLLM gets the length
+as `min_tokens` and `max_tokens`. Times are medians over interleaved repeats after a warm-up; "rows per token" is the
+number of rows over all forward passes, divided by the number of completion tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Engine = Callable[[list[list[int]]], list[list[int]]]
 
 
 class WantedLength(LogitsProcessor):
-    """Ends a row at the length its own prompt states, and not before."""
+    """Ends each row at exactly the length that its prompt states."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens
@@ -87,12 +87,12 @@ def make_prompts(args: argparse.Namespace, batch: int, lengths: str) -> tuple[li
     if lengths == "ragged":
         geometric = torch.empty(batch).geometric_(8 / args.tokens, generator=generator)
         wanted = geometric.clamp(max=args.tokens).int().tolist()
-    words = torch.randint(1, args.vocab, (batch, args.prompt_tokens - 2), generator=generator).tolist()
-    return [[n // BASE + 1, n % BASE + 1, *ids] for n, ids in zip(wanted, words, strict=True)], wanted
+    tokens = torch.randint(1, args.vocab, (batch, args.prompt_tokens - 2), generator=generator).tolist()
+    return [[n // BASE + 1, n % BASE + 1, *ids] for n, ids in zip(wanted, tokens, strict=True)], wanted
 
 
 def host_of(model: Any, args: argparse.Namespace) -> LoneHost:
-    """What `HFRollout` asks of a trainer."""
+    """A minimal trainer for `HFRollout`."""
     sampling = GenerationConfig(
         max_new_tokens=args.tokens,
         do_sample=True,

@@ -1,11 +1,11 @@
-"""Measures one weight sync into a colocated vLLM engine beside TRL's, in one process, on whatever device there is.
+"""Measures one weight sync into a colocated vLLM engine beside TRL's, in one process, on any device.
 
     python benchmarks/sync.py                                  # a small student on the CPU
     python benchmarks/sync.py --hidden 896 --layers 24 --vocab 151936 --dtype bfloat16
 
-Calls are calls into the engine, bytes what is handed to it, seconds medians over repeats, each with its prefix cache
-reset and without the proof, whose seconds stand apart. "drift" is the share of the frozen base weights that are no
-longer bit-identical afterwards. Where TRL's sync cannot run, its error stands in its row.
+"calls" counts calls into the engine, bytes are those passed to it; seconds are medians over repeats, each with a reset
+of the prefix cache and without the proof, which is timed separately. "drift" is the share of the frozen base weights
+that are no longer bit-identical afterwards. Where TRL's sync cannot run, its row shows the error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from trl_opsd.rollout.weight_sync import Stream, adapter_layers, adapter_of, ada
 
 
 def make_student(args: argparse.Namespace, folder: Path, lora: bool) -> Any:
-    """A random student, saved, with an adapter if asked for."""
+    """A random student, saved and loaded, with an adapter if `lora`."""
     if not (folder / "config.json").exists():
         config = Qwen2Config(
             vocab_size=args.vocab, hidden_size=args.hidden, intermediate_size=4 * args.hidden,
@@ -58,7 +58,7 @@ def make_student(args: argparse.Namespace, folder: Path, lora: bool) -> Any:
 
 
 def timed(run: Callable[[], Any], repeats: int) -> float:
-    """Median seconds, after one run that is not counted."""
+    """Median seconds, after one warm-up run."""
     found = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -79,7 +79,7 @@ def drift(student: Any, before: dict[str, torch.Tensor]) -> float:
 def ours(
     student: Any, engine: VLLMEngine, apart: bool, dtype: torch.dtype
 ) -> tuple[Callable[[], None], dict[str, Any]]:
-    """One sync, and what it took: calls and bytes."""
+    """A function that runs one sync, and its calls and bytes."""
     took: dict[str, Any] = {}
 
     def gathered(parameters: list[torch.Tensor]) -> Any:
@@ -102,7 +102,7 @@ def ours(
 
 
 def trls(student: Any, engine: VLLMEngine) -> tuple[Callable[[], None], dict[str, Any]]:
-    """TRL's own sync, on the same engine: its class without its constructor, which would build another one."""
+    """TRL's own sync on the same engine: its class without its constructor, which would build another engine."""
     took: dict[str, Any] = {}
     runner = engine._worker.model_runner
     inside = SimpleNamespace(load_weights=None)
@@ -132,7 +132,7 @@ def trls(student: Any, engine: VLLMEngine) -> tuple[Callable[[], None], dict[str
 
 
 def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    rows, engines = [], []  # an engine that is let go takes vLLM's process groups with it, also from its successor
+    rows, engines = [], []  # kept: a deleted engine destroys vLLM's process groups, which its successor needs
     for what in ("everything", "lora, full", "lora, adapter"):
         student = make_student(args, folder, what != "everything")
         apart = what == "lora, adapter"
@@ -199,8 +199,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
-        PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(folder)
+        backend = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(folder)
         rows = measure(args, Path(folder))
     print(json.dumps(rows, indent=2) if args.json else table(rows))
 

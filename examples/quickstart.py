@@ -27,11 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 
     config = OPSDConfig(
         output_dir=str(options.output),
-        divergence="forward_kl",  # on what the student wrote, cover what the teacher would say
+        divergence="forward_kl",  # mode-covering: the student spreads over all that the teacher finds likely
         max_steps=options.steps,
         per_device_train_batch_size=64,  # prompts in a step, one completion for each
         max_completion_length=40,
-        top_p=0.6,  # the student's likelier tokens: far from a sensible text the teacher has little to say
+        top_p=0.6,  # only likely tokens: on text that makes no sense the teacher's distribution is of little use
         learning_rate=1e-3,  # for a model this small; 1e-6 to 1e-5 for a real one
         lr_scheduler_type="linear",
         warmup_steps=10,

@@ -1,4 +1,4 @@
-"""Gives a saved student the examination that `train.py` gives it, and loads it as anybody would: without `trl_opsd`.
+"""Evaluates a saved student as `train.py` does, but loads it without `trl_opsd`.
 
 python examples/score.py out/train
 """
@@ -15,17 +15,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def held_out() -> list[Problem]:
-    """The problems of the examination, none of which was trained on."""
+    """The problems of the evaluation, none of which is used for training."""
     return draw(200, held_out=True)
 
 
 def result(share: float) -> str:
-    """What is printed of it."""
+    """The line to print for an accuracy."""
     return f"{round(share * len(held_out()))} of {len(held_out())} held-out problems right ({share:.3f})"
 
 
 def main(folder: str) -> float:
-    """The share that the student in a folder gets right: a whole model, or a LoRA adapter with the path of its base."""
+    """The accuracy of the student in a folder, either a full model, or a LoRA adapter with the path of its base."""
     is_adapter = (Path(folder) / "adapter_config.json").is_file()
     student = (AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM).from_pretrained(folder)
     return accuracy(student, AutoTokenizer.from_pretrained(folder), held_out())

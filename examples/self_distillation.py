@@ -1,4 +1,4 @@
-"""On-policy self-distillation: one small model teaches itself, because as the teacher it also sees the worked solution.
+"""On-policy self-distillation: a small model is its own teacher, which also sees the worked solution.
 
 python examples/self_distillation.py --output out/self
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from arithmetic import READER
 from arithmetic.evaluate import accuracy
 from arithmetic.report import Report
-from arithmetic.task import draw, told
+from arithmetic.task import draw, prompts_with_solutions
 from peft import LoraConfig
 from transformers import ProgressCallback
 
@@ -47,9 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         report_to="none",
     )
     trainer = OPSDTrainer(
-        model=READER,  # can copy a solution it is shown, and rarely finds one by itself
+        model=READER,  # can copy a solution from its prompt, but rarely finds one by itself
         args=config,
-        train_dataset=told(draw(64 * options.steps)),  # "prompt", and "privileged_context" for the teacher only
+        train_dataset=prompts_with_solutions(
+            draw(64 * options.steps)
+        ),  # "prompt", and for the teacher "privileged_context"
         peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"),
     )
     report = Report(draw(options.held_out, held_out=True), every=20)
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 
     trainer.save_model(str(options.output / "adapter"))
     with trainer.model.disable_adapter():
-        teacher_accuracy = accuracy(trainer.model, trainer.processing_class, report.held_out, told=True)
+        teacher_accuracy = accuracy(trainer.model, trainer.processing_class, report.held_out, show_solution=True)
     return report.save(options.output, teacher_accuracy)
 
 

@@ -1,12 +1,12 @@
-"""The script to launch: models, data and every option of `OPSDConfig` from the command line or a YAML file.
+"""Training script: takes models, data and every option of `OPSDConfig` from the command line or a YAML file.
 
 accelerate launch --config_file examples/accelerate_configs/zero3.yaml examples/train.py \
     --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --teacher_model_name_or_path Qwen/Qwen2.5-7B-Instruct \
     --dataset_name trl-lib/ultrafeedback-prompt --learning_rate 2e-5 --output_dir out/qwen
 
 `--config FILE` reads options from YAML, `--use_peft` trains a LoRA adapter. With neither a model nor a file, a small
-student learns the built-in arithmetic, with the options in `arithmetic.yaml`; it is examined before and after, and
-`score.py` gives what was saved the same examination.
+student learns the built-in arithmetic task, with the options in `arithmetic.yaml`; it is evaluated before and after
+training, and `score.py` evaluates the saved student in the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> OPSDTrainer:
     built_in = not any(argument.partition("=")[0] in NAMED for argument in arguments)
     if built_in:
         arguments = ["--config", str(Path(__file__).parent / "arithmetic.yaml"), *arguments]
-    if not torch.accelerator.is_available():  # else DeepSpeed on a CPU counts one process where there are two
+    if not torch.accelerator.is_available():  # without it, DeepSpeed on a CPU counts one process where there are two
         arguments = [*arguments, "--use_cpu"]
     parser = TrlParser((ScriptArguments, OPSDConfig, ModelConfig))
     script, config, model = parser.parse_args_and_config(list(arguments))
@@ -54,23 +54,23 @@ def main(arguments: Sequence[str]) -> OPSDTrainer:
         peft_config=get_peft_config(model),
     )
     if built_in:
-        examine(trainer)
+        evaluate(trainer)
     resume = config.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=resume == "True" or resume)  # on a command line it is a text
+    trainer.train(resume_from_checkpoint=resume == "True" or resume)  # a string on the command line
     trainer.save_model()
     if built_in:
-        examine(trainer)
+        evaluate(trainer)
     return trainer
 
 
-def examine(trainer: OPSDTrainer) -> None:
-    """Prints how many held-out problems the student gets right as it is; every process calls it."""
-    with trainer.student_for_generation() as student:  # whole, also where it is split over the processes
+def evaluate(trainer: OPSDTrainer) -> None:
+    """Prints how many held-out problems the student gets right now. Collective."""
+    with trainer.student_for_generation() as student:  # gathered, if it is split over the processes
         share = accuracy(student, trainer.processing_class, held_out())
     trainer.accelerator.print(f"step {trainer.state.global_step}: {result(share)}")
 
 
 if __name__ == "__main__":
     trainer = main(sys.argv[1:])
-    trainer.accelerator.wait_for_everyone()  # a process that leaves first takes the others down
+    trainer.accelerator.wait_for_everyone()  # if one process exits first, the others fail
     trainer.accelerator.end_training()

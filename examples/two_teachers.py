@@ -1,4 +1,4 @@
-"""Two specialists, one student: one teacher knows sums, the other differences, and each row names its own.
+"""Two specialised teachers, one student: one knows sums, the other differences, and each row names its teacher.
 
 python examples/two_teachers.py --output out/two
 """

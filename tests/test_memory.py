@@ -49,13 +49,13 @@ def test_an_out_of_memory_error_lists_what_the_phase_holds(make_trainer, monkeyp
     [note] = [line for line in raised.value.__notes__ if line.startswith("Out of memory")]
     student = sum(tensor.nbytes for tensor in trainer.model.state_dict().values())
     teacher = sum(tensor.nbytes for tensor in trainer.teacher.model.state_dict().values())
-    expected = {"the student's weights": student, "weights of 'teacher', a teacher": teacher}
+    expected = {"the student's weights": student, "weights of teacher 'teacher'": teacher}
     if phase == "complete":  # 2 layers, keys and values, one head of 16, float32
-        expected["the cache of 4 x 24 completion tokens, prompts apart"] = 4 * 24 * 2 * 2 * 16 * 4
+        expected["the key-value cache of 4 x 24 completion tokens, without prompts"] = 4 * 24 * 2 * 2 * 16 * 4
     if phase in ("step", "compare"):
-        expected |= {"gradients": student, "the optimizer's states, of Adam": 2 * student}
+        expected |= {"gradients": student, "optimizer states of Adam": 2 * student}
     if phase in ("teach", "compare"):
-        expected["the teacher's states of 4 x 24 tokens"] = 4 * 24 * 48 * 4
+        expected["the teacher's hidden states of 4 x 24 tokens"] = 4 * 24 * 48 * 4
     if phase == "compare":
         expected["tiles of logits, at most"] = 100 * 259 * 8
     first, *lines, advice = note.splitlines()

@@ -57,7 +57,7 @@ class Mirrored(SyncedRollout[Mirror]):
     """Follows the sync of a separate engine, and sends nothing."""
 
     def bind(self, trainer):
-        self._take(trainer, Mirror(trainer), {}, torch.float32)
+        self._set_up(trainer, Mirror(trainer), {}, torch.float32)
 
     def _send(self):
         return BYTES

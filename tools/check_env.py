@@ -1,6 +1,6 @@
-"""Says what the running environment computes on and what it lacks: `pip check`, but for three packages left out.
+"""Prints the hardware and torch build, and checks the environment as `pip check` does.
 
-Those are CUDA-only and left out on purpose.
+Three packages are left out on purpose: they may be available as CUDA builds only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 
 
 def problems() -> list[str]:
-    """One line per requirement of an installed package that is absent or has the wrong version."""
+    """One line for each requirement of an installed package that is missing or has the wrong version."""
     found = []
     for package in distributions():
         for requirement in map(Requirement, package.requires or []):
@@ -28,21 +28,21 @@ def problems() -> list[str]:
             except PackageNotFoundError:
                 have = None
             if have is None or not requirement.specifier.contains(have, prereleases=True):
-                found.append(f"{package.metadata['Name']} wants {requirement}, here is {have}")
+                found.append(f"{package.metadata['Name']} requires {requirement}, installed is {have}")
     return sorted(set(found))
 
 
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "bf16")
-"""Instruction sets that decide how products are rounded, on x86 and on ARM."""
+"""Instruction sets that affect how products are rounded, on x86 and on ARM."""
 
 
 def machine() -> str:
-    """What a failing test may depend on, in one line."""
+    """The hardware and torch build that a failing test may depend on, in one line."""
     import torch
 
-    told = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    flags = set(re.findall(r"[\w]+", " ".join(re.findall(r"(?:flags|Features)\s*:(.*)", told))))
-    name = re.search(r"model name\s*: (.*)", told)
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    flags = set(re.findall(r"[\w]+", " ".join(re.findall(r"(?:flags|Features)\s*:(.*)", cpuinfo))))
+    name = re.search(r"model name\s*: (.*)", cpuinfo)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     parts = (
         name[1] if name else platform.processor() or platform.machine(),

@@ -1,10 +1,10 @@
-"""Tests the wheel beside other libraries: the newest that `pip` takes today, or the lower bounds of `setup.cfg`.
+"""Tests the wheel with other versions of libraries: the newest that `pip` installs, or the lower bounds of `setup.cfg`.
 
-`make test-latest` makes two environments, as vLLM asks for a torch and transformers of its own: the newest of
-everything without vLLM, and the newest that go together with the vLLM of `setup.cfg`, in its build for a CPU.
-`make test-lowest` makes one. Needs a C++ compiler. Wheel and environments lie in a temporary folder (`TMPDIR`) and are
-deleted. Where an index has torch for CUDA only, each takes minutes and 8 GB; `PIP_EXTRA_INDEX_URL` may name one with
-CPU builds. What is newer than `TESTED` in `trl_opsd/run/versions.py` and passes goes in there.
+`make test-latest` builds two environments, because vLLM pins its own torch and transformers: the newest of everything
+without vLLM, and the newest compatible with the vLLM of `setup.cfg`, in its CPU build. `make test-lowest` builds one.
+Needs a C++ compiler. Wheel and environments are in a temporary folder (`TMPDIR`) and are deleted. If an index has torch
+for CUDA only, each takes minutes and 8 GB; `PIP_EXTRA_INDEX_URL` may name one with CPU builds. Versions newer than
+`TESTED` in `trl_opsd/run/versions.py` that pass are entered there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from check_wheel import REPOSITORY, WITH_LIBRARIES, build
-from lock import ABSENT, needs_of_the_engine
+from lock import ABSENT, engine_requirements
 from packaging.requirements import Requirement
 
 TESTS = (
@@ -41,24 +41,24 @@ TESTS = (
 WITH_VLLM = ("tests/contract", "tests/rollout", "tests/test_trainer.py", "tests/test_versions.py")
 FOR_TESTS = ("hypothesis", "jmespath", "ninja", "pillow", "pytest", "pytest-timeout", "pytest-xdist")
 BESIDE = ("tests", "examples", "docs", "requirements", "tools", "README.md", "setup.cfg")
-"""What tests read. The package is not among it, so they import the wheel."""
+"""Files that tests read. The package is not among them, so that tests import the wheel."""
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What is installed next to the wheel, and which tests run there."""
+    """An environment: the requirements beside the wheel, and the tests to run."""
 
     name: str
     tests: tuple[str, ...]
     pins: tuple[str, ...] = ()
     """Requirements besides those of the wheel."""
     engine: str | None = None
-    """A requirement of vLLM's build for a CPU."""
+    """A requirement on vLLM's CPU build."""
 
 
 def main() -> None:
-    """Prints the versions and the counts of each environment; ends with an error where something failed."""
+    """Prints versions and test counts of each environment; exits with an error if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("libraries", choices=["latest", "lowest"])
     if parser.parse_args().libraries == "lowest":
@@ -71,7 +71,7 @@ def main() -> None:
         ]
     with tempfile.TemporaryDirectory() as folder:
         wheel = build(Path(folder))
-        copy_what_tests_read(Path(folder, "beside"))
+        copy_test_files(Path(folder, "beside"))
         found = {each.name: outcome(each, Path(folder), wheel) for each in environments}
     print(*(f"{name}: {counts}" for name, (_, counts) in found.items()), sep="\n")
     if not all(passed for passed, _ in found.values()):
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def wanted(extra: str = "") -> list[Requirement]:
-    """What `setup.cfg` asks for under the name of an extra; without one, what everybody needs."""
+    """The requirements of an extra in `setup.cfg`; without one, those of the package itself."""
     config = configparser.ConfigParser()
     config.read(REPOSITORY / "setup.cfg")
     lines = config["options.extras_require"][extra] if extra else config["options"]["install_requires"]
@@ -87,20 +87,20 @@ def wanted(extra: str = "") -> list[Requirement]:
 
 
 def lower_bounds() -> list[str]:
-    """`name==version` of each lower bound, DeepSpeed's among them.
+    """`name==version` for each lower bound, DeepSpeed's included.
 
     Raises:
-        ValueError: A requirement has none.
+        ValueError: A requirement has no lower bound.
     """
     bounded = [*wanted(), *wanted("deepspeed")]
     lowest = {one.name: [bound.version for bound in one.specifier if bound.operator == ">="] for one in bounded}
     if unbound := [name for name, versions in lowest.items() if not versions]:
-        raise ValueError(f"setup.cfg: {unbound} without a lower bound, which could not be tested: add `>=`.")
+        raise ValueError(f"setup.cfg: {unbound} without a lower bound to test: add `>=`.")
     return [f"{name}=={version}" for name, (version, *_) in lowest.items()]
 
 
-def copy_what_tests_read(folder: Path) -> None:
-    """Copies `BESIDE`, without what earlier runs have left."""
+def copy_test_files(folder: Path) -> None:
+    """Copies `BESIDE`, without the bytecode of earlier runs."""
     folder.mkdir()
     for name in BESIDE:
         if (source := REPOSITORY / name).is_dir():
@@ -110,7 +110,7 @@ def copy_what_tests_read(folder: Path) -> None:
 
 
 def outcome(made_of: Environment, folder: Path, wheel: Path) -> tuple[bool, str]:
-    """Whether all went well in one environment, and pytest's counts or what failed before them."""
+    """Whether one environment passes, and pytest's counts or the command that failed before."""
     environment, start = folder / "environment", time.monotonic()
 
     def say(what: str) -> None:
@@ -122,13 +122,13 @@ def outcome(made_of: Environment, folder: Path, wheel: Path) -> tuple[bool, str]
     pip = (python, "-m", "pip", "--disable-pip-version-check")
     try:
         pins = list(made_of.pins)
-        if made_of.engine:  # by itself, as its torch may have to be another build of the same version
+        if made_of.engine:  # separately, as its torch may have to be another build of the same version
             call(*pip, "install", "-qq", "--no-deps", made_of.engine)
-            pins += needs_of_the_engine(python, ABSENT)
+            pins += engine_requirements(python, ABSENT)
         call(*pip, "install", "-qq", *pins, *FOR_TESTS, f"{wheel}[deepspeed]")
         call(*pip, "list")
         say("importing each library by itself, and everything from the wheel")
-        # As a script may, before it imports this package, which may mend an import of theirs.
+        # A script may import them before this package, which may patch one of their imports.
         for library in [*wanted(), *wanted("deepspeed"), *(wanted("vllm") if made_of.engine else [])]:
             call(python, "-I", "-c", f"import {library.name}")
         call(python, "-I", "-c", WITH_LIBRARIES)
@@ -146,7 +146,7 @@ def call(*command: object) -> None:
 
 
 def run_tests(python: Path, tests: tuple[str, ...], beside: Path) -> tuple[bool, str]:
-    """Whether the tests pass, and pytest's last line; files side by side, as `make test` has them."""
+    """Whether the tests pass, and pytest's last line; files run in parallel, as in `make test`."""
     command = [python, "-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", *tests]
     path = os.pathsep.join([str(python.parent), os.environ["PATH"]])  # ninja and accelerate are started by name
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | QUIET | {"PATH": path}

@@ -1,4 +1,4 @@
-"""Builds the wheel and imports it as a user would: first alone in an empty environment, then next to the libraries."""
+"""Builds the wheel and imports it as a user would: first alone in an empty environment, then with the libraries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print("imported from the wheel:", *trl_opsd.__all__)
 
 
 def main() -> None:
-    """Stops at the first thing a user would miss."""
+    """Stops at the first error."""
     with tempfile.TemporaryDirectory() as folder:
         wheel = build(Path(folder))
         missing, unwanted = compare_contents(wheel)
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def build(folder: Path) -> Path:
-    """Builds from a copy, so that no stale `build/` slips in, and through the source archive, so that it is whole."""
+    """Builds from a copy, so that no stale `build/` is used, and via the source archive, so that it is tested too."""
     copy = folder / "source"
     copy.mkdir()
     for name in SOURCES:
@@ -76,7 +76,7 @@ def compare_contents(wheel: Path) -> tuple[set[str], set[str]]:
 
 
 def run(*command: object, at: str | Path, quiet: bool = False) -> None:
-    """Runs away from the repository, so that nothing is imported from it; prints the output of what failed."""
+    """Runs a command outside the repository, so that nothing is imported from it; prints the output if it fails."""
     done = subprocess.run([*map(str, command)], cwd=at, capture_output=quiet, text=True)
     if done.returncode:
         raise SystemExit(f"{done.stdout or ''}{done.stderr or ''}failed: {' '.join(map(str, command[:4]))}")

@@ -3,11 +3,11 @@
     python tools/families.py                       # all of them, about a quarter of an hour; rewrites docs/families.md
     python tools/families.py bart mamba phi3       # some, printed
 
-Each family is built at toy size with random weights and driven by the trainer, in float32, for two optimizer steps: as
-a student, in full and with LoRA, as a teacher, and as the writer of greedy rollouts. The oracle is the model itself in
-float64 on each row alone, without padding: its logits, a dense forward KL, plain autograd and plain SGD; for rollouts
-the tokens of largest logit, each found by reading the whole row alone. A family is tried in a process of its own, with
-limits on time and memory.
+Each family is built at toy size with random weights and run through the trainer, in float32, for two optimizer steps:
+as a student, in full and with LoRA, as a teacher, and for greedy rollouts. The oracle is the model itself in float64 on
+each row alone, without padding: its logits, a dense forward KL, plain autograd and plain SGD; for rollouts the tokens
+of largest logit, each from a forward pass on the whole row alone. Each trial runs in a process of its own, with limits
+on time and memory.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ ANSWERS = ["4 or so.", " blue today", "bc", " two three", " blue", "!"]
 RATE, STEPS, ROWS, TOKENS, SECONDS, BYTES = 1e-2, 2, 3, 12, 120, 6 << 30
 ENDS = list(range(2, VOCABULARY, 12))
 EXACT = 1e-3
-"""What a change of the weights in two steps may differ from the oracle's, relative to its norm."""
+"""Tolerance for the change of the weights over two steps, relative to the norm of the oracle's."""
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
 
 
-def words() -> PreTrainedTokenizerFast:
-    """One token for each byte and three special ones."""
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, and three special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -61,7 +61,7 @@ def words() -> PreTrainedTokenizerFast:
 
 
 def trainer_of(student: Any, teacher: Any, folder: str, rollout: Any, **given: Any) -> OPSDTrainer:
-    """Plain SGD, forward KL, in the order of the rows."""
+    """A trainer with plain SGD and forward KL, without shuffling."""
     args = OPSDConfig(
         output_dir=folder, per_device_train_batch_size=ROWS, gradient_accumulation_steps=1, max_steps=STEPS,
         max_completion_length=TOKENS, learning_rate=RATE, lr_scheduler_type="constant", optim="sgd", max_grad_norm=1e9,
@@ -75,7 +75,7 @@ def trainer_of(student: Any, teacher: Any, folder: str, rollout: Any, **given: A
         teacher_model=teacher,
         args=args,
         train_dataset=data,
-        processing_class=words(),
+        processing_class=make_tokenizer(),
         rollout=rollout,
         **given,
     )
@@ -87,12 +87,12 @@ def qwen2(seed: int) -> Any:
 
 
 def recorded() -> tuple[list[list[int]], list[list[int]]]:
-    tokenizer = words()
+    tokenizer = make_tokenizer()
     return tokenizer(PROMPTS)["input_ids"], tokenizer(ANSWERS)["input_ids"]
 
 
-def precise(model: Any) -> Any:
-    """A copy in float64, or in float32 where a family cannot compute in it (XGLM); its experts computed one by one."""
+def in_float64(model: Any) -> Any:
+    """A copy in float64, or in float32 if a family cannot compute in float64 (XGLM); with eager experts."""
     copied = copy.deepcopy(model).double().eval()
     bare = copied.get_base_model() if hasattr(copied, "get_base_model") else copied
     bare.set_experts_implementation("eager")
@@ -105,15 +105,15 @@ def precise(model: Any) -> Any:
 
 
 def log_probs(model: Any, prompt: list[int], completion: list[int]) -> Tensor:
-    """[C, V], float64, from a row alone."""
+    """[C, V], float64, from a forward pass on one row alone."""
     logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits
     return logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
 
 
-def learn(student: Any, teacher: Any) -> None:
+def train_oracle(student: Any, teacher: Any) -> None:
     """The oracle: two steps of SGD on the mean forward KL over the tokens of each batch, row by row, in place."""
     prompts, completions = recorded()
-    student.train()  # without dropout; Reformer asks for it
+    student.train()  # there is no dropout; Reformer needs this mode
     trained = [one for one in student.parameters() if one.requires_grad]
     for start in (0, ROWS):
         rows = range(start, start + ROWS)
@@ -132,13 +132,13 @@ def learn(student: Any, teacher: Any) -> None:
 
 
 def compare(student: Any, teacher: Any, folder: str, **given: Any) -> tuple[float, str]:
-    """Relative distance between the trainer's change of the weights and the oracle's."""
+    """The relative distance between the trainer's change of the weights and the oracle's, and how rows are batched."""
     prompts, completions = recorded()
     pairs = {tuple(prompt): answer for prompt, answer in zip(prompts, completions, strict=True)}
-    theirs = precise(teacher)
+    theirs = in_float64(teacher)
     trainer = trainer_of(student, teacher, folder, FixedRollout(pairs), **given)
-    before, after = precise(trainer.model), precise(trainer.model)
-    learn(after, theirs)
+    before, after = in_float64(trainer.model), in_float64(trainer.model)
+    train_oracle(after, theirs)
     trainer.train()
     gap = size = rounding = 0.0
     start, wanted = dict(before.named_parameters()), dict(after.named_parameters())
@@ -148,20 +148,20 @@ def compare(student: Any, teacher: Any, folder: str, **given: Any) -> tuple[floa
         gap += float((parameter.detach().double() - target).square().sum())
         size += float(change.square().sum())
         rounding += float(parameter.detach().double().square().sum())
-    # What is stored in float32 cannot have changed by less than its rounding.
+    # Weights stored in float32 cannot change by less than their rounding.
     beyond = max(gap**0.5 - 1e-7 * rounding**0.5, 0.0)
     return beyond / size**0.5 if size else float("inf"), readings(trainer)
 
 
 def readings(trainer: Any) -> str:
-    """How student and teacher read rows, as the trainer found it."""
+    """How student and teacher batch rows, as the trainer determined; empty if padded."""
     found = {str(getattr(one, "reading", "padded")) for one in (trainer, *trainer.teachers.values())}
     return " ".join(sorted(found - {"padded"}))
 
 
 def write(student: Any, folder: str) -> tuple[float, str]:
-    """Share of rows whose greedy completion is not what reading the row alone gives, anew for each token."""
-    # So many end tokens that rows end one after the other, and no option of the family's own (Bart forces its last).
+    """Share of rows whose greedy completion differs from [`greedy`], and how rows are batched."""
+    # Enough end tokens that rows end one after the other, and none of the family's options (Bart forces its last).
     student.generation_config = GenerationConfig(eos_token_id=ENDS, pad_token_id=0)
     alone = copy.deepcopy(student).eval()
     trainer = trainer_of(student, qwen2(1), folder, HFRollout())
@@ -173,6 +173,7 @@ def write(student: Any, folder: str) -> tuple[float, str]:
 
 
 def greedy(model: Any, prompt: list[int]) -> list[int]:
+    """The greedy completion of one row alone, from a full forward pass for each token."""
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(TOKENS):
@@ -194,9 +195,9 @@ ROLES: dict[str, Callable[[Any, str], tuple[float, str]]] = {
 
 
 def verdict(role: str, family: str) -> str:
-    """What became of a family in a role: `exact`, `WRONG ...`, `refused: ...` or `CRASHED ...`."""
+    """The result for a family in a role: `exact ...`, `WRONG ...`, `refused: ...`, `CRASHED ...`, `not built: ...`."""
     try:
-        # A random model whose head is tied repeats its last token for ever.
+        # A random model with a tied head repeats its last token forever.
         untied = {"tie_word_embeddings": False} if role == "rollout" else {}
         model = toys.toy(family, VOCABULARY, sharpness=12.0, **untied).eval()
         with torch.no_grad():
@@ -219,8 +220,8 @@ def verdict(role: str, family: str) -> str:
     return (f"exact {gap:.0e}" if gap < EXACT else f"WRONG {gap:.2g}") + how
 
 
-def apart(call: Callable[[], str]) -> str:
-    """What a function returns, in a process of its own with limits."""
+def isolated(call: Callable[[], str]) -> str:
+    """Calls a function in a process of its own, with limits on time and memory, and returns its result."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -242,7 +243,7 @@ def apart(call: Callable[[], str]) -> str:
 
 
 def main() -> int:
-    """Number of roles in which a family is wrong or crashes."""
+    """Prints every result; returns the number of families and roles that are wrong or crash."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="family")
     parser.add_argument("--roles", nargs="+", default=list(ROLES), choices=list(ROLES))
@@ -255,7 +256,7 @@ def main() -> int:
     for family in options.families or toys.families():
         found[family] = {}
         for role in options.roles:
-            found[family][role] = apart(lambda role=role, family=family: verdict(role, family))
+            found[family][role] = isolated(lambda role=role, family=family: verdict(role, family))
             print(f"{family:24} {role:8} {found[family][role]}", flush=True)
     for role in options.roles:
         print(role, dict(Counter(one[role].split()[0] for one in found.values())))

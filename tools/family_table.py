@@ -1,4 +1,4 @@
-"""Writes what was found out about model families as a page of the documentation."""
+"""Formats the results of `tools/families.py` as a page of the documentation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ REASONS = {
     "cannot read eight tokens": "its forward fails on text alone",
     "has no output embeddings": "it has no output embeddings",
 }
-"""What a refusal is called in the table, by a part of its message."""
+"""Short reasons for the table, by a part of the error message."""
 
 _INTRODUCTION = """\
 Every causal language model of transformers {version} that can be built at toy size, tried by
 `python tools/families.py`, which writes this page: two optimizer steps as a student, in full and with LoRA on
 "all-linear", and as a teacher, against the model itself in float64 on each row alone; greedy rollouts of a ragged batch
-against the tokens of largest logit when each row is read alone, whole, and anew for each token. *Exact* is as near as
-float32 allows; *refused* is an error at construction, before anything is trained, that says why."""
+against the tokens of largest logit, each from a full forward pass on one row alone. *Exact* is as close as float32
+allows; *refused* is an error at construction, before anything is trained, that gives the reason."""
 
 
 def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
@@ -30,7 +30,7 @@ def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
 
     Args:
         found (`dict[str, dict[str, str]]`):
-            Verdicts by family and role.
+            Results by family and role.
         roles (`list[str]`):
             The roles, in the order of the columns.
     """
@@ -53,18 +53,18 @@ def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
         "",
         ", ".join(family for family in sound if family not in {*unpadded, *slow}) + ".",
         "",
-        "## Exact in every role, because rows are read apart",
+        "## Exact in every role, without padding",
         "",
-        "Padding changes what these compute, in transformers itself: found by trying at construction. Only rows of one "
-        "length share a forward pass, which costs speed, not exactness; prompts are continued in the same way.",
+        "Padding changes what these compute, in transformers itself; a trial at construction detects it. Only rows of "
+        "the same length share a forward pass, which costs speed, not exactness; rollouts are batched in the same way.",
         "",
         ", ".join(unpadded) + ".",
         "",
-        "## Exact in every role, because they write without a cache",
+        "## Exact in every role, generating without a cache",
         "",
-        "With a cache their `generate` fails or computes something else than the model does without one, in "
-        "transformers itself: found by trying before the first completion. Each token then reads its whole row again; "
-        "recurrent_gemma needs that only for batches of one-token prompts.",
+        "With a cache their `generate` fails or computes other logits than without one, in transformers itself; a "
+        "trial before the first completion detects it. Each token then re-reads its whole row; recurrent_gemma needs "
+        "this only for batches of one-token prompts.",
         "",
         ", ".join(slow) + ".",
         "",
@@ -78,17 +78,17 @@ def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
             if family not in sound
         ),
         "",
-        f"Not built at this size, or not without what is not installed: {', '.join(sorted(set(found) - set(built)))}.",
+        f"Not built, at this size or because a package is not installed: {', '.join(sorted(set(found) - set(built)))}.",
         "",
     ]
     return "\n".join(lines)
 
 
 def _cell(text: str) -> str:
-    """A verdict without its figure, and a reason as far as its first clause."""
+    """A result without its figure, and with a short reason."""
     kind = text.split()[0]
     if kind == "exact":
-        return "exact, no cache" if "cache" in text else "exact, apart" if "(" in text else "exact"
+        return "exact, no cache" if "cache" in text else "exact, unpadded" if "(" in text else "exact"
     for reason, short in REASONS.items():
         if reason in text:
             return f"refused: {short}"

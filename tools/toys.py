@@ -46,7 +46,7 @@ SIZES: dict[str, Any] = {
     "sliding_window": 64,
     "is_decoder": True,
 }
-"""What a field of such a name is set to; `None` stands for the size of the vocabulary."""
+"""Values of config fields by name; `None` stands for the vocabulary size."""
 
 QSA = {
     "indexer_n_heads": 2,
@@ -84,11 +84,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"]},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What the fields of a family need to go together at this size."""
+"""Fields that a family needs for a consistent config at this size."""
 
 
 def families() -> list[str]:
-    """The model types of which the installed transformers has a causal language model."""
+    """The model types for which the installed transformers has a causal language model."""
     return sorted(CAUSAL_LM_NAMES)
 
 
@@ -101,9 +101,9 @@ def toy(family: str, vocabulary: int, seed: int = 0, sharpness: float = 1.0, **o
         vocabulary (`int`):
             Rows of its head.
         seed (`int`, *optional*, defaults to 0):
-            Of its weights.
+            Seed of its weights.
         sharpness (`float`, *optional*, defaults to 1.0):
-            Multiplies its head, so that predictions are far from uniform.
+            Multiplies the weight of its head, so that predictions are far from uniform.
         **overrides (`Any`):
             Fields of its config.
     """
@@ -113,7 +113,7 @@ def toy(family: str, vocabulary: int, seed: int = 0, sharpness: float = 1.0, **o
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            nn.init.normal_(module.weight.data[module.padding_idx], std=0.02)  # zero only where nothing was learnt
+            nn.init.normal_(module.weight.data[module.padding_idx], std=0.02)  # zero in an untrained model only
     with torch.no_grad():
         if (head := model.get_output_embeddings()) is not None:
             head.weight.mul_(sharpness)
@@ -121,7 +121,7 @@ def toy(family: str, vocabulary: int, seed: int = 0, sharpness: float = 1.0, **o
 
 
 def config_of(family: str, vocabulary: int, **overrides: Any) -> PretrainedConfig:
-    """The config of a family with its sizes made small."""
+    """The config of a family at toy size."""
     kind = CONFIG_MAPPING[family]
     return kind(**{**_small(kind(), vocabulary), **OVERRIDES.get(family, {}), **overrides})
 

@@ -1,4 +1,4 @@
-"""Joins a rollout, a teacher and a divergence into one trainer; each of the three is somebody else's room."""
+"""Joins a rollout, a teacher and a divergence into one trainer; each of the three has a package of its own."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from trl_opsd.models.head import whole_head
 from trl_opsd.models.padding import PADDED
 from trl_opsd.models.proofs import prove_student
 from trl_opsd.rollout import RolloutBackend
-from trl_opsd.rollout.pick import picked
-from trl_opsd.rollout.returned import written_by
+from trl_opsd.rollout.pick import chosen_rollout
+from trl_opsd.rollout.returned import checked_completions
 from trl_opsd.run.memory import explained
 from trl_opsd.run.opinion import check_opinion
 from trl_opsd.run.precision import autocast
@@ -45,8 +45,8 @@ from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 
 class OPSDTrainer(SeamTrainer):
-    """Trainer for on-policy distillation: the student writes completions, a frozen teacher says what it would have
-    expected at each token, and the student moves toward the teacher's next-token distribution.
+    """Trainer for on-policy distillation: the student writes completions, a frozen teacher scores each token, and the
+    student moves toward the teacher's next-token distribution.
 
     A [`~trl.DistillationTrainer`]: its arguments keep their names and meanings, and on the same completions in the same
     order it gives the same numbers. It differs in how it gets there: the teacher reads a generation batch once and
@@ -57,19 +57,19 @@ class OPSDTrainer(SeamTrainer):
             The student: a path, a model id, or a causal language model.
         teacher_model (`str`, [`~transformers.PreTrainedModel`], [`PeftModel`], [`Teacher`] or `dict`, *optional*):
             The teacher, with the student's tokenizer. A path or model id is loaded with
-            `args.teacher_model_init_kwargs`; an object is frozen as it is. A dict holds several by name, and the column
-            `"teacher"` says whose a row is. When `None`, `args.teacher_model_name_or_path` says where to load it from,
-            or `args.teacher_model_kind` makes the student its own teacher.
+            `args.teacher_model_init_kwargs`; an object is frozen in place. A dict holds several by name, and the column
+            `"teacher"` names the teacher of each row. When `None`, it is loaded from
+            `args.teacher_model_name_or_path`, or `args.teacher_model_kind` makes the student its own teacher.
         args ([`OPSDConfig`], *optional*):
             The options. When `None`, the defaults, with an output folder named after the student.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Rows with a `"prompt"`: text, or a list of messages; for the teacher's eyes only a `"teacher_prompt"` or a
+            Rows with a `"prompt"`: text, or a list of messages; and, for the teacher only, a `"teacher_prompt"` or a
             `"privileged_context"`. May be `None` for a trainer that only evaluates.
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or a `dict` of them, *optional*):
             As `train_dataset`.
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
-            The tokenizer, or a processor whose tokenizer is used for prompts of text and which is saved beside the
-            student. When `None`, it is loaded from where the student comes from.
+            The tokenizer; or a processor, whose tokenizer is used for text prompts and which is saved with the
+            student. When `None`, it is loaded from the student's path.
         callbacks (list of [`~transformers.TrainerCallback`], *optional*):
             Added to the default callbacks.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
@@ -79,31 +79,31 @@ class OPSDTrainer(SeamTrainer):
         peft_config ([`~peft.PeftConfig`], *optional*):
             Wraps the student, for instance a `LoraConfig`.
         tools (list of `Callable`, *optional*):
-            Functions the student may call; what they return stays out of the loss.
+            Functions the student may call; their output is excluded from the loss.
         divergence ([`~losses.Divergence`] or `str`, *optional*):
-            The objective; goes before that of `args`.
+            The objective; overrides that of `args`.
         rollout ([`RolloutBackend`], *optional*):
-            Who lets the student write. When `None`, vLLM does with `use_vllm=True`, and `transformers` without.
+            The rollout backend. When `None`, vLLM with `use_vllm=True`, otherwise `transformers`.
         teacher_processing_class ([`~transformers.PreTrainedTokenizerBase`] or a `dict` of them by name, *optional*):
-            The tokenizer of a teacher that is given as an object, to be compared with the student's. When `None`, the
-            one beside the teacher's path is compared, and that of an object is taken to be the student's.
+            The tokenizer of a teacher passed as an object, to be compared with the student's. When `None`, the one at
+            the teacher's path is compared, and a teacher passed as an object is assumed to use the student's.
         teacher_prompt_fn (`Callable`, *optional*):
             Takes a row and the text of the student's completion, and returns what the teacher reads before that
-            completion: text or messages. Goes before the columns.
+            completion: text or messages. Overrides the columns.
 
     Attributes:
-        rollout ([`RolloutBackend`]): what `complete` asks.
-        teachers (`dict[str, Teacher]`): whom `teach` asks, by name.
-        teacher ([`Teacher`]): the only one; `None` where there are several.
+        rollout ([`RolloutBackend`]): the backend that `complete` calls.
+        teachers (`dict[str, Teacher]`): the teachers that `teach` calls, by name.
+        teacher ([`Teacher`]): the only teacher; `None` if there are several.
         divergence ([`~losses.Divergence`]): what `compare` minimises. Assign another to change the objective; TRL's
             attribute `beta` is read once, at construction.
-        limits ([`~data.prompts.PromptLimits`]): what the contexts of both models allow.
-        placeholders (`list[int]`): tokens that stand for an image or the like, which the student never writes.
-        reading ([`~models.padding.Reading`]): which rows the student reads and writes in one batch.
-        dropped_prompts (`Counter`): rows left out of each dataset because they were too long.
+        limits ([`~data.prompts.PromptLimits`]): limits on prompts and completions, from the contexts of both models.
+        placeholders (`list[int]`): token ids that stand for an image or the like, which the student never generates.
+        reading ([`~models.padding.Reading`]): which rows the student can read and generate in one batch.
+        dropped_prompts (`Counter`): number of rows dropped from each dataset because they were too long.
 
     Raises:
-        ValueError: The models, the data or the options do not go together; the message says what to change.
+        ValueError: The models, the data or the options are incompatible; the message says what to change.
         TypeError: An argument is of a type that cannot be used here.
 
     Example:
@@ -122,7 +122,7 @@ class OPSDTrainer(SeamTrainer):
     """
 
     row_columns = COLUMNS
-    hidden_columns = IMAGE_COLUMNS  # empty, but TRL takes them for images all the same
+    hidden_columns = IMAGE_COLUMNS  # TRL would treat them as images even when they are empty
     args: OPSDConfig
     train_dataset: AnyDataset | None
     eval_dataset: EvalDatasets
@@ -147,7 +147,7 @@ class OPSDTrainer(SeamTrainer):
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
     ) -> None:
         args = checked_args(args, model, divergence)
-        rollout = picked(rollout, args)
+        rollout = chosen_rollout(rollout, args)
         given = arguments.prepared(
             model,
             teacher_model,
@@ -179,9 +179,9 @@ class OPSDTrainer(SeamTrainer):
         self.show_progress = self.accelerator.is_main_process and not args.disable_tqdm
         self._student_is_proved, self.reading = False, PADDED
         self.dropped_prompts: Counter[str] = Counter()
-        # TRL has seeded generation by now; whatever is built here must not move it.
+        # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
-            if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else not each process has its weights yet
+            if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
                 self._prove()
             self.readers = Readers(
                 intake=given.intake,
@@ -191,7 +191,7 @@ class OPSDTrainer(SeamTrainer):
                 student_limits=arguments.student_limits(self.model, args),
             )
             self._admit_datasets(self.readers.student)
-            self._take_teachers(given.models)
+            self._set_up_teachers(given.models)
         self.rollout = rollout
         with explained("start", partial(self.footprint, "start")):
             rollout.bind(self)
@@ -200,7 +200,7 @@ class OPSDTrainer(SeamTrainer):
         self.reading = prove_student(self.model, self.in_student, self.args, self.accelerator)
         self._student_is_proved = True
 
-    def _take_teachers(self, models: Mapping[str, Any]) -> None:
+    def _set_up_teachers(self, models: Mapping[str, Any]) -> None:
         with autocast(self.accelerator):
             self.teachers = build_teachers(
                 models,
@@ -217,7 +217,7 @@ class OPSDTrainer(SeamTrainer):
         self._identity.taught_by(self.teachers)
         if self.teachers.average is not None:
             self.add_callback(self.teachers.average)
-        # What only they can tell: which tokens they know, and how much they can read.
+        # Known only once they are built: their vocabularies and contexts.
         self._vocabulary = shared_vocabulary(self.limits.vocabulary, self.teachers.vocabularies, self.processing_class)
         self.readers = self.readers.with_teachers(self._vocabulary, self.teachers.contexts)
         self._admit_datasets(self.readers.teacher)
@@ -234,7 +234,7 @@ class OPSDTrainer(SeamTrainer):
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         if not self._student_is_proved:
             self._prove()
-        return written_by(self.rollout, self, prompt_ids)
+        return checked_completions(self.rollout, self, prompt_ids)
 
     def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         requests = self.readers.read_batch(rows)
@@ -262,7 +262,7 @@ class OPSDTrainer(SeamTrainer):
                 vocabulary=self._vocabulary,
             )
 
-    # ---- What is refused before it costs anything ------------------------------------------------------------------
+    # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------
 
     def read_rows(self, rows: Sequence[Row]) -> list[Request]:
         return self.readers.read_batch(rows)
@@ -278,7 +278,7 @@ class OPSDTrainer(SeamTrainer):
 
     @property
     def limits(self) -> PromptLimits:
-        """What prompts and completions of the student keep to."""
+        """Limits on the student's prompts and completions: vocabulary and context."""
         return self.readers.student_limits
 
     def check_state(self, folder: str) -> None:
@@ -294,6 +294,6 @@ class OPSDTrainer(SeamTrainer):
         self.teachers.load(folder)
 
     def _fingerprint(self) -> fingerprint.Fingerprint:
-        columns = None if self.readers.intake.prompts.prompt_fn else self.row_columns  # a function may read any
+        columns = None if self.readers.intake.prompts.prompt_fn else self.row_columns  # a function may read any column
         rows = partial(describe_rows, self.train_dataset, columns)
         return self._identity.now(self.divergence, rows, self.tools or (), self.processing_class.chat_template)

@@ -1,4 +1,4 @@
-"""A task small enough for a CPU: integer arithmetic, worked out column by column, with answers that can be checked."""
+"""A task small enough for a CPU: integer arithmetic, worked out column by column, with verifiable answers."""
 
 from pathlib import Path
 
@@ -7,4 +7,4 @@ STUDENT = str(Path(__file__).resolve().parent / "student")
 READER = str(Path(__file__).resolve().parent / "reader")
 ADDER = str(Path(__file__).resolve().parent / "adder")
 SUBTRACTER = str(Path(__file__).resolve().parent / "subtracter")
-"""Folders that `from_pretrained` takes; `make_models.py` made them."""
+"""Folders for `from_pretrained`, written by `make_models.py`."""

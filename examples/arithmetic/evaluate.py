@@ -1,4 +1,4 @@
-"""Lets a model answer problems greedily, many at once, and counts how many answers are exactly right."""
+"""Generates a model's answers to problems in batches, and measures the share that is exactly right."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from arithmetic.task import Problem, is_right
 
 MAX_COMPLETION = 40
-"""Tokens; the longest worked solution of two numbers of three digits has 30."""
+"""Tokens; the longest worked solution for two three-digit numbers has 30."""
 
 
 def answers(
@@ -18,11 +18,11 @@ def answers(
     *,
     batch_size: int = 256,
     temperature: float = 0.0,
-    told: bool = False,
+    show_solution: bool = False,
 ) -> list[list[int]]:
     """Token ids of one completion for each problem, with its end token; greedy at temperature 0.
 
-    `told` shows the model the worked solution behind the question.
+    With `show_solution` the prompt contains the worked solution after the question.
     """
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     config = GenerationConfig(
@@ -35,7 +35,8 @@ def answers(
     model.eval()
     written: list[list[int]] = []
     for start in range(0, len(problems), batch_size):
-        batch = [problem.told if told else problem.prompt for problem in problems[start : start + batch_size]]
+        some = problems[start : start + batch_size]
+        batch = [problem.prompt_with_solution if show_solution else problem.prompt for problem in some]
         inputs = tokenizer.apply_chat_template(
             batch, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         ).to(model.device)
@@ -50,12 +51,12 @@ def accuracy(
     tokenizer: PreTrainedTokenizerBase,
     problems: list[Problem],
     temperature: float = 0.0,
-    told: bool = False,
+    show_solution: bool = False,
 ) -> float:
     """The share of problems answered exactly right; see [`answers`]."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        completions = answers(model, tokenizer, problems, temperature=temperature, told=told)
+        completions = answers(model, tokenizer, problems, temperature=temperature, show_solution=show_solution)
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     return sum(map(is_right, problems, texts)) / len(problems)
 

@@ -1,10 +1,10 @@
-"""Trains the models of the examples on worked solutions; run it to remake the folders beside it.
+"""Trains the models of the examples on worked solutions; running it rebuilds the folders beside it.
 
     python examples/arithmetic/make_models.py
 
-The teacher learns until it is nearly always right. The student is a quarter of its size and is stopped early, when it
-writes the right form but mostly wrong answers. Three more start from the student: the reader learns to copy a solution
-it is shown, the adder and the subtracter each learn one of the two signs.
+The teacher is trained until it is nearly always right. The student has a quarter of its size and is stopped early, when
+its answers have the right format but are mostly wrong. Three more start from the student: the reader learns to copy a
+solution from its prompt, the adder and the subtracter each learn one of the two signs.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """How a model is made."""
+    """How a model is trained."""
 
     steps: int
     learning_rate: float = 2e-3
     signs: str = "+-"
-    told: float = 0.0
-    """Share of the problems that come with their solution."""
+    shown: float = 0.0
+    """Share of the problems whose prompt contains the solution."""
 
 
 LESSONS = {
     "teacher": Lesson(steps=800),
     "student": Lesson(steps=270),  # few on purpose
-    "reader": Lesson(steps=200, learning_rate=1e-3, told=0.8),
+    "reader": Lesson(steps=200, learning_rate=1e-3, shown=0.8),
     "adder": Lesson(steps=400, signs="+"),
     "subtracter": Lesson(steps=400, signs="-"),
 }
-"""Models with a size of their own start at random, the others from the student."""
+"""Models listed in `SIZES` start from random weights, the others from the student."""
 
 
 def make_model(name: str, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> PreTrainedModel:
-    """A random model of the teacher's or the student's size."""
+    """A model of the teacher's or the student's size, with random weights."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         **SIZES[name],
@@ -79,17 +79,17 @@ def supervise(
     steps: int,
     batch_size: int = 64,
     learning_rate: float = 2e-3,
-    told: float = 0.0,
+    shown: float = 0.0,
     seed: int = 0,
 ) -> None:
     """Next-token training on worked solutions, with a warm-up and a linear decay.
 
-    A share `told` of the problems is shown with its solution behind the question.
+    For a share `shown` of the problems, the prompt contains the solution after the question.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 100, 1 - step / steps))
-    shown = round(told * len(problems))
-    questions = [problem.told for problem in problems[:shown]] + [problem.prompt for problem in problems[shown:]]
+    split = round(shown * len(problems))
+    questions = [one.prompt_with_solution for one in problems[:split]] + [one.prompt for one in problems[split:]]
     batches = _batches(tokenizer, questions, [problem.solution for problem in problems], batch_size, seed)
     model.train()
     for step in (bar := trange(steps, unit="step")):
@@ -110,7 +110,7 @@ def _batches(
     batch_size: int,
     seed: int,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Endless random batches; only the answer and its end token count in the loss."""
+    """Infinite random batches; only the answer and its end token count in the loss."""
     prompts = tokenizer.apply_chat_template(questions, add_generation_prompt=True)["input_ids"]
     solutions = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(answers)["input_ids"]]
     width = max(len(prompt) + len(solution) for prompt, solution in zip(prompts, solutions, strict=True))
@@ -127,8 +127,8 @@ def _batches(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(LESSONS), help=f"which to make: {', '.join(LESSONS)}")
-    parser.add_argument("--steps", type=int, help="optimizer steps instead of those that are shipped")
+    parser.add_argument("names", nargs="*", default=list(LESSONS), help=f"models to train: {', '.join(LESSONS)}")
+    parser.add_argument("--steps", type=int, help="optimizer steps, in place of those in `LESSONS`")
     parser.add_argument("--output", type=Path, default=HERE)
     options = parser.parse_args()
     tokenizer = make_tokenizer()
@@ -138,7 +138,7 @@ def main() -> None:
         model = make_model(name, tokenizer) if name in SIZES else Qwen2ForCausalLM.from_pretrained(HERE / "student")
         problems = [problem for problem in draw(50_000) if problem.sign in lesson.signs]
         steps = options.steps or lesson.steps
-        supervise(model, tokenizer, problems, steps=steps, learning_rate=lesson.learning_rate, told=lesson.told)
+        supervise(model, tokenizer, problems, steps=steps, learning_rate=lesson.learning_rate, shown=lesson.shown)
         model.save_pretrained(options.output / name)
         tokenizer.save_pretrained(options.output / name)
         print(

@@ -1,4 +1,4 @@
-"""Watches a training run: a progress bar, one readable line per log, accuracy as it grows, and a table at the end."""
+"""Reports on a training run: a progress bar, one line per log, the accuracy over time, and a table at the end."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from arithmetic.task import Problem
 
 
 class Report(ProgressCallback):
-    """Takes the place of the default progress callback, which prints every metric of every log.
+    """Replaces the default progress callback, which prints every metric of every log.
 
     Args:
         held_out (list of [`Problem`]):
-            What accuracy is measured on.
+            Problems on which accuracy is measured.
         every (`int`):
             Optimizer steps between two measurements.
 
@@ -25,7 +25,7 @@ class Report(ProgressCallback):
         accuracy (`dict[int, float]`): by optimizer step, the start included.
         divergence (`dict[int, float]`): by optimizer step, nats per token, the mean since the last log.
         completion_tokens (`int`): tokens the student has been trained on.
-        train_seconds (`float`): as the trainer says, measurements included.
+        train_seconds (`float`): as reported by the trainer, including measurements.
     """
 
     def __init__(self, held_out: list[Problem], every: int) -> None:
@@ -62,7 +62,7 @@ class Report(ProgressCallback):
         self._write(f"{line}  {logs['step_time']:12.2f}" if "step_time" in logs else line)
 
     def save(self, folder: str | Path, teacher_accuracy: float) -> dict[str, float]:
-        """Writes `metrics.json` and `curves.png`, prints the table, and returns what stands in it."""
+        """Writes `metrics.json` and `curves.png`, prints the table, and returns the metrics."""
         metrics = {
             "student_accuracy_before": self.accuracy[0],
             "student_accuracy_after": self.accuracy[max(self.accuracy)],

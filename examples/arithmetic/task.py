@@ -1,4 +1,4 @@
-"""Sums and differences worked out column by column: problems, worked solutions, the split, and who is right."""
+"""Sums and differences worked out column by column: problems, worked solutions, the split, and grading."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from datasets import Dataset
 
 DIGITS = (2, 3)
-"""How many digits each number of a problem may have."""
+"""Numbers of digits that an operand may have."""
 
 HELD_OUT_SHARE = 10
-"""One problem in so many is held out."""
+"""One problem in this many is held out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +42,12 @@ class Problem:
 
     @property
     def solution(self) -> str:
-        """Column by column from the right, with what is carried or borrowed written out; then the answer."""
+        """Column by column from the right, with carries and borrows written out; then the answer."""
         return f"{','.join(_columns(self))};{self.answer}"
 
     @property
     def is_held_out(self) -> bool:
-        """Never trained on. Turning a sum around does not change it: `85+47` goes where `47+85` goes."""
+        """Whether it is excluded from training; the same for `85+47` as for `47+85`."""
         numbers = sorted((self.first, self.second))
         return zlib.crc32(f"{numbers[0]}{self.sign}{numbers[1]}".encode()) % HELD_OUT_SHARE == 0
 
@@ -56,8 +56,8 @@ class Problem:
         return [{"role": "user", "content": self.question}]
 
     @property
-    def told(self) -> list[dict[str, str]]:
-        """The prompt with the worked solution behind the question."""
+    def prompt_with_solution(self) -> list[dict[str, str]]:
+        """The prompt with the worked solution after the question."""
         return [{"role": "user", "content": self.question + self.solution}]
 
     @property
@@ -88,7 +88,7 @@ def _subtract_column(above: int, below: int, borrowed: int) -> tuple[str, int]:
 
 
 def draw(number: int, *, held_out: bool = False, seed: int = 0, digits: tuple[int, ...] = DIGITS) -> list[Problem]:
-    """Distinct problems, all of them held out or none."""
+    """Distinct problems, either all held out or none."""
     source = random.Random(seed)
     drawn: dict[Problem, None] = {}
     while len(drawn) < number:
@@ -107,16 +107,16 @@ def _any_problem(source: random.Random, digits: tuple[int, ...]) -> Problem:
 
 
 def prompts(problems: list[Problem]) -> Dataset:
-    """The rows an on-policy trainer needs: questions only."""
+    """Rows for an on-policy trainer: questions only."""
     return Dataset.from_dict({"prompt": [problem.prompt for problem in problems]})
 
 
-def told(problems: list[Problem]) -> Dataset:
-    """The same rows with the worked solution, for a teacher's eyes only."""
+def prompts_with_solutions(problems: list[Problem]) -> Dataset:
+    """The same rows with the worked solution, which only the teacher sees."""
     return prompts(problems).add_column("privileged_context", [problem.solution for problem in problems])
 
 
 def is_right(problem: Problem, completion: str) -> bool:
-    """Whether the number after the last `;` is the answer; how it was reached does not count."""
+    """Whether the number after the last `;` is the answer; the columns before it are not checked."""
     _, found, answer = completion.rpartition(";")
     return bool(found) and answer.strip() == str(problem.answer)

@@ -1,4 +1,4 @@
-"""One token for each character of an arithmetic problem, and a chat template of three markers."""
+"""A character-level tokenizer for arithmetic problems, with a chat template of three markers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of teacher and student, 19 tokens.
+    """The tokenizer of all models, with 19 tokens.
 
     Example:
 

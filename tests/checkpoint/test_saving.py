@@ -146,7 +146,7 @@ def test_a_failed_write_leaves_earlier_checkpoints_intact(make_trainer, tmp_path
             with pytest.raises(OSError, match=os.strerror(fault)) as raised:
                 trainer._save_checkpoint(trainer.model, None)
         assert raised.value.__notes__ == [
-            f"{tmp_path / 'checkpoint-2'} was not finished; the checkpoints before it are as they were."
+            f"{tmp_path / 'checkpoint-2'} was not finished; earlier checkpoints are unchanged."
         ]
         assert checked(True, tmp_path) == (tmp_path / "checkpoint-1", [])
         assert names(tmp_path) == {"checkpoint-1", UNFINISHED}

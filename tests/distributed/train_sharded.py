@@ -171,7 +171,7 @@ def sharded_teacher(trainer: OPSDTrainer) -> dict[str, Any]:
         "share": sum(share.numel() for share in shares),
         "devices": sorted({str(share.device) for share in shares}),
         "gathered_between": sum(parameter.numel() for parameter in parameters if parameter.dim() > 1),
-        "agreed": trainer.teacher.placement.agreed(1 + trainer.accelerator.process_index),
+        "agreed": trainer.teacher.placement.passes_to_run(1 + trainer.accelerator.process_index),
         "split": in_zero3_model(trainer.teacher.model),
     }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from arithmetic import ADDER, READER, STUDENT, SUBTRACTER, TEACHER, make_models
 from arithmetic.evaluate import MAX_COMPLETION, accuracy, answers
-from arithmetic.task import Problem, draw, is_right, prompts, told
+from arithmetic.task import Problem, draw, is_right, prompts, prompts_with_solutions
 from arithmetic.tokenizer import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -76,8 +76,8 @@ def test_problems_are_distinct_and_reproducible():
 def test_the_dataset_shows_answers_only_to_the_teacher():
     question = {"prompt": [{"role": "user", "content": "47+85="}]}
     assert prompts([SUM])[0] == question
-    assert told([SUM])[0] == {**question, "privileged_context": "7+5=12,4+8+1=13;132"}
-    assert SUM.told == [{"role": "user", "content": "47+85=7+5=12,4+8+1=13;132"}]
+    assert prompts_with_solutions([SUM])[0] == {**question, "privileged_context": "7+5=12,4+8+1=13;132"}
+    assert SUM.prompt_with_solution == [{"role": "user", "content": "47+85=7+5=12,4+8+1=13;132"}]
 
 
 def test_every_solution_survives_the_tokenizer_and_fits():

@@ -168,7 +168,7 @@ class TestAnotherGenerate:
         student = tiny.qwen2()
         student.generate = lambda input_ids, attention_mask: input_ids
         trainer = make_writing(model=student)
-        with pytest.raises(ValueError, match=r"takes \['input_ids', 'attention_mask'\], and no `generation_config`"):
+        with pytest.raises(ValueError, match=r"takes \['input_ids', 'attention_mask'\], but no `generation_config`"):
             trainer.rollout.complete([[5]], 0)
 
 
@@ -207,7 +207,7 @@ class TestFallback:
             trainer.complete(trainer.tokenize(PROMPTS))
         announced = [record.getMessage() for record in caplog.records if "plain `generate`" in record.getMessage()]
         assert len(announced) == 1
-        assert "`use_cache=False` leaves nothing to go on from" in announced[0]
+        assert "`use_cache=False` leaves no cache to decode from" in announced[0]
 
     def test_nothing_is_announced_otherwise(self, make_writing, caplog):
         trainer = make_writing()

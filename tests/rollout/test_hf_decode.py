@@ -71,7 +71,7 @@ def ragged(
 ) -> list[list[int]]:
     torch.manual_seed(seed)
     rooms = rooms or [config.max_new_tokens] * len(inputs["input_ids"])
-    loop = RaggedDecoding(rooms=rooms, context=256, synced=False)
+    loop = RaggedDecoding(rooms=rooms, context=256, collective=False)
     return model.generate(**inputs, generation_config=config, custom_generate=loop, **seen)
 
 

@@ -56,7 +56,7 @@ WRONG: list[tuple[Any, str]] = [
     ([[7], "8"], r"for prompt 1 a str \('8'\): expected a list"),
     ([[7], torch.zeros(1, 3, dtype=torch.int64)], r"for prompt 1 a Tensor of shape \(1, 3\): expected a list"),
     ([[7], torch.tensor(3)], r"for prompt 1 a Tensor of shape \(\)"),
-    ([[7], [8.0]], r"for prompt 1 a float \(8.0\) among the tokens: expected token ids, whole numbers"),
+    ([[7], [8.0]], r"for prompt 1 a float \(8.0\) among the tokens: expected token ids, which are integers"),
     ([[7], torch.tensor([8.0])], r"for prompt 1 a float \(8.0\) among"),
     ([[7], np.array([np.nan])], r"for prompt 1 a float \(nan\) among"),
     ([[7], [None]], "for prompt 1 None among the tokens"),

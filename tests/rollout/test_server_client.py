@@ -180,9 +180,9 @@ def test_redirects_are_refused(faults, status):
 
     speaker = client(faults.server_port)
     faults.answers |= {ASKED: redirect, "/elsewhere": (200, {"choices": []}), "/get_world_size": redirect}
-    with pytest.raises(ServerError, match=rf"answered {status}, which sends us to '/elsewhere'.*vllm_server_base_url"):
+    with pytest.raises(ServerError, match=rf"answered {status}, which redirects to '/elsewhere'.*vllm_server_base_url"):
         speaker.write([[5]], {})
-    with pytest.raises(ServerError, match="sends us to"):
+    with pytest.raises(ServerError, match="redirects to"):
         speaker.get_world_size()
     assert "/elsewhere" not in faults.asked
 
@@ -198,7 +198,7 @@ def test_answers_that_are_too_large_or_compressed_are_refused(faults):
 
     speaker = client(faults.server_port)
     faults.answers[ASKED] = endless
-    with pytest.raises(ServerError, match=r"answered more than 1 MiB, the most that"):
+    with pytest.raises(ServerError, match=r"answered more than 1 MiB, the limit for"):
         speaker.write([[5]], {"max_tokens": 4})
     assert faults.sent < 32 * 2**20, "and it is not read to its end"
     with pytest.raises(ServerError, match=r"answered more than 9 MiB"):
@@ -223,7 +223,7 @@ GARBAGE: dict[str, tuple[Callable[[], Any], str]] = {
     "twice": (lambda: b'{"choices": [], "choices": []}', "gives 'choices' twice"),
     "no object": (lambda: [1], "answered a list, expected an object"),
     "no choices": (lambda: {}, "choices=None: expected of type list"),
-    "no choice": (lambda: {"choices": [None]}, "are no objects"),
+    "no choice": (lambda: {"choices": [None]}, "are not JSON objects"),
     "too few": (lambda: {"choices": []}, r"answered completions \[\] to 1 prompts: expected one for each"),
     "too many": (lambda: {"choices": [choice(), choice(index=1)]}, r"completions \[0, 1\] to 1 prompts"),
     "no index": (lambda: {"choices": [choice(index=None)]}, "index=None"),
@@ -233,7 +233,7 @@ GARBAGE: dict[str, tuple[Callable[[], Any], str]] = {
     "huge": (lambda: {"choices": [choice(token_ids=[2**70])]}, "expected token ids"),
     "text": (lambda: {"choices": [choice(token_ids="78")]}, "token_ids='78'"),
     "no ids": (lambda: {"choices": [{"index": 0, "text": "x"}]}, "token_ids=None"),
-    "too long": (lambda: {"choices": [choice(token_ids=[7, 8, 9])]}, "wrote 3 tokens, it was asked for at most 2"),
+    "too long": (lambda: {"choices": [choice(token_ids=[7, 8, 9])]}, "wrote 3 tokens, but was asked for at most 2"),
     "another prompt": (lambda: {"choices": [choice(prompt_token_ids=[6, 5])]}, r"expected \[5, 6\], got \[6, 5\]"),
     "scores missing": (lambda: {"choices": [choice(logprobs=None)]}, "logprobs=None"),
     "scores short": (lambda: {"choices": [choice(logprobs={"token_logprobs": [-1]})]}, "a finite number for each"),
@@ -273,8 +273,8 @@ def test_a_server_that_does_not_describe_itself_is_refused(faults):
     faults.answers[where] = (200, {"vllm_config": good})
     assert (str(speaker.facts().dtype), speaker.facts().context) == ("torch.bfloat16", 64)
     for wrong, message in [
-        ({}, "/server_info lacks what it should say"),
-        ({"vllm_config": [1]}, "/server_info lacks"),
+        ({}, "/server_info is incomplete or malformed"),
+        ({"vllm_config": [1]}, "/server_info is incomplete"),
         ({"vllm_config": {}}, "model_config=None"),
         ({"vllm_config": {**good, "model_config": {"dtype": "save"}}}, "computes in 'save': expected one of"),
         ({"vllm_config": {**good, "cache_config": {"block_size": -1}}}, "block_size=-1: expected a number of tokens"),

@@ -56,7 +56,7 @@ def test_the_probe_is_made_of_the_first_prompts(proof):
     assert {(len(prompt), length) for prompt, length in proof._engine.asked} == {(1, PROMPTED)}, "what it writes"
     proof._engine.asked.clear()
     for prompts in ([], PROMPTS, [[1, 2]]):
-        proof.prompted(prompts)
+        proof.take_prompts(prompts)
     proof.check()
     text = ([5, 6, 7, 8, 9] * PROMPTED)[:PROMPTED]
     assert proof._engine.asked == [(text, WRITTEN)] * 2, "the first prompts there were"
@@ -74,7 +74,7 @@ def test_the_probe_is_made_of_the_first_prompts(proof):
     ],
 )
 def test_rounding_passes_the_proof_and_faults_do_not(proof, off, fault):
-    proof.prompted(PROMPTS)
+    proof.take_prompts(PROMPTS)
     scale = float(proof._trainer.model(torch.tensor([[5, 6, 7, 8, 9]])).logits.square().mean().sqrt())
     assert 0.03 < RELATIVE[torch.bfloat16] * scale < 0.05, "nats that rounding explains"
     proof._engine.off = off
@@ -97,6 +97,6 @@ def test_rounding_passes_the_proof_and_faults_do_not(proof, off, fault):
 def test_an_engine_whose_answer_cannot_be_compared_is_refused_by_name(proof, lacking, found):
     complete = proof._engine._row
     proof._engine._row = lambda prompt, length: replace(complete(prompt, length), **lacking)
-    proof.prompted(PROMPTS)
+    proof.take_prompts(PROMPTS)
     with pytest.raises(SyncError, match=f"an engine answered a probe of 64 tokens with .*{found}"):
         proof.check()

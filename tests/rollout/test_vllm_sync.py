@@ -411,14 +411,14 @@ def test_gathered_weights_are_copied_before_the_gather_ends(monkeypatch, split):
 
 def test_nans_in_initial_weights_do_not_outlive_the_first_sync(make, monkeypatch):
     """The engine starts on uninitialised memory, and its attention reads past the filled part of a block."""
-    asked = sync_proof.SyncProof.observe
+    asked = sync_proof.SyncProof.record_scores
 
     def poisoned(proof):
         for part in proof._engine._worker.model_runner.get_model().parameters():
             part.data.fill_(torch.nan)
         asked(proof)
 
-    monkeypatch.setattr(sync_proof.SyncProof, "observe", poisoned)
+    monkeypatch.setattr(sync_proof.SyncProof, "record_scores", poisoned)
     trainer = make()
     trainer.complete(trainer.tokenize(tiny.PROMPTS))
     assert gap(trainer) < 1e-4

@@ -133,7 +133,7 @@ def test_a_failure_under_accelerate_launch_ends_both_and_is_shown(zero3):
     _, folder, printed, ended = zero3
     assert "[rank1]: RuntimeError: injected into save" in printed
     check_one_traceback(printed, ended, first=1)
-    assert "checkpoint-1 was not finished; the checkpoints before it are as they were." in printed
+    assert "checkpoint-1 was not finished; earlier checkpoints are unchanged." in printed
     assert not list((folder / "out").glob("checkpoint-*"))
     root = printed[printed.index("Root Cause") :]
     assert re.search(r"rank +: 1 ", root)

@@ -141,7 +141,7 @@ class TestBase:
                     model.get_base_model().model.norm.weight.data.mul_(1.01)
 
         trainer = make_own("base", peft_config=LORA, callbacks=[Drift()], save_strategy="steps", save_steps=1)
-        with pytest.raises(ValueError, match=r"model\.norm\.weight is no longer what it was"):
+        with pytest.raises(ValueError, match=r"model\.norm\.weight has changed since the student was passed in"):
             trainer.train()
         assert trainer.state.global_step == 3
 

@@ -388,8 +388,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("teacher", "offload", "message"),
         [
-            (_Own, "cpu", "cannot move a _Own, which decides itself"),
-            (_no_layers, "stream", "keeps its layers in no `torch.nn.ModuleList`"),
+            (_Own, "cpu", "cannot move a _Own, which places its own"),
+            (_no_layers, "stream", "does not keep its layers in a `torch.nn.ModuleList`"),
             (_device_map, "cpu", "loaded with a device map ({'': 'cpu'})"),
             (_device_map, "stream", "loaded with a device map ({'': 'cpu'})"),
             (_quantised, "cpu", "with a quantised teacher"),
@@ -413,7 +413,7 @@ class TestRefusals:
         whole = make_trainer().teacher.targets(rollout()).hidden
         spread = partial(make_trainer, teacher_model=_on_disk(tiny.qwen2(48, 1), on_disk, tmp_path / "disk"))
         if "lm_head" in on_disk:
-            with pytest.raises(ValueError, match=r"its output head is not in memory.* Leave the head on a device"):
+            with pytest.raises(ValueError, match=r"its output head is not in memory.* Keep the head on a device"):
                 spread()
         else:
             assert torch.equal(spread().teacher.targets(rollout()).hidden, whole)

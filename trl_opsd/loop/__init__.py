@@ -1,1 +1,1 @@
-"""Subclasses of the training loops of transformers and TRL, cut open where this package fills in."""
+"""Subclasses of the training loops of transformers and TRL, with hooks where this package steps in."""

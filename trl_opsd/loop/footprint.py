@@ -1,4 +1,4 @@
-"""Computes from shapes what each phase of a training holds, in bytes; activations depend on the model and are left out.
+"""Estimates from shapes the memory that each phase of training holds, in bytes; activations vary and are left out.
 
 R rows on one device · C tokens of a completion · H hidden width · V vocabulary
 """
@@ -16,29 +16,29 @@ from trl_opsd.models.head import shape_of
 from trl_opsd.types import OutputHead
 
 _LOGITS = 2 * 4
-"""Bytes of a logit of both models in float32."""
+"""Bytes per logit: both models, float32."""
 _MOMENTS = 2
-"""Of Adam, each as large as what it is of."""
+"""Of Adam, each as large as its parameter."""
 
 
 def footprint(
     host: Host, phase: str, teachers: Mapping[str, nn.Module | None], heads: Sequence[OutputHead]
 ) -> dict[str, int]:
-    """What a phase holds at least, by what it is.
+    """A lower bound on the memory of a phase: bytes by description.
 
     Args:
         host ([`~host.Host`]):
-            Gives the student and the options.
+            Provides the student and the options.
         phase (`str`):
             A key of [`~run.memory.ADVICE`].
         teachers (`Mapping`):
-            Their models by name; `None` for one that is no model of its own.
+            Their models by name; `None` for a teacher that is not a model.
         heads (`Sequence`):
-            Of all teachers.
+            Output heads of all teachers.
     """
     always = {"the student's weights": _bytes(host.model.parameters()), **_teachers(host, teachers)}
     trained = [one for one in host.model.parameters() if one.requires_grad]
-    learnt = {"gradients": _bytes(trained), "the optimizer's states, of Adam": _MOMENTS * _bytes(trained)}
+    learnt = {"gradients": _bytes(trained), "optimizer states of Adam": _MOMENTS * _bytes(trained)}
     if phase == "complete":
         return {**always, **_cache(host)}
     if phase == "teach":
@@ -50,14 +50,14 @@ def footprint(
 
 def _teachers(host: Host, teachers: Mapping[str, nn.Module | None]) -> dict[str, int]:
     return {
-        f"weights of {name!r}, a teacher": _bytes(model.parameters())
+        f"weights of teacher {name!r}": _bytes(model.parameters())
         for name, model in teachers.items()
         if model is not None and model is not host.model
     }
 
 
 def _cache(host: Host) -> dict[str, int]:
-    """Keys and values of a transformer, where its config says what they are."""
+    """The key-value cache of a transformer, where its config states the dimensions."""
     config = host.model.config.get_text_config()
     sizes = (getattr(config, name, None) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
     heads, layers, width = (size if isinstance(size, int) else 0 for size in sizes)
@@ -67,13 +67,13 @@ def _cache(host: Host) -> dict[str, int]:
     head_dim = getattr(config, "head_dim", None) or width // heads
     rows, tokens = _rows(host)
     size = rows * tokens * layers * 2 * pairs * head_dim * host.model.dtype.itemsize
-    return {f"the cache of {rows} x {tokens} completion tokens, prompts apart": size}
+    return {f"the key-value cache of {rows} x {tokens} completion tokens, without prompts": size}
 
 
 def _states(host: Host, heads: Sequence[OutputHead]) -> dict[str, int]:
     rows, tokens = _rows(host)
     size = max(rows * tokens * shape_of(head)[1] * head.weight.element_size() for head in heads)
-    return {f"the teacher's states of {rows} x {tokens} tokens": size}
+    return {f"the teacher's hidden states of {rows} x {tokens} tokens": size}
 
 
 def _tiles(host: Host) -> dict[str, int]:
@@ -89,5 +89,5 @@ def _rows(host: Host) -> tuple[int, int]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """As whole tensors, also where a process holds a part."""
+    """Bytes of the full tensors, even where a process holds only a shard."""
     return sum(whole_numel(one) * one.element_size() for one in tensors)

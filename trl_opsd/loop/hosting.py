@@ -1,4 +1,4 @@
-"""What rollouts and teachers ask of the trainer: token ids, and the student where its weights can be used."""
+"""What the trainer provides to rollouts and teachers: token ids, and the student with its weights gathered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Hosting(DistillationTrainer):
             prompts (`list`):
                 Texts, or lists of messages.
             **chat_template_kwargs (`Any`):
-                Arguments of the chat template that differ from those of the config.
+                Arguments of the chat template that override those of the config.
         """
         ours = self.chat_template_kwargs
         self.chat_template_kwargs = {**ours, **chat_template_kwargs}
@@ -53,7 +53,7 @@ class Hosting(DistillationTrainer):
         return {name: tensor.to(self.accelerator.device) for name, tensor in tensors.items()}
 
     def use_special_tokens(self) -> None:
-        """Pads with a token, ends with those, and keeps from writing others, that the student has a row for."""
+        """Restricts padding, end and placeholder tokens to ids that the student's embedding has a row for."""
         rows = model_shape(self.model)[0]
         settle_special_tokens(self._tokenizer, rows)
         self.placeholders = placeholders(self.model.config, rows)
@@ -65,28 +65,28 @@ class Hosting(DistillationTrainer):
         self.model.generation_config.pad_token_id = self._tokenizer.pad_token_id
 
     def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
-        """Makes parameters that ZeRO-3 has split whole, to be read, for as long as the context lasts. Collective."""
+        """Gathers parameters that ZeRO-3 has split, for reading only, while the context lasts. Collective."""
         context: AbstractContextManager[Any] = self._dist.gather_params(parameters)
         return context
 
     def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(student, *args)`: in the wrapper's own forward if that has split the student, and then collective.
+        """`function(student, *args)`; inside the wrapper's forward, and collective, if the student is split.
 
-        Only there do ZeRO-3 and FSDP2 bring the weights. The bare student does without a wrapper where it is whole.
+        ZeRO-3 and FSDP2 gather weights only there. A student that is not split needs no wrapper.
         """
         student = self.accelerator.unwrap_model(self.model_wrapped)
         if not is_split_model(student):
             return function(student, *args)
-        announce(student, student.get_output_embeddings().parameters())  # also those of an adapter that is off now
+        announce(student, student.get_output_embeddings().parameters())  # even of a disabled adapter
         function = carried(partial(function, student, *args), self.accelerator.device)
-        with torch.autocast(self.accelerator.device.type, enabled=False):  # DeepSpeed would warn of it
+        with torch.autocast(self.accelerator.device.type, enabled=False):  # DeepSpeed would warn about it
             return self._forward_redirection(self.model_wrapped, student, function)
 
     @contextmanager
     def student_for_generation(self) -> Iterator[Any]:
-        """The bare student in eval mode, gathered where it was sharded and the arguments allow it.
+        """The bare student in eval mode, gathered where it is sharded and the options allow it.
 
-        Mode, gradient checkpointing and hooks are put back on the way out, also after an exception.
+        Mode, gradient checkpointing and hooks are restored on exit, also after an exception.
         """
         was_training = self.model.training
         self.model.eval()
@@ -101,17 +101,17 @@ class Hosting(DistillationTrainer):
                     gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
                 ) as student,
                 torch.no_grad(),
-                # Once around all tokens: each weight is then rounded once, and not for each token.
+                # One context for all tokens, so that each weight is cast once and not for each token.
                 autocast(self.accelerator),
                 self._dist.summon_full_params(self.model_wrapped, recurse=False),
             ):
                 try:
                     yield student
                 except BaseException as caught:
-                    # Kept from TRL's context, which puts nothing back when an exception passes through it.
+                    # Kept from TRL's context, which restores nothing when an exception passes through it.
                     error = caught
             if error is not None:
                 raise error
         finally:
             self.model.train(was_training)
-            del error  # it leads back to this frame, and would keep tensors alive
+            del error  # its traceback refers to this frame and would keep tensors alive

@@ -1,6 +1,6 @@
-"""Takes away what transformers' trainer leaves behind when a training ends by an exception, such as a Ctrl-C.
+"""Cleans up what transformers' trainer leaves behind when training ends with an exception, such as a Ctrl-C.
 
-A trainer is often told to train once more in the same notebook. What the next training sets anew by itself stays.
+In a notebook the same trainer is often trained again. State that the next training resets by itself is left alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _BARS = ("training_bar", "prediction_bar")
 
 
 @contextmanager
-def nothing_left(trainer: Trainer) -> Iterator[None]:
-    """Whatever ends what runs inside, the trainer is afterwards as after a training that came to its end.
+def cleanup_on_error(trainer: Trainer) -> Iterator[None]:
+    """If the body raises, leaves the trainer as a completed training would.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -34,7 +34,7 @@ def nothing_left(trainer: Trainer) -> Iterator[None]:
 
 
 def _unhook_noise(trainer: Trainer) -> None:
-    """The next training adds NEFTune's noise by a hook of its own, and would add it twice."""
+    """Removes NEFTune's hook: the next training adds its own, and would add the noise twice."""
     handle = getattr(trainer, "neftune_hook_handle", None)
     if handle is not None:
         handle.remove()

@@ -1,6 +1,6 @@
 """Makes transformers' trainer read each row of a dataset once, however many processes read it.
 
-It knows when a dataloader is built, and when it is begun in the middle; what is shared out how, `shares.py` knows.
+This file knows when a dataloader is built and where it resumes; `data/shares.py` splits rows between processes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "trial",
     ),
 }
-"""Methods of transformers' trainer that are overridden here, with their parameters; a test holds them against it."""
+"""Overridden methods of transformers' trainer, with their parameters; a test compares them with the installed ones."""
 
 _ONE_READER = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
 
 
 class EachRowOnce(Trainer):
-    """A trainer whose processes share out the rows of streams as they share out those of other datasets."""
+    """A trainer whose processes split the rows of a stream as they split those of a map-style dataset."""
 
     row_columns: ClassVar[tuple[str, ...]]
 
@@ -55,10 +55,10 @@ class EachRowOnce(Trainer):
         super().__init__(*args, **kwargs)
 
     def check_same_rows(self, mode: str) -> None:
-        """Refuses a stream that has given another process other rows, before anything is made of them. Collective.
+        """Rejects a stream that gave the processes different rows, before the rows are used. Collective.
 
         Raises:
-            ValueError: It has.
+            ValueError: The rows differ.
         """
         stream = self._streams[mode]
         if stream is None or self.accelerator.num_processes == 1:
@@ -66,29 +66,29 @@ class EachRowOnce(Trainer):
         digest = torch.tensor([stream.digest], device=self.accelerator.device)
         if self.accelerator.gather(digest).unique().numel() > 1:
             raise ValueError(
-                "The processes read different rows from the stream, and each would take its share of something else: "
-                "give all processes the same stream. Shuffle it with a seed, and do not split it by process."
+                "The processes read different rows from the stream, so that some rows would be skipped and others "
+                "repeated: give all processes the same stream. Shuffle it with a seed, and do not split it by process."
             )
 
-    def each_once(self, rows: Tensor) -> Tensor:
-        """The rows of an evaluation's batch in all processes, without those repeated to fill the last batch.
+    def gather_distinct_rows(self, rows: Tensor) -> Tensor:
+        """Gathers an evaluation batch from all processes, without the rows repeated to fill the last batch.
 
         Args:
             rows (`torch.Tensor`):
-                One line for each row of this process.
+                One entry for each row of this process.
         """
         stream = self._streams["eval"]
         if stream is None:
             gathered: Tensor = self.accelerator.gather_for_metrics(rows)
             return gathered
-        # How long a stream is, accelerate is not told; by now it has ended.
+        # accelerate does not know the length of a stream; by the last batch, it has ended and its rows are counted.
         left = stream.rows % (self.args.eval_batch_size * self.accelerator.num_processes)
         is_last = self.accelerator.gradient_state.end_of_dataloader
         whole: Tensor = self.accelerator.gather(rows)
         return whole[:left] if is_last and left else whole
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', which takes a stream for one of no rows."""
+        """As transformers', which reports the number of samples of a stream as 0."""
         output = super().evaluation_loop(*args, **kwargs)
         stream = self._streams["eval"]
         return output if stream is None else output._replace(num_samples=stream.rows)
@@ -107,17 +107,17 @@ class EachRowOnce(Trainer):
         stream, options = None, {}
         if isinstance(dataset, IterableDataset):
             stream = dataset = WholeStream(dataset, self.row_columns, self._if_empty(description, is_training))
-            options = _ONE_READER  # several would each read the whole of it
+            options = _ONE_READER  # several workers would each read all of it
             self.accelerator.dataloader_config.dispatch_batches = False
         elif not is_training:
-            # A loader that is kept goes on to another order, and is kept for whatever dataset comes next.
+            # A kept loader would continue with another order, and would be reused for the next dataset.
             options = {"dataloader_persistent_workers": False}
         self._streams["train" if is_training else "eval"] = stream
         with self._with_options(options):
             loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
             if self.args.dataloader_persistent_workers:
-                # Workers are given a seed when they start. One drawn from training's randomness would be drawn once
-                # in a whole run, and once more in a resumed one.
+                # Workers are seeded when they start. A seed drawn from training's random state would be drawn once in
+                # a whole run, and once more in a resumed one.
                 loader.base_dataloader.generator = torch.Generator().manual_seed(self.args.seed)
         return loader
 
@@ -134,7 +134,7 @@ class EachRowOnce(Trainer):
 
     def _if_empty(self, description: str, is_training: bool) -> str:
         if not is_training:
-            return f"{description}: the stream has no rows: give one that has."
+            return f"{description}: the stream has no rows: pass one that has some."
         rows, steps = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
         processes = self.accelerator.num_processes
         return (
@@ -153,7 +153,7 @@ class EachRowOnce(Trainer):
         resume_from_checkpoint: str | None,
         trial: Any,
     ) -> tuple[int, int]:
-        """As transformers', which takes all steps of a stream for its first pass."""
+        """As transformers', which counts all steps of a stream as its first pass."""
         begin: tuple[int, int] = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
@@ -164,7 +164,7 @@ class EachRowOnce(Trainer):
 
 
 def _position(state: TrainerState) -> tuple[int, int]:
-    """How often a stream had ended, and the optimizer steps since; its epoch is passes + steps / max_steps."""
+    """Completed passes over a stream, and optimizer steps since the last; `epoch` is passes + steps / max_steps."""
     total = round((state.epoch or 0.0) * state.max_steps)
     if total == state.global_step:
         return 0, total

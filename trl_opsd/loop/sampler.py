@@ -1,4 +1,4 @@
-"""Puts the rows of each epoch in the order they have in an uninterrupted run, also when a run begins in the middle."""
+"""Gives the rows of each epoch the order of an uninterrupted run, also when a run resumes in the middle."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["EpochCount", "EpochSampler"]
 
 @final
 class EpochCount(TrainerCallback):
-    """Counts epochs as they begin, from the one in which a run begins.
+    """Counts epochs as they begin, starting with the one in which a run starts or resumes.
 
-    The trainer's `state.epoch` counts steps, and stays behind where a callback ends an epoch early.
+    The trainer's `state.epoch` counts steps, and falls behind where a callback ends an epoch early.
 
     Attributes:
-        number (`int`): of the epoch that was begun last, counted from 0.
+        number (`int`): index of the latest epoch, from 0.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class EpochCount(TrainerCallback):
 
 @final
 class EpochSampler(Sampler[int]):
-    """TRL's order of the rows in a given epoch; TRL's own sampler only knows how often it was read before.
+    """TRL's order of the rows in a given epoch; TRL's own sampler only knows how often it was iterated before.
 
     Every epoch of an uninterrupted run has TRL's order, and a resumed run starts with that of its own epoch.
 
@@ -47,9 +47,8 @@ class EpochSampler(Sampler[int]):
         order ([`~trl.trainer.utils.RepeatSampler`]):
             TRL's sampler. Its epochs are successive permutations of one generator.
         epoch (`Callable`):
-            Tells, when a pass over the rows begins, which epoch that is, counted from 0. It is asked instead of told,
-            because a `set_epoch` does not get through the wrappers of a dataloader that skips batches on several
-            processes.
+            Returns the index of the epoch, from 0, when a pass over the rows begins. A callable, because `set_epoch`
+            does not get through the wrappers of a dataloader that skips batches on several processes.
     """
 
     def __init__(self, order: Any, epoch: Callable[[], int]) -> None:

@@ -1,6 +1,7 @@
-"""Makes transformers' trainer save into a folder aside and resume only from what is whole.
+"""Makes transformers' trainer save to a staging folder first, and resume from complete checkpoints only.
 
-It knows when a checkpoint is written and read; `checkpoint.py` knows what a whole one is, `sigterm.py` when to stop.
+This file knows when a checkpoint is written and read; `run/checkpoint.py` knows which are complete, `run/sigterm.py`
+when to stop.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from transformers import ProcessorMixin, Trainer, TrainingArguments
 
-from trl_opsd.loop.leftovers import nothing_left
+from trl_opsd.loop.leftovers import cleanup_on_error
 from trl_opsd.run import checkpoint
 from trl_opsd.run.sigterm import StopOnSigterm
 
@@ -32,24 +33,24 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_load_best_model": ("self",),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
 }
-"""Methods of transformers' trainer that are overridden here, with their parameters; a test holds them against it."""
+"""Overridden methods of transformers' trainer, with their parameters; a test compares them with the installed ones."""
 
 
 class SafeCheckpoints(Trainer):
-    """A trainer whose checkpoints are whole or not there, and that looks at one before it goes on from it.
+    """A trainer whose checkpoints are complete or absent, and that checks one before it resumes from it.
 
     Attributes:
-        loads (`int`): how often the weights were replaced by those of a checkpoint.
-        processor ([`~transformers.ProcessorMixin`], *optional*): of images and more, saved beside the weights, so that
-            the folder can be loaded as what it came from.
+        loads (`int`): how often the weights of a checkpoint were loaded.
+        processor ([`~transformers.ProcessorMixin`], *optional*): a multimodal processor, saved beside the weights, so
+            that the folder loads as the original model does.
     """
 
     loads: int = 0
     processor: ProcessorMixin | None = None
-    _writes_aside: bool = False
+    _writes_to_staging: bool = False
 
     def __init__(self, *, args: TrainingArguments, **kwargs: Any) -> None:
-        # Here transformers would begin to listen for a SIGTERM, until its training has ended without an error.
+        # Here transformers would install a SIGTERM handler, and remove it only when training ends without an error.
         enable_jit_checkpoint, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
         try:
             super().__init__(args=args, **kwargs)
@@ -59,10 +60,10 @@ class SafeCheckpoints(Trainer):
         if self._stop_on_sigterm is not None:
             self.add_callback(self._stop_on_sigterm)
 
-    # ---- What a subclass may fill in ----------------------------------------------------------------------------
+    # ---- What a subclass may implement --------------------------------------------------------------------------
 
     def check_state(self, folder: str) -> None:
-        """Refuses a checkpoint that this run would not continue. Every process calls it."""
+        """Raises for a checkpoint that this run cannot continue. Every process calls it."""
 
     def save_own_state(self, folder: str) -> None:
         """Writes what a checkpoint needs besides model, optimizer and scheduler. Every process calls it."""
@@ -83,7 +84,7 @@ class SafeCheckpoints(Trainer):
             resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint)
             self.check_state(resume_from_checkpoint)
         listening = self._stop_on_sigterm.listening() if self._stop_on_sigterm else nullcontext()
-        with listening, nothing_left(self):
+        with listening, cleanup_on_error(self):
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -103,7 +104,7 @@ class SafeCheckpoints(Trainer):
             self.load_own_state(checkpoint)
 
     def _whole_checkpoint(self, asked: str | bool) -> str:
-        """The checkpoint asked for, `True` for the newest; the main process looks, so that all take the same."""
+        """The requested checkpoint, `True` for the newest; the main process chooses, so that all take the same."""
         found: list[str | None] = [None, None]
         if self.accelerator.is_main_process:
             try:
@@ -126,26 +127,26 @@ class SafeCheckpoints(Trainer):
             self.processor.save_pretrained(output_dir or self.args.output_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As transformers', but in a folder aside, which is given its name when every process has written."""
+        """As transformers', but to a staging folder, which is renamed when every process has written."""
         run_dir, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
         try:
             if self.args.should_save:
                 checkpoint.begin(run_dir)
             self.accelerator.wait_for_everyone()
-            self._writes_aside = True
+            self._writes_to_staging = True
             written = Path(self._get_output_dir(trial)) / name
             super()._save_checkpoint(model, trial)
-            self._name_the_best(run_dir)
+            self._point_to_best(run_dir)
             if self.args.should_save:
                 self.state.save_to_json(str(written / "trainer_state.json"))
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 checkpoint.publish(written, run_dir)
         except Exception as error:
-            error.add_note(f"{run_dir / name} was not finished; the checkpoints before it are as they were.")
+            error.add_note(f"{run_dir / name} was not finished; earlier checkpoints are unchanged.")
             raise
         finally:
-            self._writes_aside = False
+            self._writes_to_staging = False
         if self.args.should_save:
             best = self.state.best_model_checkpoint
             keep = [run_dir / name, *([Path(best)] if best else [])]
@@ -155,8 +156,8 @@ class SafeCheckpoints(Trainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
 
-    def _name_the_best(self, run_dir: Path) -> None:
-        """Writes down where the best checkpoint will be; it was looked for where this one is being written."""
+    def _point_to_best(self, run_dir: Path) -> None:
+        """Sets the final path of the best checkpoint, which transformers looked for in the staging folder."""
         step = self.state.best_global_step
         if step and self.args.save_strategy != "no":
             best = run_dir / f"checkpoint-{step}"
@@ -165,11 +166,11 @@ class SafeCheckpoints(Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         run_dir: str = super()._get_output_dir(trial)
-        return str(Path(run_dir) / checkpoint.UNFINISHED) if self._writes_aside else run_dir
+        return str(Path(run_dir) / checkpoint.UNFINISHED) if self._writes_to_staging else run_dir
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # An upload goes on in the background, so it begins when the files have come to rest.
-        if not self._writes_aside:
+        # An upload runs in the background, so it starts when the files are in place.
+        if not self._writes_to_staging:
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -1,4 +1,4 @@
-"""Cuts TRL's loop open: where it calls a private method of its own, one of the four verbs is called with our types."""
+"""Hooks into TRL's loop: where it calls one of its private methods, one of the four verbs is called with our types."""
 
 from __future__ import annotations
 
@@ -53,29 +53,29 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "log": ("self", "logs", "start_time"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
 }
-"""TRL's methods that are overridden here, with their parameters; a test holds them against the installed TRL."""
+"""TRL's methods that are overridden here, with their parameters; a test checks them against the installed TRL."""
 
 
 class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, Hosting):
-    """TRL's trainer with its loop cut open at four places: `complete`, `teach`, `weigh` and `compare`.
+    """TRL's trainer with four hooks in its loop: `complete`, `teach`, `weigh` and `compare`.
 
-    A subclass fills in all of them but `weigh`, and three checks; everything it needs to know of a step comes as our
-    own types. TRL builds neither a teacher nor an engine: the subclass brings both.
+    A subclass implements all of them but `weigh`, and three checks; it is given our own types only. TRL builds neither
+    a teacher nor an engine: the subclass provides both.
     """
 
     row_columns: ClassVar[tuple[str, ...]] = ("prompt",)
-    """Columns of a dataset that `remove_unused_columns` has to leave."""
+    """Columns of a dataset that `remove_unused_columns` has to keep."""
     hidden_columns: ClassVar[tuple[str, ...]] = ()
     """Columns that TRL would read, and must not."""
     handed_in: Samples | None
-    """Of the weights under an adapter, before it was put on them if it is put on here; `None` without one."""
+    """Samples of the weights under an adapter, taken before it is added if that happens here; `None` without one."""
     _name = "OPSD"
     _step: int
     _signature_columns: list[str] | None
 
     def __init__(self, *, args: DistillationConfig, processor: ProcessorMixin | None = None, **kwargs: Any) -> None:
         self.processor = processor
-        # TRL would build an engine of its own, and its tool loop would reach into it.
+        # TRL would build an engine of its own, and its tool loop would use it.
         use_vllm, args.use_vllm = args.use_vllm, False
         loading = args.model_init_kwargs
         if isinstance(kwargs.get("model"), str):
@@ -109,7 +109,7 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
         self._metrics[self._mode][name].append(value)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Bills what runs inside to a phase of training, `time/<name>` in the log, and reports it if it hangs."""
+        """Times the body as a phase of training, `time/<name>` in the log, and reports it if it hangs."""
         return self._accounts[self._mode].clock(name)
 
     def _take_samples(self, student: Any) -> None:
@@ -118,16 +118,16 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
     def _check_fsdp(self) -> None:
         if self._dist.fsdp_version == 1:
             raise ValueError(
-                "The launch has `fsdp_version: 1`, whose weights are in one flat piece that the loss cannot read its "
-                "head from: set `fsdp_version: 2` in the accelerate file."
+                "The launch has `fsdp_version: 1`, which flattens the weights, so that the loss cannot read the output "
+                "head: set `fsdp_version: 2` in the accelerate file."
             )
         if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not self._dist.is_fsdp:
             logger.warning(
-                "The launch asks for FSDP, which accelerate starts on accelerators only: nothing is split, this is "
+                "The launch asks for FSDP, which accelerate supports on accelerators only: nothing is sharded, this is "
                 "plain data parallelism."
             )
 
-    # ---- Where TRL's loop is cut open ---------------------------------------------------------------------------
+    # ---- Hooks in TRL's loop ------------------------------------------------------------------------------------
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
@@ -174,7 +174,7 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
         return batch
 
     def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple:
-        # TRL puts this method in the place of the `forward` that accelerate has given autocast.
+        # TRL calls this method in place of the `forward` that accelerate wrapped in autocast.
         with autocast(self.accelerator):
             parts = self.compare(
                 unwrapped_student, Rollout.unpack(inputs), TeacherTargets.unpack(inputs), num_items_in_batch
@@ -189,16 +189,16 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         output = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        # No collective may run inside the wrapper's forward, so what this process summed up there is reduced here.
+        # No collective may run inside the wrapper's forward, so the sums of this process are reduced here.
         parts, self._loss_parts = self._loss_parts, None
-        assert parts is not None, "_compute_loss leaves its parts behind"
+        assert parts is not None, "_compute_loss has set them"
         if self.model.training:
             sums = self.accelerator.reduce(parts.rows.sum(0), "sum")
         else:
-            sums = self.each_once(parts.rows).sum(0)
+            sums = self.gather_distinct_rows(parts.rows).sum(0)
         named = dict(zip(LossParts.ROW_NAMES, sums.tolist(), strict=True))
         if not self.is_finite_loss(named, parts):
-            return self.condemn(output)
+            return self.with_nan_gradient(output)
         self.check_sums(named)
         self._accounts[self._mode].add(named)
         return output
@@ -207,7 +207,7 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
         with self._accounts["train"].clock("compare"):
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self._step % self.args.gradient_accumulation_steps == 0:
-            # Used up: the targets in it must not stay in memory while the student writes again, or is evaluated.
+            # Consumed: the targets in it must not stay in memory during the next rollout or an evaluation.
             set_known(self, _buffered_inputs=None)
         return loss
 
@@ -227,11 +227,11 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As TRL's, but what an interrupted run left behind is not trained on by the next one."""
+        """As TRL's, but discards what an interrupted run has left behind."""
         set_known(self, _buffered_inputs=None, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
         self._accounts["train"].clear()
-        with explained("step", partial(self.footprint, "step")):  # what is in no phase is the optimizer's
+        with explained("step", partial(self.footprint, "step")):  # outside the phases, memory is the optimizer's
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def evaluation_loop(
@@ -242,8 +242,8 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """As TRL's, but with one seed, nothing drawn from training's randomness, and a loss that weighs tokens."""
-        self._metrics["eval"].clear()  # an evaluation that was interrupted has left its own
+        """As TRL's, but with a fixed seed, training's random state untouched, and the loss a mean over tokens."""
+        self._metrics["eval"].clear()  # left by an interrupted evaluation
         self._accounts["eval"].clear()
         with preserved_rng(self.accelerator.device):
             set_seed(self.args.seed, device_specific=True)

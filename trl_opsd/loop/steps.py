@@ -1,6 +1,6 @@
-"""Makes transformers' trainer look at its loss and its gradient before the optimizer steps along them.
+"""Makes transformers' trainer check loss and gradient for NaN and infinity before the optimizer steps.
 
-It knows where a step can still be left out; what is to become of it, `nonfinite.py` knows.
+This file knows where a step can still be skipped; `run/nonfinite.py` decides what follows from a finding.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_get_grad_norm": ("self", "model", "grad_norm"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
 }
-"""Methods of transformers' trainer that are overridden here, with their parameters; a test holds them against it."""
+"""Overridden methods of transformers' trainer, with their parameters; a test compares them with the installed ones."""
 
 
 class GuardedSteps(Trainer):
-    """A trainer that takes no step along what is not finite, and whose processes end together when one fails."""
+    """A trainer that skips or refuses non-finite steps, and whose processes end together when one fails."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,16 +57,16 @@ class GuardedSteps(Trainer):
     # ---- The loss -----------------------------------------------------------------------------------------------
 
     def is_finite_loss(self, named: dict[str, float], parts: LossParts) -> bool:
-        """Whether a loss may be stepped along, by its sums over all processes, which all know.
+        """Whether a loss is finite in all processes, by its sums over them; every process returns the same.
 
         Args:
             named (`dict[str, float]`):
                 The sums over all processes.
             parts ([`~types.LossParts`]):
-                Of this process.
+                Those of this process.
 
         Raises:
-            NonFiniteError: It may not, and `nonfinite="raise"`.
+            NonFiniteError: It is not, and `nonfinite="raise"`.
         """
         side = nonfinite_side(named)
         if side is None:
@@ -79,14 +79,14 @@ class GuardedSteps(Trainer):
         self._guard.heed(Finding(step=step, side=side, ranks=ranks, sums=each, evaluating=evaluating))
         return False
 
-    def condemn(self, loss: Tensor) -> Tensor:
-        """A loss whose gradient is NaN in every process, so that every optimizer's own check leaves the step out."""
+    def with_nan_gradient(self, loss: Tensor) -> Tensor:
+        """A loss whose gradient is NaN in every process, so that every optimizer's own check skips the step."""
         return loss * math.nan
 
     # ---- The gradient -------------------------------------------------------------------------------------------
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """As transformers', which is called before each step; DeepSpeed has then stepped, or left the step out."""
+        """As transformers', which is called before each step; DeepSpeed has by then taken or skipped the step."""
         norm = super()._get_grad_norm(model, grad_norm)
         broken = not _is_finite(norm)
         if self._is_deepspeed:
@@ -96,22 +96,22 @@ class GuardedSteps(Trainer):
                 ranks = [rank for rank, broken in enumerate(gather_object([self._probe.broken()])) if broken]
                 self._guard.heed(Finding(step=self.state.global_step + 1, side="gradient", ranks=tuple(ranks)))
             self._guard.left_out()
-            self._leave_out(model)
+            self._skip_step(model)
         else:
             self._guard.stepped()
-            self._leaves_out(False)
+            self._mark_skipped(False)
         self._probe.forget()
         return norm
 
-    def _leave_out(self, model: Any) -> None:
+    def _skip_step(self, model: Any) -> None:
         if not (self._is_deepspeed or self._scales_loss):
-            model.zero_grad()  # to None, and an optimizer passes over what has no gradient: not even its decay remains
-            self._leaves_out(True)
+            model.zero_grad()  # to None: an optimizer skips parameters without a gradient, weight decay included
+            self._mark_skipped(True)
 
-    def _leaves_out(self, step: bool) -> None:
-        """Tells accelerate, as its loss scaler would, so that the learning rate does not move on."""
+    def _mark_skipped(self, skipped: bool) -> None:
+        """Tells accelerate, as its loss scaler would, so that the learning rate does not advance after a skip."""
         if not (self._is_deepspeed or self._scales_loss):
-            set_known(self.optimizer, _is_overflow=step)
+            set_known(self.optimizer, _is_overflow=skipped)
 
     @property
     def _is_deepspeed(self) -> bool:
@@ -128,19 +128,23 @@ class GuardedSteps(Trainer):
         return StepGuard(self.args.nonfinite, self.args.nonfinite_skip_limit, folder)
 
     def _check_launch(self) -> None:
-        """Only DeepSpeed can look before it steps, and some of its settings keep it from looking."""
+        """Under DeepSpeed only the engine can check gradients before it steps, and some settings disable that."""
         if not self._is_deepspeed:
             return
         blind = blind_settings(self.accelerator.state.deepspeed_plugin.hf_ds_config.config)
         if not blind:
             return
-        message = f"With this value of {', '.join(map(repr, blind))}, DeepSpeed steps without a look at the gradient"
+        settings = ", ".join(map(repr, blind))
         if self._guard.policy == "skip":
             raise ValueError(
-                f"`nonfinite='skip'`: {message}, so it would leave out no step: leave it at its default, with a ZeRO "
-                "stage of at least 1, or set `nonfinite='raise'`, which then checks the loss only."
+                f"`nonfinite='skip'` needs DeepSpeed to check gradients, and the value of {settings} disables that: "
+                "leave it at its default, with a ZeRO stage of at least 1, or set `nonfinite='raise'`, which then "
+                "checks the loss only."
             )
-        logger.warning(f"{message}, so only the loss is checked before a step.")
+        logger.warning(
+            f"DeepSpeed does not check gradients with this value of {settings}, so only the loss is checked before a "
+            "step."
+        )
 
 
 def _is_finite(norm: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The four verbs of a step and the checks around them, with our own types; a trainer fills them in.
+"""The four verbs of a step and the checks around them, in our own types; a trainer implements them.
 
 B rows · C completion tokens
 """
@@ -16,20 +16,20 @@ from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 
 class Verbs:
-    """What [`~loop.seams.SeamTrainer`] calls. All of it but `weigh` has to be filled in."""
+    """What [`~loop.seams.SeamTrainer`] calls. All of it but `weigh` has to be implemented."""
 
     # The metaclass of transformers' trainer ignores `abstractmethod`, so these raise.
 
     def read_rows(self, rows: Sequence[Row]) -> list[Request]:
-        """Reads the rows of a generation batch, or refuses one, before anything is generated.
+        """Reads and checks the rows of a generation batch, before anything is generated.
 
         Returns:
-            The same rows, aligned; what `teach` and `weigh` are given.
+            One entry for each row, in order, which `teach` and `weigh` are given.
         """
         raise NotImplementedError
 
     def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
-        """Refuses prompts that the student cannot read, before anything is generated."""
+        """Rejects prompts that the student cannot read, before anything is generated."""
         raise NotImplementedError
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
@@ -37,22 +37,22 @@ class Verbs:
         raise NotImplementedError
 
     def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
-        """Lets the teacher read a whole generation batch; the dataset rows it came from are aligned with it."""
+        """Has the teacher score a whole generation batch; `rows` are its dataset rows, aligned with it."""
         raise NotImplementedError
 
     def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
-        """What each token of a generation batch counts in the loss; by default what it counted, 1 or 0.
+        """The weight of each token of a generation batch in the loss; by default unchanged, 1 or 0.
 
-        Selection of tokens, discounts and rewards belong here: whatever it returns is honoured by the loss, its
-        gradient, its denominator and the logs alike.
+        Token selection, discounts and rewards belong here: the returned weights apply to the loss, its gradient, its
+        denominator and the logs alike.
 
         Args:
             rollout ([`~types.Rollout`]):
                 The generation batch of this process; a token of weight 0 in it has to stay at 0.
             rows (`Sequence[Mapping[str, Any]]`):
-                Of the dataset, aligned with it.
+                The dataset rows, aligned with it.
             targets ([`~types.TeacherTargets`]):
-                What the teacher made of it, row-aligned.
+                The teacher's targets for it, row-aligned.
 
         Returns:
             `torch.Tensor`: [B, C], finite and at least 0.
@@ -62,7 +62,7 @@ class Verbs:
     def compare(
         self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
     ) -> LossParts:
-        """Holds the student against the targets. Runs inside the student wrapper's forward: no collectives in it.
+        """Compares the student with the targets. Runs inside the student wrapper's forward: no collectives in it.
 
         Args:
             student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -77,9 +77,9 @@ class Verbs:
         raise NotImplementedError
 
     def check_sums(self, sums: dict[str, float]) -> None:
-        """Refuses a loss, before its gradient exists, by its sums over all processes, which are finite."""
+        """Rejects an implausible loss before its gradient is computed, by its sums over all processes, all finite."""
         raise NotImplementedError
 
     def footprint(self, phase: str) -> dict[str, int]:
-        """What a phase holds, in bytes by name, for an error of lacking memory."""
+        """What a phase holds, in bytes by name, for out-of-memory errors."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Checks what tokens are said to count in the loss, before anything is computed with it."""
+"""Validates the token weights that `weigh` returned."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def checked_weights(weights: Any, rollout: Rollout) -> Tensor:
             The generation batch they are for, B rows of C completion tokens.
 
     Raises:
-        TypeError: They are no tensor of numbers.
-        ValueError: They have another shape than [B, C], are negative or not finite, or count padding or what a tool
-            wrote.
+        TypeError: They are not a tensor of real numbers.
+        ValueError: Their shape is not [B, C], one is negative or not finite, or one is not 0 for padding or for a
+            token that the student did not write.
     """
     if not isinstance(weights, Tensor) or weights.is_complex():
         raise TypeError(f"`weigh` returned a {type(weights).__name__}: expected a tensor of floats, [B, C].")

@@ -1,7 +1,8 @@
-"""Has transformers' trainer wrap its model for training, also where it evaluated or trained before.
+"""Makes transformers' trainer wrap its model for training even if it has evaluated or trained before.
 
-It wraps a model once. What an evaluation prepares first stays: several processes would then train without averaging
-their gradients, each a model of its own, DeepSpeed would have no optimizer, and FSDP2 cannot be prepared for it at all.
+transformers wraps a model once, and keeps what an evaluation has prepared: several processes would then each train a
+model of their own without averaging gradients, DeepSpeed would have no optimizer, and FSDP2 cannot be prepared for an
+evaluation at all.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ __all__ = ["SEAMS", "WrappedToTrain"]
 SEAMS: dict[str, tuple[str, ...]] = {
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
 }
-"""Methods of transformers' trainer that are overridden here, with their parameters; a test holds them against it."""
+"""Overridden methods of transformers' trainer, with their parameters; a test compares them with the installed ones."""
 
 
 class WrappedToTrain(Trainer):
-    """A trainer that may evaluate before it trains, and train again, with whatever it is launched."""
+    """A trainer that can evaluate before it trains, and train more than once, under any launcher."""
 
     model: Any
     model_wrapped: Any
     deepspeed: Any
     optimizer: Any
     is_deepspeed_enabled: bool
-    _untouched: dict[str, Any] | None = None
-    """DeepSpeed's config before an engine was made, which fills it in for its own number of steps."""
+    _original_config: dict[str, Any] | None = None
+    """DeepSpeed's config before an engine was built; an engine fills in values for its own number of steps."""
 
     def train(
         self,
@@ -42,19 +43,19 @@ class WrappedToTrain(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As transformers'. Under DeepSpeed each training has an engine, and so an optimizer, of its own."""
+        """As transformers'. Under DeepSpeed each training builds an engine, and so an optimizer, of its own."""
         if self.is_deepspeed_enabled:
-            self._config_untouched()
-            set_known(self, model_wrapped=self.model, deepspeed=None)  # accelerate ends the engine there was
+            self._restore_config()
+            set_known(self, model_wrapped=self.model, deepspeed=None)  # accelerate destroys the previous engine
         reshard(self.model)  # else accelerate cannot tell which parameters the optimizer has
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers'; what it prepares does not keep training from wrapping the model."""
-        with self._ready_to_read():
+        """As transformers', but a later training still wraps the model."""
+        with self._prepared_for_evaluation():
             return super().evaluation_loop(*args, **kwargs)
 
-    def _ready_to_read(self) -> Any:
+    def _prepared_for_evaluation(self) -> Any:
         if self.accelerator._models or self.model_wrapped is not self.model:
             return nullcontext()
         if self.accelerator.distributed_type == DistributedType.NO:
@@ -65,14 +66,14 @@ class WrappedToTrain(Trainer):
             self.model_wrapped = self.model
             return nullcontext()
         if self.is_deepspeed_enabled:
-            self._config_untouched()
+            self._restore_config()
             if self.accelerator.state.deepspeed_plugin.zero_stage == 3:
-                return nullcontext()  # an engine for reading, until training makes one
-        return self._bare()
+                return nullcontext()  # an inference engine, until training builds its own
+        return self._unwrapped()
 
     @contextmanager
-    def _bare(self) -> Iterator[None]:
-        """Nothing is prepared: every process has the whole model."""
+    def _unwrapped(self) -> Iterator[None]:
+        """Prepares nothing: every process has the whole model."""
         self._move_model_to_device(self.model, self.args.device)
         is_deepspeed_enabled, self.is_deepspeed_enabled = self.is_deepspeed_enabled, False
         self.accelerator._models.append(self.model)
@@ -82,9 +83,9 @@ class WrappedToTrain(Trainer):
             self.accelerator._models.remove(self.model)
             self.is_deepspeed_enabled = is_deepspeed_enabled
 
-    def _config_untouched(self) -> None:
+    def _restore_config(self) -> None:
         config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config
-        if self._untouched is None:
-            self._untouched = deepcopy(config)
+        if self._original_config is None:
+            self._original_config = deepcopy(config)
         config.clear()
-        config.update(deepcopy(self._untouched))
+        config.update(deepcopy(self._original_config))

@@ -1,4 +1,4 @@
-"""Says what the answers of a vLLM server have to look like; anything else is a `ServerError` that says what came.
+"""Validates the answers of a vLLM server; anything unexpected is a `ServerError` that says what was received.
 
 n prompts
 """
@@ -19,28 +19,28 @@ from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
 
 _BYTES_PER_TOKEN = 1024
-"""What a server says of one token with one log-probability: about 100 bytes, and its text, escaped."""
+"""Bytes per token with one log-probability in an answer: about 100, and its escaped text."""
 _TOKENS_BY_DEFAULT = 16
-"""What a server writes if it is not told how much."""
+"""Tokens a server generates if `max_tokens` is not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What a server says it runs."""
+    """The configuration that a server reports."""
 
     dtype: torch.dtype
-    """What it computes in."""
+    """The dtype it computes in."""
     context: int
-    """Tokens of prompt and completion together."""
+    """Context length in tokens, prompt and completion together."""
     block_size: int
-    """Tokens that are cached together."""
+    """Tokens in a block of its prefix cache."""
 
 
 def facts(info: dict[str, Any]) -> ServerFacts:
-    """What a server's configuration says.
+    """Reads a server's configuration.
 
     Raises:
-        ServerError: It lacks something, or says something that cannot be.
+        ServerError: A value is missing or invalid.
     """
     model, cache = _of(info, "model_config", dict), _of(info, "cache_config", dict)
     name = _of(model, "dtype", str).removeprefix("torch.")
@@ -55,38 +55,38 @@ def facts(info: dict[str, Any]) -> ServerFacts:
 
 
 def world_size(answer: Any) -> int:
-    """How many workers a server has.
+    """The number of workers of a server.
 
     Raises:
-        ServerError: It says something else than a number of them.
+        ServerError: The answer is not a positive number.
     """
     return int(_of({"get_world_size": answer}, "get_world_size", int, _is_count))
 
 
-def most_bytes(prompt_ids: list[list[int]], options: dict[str, Any]) -> int:
-    """The longest answer that so many tokens can take."""
+def max_answer_bytes(prompt_ids: list[list[int]], options: dict[str, Any]) -> int:
+    """Upper bound on the size of an answer with completions, in bytes."""
     written = options.get("max_tokens", _TOKENS_BY_DEFAULT) * len(prompt_ids)
     each = 1 + max(options.get(name) or 0 for name in ("logprobs", "prompt_logprobs"))
     return MIB + (sum(map(len, prompt_ids)) + written) * each * _BYTES_PER_TOKEN
 
 
-def written(answer: dict[str, Any], prompt_ids: list[list[int]], options: dict[str, Any]) -> list[Completion]:
+def completions(answer: dict[str, Any], prompt_ids: list[list[int]], options: dict[str, Any]) -> list[Completion]:
     """The completions in an answer, in the order of the prompts.
 
     Args:
         answer (`dict`):
-            What came.
+            The answer of the server.
         prompt_ids (`list[list[int]]`):
-            What was asked, n of them.
+            The n prompts of the request.
         options (`dict`):
-            With which.
+            The options of the request.
 
     Raises:
-        ServerError: They are not one for each prompt, or one is not what a server can have written.
+        ServerError: There is not one completion for each prompt, or one is invalid.
     """
     choices = _of(answer, "choices", list)
     if not all(isinstance(choice, dict) for choice in choices):
-        raise ServerError("The vLLM server answered `choices` that are no objects.")
+        raise ServerError("The vLLM server answered `choices` that are not JSON objects.")
     found = sorted(_of(choice, "index", int) for choice in choices)
     if found != list(range(len(prompt_ids))):
         raise ServerError(
@@ -97,16 +97,16 @@ def written(answer: dict[str, Any], prompt_ids: list[list[int]], options: dict[s
 
 
 @contextmanager
-def understood(what: str) -> Iterator[None]:
-    """Lets an answer that TRL's client could not read be a `ServerError`."""
+def parsing(what: str) -> Iterator[None]:
+    """Turns errors of TRL's client on an answer to `what` into a `ServerError`."""
     try:
         yield
     except (KeyError, IndexError, TypeError) as error:
-        raise ServerError(f"The vLLM server's answer to {what} lacks what it should say: {error!r}.") from error
+        raise ServerError(f"The vLLM server's answer to {what} is incomplete or malformed: {error!r}.") from error
     except Exception as error:
         if type(error) is not Exception:
             raise
-        # TRL's way to tell of a status
+        # TRL reports a status with a bare `Exception`.
         raise ServerError(f"The vLLM server, asked for {what}: {str(error)[:500]}") from error
 
 
@@ -114,55 +114,52 @@ def _one(choice: dict[str, Any], prompt_ids: list[int], options: dict[str, Any])
     completion_ids = _of(choice, "token_ids", list, _are_ids)
     most = options.get("max_tokens", _TOKENS_BY_DEFAULT)
     if len(completion_ids) > most:
-        raise ServerError(f"The vLLM server wrote {len(completion_ids)} tokens, it was asked for at most {most}.")
+        raise ServerError(f"The vLLM server wrote {len(completion_ids)} tokens, but was asked for at most {most}.")
     if _of(choice, "prompt_token_ids", list, _are_ids) != prompt_ids:
         raise ServerError(
-            f"The vLLM server answered another prompt than it was sent: expected {_shown(prompt_ids)}, got "
+            f"The vLLM server answered a different prompt from the one sent: expected {_shown(prompt_ids)}, got "
             f"{_shown(choice['prompt_token_ids'])}."
         )
     return Completion(
         prompt_ids=list(prompt_ids),
         completion_ids=completion_ids,
-        prompt_logprobs=[] if options.get("prompt_logprobs") is None else _scored(choice, prompt_ids),
-        logprobs=[] if options.get("logprobs") is None else _chosen(choice, len(completion_ids)),
+        prompt_logprobs=[] if options.get("prompt_logprobs") is None else _prompt_logprobs(choice, prompt_ids),
+        logprobs=[] if options.get("logprobs") is None else _completion_logprobs(choice, len(completion_ids)),
     )
 
 
-def _scored(choice: dict[str, Any], prompt_ids: list[int]) -> list[float]:
-    """The log-probability of each prompt token but the first, which follows nothing."""
-    told = _of(choice, "prompt_logprobs", list, lambda one: len(one) == len(prompt_ids))
-    if not all(isinstance(at, dict) and isinstance(at.get(str(ids)), dict) for at, ids in _but_first(told, prompt_ids)):
+def _prompt_logprobs(choice: dict[str, Any], prompt_ids: list[int]) -> list[float]:
+    """The log-probability of each prompt token but the first, which has no context."""
+    entries = _of(choice, "prompt_logprobs", list, lambda one: len(one) == len(prompt_ids))
+    pairs = list(zip(entries, prompt_ids, strict=True))[1:]
+    if not all(isinstance(entry, dict) and isinstance(entry.get(str(token)), dict) for entry, token in pairs):
         raise ServerError("The vLLM server left out the log-probability of a prompt token.")
-    return [_of(at[str(ids)], "logprob", float, _is_finite) for at, ids in _but_first(told, prompt_ids)]
+    return [_of(entry[str(token)], "logprob", float, _is_finite) for entry, token in pairs]
 
 
-def _but_first(told: list[Any], prompt_ids: list[int]) -> list[tuple[Any, int]]:
-    return list(zip(told, prompt_ids, strict=True))[1:]
+def _completion_logprobs(choice: dict[str, Any], tokens: int) -> list[float]:
+    found = _of(choice, "logprobs", dict)
+    return list(_of(found, "token_logprobs", list, lambda these: len(these) == tokens and all(map(_is_finite, these))))
 
 
-def _chosen(choice: dict[str, Any], tokens: int) -> list[float]:
-    told = _of(choice, "logprobs", dict)
-    return list(_of(told, "token_logprobs", list, lambda these: len(these) == tokens and all(map(_is_finite, these))))
-
-
-def _of(found: dict[str, Any], name: str, kind: type, holds: Callable[[Any], bool] = lambda value: True) -> Any:
-    """One entry of an answer, which has to be of a kind and to hold to something."""
+def _of(found: dict[str, Any], name: str, kind: type, is_valid: Callable[[Any], bool] = lambda value: True) -> Any:
+    """One entry of an answer, of a given type and accepted by `is_valid`."""
     value = found.get(name)
     fits = _is_finite(value) if kind is float else isinstance(value, kind) and not isinstance(value, bool)
-    if not (fits and holds(value)):
+    if not (fits and is_valid(value)):
         expected = _EXPECTED.get(name, f"of type {kind.__name__}")
         raise ServerError(f"The vLLM server answered {name}={_shown(value)}: expected {expected}.")
     return value
 
 
 _EXPECTED = {
-    "token_ids": "token ids, whole numbers from 0 on",
-    "prompt_token_ids": "token ids, whole numbers from 0 on",
+    "token_ids": "token ids, integers of at least 0",
+    "prompt_token_ids": "token ids, integers of at least 0",
     "prompt_logprobs": "one entry for each token of the prompt",
     "token_logprobs": "a finite number for each token it wrote",
-    "get_world_size": "a number of workers from 1 on",
-    "max_model_len": "a number of tokens from 1 on",
-    "block_size": "a number of tokens from 1 on",
+    "get_world_size": "a number of workers, at least 1",
+    "max_model_len": "a number of tokens, at least 1",
+    "block_size": "a number of tokens, at least 1",
 }
 
 

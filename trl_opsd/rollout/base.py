@@ -1,4 +1,4 @@
-"""The seam every engine stands behind: token ids in, token ids out; it knows neither templates nor padding."""
+"""The interface of all rollout backends: token ids in, token ids out; no templates, no padding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trl_opsd.host import Host
 
 
 class RolloutBackend(ABC):
-    """Lets the current student write one completion for each prompt."""
+    """Generates one completion for each prompt with the current student."""
 
     @abstractmethod
     def bind(self, trainer: Host) -> None:
@@ -17,12 +17,12 @@ class RolloutBackend(ABC):
 
         Args:
             trainer ([`~host.Host`]):
-                The trainer: gives the student, the accelerator and the options.
+                The trainer, which provides the student, the accelerator and the options.
         """
 
     @abstractmethod
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-        """Writes completions. Every process calls this at the same time, each with prompts of its own.
+        """Generates completions. Every process calls this at the same time, each with prompts of its own.
 
         Args:
             prompt_ids (`list[list[int]]`):
@@ -32,16 +32,16 @@ class RolloutBackend(ABC):
 
         Returns:
             `list[list[int]]`: one completion for each prompt, in order, without the prompt and without padding. A
-            completion may also be a tuple, or a tensor or array of whole numbers with one dimension. What follows the
-            first end-of-sequence token is cut off by the caller; an empty completion is not trained on.
+            completion may also be a tuple, or a tensor or array of integers with one dimension. The caller cuts off
+            what follows the first end-of-sequence token; an empty completion is not trained on.
         """
 
-    def close(self) -> None:  # noqa: B027 (most backends have nothing to say here)
-        """Gives back what it holds besides the student, after which it writes no more. Most hold nothing."""
+    def close(self) -> None:  # noqa: B027 (most backends have nothing to release)
+        """Releases all resources but the student; the backend cannot generate afterwards. Most hold none."""
 
 
 def cut_after_end(completion_ids: list[int], end_ids: Collection[int]) -> list[int]:
-    """Keeps a completion up to and including its first end-of-sequence token, whichever of them that is."""
+    """Truncates a completion after its first end-of-sequence token, whichever of `end_ids` that is."""
     for position, token in enumerate(completion_ids):
         if token in end_ids:
             return completion_ids[: position + 1]

@@ -1,9 +1,9 @@
-"""Decodes a ragged batch token by token, and lets a row leave the batch once it has ended.
+"""Decodes a ragged batch token by token, and removes a row from the batch once it has ended.
 
 `generate` of `transformers` prepares everything (logits processors, stopping criteria, cache) and hands over at its
-`custom_generate` seam; only the loop is ours. It knows token ids, and neither the trainer nor how the model is sharded.
+`custom_generate` hook; only the loop is ours. It knows token ids, and neither the trainer nor how the model is sharded.
 
-B rows to begin with · n places in the batch now · P prompt tokens, padded · L = P + tokens so far · V logits
+B rows at the start · n places in the batch now · P prompt tokens, padded · L = P + tokens so far · V logits
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CACHES_WITHOUT_ROWS = ("offloaded", "offloaded_static", "quantized", "paged")
 
 
 def obstacle(model: CausalLM, config: Any) -> str | None:
-    """Why [`RaggedDecoding`] cannot stand in for the loop of `generate`, or `None` where it can.
+    """Why [`RaggedDecoding`] cannot replace the loop of `generate`, or `None` where it can.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -57,9 +57,9 @@ def obstacle(model: CausalLM, config: Any) -> str | None:
     if config.cache_implementation in _CACHES_WITHOUT_ROWS:
         return f"rows cannot leave a cache of `cache_implementation={config.cache_implementation!r}`"
     if config.use_cache is False:
-        return "`use_cache=False` leaves nothing to go on from"
+        return "`use_cache=False` leaves no cache to decode from"
     if not _has_common_cache(without_peft(model)):
-        return f"{type(model).__name__} keeps a cache of its own kind"
+        return f"{type(model).__name__} has its own type of cache"
     return None
 
 
@@ -70,7 +70,7 @@ def _has_common_cache(model: CausalLM) -> bool:
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         return False
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    # A family may bring layers that hold more than those of `transformers` know to select.
+    # A model may define cache layers with state that `transformers` cannot select by row.
     return all(type(layer).__module__ == DynamicCache.__module__ for layer in layers)
 
 
@@ -78,23 +78,23 @@ def _has_common_cache(model: CausalLM) -> bool:
 class RaggedDecoding:
     """The decoding loop for `model.generate(custom_generate=...)`, greedy or sampled.
 
-    Writes the tokens that the loop of `generate` writes, from the same random numbers, whichever rows have left: each
-    step draws for all B rows, as `torch.multinomial` does there, and uses what falls to those that are still writing.
+    Generates the tokens that the loop of `generate` generates, from the same random numbers, whichever rows have left:
+    each step draws for all B rows, as `torch.multinomial` does there, and uses the draws of unfinished rows.
 
     Args:
         rooms (`Sequence[int]`):
-            Tokens that each row may write. A row without any is read and writes nothing.
+            Maximum of new tokens for each row. A row with 0 is part of the prefill and generates nothing.
         context (`int`, *optional*):
-            Positions the model has, where that is limited.
-        synced (`bool`):
-            Whether a forward pass is collective, so that a process that is done keeps the others company.
+            Number of positions of the model, where that is limited.
+        collective (`bool`):
+            Whether forwards are collective; finished processes keep calling the model.
         caches ([`KeptCaches`], *optional*):
-            What a compiled step writes its keys to; from one call to the next, so that graphs are recorded once.
+            Static caches for compiled steps, kept from one call to the next so that graphs are recorded once.
     """
 
     rooms: Sequence[int]
     context: int | None
-    synced: bool
+    collective: bool
     caches: KeptCaches = field(default_factory=KeptCaches)
 
     def __call__(
@@ -114,16 +114,16 @@ class RaggedDecoding:
             input_ids (`torch.Tensor`):
                 `[B, P]`, left-padded.
             logits_processor ([`~transformers.LogitsProcessorList`]):
-                What `generate` made of the options.
+                Built by `generate` from the options.
             stopping_criteria ([`~transformers.StoppingCriteriaList`]):
-                As above. The length of the padded batch is not heeded, `rooms` are.
+                As above. Its limit on the length of the padded batch is replaced by `rooms`.
             generation_config ([`~transformers.GenerationConfig`]):
                 As above.
             model_kwargs:
                 Attention mask, positions and cache.
 
         Returns:
-            `list[list[int]]`: what each row wrote, its end token included.
+            `list[list[int]]`: the completion of each row, its end token included.
 
         Raises:
             NonFiniteError: The model's logits hold NaN.
@@ -132,7 +132,7 @@ class RaggedDecoding:
         compiled = model._valid_auto_compile_criteria(model_kwargs, generation_config)
         forward = model.get_compiled_call(generation_config.compile_config) if compiled else model
         batch = _Batch(input_ids, self.rooms, generation_config.pad_token_id or 0, model_kwargs)
-        # transformers 5.10 would meet the static cache that it made for this batch again in the next.
+        # transformers 5.10 would reuse the static cache it made for this batch in the next.
         vars(model).pop("_cache", None)
         if compiled:
             tokens = max(generation_config.max_length, getattr(generation_config, "max_cache_len", None) or 0)
@@ -142,7 +142,7 @@ class RaggedDecoding:
         if compiled:
             self.caches.keep(batch.model_kwargs["past_key_values"], batch.size)
         with model._optimize_model_for_decode():
-            while model._has_unfinished_sequences(not batch.writing, self.synced, device=input_ids.device):
+            while model._has_unfinished_sequences(not batch.writing, self.collective, device=input_ids.device):
                 if not batch.writing:
                     model(input_ids=batch.every[:1, -1:], use_cache=False)
                     continue
@@ -156,45 +156,45 @@ class RaggedDecoding:
                 logits_nV = outputs.logits[:, -1].to(device=input_ids.device, dtype=torch.float32, copy=True)
                 outputs = None
                 scores_nV = every_row.process(logits_processor, batch.every, batch.rows, logits_nV)
-                batch.write(*self._pick(scores_nV, batch, generation_config.do_sample), criteria)
+                batch.write(*self._next_tokens(scores_nV, batch, generation_config.do_sample), criteria)
                 if batch.writing:
-                    batch.let_go(self.caches if compiled else None)
+                    batch.shrink(self.caches if compiled else None)
                 if compiled and self.context is not None and "position_ids" in batch.model_kwargs:
-                    # A row that has ended but keeps its place must not walk past the table of positions.
+                    # A finished row that keeps its place must not run past the table of positions.
                     batch.model_kwargs["position_ids"].clamp_(max=self.context - 1)
         return batch.completions
 
-    def _pick(self, scores_nV: Tensor, batch: _Batch, do_sample: bool) -> tuple[Tensor, Tensor]:
-        """The next token of each place, and whether its logits were numbers."""
+    def _next_tokens(self, scores_nV: Tensor, batch: _Batch, do_sample: bool) -> tuple[Tensor, Tensor]:
+        """The next token of each place, and whether its logits hold NaN."""
         if not do_sample:
             best = scores_nV.max(-1)
             return best.indices, best.values.isnan()
-        best = scores_nV.softmax(-1).div_(self._clocks(scores_nV, batch)).max(-1)
+        best = scores_nV.softmax(-1).div_(self._exponential_noise(scores_nV, batch)).max(-1)
         return best.indices, best.values.isnan()
 
-    def _clocks(self, scores_nV: Tensor, batch: _Batch) -> Tensor:
-        """[n, V], exponential: the token whose clock, sped up by its probability, rings first is a sample.
+    def _exponential_noise(self, scores_nV: Tensor, batch: _Batch) -> Tensor:
+        """[n, V], exponential noise; argmax(p / noise) samples p.
 
-        `torch.multinomial` holds this very race, but it waits for the device, and draws for no other rows than it gets.
+        `torch.multinomial` does the same, but it synchronises with the device, and draws for the rows it is given only.
         """
         every, vocabulary = len(self.rooms), scores_nV.size(-1)
         if batch.size == every or scores_nV.device.type != "cpu":
-            clocks_BV = scores_nV.new_empty(every, vocabulary).exponential_()
-            return clocks_BV if batch.size == every else clocks_BV[batch.rows]
-        # One thread draws one number after the other here, for 48 ns each. Those of rows that have left are passed over
-        # for 6 ns: a float64 takes as much from the generator as an exponential, and no logarithm.
-        clocks_nV, unused_V = torch.ones_like(scores_nV), torch.empty(vocabulary, dtype=torch.float64)
+            noise_BV = scores_nV.new_empty(every, vocabulary).exponential_()
+            return noise_BV if batch.size == every else noise_BV[batch.rows]
+        # On a CPU one thread draws one number after the other, for 48 ns each. The draws of rows that have left are
+        # skipped for 6 ns: a float64 advances the generator as far as an exponential does, without a logarithm.
+        noise_nV, unused_V = torch.ones_like(scores_nV), torch.empty(vocabulary, dtype=torch.float64)
         places = {row: place for place, row in batch.writing.items()}
         for row in range(every):
             if row in places:
-                clocks_nV[places[row]].exponential_()
+                noise_nV[places[row]].exponential_()
             else:
                 unused_V.uniform_()
-        return clocks_nV
+        return noise_nV
 
 
 class _Batch:
-    """The rows that are still writing, each at a place, and what those that have left wrote."""
+    """The unfinished rows, each at a place in the batch, and the completions of all rows."""
 
     def __init__(self, input_ids: Tensor, rooms: Sequence[int], pad: int, model_kwargs: dict[str, Any]) -> None:
         self.every = input_ids
@@ -202,7 +202,7 @@ class _Batch:
         self.rows = torch.arange(len(rooms), device=input_ids.device)
         """`[n]`, the row that each place holds."""
         self.writing = dict(enumerate(range(len(rooms))))
-        """The row of each place that is still writing, by place."""
+        """The unfinished rows, by place."""
         self.model_kwargs = model_kwargs
         self.completions: list[list[int]] = [[] for _ in rooms]
         self._rooms = rooms
@@ -229,17 +229,17 @@ class _Batch:
         for place, row in list(self.writing.items()):
             if broken[place]:
                 raise NonFiniteError(
-                    f"The student's logits for token {written} of row {row} hold NaN: its weights are no longer "
-                    "numbers, or overflow in the precision it generates in; go back to an earlier checkpoint, lower "
-                    "the learning rate, or generate in bfloat16 or float32."
+                    f"The student's logits for token {written} of row {row} hold NaN: its weights hold NaN, or "
+                    "overflow in the precision it generates in; go back to an earlier checkpoint, lower the learning "
+                    "rate, or generate in bfloat16 or float32."
                 )
             if ended[place] or written >= self._rooms[row]:
                 room = max(self._rooms[row], 0)
                 self.completions[row] = self.every[row, self._prompt_tokens :][:room].tolist()
                 del self.writing[place]
 
-    def let_go(self, caches: KeptCaches | None) -> None:
-        """Closes the places of rows that have ended: all of them, or as many as lead to a size that `caches` has."""
+    def shrink(self, caches: KeptCaches | None) -> None:
+        """Removes the places of finished rows: all of them, or, with `caches`, down to the next bucket size."""
         size = min(_bucket(len(self.writing)), self.size) if caches else len(self.writing)
         if size == self.size:
             return
@@ -259,6 +259,6 @@ class _Batch:
 
 
 def _bucket(rows: int) -> int:
-    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that holds so many: few graphs, and at most half of it idle."""
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that holds `rows`: few graphs, and at most half of it idle."""
     power = 1 << (rows - 1).bit_length()
     return power * 3 // 4 if power >= 4 and rows <= power * 3 // 4 else power

@@ -1,4 +1,4 @@
-"""What writes for the student outside of its own `generate`: any engine with these members can be synced and proved."""
+"""Inference engines outside of the student's own `generate`: any with these members can be synced and checked."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from trl_opsd.types import Completion
 
 
 class Engine(Protocol):
-    """Token ids in, token ids and log-probabilities out. How it gets weights is between it and its rollout."""
+    """Token ids in, token ids and log-probabilities out. How it receives weights is not part of the protocol."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
 
     @property
     def block_size(self) -> int:
-        """Tokens that are cached together."""
+        """Tokens in a block of its prefix cache."""
 
     def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
-        """Writes one completion for each prompt.
+        """Generates one completion for each prompt.
 
         Args:
             prompt_ids (`list[list[int]]`):
                 Not padded.
             options (`list[dict]`):
-                For each prompt, in the words of `vllm.SamplingParams`.
+                For each prompt, named as in `vllm.SamplingParams`.
         """
 
     def forget_prefixes(self) -> None:
-        """Drops what was computed from prompts with weights that are no longer there."""
+        """Resets the prefix cache, which was computed with earlier weights."""
 
     def wipe_cache(self) -> None:
-        """Zeroes the key-value cache, if random weights may have left values in it that are no numbers."""
+        """Zeroes the key-value cache, if random weights may have left NaNs in it."""
 
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Releases its resources."""

@@ -1,10 +1,10 @@
-"""Shows logits processors and stopping criteria the whole batch, also after rows have left it.
+"""Calls logits processors and stopping criteria with the whole batch, also after rows have left it.
 
-Whatever processes logits may remember something of each row by its place: its prompt, the length of its padding, the
-context of a watermark. Which do changes between versions of `transformers`, and a model may bring its own. So only
-those known to read nothing but scores meet the rows that are left; others meet all rows, padded since they left.
+A logits processor may keep state for each row by its index: its prompt, the length of its padding, the context of a
+watermark. Which do so changes between versions of `transformers`, and a model may bring its own. So only those known
+to read nothing but scores are called with the remaining rows; others get all rows, padded since they left.
 
-B rows to begin with · n places in the batch now · L tokens so far · V logits
+B rows at the start · n places in the batch now · L tokens so far · V logits
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ from transformers import (
 )
 
 
-class OnlyKnown(LogitsProcessor):
-    """Leaves no chance to ids that no tokenizer knows, as heads are padded to round numbers of rows, nor to those that
-    stand for an image.
-    """
+class KnownTokensOnly(LogitsProcessor):
+    """Masks ids beyond the vocabulary, which heads padded to round sizes have, and placeholders for images."""
 
     def __init__(self, vocabulary: int, placeholders: Collection[int] = ()) -> None:
         self._vocabulary, self._placeholders = vocabulary, list(placeholders)
@@ -43,42 +41,42 @@ class OnlyKnown(LogitsProcessor):
         return scores
 
 
-_READ_SCORES_ALONE = {
+_SCORES_ONLY = {
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     MinPLogitsWarper,
-    OnlyKnown,
+    KnownTokensOnly,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
 }
-"""Functions of one row of scores, and the ones that sort a vocabulary: worth sparing the rows that have left."""
+"""Functions of one row of scores. Those that sort the vocabulary are expensive, so skipping finished rows pays off."""
 
 
 def process(processors: LogitsProcessorList, ids_BL: Tensor, rows_n: Tensor, scores_nV: Tensor) -> Tensor:
-    """What the processors make of the scores of the rows that are left.
+    """Applies the processors to the scores of the remaining rows.
 
     Args:
         processors ([`~transformers.LogitsProcessorList`]):
             Applied in their order.
         ids_BL (`torch.Tensor`):
-            Every row, padded where it has left.
+            Every row, padded since it left.
         rows_n (`torch.Tensor`):
             The row that each place holds.
         scores_nV (`torch.Tensor`):
-            The scores of each place; may be written over.
+            The scores of each place; may be overwritten.
 
     Returns:
         `torch.Tensor`: `[n, V]`.
     """
-    everyone_is_here = len(rows_n) == len(ids_BL)
-    for alone, group in groupby(processors, key=lambda processor: type(processor) in _READ_SCORES_ALONE):
+    is_complete = len(rows_n) == len(ids_BL)
+    for scores_only, group in groupby(processors, key=lambda processor: type(processor) in _SCORES_ONLY):
         some = LogitsProcessorList(group)
-        if everyone_is_here:
+        if is_complete:
             scores_nV = some(ids_BL, scores_nV)
-        elif alone:
+        elif scores_only:
             scores_nV = some(ids_BL[rows_n], scores_nV)
         else:
             scores_BV = scores_nV.new_zeros(len(ids_BL), scores_nV.size(-1))

@@ -1,4 +1,4 @@
-"""Replays completions that were written before: the test double, and a way to distil on recorded answers."""
+"""Replays recorded completions: the test double, and a way to distil on existing answers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from trl_opsd.rollout.base import RolloutBackend
 
 
 class FixedRollout(RolloutBackend):
-    """Answers each prompt with the completion recorded for it.
+    """Returns the completion recorded for each prompt.
 
     Args:
         completions (`Mapping[tuple[int, ...], Sequence[int]]`):
-            Token ids of the completion by token ids of the prompt.
+            Token ids of each completion, by token ids of its prompt.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Calls a model's `generate`, whosever it is, and looks at what comes back."""
+"""Calls a model's `generate`, that of `transformers` or another, and validates the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trl_opsd._compat.peft import CausalLM
 
 
 def other_generate(model: CausalLM) -> str | None:
-    """Why a decoding loop cannot be handed to this model's `generate`, or `None` where it is that of `transformers`.
+    """Why a decoding loop cannot be passed to this model's `generate`, or `None` if it is that of `transformers`.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -27,7 +27,7 @@ def other_generate(model: CausalLM) -> str | None:
 
 
 def generate(model: CausalLM, inputs: dict[str, Tensor], config: GenerationConfig, **extras: Any) -> Any:
-    """What `model.generate` returns.
+    """Calls `model.generate` and returns its result.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -37,16 +37,16 @@ def generate(model: CausalLM, inputs: dict[str, Tensor], config: GenerationConfi
         config ([`~transformers.GenerationConfig`]):
             The options.
         extras:
-            Left out where this `generate` does not take them.
+            Further arguments; omitted where this `generate` does not accept them.
 
     Raises:
-        ValueError: It takes no options.
+        ValueError: This `generate` accepts no `generation_config`.
     """
     parameters = inspect.signature(model.generate).parameters
     takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     if not takes_any and "generation_config" not in parameters:
         raise ValueError(
-            f"`generate` of {type(model).__name__} takes {list(parameters)}, and no `generation_config`: neither "
+            f"`generate` of {type(model).__name__} takes {list(parameters)}, but no `generation_config`: neither "
             "length nor sampling can be set. Pass a model with `generate` of `transformers`, or set `use_vllm=True`."
         )
     taken = {name: value for name, value in extras.items() if takes_any or name in parameters}
@@ -54,20 +54,20 @@ def generate(model: CausalLM, inputs: dict[str, Tensor], config: GenerationConfi
 
 
 def completions_of(written: Any, prompt_ids: Tensor, max_new_tokens: int, name: str) -> list[list[int]]:
-    """The completions in what a plain `generate` returned.
+    """Extracts the completions from the result of a plain `generate`.
 
     Args:
         written (`torch.Tensor` or [`~transformers.utils.ModelOutput`]):
-            Ids of prompts and completions, or an output with these as its `sequences`.
+            Ids of prompts and completions, or an output that holds them as `sequences`.
         prompt_ids (`torch.Tensor`):
             `[B, P]`, as they were passed.
         max_new_tokens (`int`):
             As it was passed.
         name (`str`):
-            Of the model, for errors.
+            The model's name, for errors.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The result is anything else.
     """
     ids = getattr(written, "sequences", written)
     rows, tokens = prompt_ids.shape

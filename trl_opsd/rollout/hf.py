@@ -1,4 +1,4 @@
-"""Lets the student write with `generate` of `transformers`, in a batch that rows leave as they end."""
+"""Generates with `generate` of `transformers`, in a batch that rows leave as they end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trl_opsd.host import Host
 from trl_opsd.models.padding import PADDED
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
-from trl_opsd.rollout.every_row import OnlyKnown
+from trl_opsd.rollout.every_row import KnownTokensOnly
 from trl_opsd.rollout.generate import completions_of, generate, other_generate
 from trl_opsd.rollout.kept_caches import KeptCaches
 from trl_opsd.rollout.writing_proof import Writing, prove_writing
@@ -35,23 +35,23 @@ from trl_opsd.run.rng import preserved_rng
 logger = get_logger(__name__)
 
 _CACHE_STEP = 256
-"""A static cache is a multiple of so many tokens long, so that prompts of another length do not compile anew."""
+"""The length of a static cache is a multiple of this many tokens, to avoid recompilation for each prompt length."""
 
 
 class HFRollout(RolloutBackend):
-    """Generates with `transformers`, sampled with the trainer's generation options from the numbers TRL would draw.
+    """Generates with `transformers` and the trainer's generation options, from the random numbers that TRL would draw.
 
-    Rows leave the batch as they end. Options that the decoding loop for this does not know (beams, assisted decoding,
-    offloaded or quantised caches and the like) are left to plain `generate`, which is said once.
+    Rows leave the batch as they end. Options that this decoding loop does not support (beams, assisted decoding,
+    offloaded or quantised caches and the like) fall back to plain `generate`, with one warning.
 
     Args:
         compile (`bool` or [`~transformers.CompileConfig`], *optional*, defaults to `False`):
-            Whether decoding runs on a static cache as a compiled graph, on any device; a
-            [`~transformers.CompileConfig`] says how. It has been tested on the CPU for the tokens it writes, and not
-            been run on a GPU yet, which is why it has to be asked for.
+            Whether decoding runs as a compiled graph on a static cache, on any device; a
+            [`~transformers.CompileConfig`] says how. Its tokens have been tested on the CPU. It has not been run on a
+            GPU yet, which is why it is off by default.
 
     Attributes:
-        writing ([`~rollout.writing_proof.Writing`]): how this student writes, found out when it first does.
+        writing ([`~rollout.writing_proof.Writing`]): how this student generates, determined before the first rollout.
     """
 
     def __init__(self, compile: bool | CompileConfig = False) -> None:
@@ -63,7 +63,7 @@ class HFRollout(RolloutBackend):
         """Takes the trainer.
 
         Raises:
-            ValueError: `compile` was asked for and the student cannot be compiled.
+            ValueError: `compile` is set and the student cannot be compiled.
         """
         self._trainer, self.writing = trainer, None
         self._caches.clear()
@@ -80,7 +80,7 @@ class HFRollout(RolloutBackend):
         completions: dict[int, list[int]] = {}
         with self._trainer.student_for_generation() as student:
             writing = self.writing = self.writing or self._proved(student)
-            for rows in writing.together.groups_to_continue(lengths, rooms, self._is_synced()):
+            for rows in writing.together.groups_to_continue(lengths, rooms, self._is_collective()):
                 prompts, theirs = [prompt_ids[row] for row in rows], [rooms[row] for row in rows]
                 written = self._write(student, writing, prompts, theirs)
                 completions.update(zip(rows, written, strict=True))
@@ -94,32 +94,33 @@ class HFRollout(RolloutBackend):
         inputs = self._padded(prompt_ids, writing)
         prompt_tokens = inputs["input_ids"].size(1)
         config = copy.copy(trainer.generation_config)
-        # What is unset, a checkpoint's own generation config would set.
+        # A checkpoint's own generation config would set what is unset here.
         config.num_return_sequences, config.return_dict_in_generate = 1, False
         if prompt_tokens < writing.cached_from:
             config.use_cache = False
         reason = obstacle(student, config)
         if reason is None and not writing.rows_leave:
-            reason = f"{type(student).__name__} keeps something of rows that have left"
+            reason = f"{type(student).__name__} keeps state of rows that have left the batch"
         if reason:
             logger.warning_once(
-                f"Rollouts are written by plain `generate`, whose batch runs until its longest row ends: {reason}."
+                f"Rollouts use plain `generate`, whose batch runs until its longest row ends: {reason}."
             )
             # One length for all; in a later turn with tools a prompt may already fill most of the context.
             config.max_new_tokens, loop = min(rooms), None
         else:
             config.max_new_tokens = max(*rooms, 1)
             loop = RaggedDecoding(
-                rooms=rooms, context=trainer.limits.context, synced=self._is_synced(), caches=self._caches
+                rooms=rooms, context=trainer.limits.context, collective=self._is_collective(), caches=self._caches
             )
             if self._compile:
                 self._set_up_compilation(config, prompt_tokens)
+        known = KnownTokensOnly(trainer.limits.vocabulary, trainer.placeholders)
         with _TokenProgress(config.max_new_tokens, trainer.show_progress) as progress:
             written = generate(
                 student,
                 inputs,
                 config,
-                logits_processor=LogitsProcessorList([OnlyKnown(trainer.limits.vocabulary, trainer.placeholders)]),
+                logits_processor=LogitsProcessorList([known]),
                 stopping_criteria=StoppingCriteriaList([progress]),
                 **({"custom_generate": loop} if loop else {}),
             )
@@ -133,14 +134,14 @@ class HFRollout(RolloutBackend):
 
     def _proved(self, student: CausalLM) -> Writing:
         reading, vocabulary = self._trainer.reading, self._trainer.limits.vocabulary
-        if other_generate(student):  # whose options and results are its own affair
+        if other_generate(student):  # its options and results are not known
             return Writing(reading, rows_leave=False)
         with preserved_rng(self._trainer.accelerator.device):
-            found = prove_writing(student, reading, vocabulary, self._is_synced())
+            found = prove_writing(student, reading, vocabulary, self._is_collective())
         if replace(found, rows_leave=True) != Writing(reading):
             logger.warning(
-                f"`generate` of {type(student).__name__} writes otherwise in a padded batch or with a cache than the "
-                f"student reads, so it is called for {found}, which is slower."
+                f"`generate` of {type(student).__name__}, in a padded batch or with a cache, computes other logits "
+                f"than a forward pass, so it is called for {found}, which is slower."
             )
         return found
 
@@ -151,8 +152,8 @@ class HFRollout(RolloutBackend):
         longest = max(map(len, prompt_ids))  # `pad_to_multiple_of` may have added more
         return {name: tensor[:, -longest:] for name, tensor in inputs.items()}
 
-    def _is_synced(self) -> bool:
-        """Whether each forward pass of the student is collective while it writes."""
+    def _is_collective(self) -> bool:
+        """Whether each forward pass of the student is collective during generation."""
         trainer = self._trainer
         gathered = in_zero3_model(trainer.model) and trainer.args.ds3_gather_for_generation
         return self._is_split and not gathered and trainer.accelerator.num_processes > 1
@@ -169,7 +170,7 @@ class HFRollout(RolloutBackend):
         return None
 
     def _set_up_compilation(self, config: GenerationConfig, prompt_tokens: int) -> None:
-        """Has `transformers` compile the step: TRL forbids it, and `generate` needs a static cache for it."""
+        """Makes `transformers` compile the step: TRL disables it, and `generate` needs a static cache for it."""
         config.disable_compile = False
         config.cache_implementation = "static"
         tokens = prompt_tokens + config.max_new_tokens
@@ -181,7 +182,7 @@ class HFRollout(RolloutBackend):
 
 
 class _TokenProgress(StoppingCriteria):
-    """A progress bar over decode steps that shows itself only when decoding takes long; it never stops anything."""
+    """A progress bar over decode steps, shown only when decoding takes long; it never stops a row."""
 
     def __init__(self, total: int, show: bool) -> None:
         self._bar = tqdm(total=total, desc="complete", unit="token", delay=5, leave=False, disable=not show)

@@ -1,7 +1,7 @@
-"""Keeps one static cache from rollout to rollout, so that a compiled step finds its keys where they were before.
+"""Keeps one static cache from rollout to rollout, so that its addresses stay the same for compiled steps.
 
-A CUDA graph is recorded for the addresses of a static cache. So one set of buffers, for the most rows there have been,
-serves every rollout, and a batch that rows have left works in the first places of the same buffers.
+A CUDA graph is recorded for the addresses of a static cache. So one set of buffers, for the largest number of rows so
+far, serves every rollout, and a smaller batch uses the first rows of the same buffers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from trl_opsd._compat.peft import CausalLM
 class KeptCaches:
     """Static caches of one student in the same buffers, one for each number of rows.
 
-    The buffers are made anew, and graphs recorded again, for more rows or a greater length than ever before. They take
-    the memory of one static cache, between rollouts too, until `clear`.
+    The buffers are reallocated, and graphs recorded again, for more rows or a greater length than before. They take the
+    memory of one static cache, also between rollouts, until `clear`.
     """
 
     def __init__(self) -> None:
@@ -29,15 +29,15 @@ class KeptCaches:
         self._tokens = 0
 
     def clear(self) -> None:
-        """Gives the memory back."""
+        """Releases the memory."""
         self._by_rows, self._made_for, self._tokens = {}, (), 0
 
     def start(self, model: CausalLM, tokens: int, rows: int) -> Any:
-        """An empty cache to fill: a kept one, or one without memory yet.
+        """An empty cache to fill: a kept one, or a new one that is not allocated yet.
 
         Args:
             model ([`~transformers.PreTrainedModel`]):
-                Whose keys it holds.
+                The model it is for.
             tokens (`int`):
                 Tokens of the longest row, prompt included.
             rows (`int`):
@@ -49,7 +49,7 @@ class KeptCaches:
             self.clear()  # before the new one takes its memory
             self._made_for, self._tokens = made_for, max(tokens, kept_tokens)
             return StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=self._tokens)
-        cache = self._first(rows)
+        cache = self._for_rows(rows)
         cache.reset()
         return cache
 
@@ -58,33 +58,33 @@ class KeptCaches:
         self._by_rows.setdefault(rows, cache)
 
     def shrink(self, cache: Any, places: Tensor) -> Any:
-        """The cache of fewer rows, with what `cache` holds at `places`."""
-        smaller = self._first(len(places))
+        """The cache of fewer rows, filled with the rows of `cache` at `places`."""
+        smaller = self._for_rows(len(places))
         for source, target in zip(cache.layers, smaller.layers, strict=True):
             for name, value in vars(source).items():
-                setattr(target, name, _moved(value, getattr(target, name), places))
+                setattr(target, name, _copied_rows(value, getattr(target, name), places))
         return smaller
 
-    def _first(self, rows: int) -> Any:
-        """The cache of the first rows of the buffers, made once."""
+    def _for_rows(self, rows: int) -> Any:
+        """The cache on the first `rows` rows of the buffers, made once."""
         if rows not in self._by_rows:
             cache = copy.copy(self._by_rows[max(self._by_rows)])
             cache.layers = [copy.copy(layer) for layer in cache.layers]
             for layer in cache.layers:
-                vars(layer).update({name: _first(value, rows) for name, value in vars(layer).items()})
+                vars(layer).update({name: _first_rows(value, rows) for name, value in vars(layer).items()})
             self._by_rows[rows] = cache
         return self._by_rows[rows]
 
 
-def _first(value: Any, rows: int) -> Any:
-    """The first rows of a tensor, at its address, and of those in a container; the rest as it is."""
+def _first_rows(value: Any, rows: int) -> Any:
+    """The first rows of a tensor, at its address, also of tensors in a container; other values unchanged."""
     if isinstance(value, dict | list):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        made = {key: _first(one, rows) for key, one in pairs}
+        made = {key: _first_rows(one, rows) for key, one in pairs}
         return made if isinstance(value, dict) else list(made.values())
     if not _holds_rows(value):
         return value
-    # No view: autograd would have the compiler look at what it is a view of.
+    # Not a view: autograd would make the compiler track its base.
     first = value.new_empty(0).set_(
         value.untyped_storage(), value.storage_offset(), (rows, *value.shape[1:]), value.stride()
     )
@@ -92,17 +92,17 @@ def _first(value: Any, rows: int) -> Any:
     return first
 
 
-def _moved(value: Any, target: Any, places: Tensor) -> Any:
-    """`target` with the rows of `value` at `places`; what is no tensor is taken over."""
+def _copied_rows(value: Any, target: Any, places: Tensor) -> Any:
+    """`target`, filled with the rows of `value` at `places`; values without rows are returned unchanged."""
     if isinstance(value, dict):
-        return {key: _moved(one, target.get(key), places) for key, one in value.items()}
+        return {key: _copied_rows(one, target.get(key), places) for key, one in value.items()}
     if isinstance(value, list):
-        return [_moved(*pair, places) for pair in zip(value, target, strict=True)]
+        return [_copied_rows(*pair, places) for pair in zip(value, target, strict=True)]
     if not _holds_rows(value):
         return value
     return target.copy_(value.index_select(0, places.to(value.device)))
 
 
 def _holds_rows(value: Any) -> bool:
-    """Whether it is keys, values or states, and not the count of tokens, which all rows share."""
+    """Whether a value is keys, values or states, not the count of tokens, which all rows share."""
     return isinstance(value, Tensor) and value.dim() > 1

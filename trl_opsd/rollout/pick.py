@@ -1,4 +1,4 @@
-"""Which backend writes, by what the user gave and what the options say."""
+"""Selects the rollout backend from the arguments and options."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.hf import HFRollout
 
 
-def picked(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutBackend:
-    """The backend that was given, or vLLM with `use_vllm=True`, or `generate`.
+def chosen_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutBackend:
+    """The backend that was passed, else vLLM with `use_vllm=True`, else `generate`.
 
     Raises:
-        TypeError: What was given is no backend.
-        ValueError: vLLM is not there, or an option cannot work with it.
+        TypeError: The object passed is not a backend.
+        ValueError: vLLM is not installed, or an option cannot work with it.
     """
     if rollout is None:
         if args.use_vllm:  # both import vLLM, which takes seconds and may be absent

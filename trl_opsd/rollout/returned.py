@@ -1,4 +1,4 @@
-"""Looks at what a backend returned before anybody learns from it."""
+"""Validates what a rollout backend returned."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from trl_opsd.host import Host
 from trl_opsd.rollout.base import RolloutBackend, cut_after_end
 
 
-def written_by(backend: RolloutBackend, host: Host, prompt_ids: list[list[int]]) -> list[list[int]]:
+def checked_completions(backend: RolloutBackend, host: Host, prompt_ids: list[list[int]]) -> list[list[int]]:
     """One completion for each prompt, up to its first end token.
 
     Args:
         backend ([`RolloutBackend`]):
-            Who writes. It gets prompts of its own: what it does to them does not reach what is trained on.
+            Generates them. It gets a copy of the prompts, so that changing them does not change what is trained on.
         host ([`~host.Host`]):
-            For whom, with what a completion ends and keeps to.
+            The trainer, with the end tokens and the limits of a completion.
         prompt_ids (`list[list[int]]`):
             The prompts, not padded.
 
     Raises:
-        ValueError: It returned something else than token ids that the models can read.
+        ValueError: It did not return token ids that the models can read.
     """
     name = type(backend).__name__
     returned = backend.complete([list(ids) for ids in prompt_ids], host.state.global_step)
@@ -33,7 +33,7 @@ def written_by(backend: RolloutBackend, host: Host, prompt_ids: list[list[int]])
 
 
 def _token_ids(returned: Any, prompts: int, backend: str) -> list[list[int]]:
-    """What a rollout returned, as lists of whole numbers; whether a model knows them is not looked at."""
+    """What a rollout returned, as lists of integers; whether they are in the vocabulary is not checked here."""
     if not isinstance(returned, list | tuple):
         raise ValueError(
             f"{backend} returned {_described(returned)}: `complete` must return a list with one completion for each "
@@ -56,12 +56,12 @@ def _row(row: Any, where: str) -> list[int]:
 
 
 def _whole(token: Any, where: str) -> int:
-    """A number of numpy or torch, which is no `int`."""
+    """An integer scalar of numpy or torch, as `int`."""
     of_bools = isinstance(token, bool) or "bool" in str(getattr(token, "dtype", ""))
     if not of_bools and getattr(token, "ndim", 0) == 0:
         with suppress(TypeError):
             return index(token)
-    raise ValueError(f"{where} {_described(token)} among the tokens: expected token ids, whole numbers.")
+    raise ValueError(f"{where} {_described(token)} among the tokens: expected token ids, which are integers.")
 
 
 def _described(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The trainer's generation options in the words of `vllm.SamplingParams`; `generation_kwargs` may add to them."""
+"""Translates the trainer's generation options into `vllm.SamplingParams`; `generation_kwargs` may add to them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SET_HERE = {
     "output_kind": "the trainer",
     "detokenize": "the trainer",
 }
-"""Options of an engine that are ours to set, and what decides them."""
+"""Options of an engine that the trainer sets, and what determines them."""
 
 
 def sampling_options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
-    """Without the number of tokens.
+    """The sampling options of every completion, without the number of tokens.
 
     Args:
         args ([`OPSDConfig`]):
@@ -33,8 +33,8 @@ def sampling_options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
             A completion ends with the first of these, and with nothing else.
 
     Raises:
-        ValueError: `generation_kwargs` names something vLLM does not know, or that is not for it to decide, or a value
-            is outside of what vLLM takes.
+        ValueError: `generation_kwargs` has an option that vLLM does not know or that the trainer sets, or a value is
+            out of vLLM's range.
     """
     return sampling.checked(_options(args, end_ids, sampling.OPTIONS))
 
@@ -43,7 +43,7 @@ def request_options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
     """As [`sampling_options`], for the body of a request: a server ignores what it does not know.
 
     Raises:
-        ValueError: As there, or a value is not JSON.
+        ValueError: As there, or a value cannot be written as JSON.
     """
     given = _options(args, end_ids, sampling.request_options())
     with sampling.refusals():
@@ -60,7 +60,7 @@ def _options(args: OPSDConfig, end_ids: list[int], known: Collection[str]) -> di
         "min_p": args.min_p or 0.0,
         "repetition_penalty": args.repetition_penalty or 1.0,
         "stop_token_ids": end_ids,
-        # The end token vLLM reads from the tokenizer is one of ours, or none.
+        # The end token that vLLM reads from the tokenizer is among ours already, if there is one.
         "ignore_eos": True,
         **_checked_kwargs(args.generation_kwargs or {}, known),
     }
@@ -70,7 +70,7 @@ def _options(args: OPSDConfig, end_ids: list[int], known: Collection[str]) -> di
 
 
 def _checked_kwargs(generation_kwargs: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """`generation_kwargs` as they are, if an engine knows them all and none is ours to set."""
+    """`generation_kwargs` unchanged, if the engine knows them all and the trainer sets none of them."""
     for name, value in generation_kwargs.items():
         shown = f"`generation_kwargs={{{name!r}: {value!r}}}`"
         if name in _SET_HERE:

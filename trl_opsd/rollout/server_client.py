@@ -1,4 +1,4 @@
-"""Speaks with a vLLM server through TRL's client, and sees to it that nothing is waited for, sent or taken unasked."""
+"""TRL's client for a vLLM server with limits; TRL's own waits forever and resends non-idempotent requests."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from trl_opsd.types import Completion
 logger = logging.getLogger(__name__)
 
 _HEALTH_SECONDS = 10.0
-"""A server that is up says so at once, however busy its model is."""
+"""A running server answers health checks at once, however busy its model is."""
 
 
 class ServerClient(VLLMClient):
-    """TRL's client, which by itself waits without limit and repeats requests that are no longer the same then.
+    """TRL's client with deadlines, size limits and no retries.
 
     Args:
         args ([`OPSDConfig`]):
-            Says where the server is, and for how long it is waited for.
+            The address of the server, and how long to wait for it.
         deadline (`float`):
             Seconds within which any request has to be answered, to the last byte.
 
     Raises:
         ValueError: No server answers within `vllm_server_timeout` seconds.
-        ServerError: What answers is none. Every method may raise it.
+        ServerError: An answer is not a vLLM server's. Every method may raise it.
     """
 
     def __init__(self, args: OPSDConfig, deadline: float) -> None:
         self._deadline = deadline
-        with answers.understood("/v1/models"):
+        with answers.parsing("/v1/models"):
             super().__init__(
                 base_url=args.vllm_server_base_url,
                 host=args.vllm_server_host,
@@ -48,7 +48,7 @@ class ServerClient(VLLMClient):
                 connection_timeout=args.vllm_server_timeout,
             )
             if not isinstance(self.model, str):
-                raise TypeError(f"the name of a model, not {self.model!r}")
+                raise TypeError(f"expected the name of a model, got {self.model!r}")
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Waits until the server is up. TRL calls this first of all, so the session is set up here.
@@ -56,20 +56,20 @@ class ServerClient(VLLMClient):
         Raises:
             ValueError: It is not up in time.
         """
-        reason = ", nine tenths of `ddp_timeout`: see its log, and raise `ddp_timeout` if it only needs longer."
-        # A proxy is no way to loopback.
-        self.session = BoundedSession(self._deadline, reason, trust_env=not self.is_loopback)
-        began, said = monotonic(), False
-        while why := self._why_not_up():
+        origin = ", nine tenths of `ddp_timeout`: see its log, and raise `ddp_timeout` if it only needs longer."
+        # A proxy cannot reach our loopback.
+        self.session = BoundedSession(self._deadline, origin, trust_env=not self.is_loopback)
+        began, has_warned = monotonic(), False
+        while why := self._health_error():
             if monotonic() - began >= total_timeout:
                 raise ValueError(
                     f"No vLLM server at {self.base_url} after `vllm_server_timeout={total_timeout:g}` seconds: {why}. "
                     "Start one as docs/rollouts.md says, or correct `vllm_server_host`, `vllm_server_port` or "
                     "`vllm_server_base_url`."
                 )
-            if not said:
+            if not has_warned:
                 logger.warning(f"No vLLM server at {self.base_url} yet, waiting for up to {total_timeout:g} seconds.")
-                said = True
+                has_warned = True
             sleep(min(retry_interval, max(total_timeout, 0.0)))
 
     @property
@@ -84,60 +84,60 @@ class ServerClient(VLLMClient):
         return address.is_loopback or address.is_unspecified
 
     def facts(self) -> answers.ServerFacts:
-        """What the server says it runs."""
+        """The configuration that the server reports."""
         return answers.facts(self.get_server_info())
 
     def get_server_info(self) -> dict[str, Any]:
-        """As TRL's, which is sure of what it gets."""
-        with answers.understood("/server_info"):
+        """As TRL's, with the answer validated."""
+        with answers.parsing("/server_info"):
             info: dict[str, Any] = super().get_server_info()
             return {"weight_transfer_config": None, **info}
 
     def get_world_size(self) -> int:
-        """As TRL's, which takes any number."""
-        with answers.understood("/get_world_size"):
+        """As TRL's, with the answer validated."""
+        with answers.parsing("/get_world_size"):
             return answers.world_size(super().get_world_size())
 
     def write(self, prompt_ids: list[list[int]], options: dict[str, Any]) -> list[Completion]:
-        """Has one completion written after each prompt.
+        """Generates one completion for each prompt.
 
         Args:
             prompt_ids (`list[list[int]]`):
                 Not padded.
             options (`dict`):
-                Of all of them, in the server's words.
+                For all prompts, named as in the server's API.
         """
         asked = {"model": self.model, "prompt": prompt_ids, **options}
         answer = self._post(
             f"{self.base_url}/v1/completions",
             json={**asked, "return_token_ids": True, "return_tokens_as_token_ids": True},
-            most_bytes=answers.most_bytes(prompt_ids, options),
+            max_bytes=answers.max_answer_bytes(prompt_ids, options),
         )
-        return answers.written(answer, prompt_ids, options)
+        return answers.completions(answer, prompt_ids, options)
 
     def forget_prefixes(self) -> None:
-        """Drops what was computed from prompts with weights that are no longer there."""
+        """Resets the prefix cache, which was computed with earlier weights."""
         if self._post(f"{self.base_url}/reset_prefix_cache", json={}).get("success") is False:
             raise ServerError(
-                f"The vLLM server at {self.base_url} did not reset its prefix cache, as it is answering somebody else; "
-                "completions would come from earlier weights. Give it to one training alone."
+                f"The vLLM server at {self.base_url} did not reset its prefix cache because it is serving other "
+                "requests; completions would come from earlier weights. Use it for a single training run."
             )
 
     def init_communicator(self, device: Any = 0) -> None:
-        """As TRL's, but for a server on this machine the two meet on loopback, not on a public address.
+        """As TRL's, but with a server on this machine the rendezvous is on loopback, not on a public address.
 
         Raises:
             ValueError: Weights cannot be sent from this device.
         """
         try:
-            with _meeting_at("127.0.0.1" if self.is_loopback else None):
+            with _rendezvous_at("127.0.0.1" if self.is_loopback else None):
                 super().init_communicator(device)
         except NotImplementedError as error:
             raise ValueError(
                 f"`vllm_mode='server'`: {error} Set `vllm_mode='colocate'` or `use_vllm=False`."
             ) from error
 
-    def _why_not_up(self) -> str | None:
+    def _health_error(self) -> str | None:
         try:
             status = self.session.get(f"{self.base_url}/health", seconds=_HEALTH_SECONDS).status_code
         except ServerError as error:
@@ -158,8 +158,8 @@ def _read(answer: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _meeting_at(address: str | None) -> Iterator[None]:
-    """Names the address where server and trainer meet to exchange weights, unless the user has."""
+def _rendezvous_at(address: str | None) -> Iterator[None]:
+    """Sets the address where server and trainer connect to exchange weights, unless the user has set it."""
     if address is None or "VLLM_HOST_IP" in os.environ:
         yield
         return

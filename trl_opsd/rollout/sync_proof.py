@@ -1,4 +1,4 @@
-"""Proves that an engine speaks for the student: both give the same log-probabilities to tokens the engine wrote.
+"""Checks a weight sync: engine and student must give the same log-probabilities to tokens the engine wrote.
 
 L probe tokens · T written tokens · V vocabulary
 """
@@ -23,44 +23,44 @@ WRITTEN = 16
 """Tokens the engine writes after the probe."""
 
 PROMPTED = 64
-"""Tokens of the probe at least, so that an average over them is one."""
+"""Minimum of tokens in the probe, so that an average over them is meaningful."""
 
 RELATIVE = {torch.float32: 1e-4, torch.float16: 2.5e-3, torch.bfloat16: 2e-2}
-"""By how much two implementations may differ in half of their log-probabilities, as a share of the logits' root mean
-square."""
+"""Tolerance for the median difference of log-probabilities between two implementations, as a share of the logits' root
+mean square."""
 
 AVERAGE = 3
-"""How many times as much they may differ on average. The largest difference says little: where a model is sure, one
-step of rounding can be nats."""
+"""Tolerance for the average difference, as a multiple of the median's. The largest difference says little: where a
+model is confident, one rounding step can be nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """How far engine and student are apart."""
+    """Differences between the log-probabilities of engine and student."""
 
     largest: float
-    """Over all tokens, in nats."""
+    """The largest over all tokens, in nats."""
     average: float
-    """Of the row where it is larger, in nats."""
+    """The average of the row where it is larger, in nats."""
     excess: float
-    """As a share of what rounding explains: more than 1 is a fault."""
+    """The difference relative to what rounding explains: more than 1 is a fault."""
 
 
 class SyncProof:
     """Compares engine and student on the prompts of the first rollout and on what the engine writes after them.
 
-    What a model says about text is what it was trained on; about arbitrary ids, rounding alone moves it by nats. Before
-    there are prompts, the engine writes the text by itself. The probe goes in twice. Once the engine scores it, which
-    it can only do without its prefix cache; once it may use the cache, and since the probe is longer than a block of
-    it, a stale cache shows.
+    The probe is text, because on arbitrary ids rounding alone changes log-probabilities by nats. Before there are
+    prompts, the engine generates the text itself. The probe is sent twice. The first time the engine also scores it,
+    which it can only do without its prefix cache; the second time it may use the cache, and as the probe is longer than
+    a block, a stale cache is detected.
 
     Args:
         trainer ([`OPSDTrainer`]):
-            Gives the student and the processes.
+            Provides the student and the processes.
         engine ([`~rollout.engine.Engine`]):
-            What has to write as the student does.
+            The engine to compare with the student.
         dtype (`torch.dtype`):
-            What both compute in.
+            The dtype both compute in.
         with_adapter (`bool`):
             Whether the student has adapters that the engine might lack.
     """
@@ -73,10 +73,10 @@ class SyncProof:
             self._length = max(1, min(self._length, trainer.limits.context - WRITTEN - 1))
         self._probe_ids: list[int] | None = None
 
-    def prompted(self, prompt_ids: list[list[int]]) -> None:
-        """Takes the main process's first prompts for the probe, one after the other, until it is long enough.
+    def take_prompts(self, prompt_ids: list[list[int]]) -> None:
+        """Builds the probe from the main process's first prompts, concatenated until it is long enough.
 
-        Every process calls this equally often; it talks to the others until there is a probe.
+        Collective until there is a probe.
         """
         if self._probe_ids is None:
             text = list(islice(cycle(chain.from_iterable(prompt_ids)), self._length))
@@ -84,38 +84,38 @@ class SyncProof:
             self._probe_ids, self._last_scores_L = text or None, None
 
     def check(self) -> float:
-        """Compares both.
+        """Compares engine and student.
 
         Returns:
             `float`: the largest difference of log-probabilities over all processes, in nats.
 
         Raises:
-            SyncError: They differ by more than rounding explains. The message says what it looks like.
+            SyncError: They differ by more than rounding explains. The message gives a likely cause.
         """
-        ids_RL, scores = self._asked()
+        ids_RL, scores = self._engine_scores()
         own_RL, scale = self._student(ids_RL)
         gap = self._gap(scores, own_RL, scale)
         worst = self._trainer.accelerator.gather(
             torch.tensor([gap.largest, gap.excess], device=self._trainer.accelerator.device)
         ).view(-1, 2)
         if not worst[:, 1].max() <= 1:
-            # Every process comes here: each asks equally often, as all are needed where the student is split.
+            # All processes get here together, as the forward of a split student is collective.
             bare_RL = self._student(ids_RL, without_adapter=True)[0] if self._with_adapter else None
             raise SyncError(
                 f"After a weight sync {self._engine.name} and the student disagree by {gap.average:.3g} nats on the "
                 f"average log-probability: {worst[:, 1].max():.3g} times what rounding in "
                 f"{str(self._dtype).removeprefix('torch.')} explains. "
-                f"{self._looks_like(scores, own_RL, bare_RL, scale)} No rollout was written with these weights. "
-                "Set `use_vllm=False` to go on without it."
+                f"{self._diagnosis(scores, own_RL, bare_RL, scale)} No rollout was written with these weights. "
+                "Set `use_vllm=False` to continue without vLLM."
             )
         self._last_scores_L = scores[0]
         return float(worst[:, 0].max())
 
-    def observe(self) -> None:
-        """Notes what the engine says before a first sync, so that one that changes nothing is told apart."""
-        self._last_scores_L = self._asked()[1][0]
+    def record_scores(self) -> None:
+        """Stores the engine's log-probabilities before the first sync, to detect a sync that changes nothing."""
+        self._last_scores_L = self._engine_scores()[1][0]
 
-    def _asked(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _engine_scores(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The token ids [2, L + T] and the engine's log-probabilities: the whole first row, the end of the second."""
         probe = self._probe_ids or [0]
         length = WRITTEN if self._probe_ids else self._length
@@ -127,7 +127,7 @@ class SyncProof:
         return ids_RL, (scored, torch.tensor(rows[1].logprobs))
 
     def _student(self, ids_RL: Tensor, without_adapter: bool = False) -> tuple[Tensor, float]:
-        """The student's log-probabilities of all tokens but the first, [2, L + T - 1], and the size of its logits."""
+        """The student's log-probabilities of all tokens but the first, [2, L + T - 1], and the RMS of its logits."""
         trainer = self._trainer
         ids_RL = ids_RL.to(trainer.accelerator.device)
         with trainer.student_for_generation() as student:
@@ -152,24 +152,24 @@ class SyncProof:
             excess=float(torch.cat([averages / AVERAGE, medians]).max()) / rounding,
         )
 
-    def _looks_like(self, scores: tuple[Tensor, Tensor], own_RL: Tensor, bare_RL: Tensor | None, scale: float) -> str:
-        """What the difference is like; `bare_RL` are the student's log-probabilities without its adapter."""
+    def _diagnosis(self, scores: tuple[Tensor, Tensor], own_RL: Tensor, bare_RL: Tensor | None, scale: float) -> str:
+        """A likely cause; `bare_RL` are the student's log-probabilities without its adapter."""
         engine = self._engine.name
         if bare_RL is not None and self._gap(scores, bare_RL, scale).excess <= 1:
             return f"It looks like a missing adapter: {engine} agrees with the student without its adapter."
         scored, cached = scores
         prompt = len(self._probe_ids or [0]) - 1
-        if self._unmoved(scored[:prompt], self._gap(scores, own_RL, scale).largest):
+        if self._is_unchanged(scored[:prompt], self._gap(scores, own_RL, scale).largest):
             return (
-                f"It looks stale: what {engine} says has not changed since before the sync, so the weights did not "
-                "arrive."
+                f"It looks stale: the log-probabilities of {engine} are the same as before the sync, so the weights "
+                "did not arrive."
             )
         if self._gap((scored, own_RL[1, -cached.numel() :]), own_RL, scale).excess <= 1:
             return (
-                f"It looks like a stale prefix cache: {engine} agrees with the student where it may not use its cache."
+                f"It looks like a stale prefix cache: {engine} agrees with the student where it cannot use its cache."
             )
         if self._gap(scores, own_RL, scale, RELATIVE[torch.bfloat16]).excess <= 1:
-            return "It looks like a dtype: the difference is what a lower precision than the student's would give."
+            return "It looks like a dtype: a precision lower than the student's would explain the difference."
         if self._trainer.model.config.get_text_config().tie_word_embeddings:
             return (
                 "It looks like a tied head: new weights arrived, but not all of them, and the student's head shares "
@@ -177,8 +177,8 @@ class SyncProof:
             )
         return f"New weights arrived, but not all of them, or not under the names {engine} knows for this architecture."
 
-    def _unmoved(self, scored_L: Tensor, gap: float) -> bool:
-        """Whether the engine says about the probe what it said before the sync."""
+    def _is_unchanged(self, scored_L: Tensor, gap: float) -> bool:
+        """Whether the engine's log-probabilities of the probe are those from before the sync."""
         if self._last_scores_L is None or not len(scored_L):
             return False
         return float((scored_L - self._last_scores_L[: len(scored_L)]).abs().max()) <= gap / 10

@@ -1,4 +1,4 @@
-"""Keeps an engine in step with the student: it knows when weights moved, not how they travel."""
+"""Keeps an engine in sync with the student: this file knows when weights have changed, not how they are sent."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ E = TypeVar("E", bound=Engine)
 
 
 class SyncedRollout(RolloutBackend, Generic[E]):
-    """Before the engine writes, it is sent the student's weights if they moved since the last time, and has to prove
-    that it speaks for the student.
+    """A rollout with an engine that is sent the student's weights before it generates, if they have changed, and whose
+    log-probabilities are then compared with the student's.
 
     Args:
         args ([`OPSDConfig`]):
@@ -39,8 +39,8 @@ class SyncedRollout(RolloutBackend, Generic[E]):
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         self._wake("weights")
-        self._proof.prompted(prompt_ids)
-        if self._moved():
+        self._proof.take_prompts(prompt_ids)
+        if self._has_changed():
             self.sync_weights()
         self._wake("kv_cache")
         limits = self._trainer.limits
@@ -51,20 +51,20 @@ class SyncedRollout(RolloutBackend, Generic[E]):
             if row.prompt_ids != sent:
                 raise RuntimeError(
                     f"For row {number} of this batch {self._engine.name} answered another prompt: sent {len(sent)} "
-                    f"tokens beginning {sent[:8]}, got {len(row.prompt_ids)} beginning {row.prompt_ids[:8]}. Nothing "
-                    "was trained on it."
+                    f"tokens beginning {sent[:8]}, got {len(row.prompt_ids)} beginning {row.prompt_ids[:8]}. The batch "
+                    "was not trained on."
                 )
         self._rest()
         return [row.completion_ids for row in rows]
 
     def sync_weights(self) -> None:
-        """Sends the student's weights as they are now, and proves that they arrived.
+        """Sends the student's current weights, and checks that they arrived.
 
-        Called before a rollout whenever weights moved. Call it yourself after a change that leaves no trace, such as
-        writing to the shards of a student under ZeRO-3. Every process has to call it.
+        Called before a rollout whenever weights have changed. Call it yourself after a change that cannot be detected,
+        such as writing to the shards of a student under ZeRO-3. Collective.
 
         Raises:
-            SyncError: The engine does not write as the student does afterwards.
+            SyncError: Engine and student disagree afterwards.
         """
         with self._trainer.phase("sync"):
             self._sync()
@@ -75,9 +75,9 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         proves = check == "every" or (check == "first" and not self._proved)
         if proves and not self._proved:
             self._wake("kv_cache")
-            self._proof.observe()
+            self._proof.record_scores()
             self._engine.wipe_cache()
-        self._sent = None  # whatever happens now, the engine holds something else than before
+        self._sent = None  # if an exception follows, the engine's weights are unknown
         with _timed(trainer, "sync/seconds"), torch.no_grad():
             trainer.record("sync/bytes", float(self._send()))
             self._engine.forget_prefixes()
@@ -91,49 +91,49 @@ class SyncedRollout(RolloutBackend, Generic[E]):
     def close(self) -> None:
         self._engine.close()
 
-    # ---- What the kind of engine decides ------------------------------------------------------------------------
+    # ---- What depends on the engine -----------------------------------------------------------------------------
 
     @abstractmethod
     def _send(self) -> int:
-        """Sends what moved, and returns the bytes."""
+        """Sends the weights that have changed, and returns the bytes."""
 
     @abstractmethod
     def _wake(self, what: str) -> None:
-        """Has the engine hold `"weights"` or `"kv_cache"`."""
+        """Loads the engine's `"weights"` or `"kv_cache"` if it is asleep."""
 
     @abstractmethod
     def _rest(self) -> None:
-        """Tells the engine that nothing is written until the next rollout."""
+        """Lets the engine sleep until the next rollout."""
 
-    def _take(self, trainer: Host, engine: E, sampling: dict[str, Any], dtype: torch.dtype) -> None:
-        """Takes what `bind` has put together.
+    def _set_up(self, trainer: Host, engine: E, sampling: dict[str, Any], dtype: torch.dtype) -> None:
+        """Stores what `bind` has built.
 
         Args:
             trainer ([`OPSDTrainer`]):
-                Gives the student and the processes.
+                Provides the student and the processes.
             engine ([`~rollout.engine.Engine`]):
-                How it gets weights is between it and `_send`.
+                The engine, which `_send` sends weights to.
             sampling (`dict`):
-                Options of every completion, in the engine's words.
+                Options of every completion, named as the engine names them.
             dtype (`torch.dtype`):
-                The least precise that engine or student compute in.
+                The less precise of the dtypes that engine and student compute in.
         """
         self._trainer, self._engine, self._sampling = trainer, engine, sampling
         self._proof = SyncProof(trainer, engine, dtype, is_peft(trainer.model))
         self._sent, self._proved = None, False
 
-    # ---- Whether weights moved ----------------------------------------------------------------------------------
+    # ---- Whether weights have changed ---------------------------------------------------------------------------
 
-    def _moved(self) -> bool:
-        """Whether weights moved since they were sent, in any process; all of them send, or none."""
+    def _has_changed(self) -> bool:
+        """Whether weights have changed since they were sent, in any process. Collective, so that all or none send."""
         here = torch.tensor([int(self._version() != self._sent)], device=self._trainer.accelerator.device)
         return bool(self._trainer.accelerator.gather(here).any())
 
     def _version(self) -> tuple[Any, ...]:
-        """Differs whenever the student may have changed.
+        """A value that differs whenever the student may have changed.
 
-        torch counts every write to a tensor, and a tensor that was exchanged lies elsewhere. Neither sees what an
-        optimizer or a checkpoint writes to shards or flat buffers: those the trainer counts.
+        torch counts every write to a tensor, and a tensor that was replaced has another address. Neither shows what an
+        optimizer or a checkpoint writes to shards or flat buffers: the trainer counts steps and loads.
         """
         trainer = self._trainer
         adapters = tuple(trainer.model.active_adapters) if is_peft(trainer.model) else ()
@@ -146,10 +146,10 @@ class SyncedRollout(RolloutBackend, Generic[E]):
 
 
 def check_student(trainer: Host) -> None:
-    """Refuses students whose weights cannot be sent to an engine.
+    """Rejects students whose weights cannot be sent to an engine.
 
     Raises:
-        ValueError: The student is quantized, or has less context than asked for.
+        ValueError: The student is quantized, or its context is shorter than `vllm_max_model_length`.
     """
     args, model = trainer.args, trainer.model
     if getattr(model, "is_quantized", False):
@@ -165,7 +165,7 @@ def check_student(trainer: Host) -> None:
 
 
 def dtype_of(trainer: Host) -> torch.dtype:
-    """What the student computes in, which under mixed precision is not what its weights are kept in."""
+    """The dtype the student computes in, which under mixed precision is not that of its weights."""
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
     if trainer.accelerator.mixed_precision in mixed:
         return mixed[trainer.accelerator.mixed_precision]
@@ -174,16 +174,16 @@ def dtype_of(trainer: Host) -> torch.dtype:
 
 
 def version_of(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
-    """Where tensors lie and how often each was written to; those that ZeRO-3 has split are left out.
+    """Address and write count of each tensor; tensors that ZeRO-3 has split are left out.
 
-    A tensor that FSDP2 has split counts itself what is written to it, and its shard lies somewhere.
+    A tensor that FSDP2 has split counts its own writes; its address is that of the local shard.
     """
     return tuple((local(one).data_ptr(), one._version) for one in tensors if not in_zero3(one))
 
 
 @contextmanager
 def _timed(trainer: Host, name: str) -> Iterator[None]:
-    """Records the seconds of what runs inside, if it succeeds."""
+    """Records the seconds of the body, if it succeeds."""
     start = perf_counter()
     yield
     if torch.accelerator.is_available():

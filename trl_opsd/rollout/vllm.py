@@ -1,4 +1,4 @@
-"""Lets a vLLM engine in this process write for the student, and puts it to sleep while the student learns."""
+"""Generates with a vLLM engine in the training process, which can sleep while the student is trained."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from trl_opsd.run.rng import preserved_rng
 logger = get_logger(__name__)
 
 _SHAPES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
-"""What the checkpoint's config and the student's must agree on for the engine to hold the student's weights."""
+"""Fields in which the checkpoint's config and the student's must agree, so that the engine fits the student's weights.
+"""
 
 
 class VLLMRollout(SyncedRollout[VLLMEngine]):
@@ -38,10 +39,10 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
 
     Args:
         args ([`OPSDConfig`]):
-            The options; those that cannot work are refused here, before a model is loaded.
+            The options; those that cannot work are rejected here, before a model is loaded.
 
     Raises:
-        ValueError: An option, or several together, cannot work.
+        ValueError: An option, or a combination of options, cannot work.
     """
 
     def __init__(self, args: OPSDConfig) -> None:
@@ -52,7 +53,7 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         """Builds the engine.
 
         Raises:
-            ValueError: The student, the processes or the platform do not go together with vLLM.
+            ValueError: The student, the processes or the platform are not compatible with vLLM.
         """
         self._trainer = trainer
         check_student(trainer)
@@ -66,13 +67,13 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         trainer.model.config.save_pretrained(self._tokenizer_folder.name)  # vLLM looks for one there, twice
         with preserved_rng(trainer.accelerator.device):
             engine = self._started()
-        trainer.accelerator.wait_for_everyone()  # else a process still building holds up the others' collectives
-        self._take(trainer, engine, sampling, self._dtype)
+        trainer.accelerator.wait_for_everyone()  # else the others wait in a later collective for one still building
+        self._set_up(trainer, engine, sampling, self._dtype)
         self._asleep: set[str] = set()
         self._base_sent: tuple[Any, ...] | None = None
 
     def _started(self) -> VLLMEngine:
-        """The engine; where it takes no adapter, or does not start with a place for one, all weights will be sent."""
+        """Starts the engine; falls back to sending all weights if it takes no adapter or does not start with LoRA."""
         if self._mode == "full":
             return VLLMEngine(self._engine_options())
         try:
@@ -83,7 +84,7 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
             self._choose_sync(str(error))
             return self._started()
         if lost := engine.without_place(adapter_layers(self._trainer.model)):
-            self._choose_sync(f"vLLM's model of the student has no layer of its own for {lost[0]}")
+            self._choose_sync(f"vLLM's model of the student has no separate layer for {lost[0]}")
         return engine
 
     def _choose_sync(self, against: str | None) -> None:
@@ -115,9 +116,9 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
     # ---- Sleep --------------------------------------------------------------------------------------------------
 
     def _rest(self) -> None:
-        """Gives the engine's memory back until the next rollout."""
+        """Releases the engine's memory until the next rollout."""
         if self._args.vllm_enable_sleep_mode:
-            # Where only the adapter is sent, the base has to outlive the sleep, in host memory.
+            # Where only the adapter is sent, the base has to be kept in host memory.
             self._engine.sleep(1 if self._mode == "adapter" else 2)
             self._asleep = {"weights", "kv_cache"}
 
@@ -136,7 +137,7 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         trainer, args = self._trainer, self._args
         apart = self._mode == "adapter"
         rank = adapter_rank(trainer.model) if apart else None
-        reached = {name.rpartition(".")[2] for name in adapter_layers(trainer.model)} if apart else set()
+        adapted = {name.rpartition(".")[2] for name in adapter_layers(trainer.model)} if apart else set()
         return EngineOptions(
             model=trainer.model.name_or_path,
             revision=_revision(args),
@@ -155,7 +156,7 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
             trust_remote_code=args.trust_remote_code,
             sleep_mode=args.vllm_enable_sleep_mode,
             lora_rank=None if rank is None else next(size for size in LORA_RANKS if size >= rank),
-            lora_layers=tuple(sorted(reached)),
+            lora_layers=tuple(sorted(adapted)),
         )
 
 
@@ -171,7 +172,11 @@ def _check_options(args: OPSDConfig) -> None:
 
 
 def _checked_checkpoint(trainer: Host) -> Any:
-    """The config of the student's checkpoint."""
+    """The config of the student's checkpoint, which vLLM builds its model from.
+
+    Raises:
+        ValueError: It cannot be loaded, is quantized, or differs from the student's.
+    """
     args, model = trainer.args, trainer.model
     path = model.name_or_path
     try:

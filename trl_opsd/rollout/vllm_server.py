@@ -1,4 +1,4 @@
-"""Lets a vLLM server write for the student: the main process asks for all, and all learn what came of it."""
+"""Generates with a vLLM server: the main process sends the requests of all processes and broadcasts the answers."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from trl_opsd.types import Completion
 logger = get_logger(__name__)
 
 _REQUESTS = 16
-"""Sent at the same time at most; prompts with the same options go in one."""
+"""Maximum of concurrent requests; prompts with the same options share one."""
 
-_NEVER = -100.0
-"""The least a server lets be added to a logit."""
+_MIN_BIAS = -100.0
+"""The lowest logit bias that a server accepts."""
 
 
 class _ServedEngine:
-    """A server as an engine: every method is called by all processes together, each with prompts of its own.
+    """A server as an engine. Every method but `close` is collective; each process passes prompts of its own.
 
     Args:
         trainer ([`OPSDTrainer`]):
-            Gives the processes.
+            Provides the processes.
         client ([`~rollout.server_client.ServerClient`], *optional*):
-            Speaks with the server; `None` but for the main process.
+            The connection to the server in the main process, `None` in the others.
     """
 
     name = "the vLLM server"
@@ -50,7 +50,7 @@ class _ServedEngine:
     def __init__(self, trainer: Host, client: ServerClient | None) -> None:
         self._client, self._process = client, trainer.accelerator.process_index
         found: list[ServerFacts | None] = [None]
-        with _together():
+        with _shared_errors():
             if client is not None:
                 found = [client.facts()]
                 client.init_communicator(trainer.accelerator.device)
@@ -60,27 +60,27 @@ class _ServedEngine:
 
     @property
     def block_size(self) -> int:
-        """Tokens that are cached together."""
+        """Tokens in a block of the server's prefix cache."""
         return self.facts.block_size
 
     def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
-        """Has one completion written for each prompt of each process; processes may have different numbers of them.
+        """Generates one completion for each prompt; processes may have different numbers of them.
 
         Args:
             prompt_ids (`list[list[int]]`):
                 Not padded.
             options (`list[dict]`):
-                For each prompt, in the server's words.
+                For each prompt, named as in the server's API.
 
         Raises:
-            ServerError: The server did not answer, or not all of it.
+            ServerError: The server did not answer every request.
         """
-        asked_by_each = gather_object([list(zip(prompt_ids, options, strict=True))])
+        by_process = gather_object([list(zip(prompt_ids, options, strict=True))])
         answers: list[Any] = [None]
-        with _together():
+        with _shared_errors():
             if self._client is not None:
-                rest = iter(_answers(self._client, [row for rows in asked_by_each for row in rows]))
-                answers = [[[next(rest) for _ in rows] for rows in asked_by_each]]
+                rest = iter(_answers(self._client, [row for rows in by_process for row in rows]))
+                answers = [[[next(rest) for _ in rows] for rows in by_process]]
         (of_each,) = broadcast_object_list(answers)
         mine: list[Completion] = of_each[self._process]
         return mine
@@ -90,36 +90,36 @@ class _ServedEngine:
 
         Args:
             stream ([`~rollout.weight_sync.Stream`]):
-                Drawn by all processes, and sent by the main one.
+                Iterated by all processes, and sent by the main one.
         """
-        with _together(), stream as weights:
+        with _shared_errors(), stream as weights:
             if self._client is not None:
                 self._client.update_named_params(stream.announced(), weights)
 
     def forget_prefixes(self) -> None:
-        """Drops what was computed from prompts with weights that are no longer there."""
-        with _together():
+        """Resets the prefix cache, which was computed with earlier weights."""
+        with _shared_errors():
             if self._client is not None:
                 self._client.forget_prefixes()
 
     def wipe_cache(self) -> None:
-        """Nothing to wipe: a server starts from a checkpoint, so all it has ever computed are numbers."""
+        """No-op: the server loaded real weights; its cache holds no NaNs."""
 
     def close(self) -> None:
-        """Leaves the server; it can be joined by another training then."""
+        """Disconnects from the server, so that another training run can use it."""
         if self._client is not None:
             self._client.close_communicator()
 
 
 class VLLMServerRollout(SyncedRollout[_ServedEngine]):
-    """Generates with a vLLM server that was started by itself, as `docs/rollouts.md` says.
+    """Generates with a separately started vLLM server, as `docs/rollouts.md` describes.
 
-    Only the main process speaks with the server: it asks on behalf of all, and broadcasts the weights, adapters worked
-    in on the way. The student is only read.
+    Only the main process talks to the server: it sends the requests of all, and broadcasts the weights, with adapters
+    merged on the way. The student itself is not changed.
 
     Args:
         args ([`OPSDConfig`]):
-            The options; those that cannot work are refused here, before a model is loaded.
+            The options; those that cannot work are rejected here, before a model is loaded.
 
     Raises:
         ValueError: An option cannot work, or no server answers within `vllm_server_timeout` seconds.
@@ -128,15 +128,15 @@ class VLLMServerRollout(SyncedRollout[_ServedEngine]):
     def __init__(self, args: OPSDConfig) -> None:
         super().__init__(args)
         _check_options(args)
-        # The others wait in a collective meanwhile, for as long as `ddp_timeout`.
-        with _together():
+        # The other processes wait in a collective meanwhile, for at most `ddp_timeout`.
+        with _shared_errors():
             self._client = ServerClient(args, deadline=0.9 * args.ddp_timeout) if args.process_index == 0 else None
 
     def bind(self, trainer: Host) -> None:
-        """Asks what the server runs, and opens the way for weights.
+        """Reads the server's configuration, and connects to it for weight syncs.
 
         Raises:
-            ValueError: Student, device and server do not go together.
+            ValueError: Student, device and server are incompatible.
         """
         check_student(trainer)
         engine = _ServedEngine(trainer, self._client)
@@ -149,15 +149,15 @@ class VLLMServerRollout(SyncedRollout[_ServedEngine]):
             )
         if served != dtype:
             logger.warning(
-                f"The vLLM server computes in {served} and the student in {dtype}, so completions are not quite the "
-                f"student's: start the server with `--dtype {str(dtype).removeprefix('torch.')}`."
+                f"The vLLM server computes in {served} and the student in {dtype}, so completions differ slightly "
+                f"from the student's: start the server with `--dtype {str(dtype).removeprefix('torch.')}`."
             )
         self._has_head = may_have_head(trainer.model.config)
-        logger.info("Weight sync with vLLM: 'full', because a server takes no adapter by itself.")
+        logger.info("Weight sync with vLLM: 'full', because a server cannot be sent an adapter alone.")
         sampling = request_options(self._args, list(trainer.eos_token_ids))
-        never = *range(trainer.limits.vocabulary, model_shape(trainer.model)[0]), *trainer.placeholders
-        sampling["logit_bias"] = {**(sampling.get("logit_bias") or {}), **{str(token): _NEVER for token in never}}
-        self._take(trainer, engine, sampling, max(dtype, served, key=RELATIVE.__getitem__))
+        masked = *range(trainer.limits.vocabulary, model_shape(trainer.model)[0]), *trainer.placeholders
+        sampling["logit_bias"] = {**(sampling.get("logit_bias") or {}), **{str(token): _MIN_BIAS for token in masked}}
+        self._set_up(trainer, engine, sampling, max(dtype, served, key=RELATIVE.__getitem__))
 
     def _send(self) -> int:
         trainer = self._trainer
@@ -171,40 +171,40 @@ class VLLMServerRollout(SyncedRollout[_ServedEngine]):
         """A server does not sleep."""
 
     def _rest(self) -> None:
-        """A server waits."""
+        """A server does not sleep."""
 
 
 @contextmanager
-def _together() -> Iterator[None]:
-    """Has every process learn of an error of the main one, so that none waits for it.
+def _shared_errors() -> Iterator[None]:
+    """Broadcasts an error of the main process to all others, so that none waits for it. Collective.
 
     Raises:
-        ServerError: In the other processes, with the words of the error.
+        ServerError: In the other processes, with the message of the error.
     """
     error = None
     try:
         yield
     except Exception as caught:
         error = caught
-    (told,) = broadcast_object_list([None if error is None else str(error)])
+    (message,) = broadcast_object_list([None if error is None else str(error)])
     if error is not None:
         raise error
-    if told is not None:
-        raise ServerError(told)
+    if message is not None:
+        raise ServerError(message)
 
 
 def _answers(client: ServerClient, rows: list[tuple[list[int], dict[str, Any]]]) -> list[Completion]:
-    """Asks a server, in one request for all prompts with the same options, and puts the answers in order."""
-    alike: dict[str, list[int]] = defaultdict(list)
+    """Sends one request for all prompts with the same options, and returns the completions in order."""
+    by_options: dict[str, list[int]] = defaultdict(list)
     for number, (_, options) in enumerate(rows):
-        alike[json.dumps(options, sort_keys=True)].append(number)
+        by_options[json.dumps(options, sort_keys=True)].append(number)
 
     def ask(numbers: list[int]) -> list[tuple[int, Completion]]:
         written = client.write([rows[number][0] for number in numbers], rows[numbers[0]][1])
         return list(zip(numbers, written, strict=True))
 
     with ThreadPoolExecutor(max_workers=_REQUESTS) as pool:
-        found = dict(pair for pairs in pool.map(ask, alike.values()) for pair in pairs)
+        found = dict(pair for pairs in pool.map(ask, by_options.values()) for pair in pairs)
     return [found[number] for number in range(len(rows))]
 
 

@@ -1,4 +1,4 @@
-"""Says what an engine has to be sent so that it writes as the student does; it reads the student and changes nothing.
+"""Determines the weights to send to an engine, without changing the student.
 
 A LoRA factor [r, in] · B LoRA factor [out, r] · P parameters
 """
@@ -23,16 +23,16 @@ Gathered: TypeAlias = Callable[[list[Tensor]], AbstractContextManager[Any]]
 Saved: TypeAlias = Callable[[str, Tensor], list[tuple[str, Tensor]]]
 
 BUCKET_BYTES = 2**28
-"""Weights that ZeRO-3 gathers together: few enough to fit, enough that gathering is not a matter of latency."""
+"""Weights that ZeRO-3 gathers at once, in bytes: few enough to fit, enough that latency does not dominate."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """Weights on their way, by the names of a checkpoint, and how many bytes went by.
+    """An iterator over weights by the names of a checkpoint, which counts the bytes.
 
-    Every process has to draw all of them, because what is split is gathered by all together: under ZeRO-3 a bucket,
-    under FSDP2 each weight, once it is made of shards. A `with` block gives an iterator over them, and draws what is
-    left in the end, also after an error.
+    Every process has to iterate over all of them, because gathering is collective: under ZeRO-3 by bucket, under FSDP2
+    by weight, after it was computed on the shards. A `with` block yields the iterator, and exhausts it at the end, also
+    after an error.
     """
 
     weights: list[Weight]
@@ -40,7 +40,7 @@ class Stream:
     device: torch.device
     gathered: Gathered
     saved: Saved = field(default=lambda name, tensor: [(name, tensor)])
-    """What a checkpoint holds of a weight; as [`saved_by`] gives it."""
+    """Splits or renames a weight as a checkpoint does; see [`saved_by`]."""
     bytes: int = field(default=0, init=False)
     _drawn: Iterator[tuple[str, Tensor]] = field(default=iter(()), init=False, repr=False)
 
@@ -53,7 +53,7 @@ class Stream:
             pass
 
     def announced(self) -> list[tuple[str, str, list[int]]]:
-        """Name, dtype and shape of each, in the order they come; nothing is computed or gathered for it."""
+        """Name, dtype and shape of each, in order; nothing is computed or gathered."""
         empty = {weight.name: self._empty_like(weight.base) for weight in self.weights}
         return [
             (name, str(part.dtype).removeprefix("torch."), list(part.shape))
@@ -67,13 +67,13 @@ class Stream:
             with self.gathered(split):
                 for weight in bucket:
                     made = weight.materialize()
-                    # In this order: fewer bytes to gather. A copy: an engine keeps what it is given for a while.
+                    # Cast before gathering: fewer bytes. A copy, as an engine may keep the tensor for a while.
                     tensor = whole(made.to(self.device, self._dtype_of(made), copy=bool(split)))
                     self.bytes += tensor.nbytes
                     for name, part in self.saved(weight.name, tensor):
                         yield name, part.contiguous()
                 if split and torch.accelerator.is_available():
-                    torch.accelerator.synchronize()  # the copies may be made on another stream than gathers run on
+                    torch.accelerator.synchronize()  # the copies may be on another stream than the gathers
 
     def _empty_like(self, base: Tensor) -> Tensor:
         return torch.empty(whole_shape(base), dtype=self._dtype_of(base), device="meta")
@@ -83,19 +83,19 @@ class Stream:
 
 
 def weights_of(model: CausalLM) -> list[Weight]:
-    """Everything a checkpoint of the student would hold, adapters worked in, a tied head under its own name too."""
+    """All weights of a checkpoint of the student, with adapters merged, and a tied head also under its own name."""
     if is_peft(model):
         return list(merged_weights(model))
     return [Weight.of(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()]
 
 
 def saved_by(model: CausalLM) -> Saved:
-    """What a checkpoint of the student holds of one of its weights, such as the experts of a layer one by one."""
+    """A function that splits or renames a weight as the student's checkpoint does, such as experts one by one."""
     return partial(as_saved, without_peft(model))
 
 
 def base_weights_of(model: CausalLM) -> list[Weight]:
-    """As [`weights_of`], without the adapters."""
+    """As [`weights_of`], without adapters."""
     return [Weight.of(weight.name, weight.base) for weight in weights_of(model)]
 
 
@@ -105,7 +105,7 @@ def adapter_of(
     """The student's LoRA factors.
 
     Returns:
-        `tuple[dict, int]`: A `[r, in]`, B `[out, r]` and the factor of B A by the name of the layer, and their bytes.
+        `tuple[dict, int]`: A `[r, in]`, B `[out, r]` and the scaling of B A, by the name of the layer; and their bytes.
     """
 
     def copied(part: Tensor) -> Tensor:
@@ -123,12 +123,12 @@ def adapter_rank(model: CausalLM) -> int:
 
 
 def adapter_layers(model: CausalLM) -> list[str]:
-    """The layers that an adapter reaches which can be sent apart, by the names of a checkpoint."""
+    """The layers with an adapter, by the names of a checkpoint; empty if it cannot be sent separately."""
     return [one.name for one in lora_factors(model)] if is_peft(model) and not why_not_apart(model) else []
 
 
 def chosen_sync(requested: str, model: CausalLM, ranks: Collection[int], against: str | None = None) -> tuple[str, str]:
-    """Decides whether the adapter is sent apart from the base.
+    """Decides whether the adapter is sent separately from the base.
 
     Args:
         requested (`str`):
@@ -141,10 +141,10 @@ def chosen_sync(requested: str, model: CausalLM, ranks: Collection[int], against
             Why the engine takes no adapter.
 
     Returns:
-        `tuple[str, str]`: `"adapter"` or `"full"`, and why.
+        `tuple[str, str]`: `"adapter"` or `"full"`, and the reason.
 
     Raises:
-        ValueError: `"adapter"` was asked for and is not possible.
+        ValueError: `"adapter"` was requested and is not possible.
     """
     if requested == "full":
         return "full", "`vllm_weight_sync='full'`"
@@ -180,5 +180,5 @@ def _buckets(weights: list[Weight]) -> Iterator[list[Weight]]:
 
 
 def _parts(bucket: list[Weight]) -> list[Tensor]:
-    """What ZeRO-3 has split of a bucket, each once."""
+    """The tensors in a bucket that ZeRO-3 has split, each once."""
     return list({id(part): part for weight in bucket for part in weight.parts if in_zero3(part)}.values())

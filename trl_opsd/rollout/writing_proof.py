@@ -1,7 +1,7 @@
-"""Finds out by trying how a student can write: each row must get the logits that it gets when it is read alone.
+"""Determines by trial how a student can generate: each row must get the logits of a forward pass on that row alone.
 
-A family may read rows rightly and still write them wrongly: its `generate` counts positions otherwise, keeps states
-where rows that leave the batch are not known, or goes on from those of the call before.
+A model may be right in a forward pass and still wrong in `generate`: it counts positions differently, keeps state that
+is not updated when rows leave the batch, or continues from the state of the previous call.
 
 T tokens written · V logits
 """
@@ -23,7 +23,7 @@ from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 from trl_opsd.run.precision import least_precise
 
 _TOKENS = 3
-"""So many are written; another row leaves the batch after the first."""
+"""Tokens to generate; another row leaves the batch after the first."""
 _FAILS = (AttributeError, TypeError, ValueError, LookupError, AssertionError)
 BY_LENGTH, ALONE = Reading(0), Reading(0, shares=False)
 _NEVER = 1 << 62
@@ -31,14 +31,14 @@ _NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How a student writes a batch, so that each row gets what it would get alone."""
+    """How a student generates a batch so that each row gets what it would get alone."""
 
     together: Reading = PADDED
     """Which prompts share a batch."""
     rows_leave: bool = True
     """Whether a row may leave the batch when it has ended."""
     cached_from: int = 1
-    """A batch of prompts shorter than this is written without a cache: each token reads the whole row again."""
+    """Prompts shorter than this are continued without a cache: each token re-reads the whole row."""
 
     def __str__(self) -> str:
         how = str(self.together)
@@ -49,36 +49,36 @@ class Writing:
         return how
 
 
-def prove_writing(student: CausalLM, reading: Reading, vocabulary: int, synced: bool) -> Writing:
-    """Tries the ways of writing, from the fastest on.
+def prove_writing(student: CausalLM, reading: Reading, vocabulary: int, collective: bool) -> Writing:
+    """Tries the ways to generate, from the fastest on.
 
     Args:
         student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The student, ready to generate.
         reading ([`~models.padding.Reading`]):
-            Which rows it reads together; it writes no others together.
+            Which rows it reads together; no others are generated together.
         vocabulary (`int`):
             Token ids to choose from.
-        synced (`bool`):
-            Whether a forward pass is collective.
+        collective (`bool`):
+            Whether forwards are collective.
 
     Raises:
-        ValueError: Its `generate` does not even continue one prompt, or not as the student reads it.
+        ValueError: Its `generate` cannot continue a single prompt, or computes other logits than a forward pass.
     """
-    with _without_options_of_its_own(student):
-        return _proved(student, reading, vocabulary, synced)
+    with _default_generation_config(student):
+        return _proved(student, reading, vocabulary, collective)
 
 
-def _proved(student: CausalLM, reading: Reading, vocabulary: int, synced: bool) -> Writing:
+def _proved(student: CausalLM, reading: Reading, vocabulary: int, collective: bool) -> Writing:
     prompt, other = [vocabulary // 3, vocabulary // 4, vocabulary // 5], [vocabulary // 2, vocabulary // 6]
     single_TV = _read(student, other[:1], vocabulary)
     cached, alone_TV = _alone(student, prompt, vocabulary)
-    # Right after it, since some take a prompt of one token for the next of what they wrote last.
-    singly = cached and _writes(student, [other[:1]], vocabulary, None, cached, single_TV)
-    cached_from = _NEVER if not cached else 1 if singly else 2
+    # Right after it, since some models take a prompt of one token for a continuation of the previous call.
+    from_one = cached and _writes(student, [other[:1]], vocabulary, None, cached, single_TV)
+    cached_from = _NEVER if not cached else 1 if from_one else 2
     loops: list[Callable[[], Any]] = [lambda: None]
     if cached and obstacle(student, _config(cached)) is None:
-        loops.insert(0, lambda: RaggedDecoding(rooms=[1, _TOKENS], context=None, synced=synced))
+        loops.insert(0, lambda: RaggedDecoding(rooms=[1, _TOKENS], context=None, collective=collective))
     for kind in _kinds(reading):
         beside = [*prompt, *other, *other] if kind.padded_up_to else [*other, other[0]]
         for loop in loops:
@@ -88,25 +88,25 @@ def _proved(student: CausalLM, reading: Reading, vocabulary: int, synced: bool) 
 
 
 def _alone(student: CausalLM, prompt: list[int], vocabulary: int) -> tuple[bool, Tensor]:
-    """Whether it continues a prompt with a cache, and the logits `[T, V]`."""
+    """Whether a prompt can be continued with a cache, and the logits `[T, V]`."""
     read_TV = _read(student, prompt, vocabulary)
-    why, cause = "writes others than it reads", None
+    why, cause = "its logits differ from those of a forward pass", None
     for cached in (True, False):
         try:
             alone_TV = _logits(student, [prompt], vocabulary, None, cached)
-        except _FAILS as error:  # not a RuntimeError, which may be the machine's
+        except _FAILS as error:  # not a RuntimeError, which may be a hardware fault
             why, cause = f"{type(error).__name__}: {error}", error
         else:
             if agree(alone_TV, read_TV):
                 return cached, alone_TV
     raise ValueError(
         f"`generate` of {type(_bare(student)).__name__} cannot continue three tokens by three, with or without a "
-        f"cache, {why}. Take another model, or pass a `rollout` that can let it write."
+        f"cache: {why}. Use another model, or pass a `rollout` that can generate with it."
     ) from cause
 
 
 def _read(student: CausalLM, prompt: list[int], vocabulary: int) -> Tensor:
-    """[T, V], of a prompt and what is dictated, in one forward pass."""
+    """[T, V], the logits for the forced tokens after a prompt, from one forward pass."""
     device = student.get_input_embeddings().weight.device
     ids = torch.tensor([[*prompt, *(vocabulary // 2 + number for number in range(_TOKENS - 1))]], device=device)
     with torch.no_grad():
@@ -122,12 +122,12 @@ def _writes(
         return agree(_logits(student, prompts, vocabulary, loop, cached), alone_TV)
     except torch.OutOfMemoryError:
         raise
-    except (*_FAILS, RuntimeError):  # of shapes: this prompt alone was just written
+    except (*_FAILS, RuntimeError):  # a RuntimeError about shapes: the prompt alone has just worked
         return False
 
 
 def _kinds(reading: Reading) -> Iterator[Reading]:
-    """From the fastest that `reading` allows on."""
+    """The ways to batch that `reading` allows, the fastest first."""
     if reading.padded_up_to:
         yield reading
     if reading.shares:
@@ -135,8 +135,8 @@ def _kinds(reading: Reading) -> Iterator[Reading]:
 
 
 @contextmanager
-def _without_options_of_its_own(student: CausalLM) -> Iterator[None]:
-    """Beams, returned sequences or caches that a checkpoint asks for say nothing of the architecture."""
+def _default_generation_config(student: CausalLM) -> Iterator[None]:
+    """Hides the checkpoint's own generation config: its beams or caches are not properties of the architecture."""
     bare = _bare(student)
     own, bare.generation_config = bare.generation_config, GenerationConfig()
     try:
@@ -161,13 +161,13 @@ def _config(cached: bool) -> GenerationConfig:
 
 
 def _logits(student: CausalLM, prompts: list[list[int]], vocabulary: int, loop: Any, cached: bool) -> Tensor:
-    """[T, V], of the last prompt in a batch that is padded on the left."""
+    """[T, V], the logits for the last prompt in a left-padded batch."""
     longest = max(map(len, prompts))
     device = student.get_input_embeddings().weight.device
     ids = torch.tensor([[0] * (longest - len(one)) + one for one in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts], device=device)
     logits: list[Tensor] = []
-    # Not by a logits processor: those of the model's own generation config come before, and may look at padding.
+    # Not with a logits processor: those of the model's own generation config come first, and may depend on padding.
     bare = _bare(student)
     rounded = least_precise(bare)
     hook = bare.register_forward_hook(
@@ -178,7 +178,7 @@ def _logits(student: CausalLM, prompts: list[list[int]], vocabulary: int, loop: 
             input_ids=ids,
             attention_mask=mask,
             generation_config=_config(cached),
-            logits_processor=LogitsProcessorList([_Dictation(longest, vocabulary)]),
+            logits_processor=LogitsProcessorList([_ForcedTokens(longest, vocabulary)]),
             custom_generate=loop,
         )
     finally:
@@ -186,8 +186,8 @@ def _logits(student: CausalLM, prompts: list[list[int]], vocabulary: int, loop: 
     return torch.stack(logits[:_TOKENS])
 
 
-class _Dictation(LogitsProcessor):
-    """Has every row write the same tokens."""
+class _ForcedTokens(LogitsProcessor):
+    """Makes every row generate the same tokens."""
 
     def __init__(self, prompt_tokens: int, vocabulary: int) -> None:
         self._first = vocabulary // 2 - prompt_tokens

@@ -1,4 +1,4 @@
-"""Teachers: whoever looks at what the student wrote and says what it would have expected instead."""
+"""Teachers: they score the student's completions."""
 
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher

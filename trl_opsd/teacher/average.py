@@ -23,14 +23,14 @@ class Average(TrainerCallback):
     """`teacher = (1 - rate) * teacher + rate * student`, after every `every` optimizer steps.
 
     The average itself is float32: in half precision a step of 5 % of a small difference is rounded away, and the
-    teacher would stand still.
+    teacher would not move.
 
     Args:
         student (`Callable`):
-            Gives the student's parameters by name, as they are at that time.
+            Returns the student's current parameters by name.
         teacher (`Mapping[str, torch.Tensor]`):
-            Tensors of the names to follow, whole, that hold the average in the teacher's dtype, wherever they live.
-            They start as what they are.
+            The tensors to average, by name: not sharded, in the teacher's dtype, on any device. Each average starts
+            from its tensor, and is copied back to it.
         rate (`float`):
             Share of the student in an update, in (0, 1].
         every (`int`):
@@ -52,15 +52,15 @@ class Average(TrainerCallback):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the average toward the student, of which one parameter at a time is gathered, if it is split."""
+        """Moves the average toward the student; a split student is gathered one parameter at a time."""
         student = self._student()
         for name, average in self._average.items():
             average.lerp_(whole(student[name]).to(average), self._rate)
-        self._hand_over()
+        self._copy_to_teacher()
 
     @contextmanager
-    def in_student(self) -> Iterator[None]:
-        """The averages stand in the student's parameters for as long as the context lasts."""
+    def swapped_in(self) -> Iterator[None]:
+        """The student's parameters hold the averages while the context lasts."""
         student = self._student()
         if any(is_split(student[name]) for name in self._teacher):
             own = {name: whole(student[name]) for name in self._teacher}
@@ -83,10 +83,10 @@ class Average(TrainerCallback):
 
     @torch.no_grad()
     def load(self, folder: str | Path) -> None:
-        """Takes the average of a checkpoint.
+        """Loads the average from a checkpoint.
 
         Raises:
-            ValueError: The checkpoint has none, or one of other parameters.
+            ValueError: The checkpoint has no average, or one of other parameters.
         """
         path = Path(folder) / FILE
         if not path.is_file():
@@ -100,9 +100,9 @@ class Average(TrainerCallback):
             raise ValueError(f"{path} holds the average of other parameters: resume with the model it was written for.")
         for name, average in self._average.items():
             average.copy_(saved[name])
-        self._hand_over()
+        self._copy_to_teacher()
 
-    def _hand_over(self) -> None:
+    def _copy_to_teacher(self) -> None:
         for name, average in self._average.items():
             if average.data_ptr() != self._teacher[name].data_ptr():
                 self._teacher[name].copy_(average)

@@ -8,7 +8,7 @@ from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
 class Teacher(ABC):
-    """Scores rollouts. It never generates, never learns, and does not know the student."""
+    """Scores rollouts. It never generates, is never trained, and does not know the student."""
 
     @property
     @abstractmethod
@@ -18,7 +18,7 @@ class Teacher(ABC):
     @property
     @abstractmethod
     def context(self) -> int | None:
-        """Tokens this teacher can look at, prompt and completion; `None` where there is no limit."""
+        """Context length of this teacher in tokens, prompt and completion; `None` where there is no limit."""
 
     @abstractmethod
     def targets(self, rollout: Rollout) -> TeacherTargets:

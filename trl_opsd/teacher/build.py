@@ -1,4 +1,4 @@
-"""Turns what a user passes as a teacher into one, where `teacher_offload` wants it."""
+"""Builds teachers from what a user passes, placed as `teacher_offload` says."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trl_opsd.models.samples import Samples
 from trl_opsd.teacher.average import Average
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
-from trl_opsd.teacher.given import WHERE_IT_IS, TeacherLike
+from trl_opsd.teacher.given import LOCATION_OPTIONS, TeacherLike
 from trl_opsd.teacher.hosted import Hosted
 from trl_opsd.teacher.layerwise import Streamed
 from trl_opsd.teacher.origin import Origin
@@ -48,26 +48,26 @@ def build_teacher(
     device: torch.device,
     progress: bool = False,
 ) -> Teacher:
-    """A teacher where `args.teacher_offload` wants it, frozen.
+    """A frozen teacher, placed as `args.teacher_offload` says.
 
     Args:
         teacher_model (`str` or [`~transformers.PreTrainedModel`] or [`Teacher`]):
             A [`Teacher`] is returned as it is.
         args ([`OPSDConfig`]):
-            Says how to load a teacher from a path, and where it and its targets shall be.
+            Says how to load a teacher from a path, and where it and its targets are kept.
         device (`torch.device`):
-            Where the teacher reads, unless it was loaded with a device map.
+            Where the teacher runs, unless it was loaded with a device map.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar while the teacher reads, if that takes long.
 
     Raises:
-        ValueError: The teacher cannot teach this student, or not from there; the message says why.
+        ValueError: The teacher cannot teach this student, or not with this placement; the message says why.
     """
     if isinstance(teacher_model, Teacher):
         if args.teacher_offload != "none":
             raise ValueError(
                 f"`teacher_offload={args.teacher_offload!r}` cannot move a {type(teacher_model).__name__}, which "
-                "decides itself where its weights are: remove the option, or pass the model itself."
+                "places its own weights: remove the option, or pass the model itself."
             )
         return teacher_model
     if isinstance(teacher_model, str):
@@ -80,7 +80,7 @@ def build_teacher(
     elif in_zero3_model(teacher_model):
         raise ValueError(
             "The teacher was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
-            "path, which is loaded as `teacher_offload` says, or load it before the config is built."
+            "path, so that it is loaded as `teacher_offload` says, or load it before the config is built."
         )
     return _frozen(teacher_model, args, device, progress)
 
@@ -99,20 +99,20 @@ def build_teachers(
 
     Args:
         models (`Mapping`):
-            What each is made of, by name; `None` is the student itself.
+            What each is built from, by name; `None` is the student itself.
         student, run, reading:
-            As [`build_own_teacher`] takes them.
+            As in [`build_own_teacher`].
         args ([`OPSDConfig`]):
-            Says how to load them, and where they live.
+            Says how to load them, and where they are kept.
         device (`torch.device`):
-            Where they read.
+            Where they run.
         handed_in (`Mapping[str, torch.Tensor]`, *optional*):
             Samples of the weights under the student's adapter, if it has one.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar while one reads, if that takes long.
 
     Raises:
-        ValueError: One cannot teach this student, or not from there; the message says why.
+        ValueError: One cannot teach this student, or not with its placement; the message says why.
     """
     origin = Origin(student, handed_in) if args.teacher_model_kind == "base" and handed_in is not None else None
     teachers: dict[str, Teacher] = {}
@@ -133,19 +133,19 @@ def build_own_teacher(
     device: torch.device,
     progress: bool = False,
 ) -> tuple[Teacher, Average | None]:
-    """A teacher that is the student in another state, and the average it follows, if it does.
+    """A teacher that is the student in another state, and the moving average behind it, if there is one.
 
     Args:
         student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The student, loaded, before training.
         run (`Callable`):
-            `run(function, *args)` equals `function(student, *args)`, also when it is split.
+            `run(function, *args)` equals `function(student, *args)`, also when the student is split.
         reading (`Callable`):
-            Says which rows the student reads in one batch.
+            Returns which rows the student reads in one batch.
         args ([`OPSDConfig`]):
             Its `teacher_model_kind` says which state.
         device (`torch.device`):
-            Where a copy would live.
+            Where a copy would be kept.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar while the teacher reads, if that takes long.
 
@@ -173,7 +173,7 @@ def build_own_teacher(
         adapter = {name: whole(parameter).clone() for name, parameter in followed.items()}
         spread(adapter, device)
         average = _average(student, adapter, args)
-        return own(average.in_student), average
+        return own(average.swapped_in), average
     copied = whole_copy(student)
     spread(copied.state_dict(), device)
     teacher = _frozen(copied, args, device, progress)
@@ -195,7 +195,7 @@ def _frozen(model: CausalLM, args: OPSDConfig, device: torch.device, progress: b
 
 
 def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedModel:
-    """A teacher from a path, read straight to where it will live."""
+    """A teacher from a path, loaded directly to its placement."""
     kwargs = {
         "dtype": None,
         "revision": args.teacher_model_revision,
@@ -208,7 +208,7 @@ def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedMode
     config = None
     if args.teacher_offload != "none":
         kwargs["device_map"] = None
-        theirs = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in WHERE_IT_IS if name in kwargs})
+        theirs = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs})
         _check_movable(theirs, args.teacher_offload)
         if args.teacher_offload == "zero3":
             asked = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None)
@@ -223,14 +223,14 @@ def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedMode
 
 
 def _check_movable(teacher: Any, offload: str) -> None:
-    """Looks at a model, or at a config before there is a model."""
+    """Raises if the weights cannot be moved. Takes a model, or a config before there is a model."""
     if offload == "none":
         return
     if getattr(teacher, "is_quantized", False) or getattr(teacher, "quantization_config", None) is not None:
         raise ValueError(
             f"`teacher_offload={offload!r}` with a quantised teacher: quantised weights carry state that belongs to "
-            "the device they were made on, and moving them would not keep it. Leave `teacher_offload='none'`, for "
-            "which it is small enough sooner, or take a teacher that is not quantised."
+            "the device they were made on and would be lost by moving them. Leave `teacher_offload='none'`, or use a "
+            "teacher that is not quantised."
         )
     if getattr(teacher, "hf_device_map", None) is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Holds the student against its teachers' targets: each token against those of its own teacher.
+"""Compares the student with its teachers' targets: each token with those of its own teacher.
 
 B rows · C completion tokens · N tokens in the loss · H hidden width
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trl_opsd.losses import Divergence, reduce, streamed_divergence
-from trl_opsd.teacher.routed import shares
+from trl_opsd.teacher.routed import tokens_by_teacher
 from trl_opsd.types import LazyLogits, LossParts, OutputHead, TeacherTargets
 
 
@@ -39,9 +39,9 @@ def compared(
         teacher_heads (`Sequence[OutputHead]`):
             Of all teachers, in their order.
         weights_BC (`torch.Tensor`):
-            [B, C], what each token counts.
+            [B, C], the weight of each token.
         num_items (`torch.Tensor` or `float`, *optional*):
-            Denominator: the weights of the whole optimizer step. `None` means those of this micro-batch.
+            Denominator: the sum of weights over the whole optimizer step. `None` means over this micro-batch.
         divergence ([`~losses.Divergence`]):
             The objective.
         temperature (`float`):
@@ -49,13 +49,13 @@ def compared(
         chunk_tokens (`int`, *optional*):
             Tokens whose logits exist at once.
         vocabulary (`int`, *optional*):
-            Token ids that both models know, where their heads differ.
+            Size of the shared vocabulary, where the heads differ in size.
     """
     counts_BC = weights_BC != 0
     if num_items is None:
         num_items = weights_BC.sum() if counts_BC.any() else 1.0
     parts: LossParts | None = None
-    for teacher_head, teacher_BCH, theirs_BC in shares(teacher_heads, targets, counts_BC):
+    for teacher_head, teacher_BCH, theirs_BC in tokens_by_teacher(teacher_heads, targets, counts_BC):
         of_theirs_BC = weights_BC * theirs_BC
         per_token = streamed_divergence(
             LazyLogits(_select(hidden_BCH, theirs_BC, head), head, temperature),
@@ -72,7 +72,7 @@ def compared(
 
 
 def _unless_ones(weights_N: Tensor) -> Tensor | None:
-    """Weights, or `None` where all are 1: the loss is then spared a product with each logit's gradient."""
+    """The weights, or `None` if all are 1, which saves the loss a product with each logit's gradient."""
     return None if bool((weights_N == 1).all()) else weights_N
 
 

@@ -18,9 +18,10 @@ from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.types import Rollout
 
 PASS_BYTES = 2_000_000_000
-"""What the activations of one pass may take, in bytes; about what makes a pass long enough to hide streamed layers."""
+"""Memory limit for the activations of one pass, in bytes; about enough for a pass to hide the copies of streamed
+layers."""
 CACHE_BYTES = 1_000_000_000
-"""Targets of a generation batch that stay on the accelerator when the choice is ours, in bytes."""
+"""Largest targets of a generation batch that `"auto"` keeps on the accelerator, in bytes."""
 
 
 def read(
@@ -40,12 +41,11 @@ def read(
         rollout ([`~types.Rollout`]):
             B rows of at most C completion tokens.
         passes (`int`):
-            Forward passes to make. Those that are more than there are rows read one row for nothing: other processes
-            may need this one for each of theirs.
+            Forward passes to make. Surplus passes re-read one row so that collectives stay matched between processes.
         device (`torch.device`):
             Where the model expects its inputs.
         cache_device (`str`, *optional*, defaults to `"auto"`):
-            Where the result waits to be used: see `OPSDConfig.teacher_cache_device`.
+            Where the result is kept until it is used: see `OPSDConfig.teacher_cache_device`.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
         reading ([`~models.padding.Reading`], *optional*, defaults to `PADDED`):
@@ -62,7 +62,7 @@ def read(
         for chunk in bar:
             chunk_hidden = run(completion_hidden, chunk.to(device), reading)
             if hidden_BCH is None:
-                hidden_BCH = _room_for(rollout, chunk_hidden, cache_device)
+                hidden_BCH = _empty_targets(rollout, chunk_hidden, cache_device)
             # Copied, because the chunk is a view that would keep the hidden states of the prompts alive.
             hidden_BCH[start : start + len(chunk_hidden)] = chunk_hidden
             start += len(chunk_hidden)
@@ -78,17 +78,17 @@ def passes_needed(model: CausalLM, rollout: Rollout, pass_bytes: int = PASS_BYTE
     return -(-rows // rows_per_pass(model, length, pass_bytes))
 
 
-def most_of_all(passes: int, device: torch.device) -> int:
-    """The largest number any process has; all of them have to ask."""
+def max_over_processes(passes: int, device: torch.device) -> int:
+    """The largest number over all processes. Collective."""
     if not distributed.is_initialized():
         return passes
-    most = torch.tensor(passes, device=device)
-    distributed.all_reduce(most, op=distributed.ReduceOp.MAX)
-    return int(most)
+    largest = torch.tensor(passes, device=device)
+    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
+    return int(largest)
 
 
 def targets_device(choice: str, nbytes: int, accelerator: torch.device) -> torch.device:
-    """Where targets of `nbytes` wait: `choice` is what `OPSDConfig.teacher_cache_device` says."""
+    """Where targets of `nbytes` are kept; `choice` is `OPSDConfig.teacher_cache_device`."""
     on_accelerator = choice == "accelerator" or (choice == "auto" and nbytes <= CACHE_BYTES)
     return accelerator if on_accelerator else torch.device("cpu")
 
@@ -96,10 +96,10 @@ def targets_device(choice: str, nbytes: int, accelerator: torch.device) -> torch
 def rows_per_pass(model: CausalLM, length: int, pass_bytes: int = PASS_BYTES) -> int:
     """Rows of `length` tokens whose activations fit `pass_bytes`, at least one.
 
-    An estimate from the model's config alone, so that it does not depend on where the model is: per token ten vectors
-    of the hidden width (residuals, norms in float32, attention) and three of the inner width live at once, and one byte
-    of the attention mask for each token of the row; eager attention also keeps its scores, twice in float32. A config
-    that does not state the inner width is taken to have four times the hidden one, and no heads if it states none.
+    An estimate from the model's config alone, so that it does not depend on the placement: per token ten vectors of the
+    hidden width (residuals, norms in float32, attention) and three of the inner width live at once, and one byte of the
+    attention mask for each token of the row; eager attention also keeps its scores, twice in float32. An inner width
+    that the config does not state is assumed to be four times the hidden one; a missing number of heads counts as 0.
     """
     config = model.config.get_text_config()
     width = _largest(config, "hidden_size") or model_shape(model)[1]
@@ -111,12 +111,12 @@ def rows_per_pass(model: CausalLM, length: int, pass_bytes: int = PASS_BYTES) ->
 
 
 def _largest(config: Any, name: str) -> int:
-    """A size that may be missing, or stated for each layer."""
+    """A size from the config, 0 if it is missing, the largest if it is stated per layer."""
     stated = getattr(config, name, None) or 0
     return max(stated) if isinstance(stated, list | tuple) else int(stated)
 
 
-def _room_for(rollout: Rollout, like: Tensor, cache_device: str) -> Tensor:
+def _empty_targets(rollout: Rollout, like: Tensor, cache_device: str) -> Tensor:
     rows, tokens = rollout.completion_ids.shape
     nbytes = rows * tokens * like.size(-1) * like.element_size()
     device = targets_device(cache_device, nbytes, rollout.completion_ids.device)

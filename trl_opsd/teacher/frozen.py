@@ -1,4 +1,4 @@
-"""A teacher that is a causal language model, frozen for good; where its weights are is its placement's business."""
+"""A teacher that is a frozen causal language model; its placement decides where its weights are."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class FrozenTeacher(Teacher):
 
     Args:
         placement ([`~teacher.Placement`]):
-            Keeps the model, for instance `Resident(model, device)`. The model is put into eval mode and its parameters
-            stop requiring gradients, for good.
+            Holds the model, for instance `Resident(model, device)`. The model is permanently put into eval mode, and
+            its parameters no longer require gradients.
         cache_device (`str`, *optional*, defaults to `"auto"`):
-            Where targets are kept until they are used up: see `OPSDConfig.teacher_cache_device`.
+            Where targets are kept until they are used: see `OPSDConfig.teacher_cache_device`.
         pass_bytes (`int`, *optional*, defaults to 2 GB):
-            What the activations of one pass may take.
+            Memory limit for the activations of one pass.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
 
@@ -30,7 +30,8 @@ class FrozenTeacher(Teacher):
         reading ([`~models.padding.Reading`]): which rows are read in one batch.
 
     Raises:
-        ValueError: The model's logits cannot be rebuilt from its hidden states, or these are not those of a row alone.
+        ValueError: The model's logits cannot be rebuilt from its hidden states, or a row's hidden states depend on the
+            other rows.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class FrozenTeacher(Teacher):
         return context_of(self.model)
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
-        passes = self.placement.agreed(passes_needed(self.model, rollout, self._pass_bytes))
+        passes = self.placement.passes_to_run(passes_needed(self.model, rollout, self._pass_bytes))
         device = self.placement.device
         with self.placement.reading(passes) as run:
             hidden_BCH = read(run, rollout, passes, device, self._cache_device, self._progress, self.reading)

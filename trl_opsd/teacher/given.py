@@ -1,4 +1,4 @@
-"""Looks at what a user passes as a teacher, and at its tokenizer, before one is loaded."""
+"""Checks what a user passes as a teacher, and its tokenizer, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ logger = get_logger(__name__)
 TeacherLike: TypeAlias = str | PreTrainedModel | Teacher
 """A path or model id, a model, or a teacher of the user's own."""
 
-WHERE_IT_IS = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
-"""Options for loading a model that its config and its tokenizer are loaded with too."""
+LOCATION_OPTIONS = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
+"""Options for loading a model that also apply to its config and tokenizer."""
 
 
 def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
-    """What can be said before anything is loaded.
+    """Checks the teachers as far as possible before anything is loaded.
 
     Args:
         teacher_model (`Any`):
@@ -34,11 +34,11 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
         student (`Any`):
             The student, a path or a model.
         args ([`OPSDConfig`]):
-            Says whether the student is its own teacher, and where a teacher lives.
+            Says whether the student is its own teacher, and where a teacher is kept.
 
     Raises:
-        ValueError: There is no teacher, or it is the student, or there are two ways to get one.
-        TypeError: It is nothing that can teach.
+        ValueError: There is no teacher, it is the student, or it is specified twice.
+        TypeError: An object of this type cannot be a teacher.
     """
     kind = args.teacher_model_kind
     if teacher_model is None and kind is None:
@@ -64,8 +64,8 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
             )
         if args.teacher_offload == "zero3":
             raise ValueError(
-                "`teacher_offload='zero3'` with several teachers: all processes read with a sharded teacher together, "
-                "but one of them may have no row of it. Set `teacher_offload='stream'`."
+                "`teacher_offload='zero3'` with several teachers: a sharded teacher needs all processes to read with "
+                "it together, but one of them may have no row for it. Set `teacher_offload='stream'`."
             )
         for name, one in teacher_model.items():
             _check_one(one, student, f"`teacher_model[{name!r}]`")
@@ -76,7 +76,7 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
 def _check_one(teacher_model: Any, student: Any, called: str) -> None:
     if teacher_model is student and not isinstance(student, str):
         raise ValueError(
-            f"{called} and `model` are the same object: load the teacher as an object of its own, or set "
+            f"{called} and `model` are the same object: load the teacher as a separate object, or set "
             "`teacher_model_kind`, and the student teaches itself."
         )
     known = isinstance(teacher_model, TeacherLike)
@@ -87,8 +87,8 @@ def _check_one(teacher_model: Any, student: Any, called: str) -> None:
         )
     if share_memory(teacher_model, student):
         raise ValueError(
-            f"{called} shares parameters with the student, so it would learn with it: load the teacher as an object of "
-            "its own."
+            f"{called} shares parameters with the student, so it would be trained too: load the teacher as a separate "
+            "object."
         )
 
 
@@ -101,14 +101,14 @@ def check_tokenizers(
         tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             The student's; `None` means that it is not loaded yet, and nothing is compared.
         teachers (`Mapping[str, Any]`):
-            By name what the user passes as them.
+            The teachers by name, as the user passes them.
         given ([`~transformers.PreTrainedTokenizerBase`] or a `dict` of them by name, *optional*):
-            The teachers' own. When `None`, those that lie beside their paths.
+            The teachers' tokenizers. When `None`, those found at their paths.
         args ([`OPSDConfig`]):
             Says how to load a tokenizer from a path.
 
     Raises:
-        ValueError: Two differ, in which ids the message says; or a name is none of a teacher.
+        ValueError: Two tokenizers differ, and the message says in which ids; or a name is not a teacher's.
     """
     if tokenizer is None:
         return
@@ -126,7 +126,7 @@ def check_tokenizers(
 
 
 def _tokenizer_beside(teacher_model: Any, args: OPSDConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that lies beside a teacher's weights, or `None`."""
+    """The tokenizer saved beside a teacher's weights, or `None`."""
     if not isinstance(teacher_model, str):
         return None
     asked = {
@@ -134,14 +134,14 @@ def _tokenizer_beside(teacher_model: Any, args: OPSDConfig) -> PreTrainedTokeniz
         "trust_remote_code": args.teacher_trust_remote_code,
         **(args.teacher_model_init_kwargs or {}),
     }
-    options = {name: asked[name] for name in WHERE_IT_IS if asked.get(name) is not None}
+    options = {name: asked[name] for name in LOCATION_OPTIONS if asked.get(name) is not None}
     place = {name: value for name, value in options.items() if name != "trust_remote_code"}
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    # Without its files `AutoTokenizer` makes up an empty tokenizer of the model's family.
+    # Without tokenizer files `AutoTokenizer` builds an empty tokenizer of the model's family.
     if not any(
         cached_file(teacher_model, name, **place, **quiet) for name in ("tokenizer_config.json", "tokenizer.json")
     ):
-        logger.warning(f"{teacher_model} has no tokenizer, so it is taken to have the student's.")
+        logger.warning(f"{teacher_model} has no tokenizer; the student's is assumed.")
         return None
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(teacher_model, **options)
     return tokenizer

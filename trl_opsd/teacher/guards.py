@@ -1,4 +1,4 @@
-"""Notices a teacher that says nothing: what it says would still give a loss that falls."""
+"""Rejects a teacher whose hidden states ignore its input; the loss would still fall."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def check_depends_on_input(rollout: Rollout, targets: TeacherTargets, teacher: s
 
     Args:
         rollout ([`~types.Rollout`]):
-            What the teacher has read.
+            The rollout the teacher has read.
         targets ([`~types.TeacherTargets`]):
-            What it made of that, row-aligned.
+            Its targets, row-aligned.
         teacher (`str`):
             Its name, for the message.
 
     Raises:
-        ValueError: They are the same after different tokens.
+        ValueError: The hidden states are the same after different tokens.
     """
     counts_BC = rollout.counts
     read_BC = torch.cat([rollout.prompt_ids[:, -1:], rollout.completion_ids[:, :-1]], dim=1)

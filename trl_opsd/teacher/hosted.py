@@ -1,4 +1,4 @@
-"""A teacher in host memory that comes to the device whole, and only while it reads."""
+"""A teacher in host memory, copied to the device in full while it reads."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trl_opsd.types import OutputHead
 
 
 class Hosted(Placement):
-    """`teacher_offload="cpu"`: between readings only a copy of the head is on the device.
+    """`teacher_offload="cpu"`: between uses only a copy of the head is on the device.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The teacher, anywhere; its weights move to host memory, pinned where that helps.
+            The teacher, on any device; its weights move to host memory, pinned where that helps.
         device (`torch.device`):
-            Where it reads.
+            Where it runs.
 
     Attributes:
-        prefetcher ([`~teacher.prefetch.Prefetcher`]): counts the bytes.
+        prefetcher ([`~teacher.prefetch.Prefetcher`]): copies the weights and counts the bytes.
     """
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
@@ -44,25 +44,25 @@ class Hosted(Placement):
 
     @contextmanager
     def reading(self, passes: int) -> Iterator[Run]:
-        with self.prefetcher.borrow([block.nbytes for block in self._blocks]) as buffers, self._head.lent():
+        with self.prefetcher.borrow([block.nbytes for block in self._blocks]) as buffers, self._head.in_use():
             try:
                 for block, buffer in zip(self._blocks, buffers, strict=True):
                     self.prefetcher.fetch(block, buffer)
-                    block.lend(buffer)
-                self.prefetcher.arrive()
+                    block.point_to(buffer)
+                self.prefetcher.wait_for_copies()
                 yield partial(call, self.model)
             finally:
                 for block in self._blocks:
-                    block.take_back()
+                    block.restore()
 
-    def agreed(self, passes: int) -> int:
+    def passes_to_run(self, passes: int) -> int:
         return passes
 
 
 class HeadOnDevice:
-    """A copy of a head that stays on the device, because the loss needs it when the teacher is away.
+    """A copy of a head that stays on the device, because the loss needs it after the teacher has been offloaded.
 
-    It is made anew for each reading, so that it fits the hidden states even if the masters change in between.
+    It is refreshed for each reading, so that it fits the hidden states even if the masters change in between.
     """
 
     def __init__(self, model: CausalLM, tensors: list[Tensor], prefetcher: Prefetcher) -> None:
@@ -70,20 +70,20 @@ class HeadOnDevice:
         self._block = HostBlock(tensors, pinned=prefetcher.wants_pinned)
         self._buffer = prefetcher.keep(self._block.nbytes)
         prefetcher.fetch(self._block, self._buffer)
-        prefetcher.arrive()
+        prefetcher.wait_for_copies()
 
     @property
     def head(self) -> OutputHead:
-        """The head of the model, with the copy's weight and bias."""
+        """The model's head, with the weight and bias of the copy."""
         weight, *bias = self._block.views(self._buffer)
         return replace(OutputHead.of(self._model), weight=weight, bias=bias[0] if bias else None)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Copies the head anew and lets the model use the copy."""
+    def in_use(self) -> Iterator[None]:
+        """Refreshes the copy and points the model's head to it."""
         try:
             self._prefetcher.fetch(self._block, self._buffer)
-            self._block.lend(self._buffer)
+            self._block.point_to(self._buffer)
             yield
         finally:
-            self._block.take_back()
+            self._block.restore()

@@ -1,4 +1,4 @@
-"""A teacher in host memory whose layers visit the device one by one; while one computes, the next arrives."""
+"""A teacher in host memory whose layers are copied to the device one by one; while one computes, the next is copied."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from trl_opsd.types import OutputHead
 class Streamed(Placement):
     """`teacher_offload="stream"`: never more on the device than two layers, the head, and what belongs to no layer.
 
-    Embeddings that are not tied to the head stay on the host and are looked up there: moving what was looked up costs
-    far less than the table.
+    Embeddings that are not tied to the head stay on the host and are looked up there: copying the result costs far less
+    than copying the table.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The teacher, anywhere; its weights move to host memory, pinned where that helps.
+            The teacher, on any device; its weights move to host memory, pinned where that helps.
         device (`torch.device`):
-            Where it reads.
+            Where it runs.
 
     Attributes:
-        prefetcher ([`~teacher.prefetch.Prefetcher`]): counts the bytes.
+        prefetcher ([`~teacher.prefetch.Prefetcher`]): copies the weights and counts the bytes.
 
     Raises:
-        ValueError: The model keeps its layers in no `ModuleList`.
+        ValueError: The model does not keep its layers in a `ModuleList`.
     """
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
@@ -43,8 +43,8 @@ class Streamed(Placement):
         parts = parts_of(model)
         if not parts.layers:
             raise ValueError(
-                f"`teacher_offload='stream'`: {type(model).__name__} keeps its layers in no `torch.nn.ModuleList`, so "
-                "there is nothing to stream one by one: set `teacher_offload='cpu'`."
+                f"`teacher_offload='stream'`: {type(model).__name__} does not keep its layers in a "
+                "`torch.nn.ModuleList`, so they cannot be streamed one by one: set `teacher_offload='cpu'`."
             )
         pinned = self.prefetcher.wants_pinned
         self._layers = [layer for layer, _ in parts.layers]
@@ -52,7 +52,7 @@ class Streamed(Placement):
         self._rest = HostBlock(parts.rest, pinned)
         self._head = HeadOnDevice(model, parts.head, self.prefetcher)
         self._looks_up_on_host = bool(parts.embedding)
-        HostBlock(parts.embedding, pinned=False)  # its tensors stay in it
+        HostBlock(parts.embedding, pinned=False)  # moves its tensors to host memory, where they stay
 
     @property
     def head(self) -> OutputHead:
@@ -62,21 +62,21 @@ class Streamed(Placement):
     def reading(self, passes: int) -> Iterator[Run]:
         largest = max(block.nbytes for block in self._blocks)
         sizes = [self._rest.nbytes, *[largest] * min(2, len(self._blocks))]
-        with self.prefetcher.borrow(sizes) as (rest, *slots), self._head.lent():
+        with self.prefetcher.borrow(sizes) as (rest, *slots), self._head.in_use():
             buffers = _DoubleBuffer(self._blocks, slots, self.prefetcher, visits=passes * len(self._blocks))
             hooks = self._hooks(buffers)
             try:
                 self.prefetcher.fetch(self._rest, rest)
-                self._rest.lend(rest)
-                self.prefetcher.arrive()
+                self._rest.point_to(rest)
+                self.prefetcher.wait_for_copies()
                 yield partial(call, self.model)
             finally:
                 for hook in hooks:
                     hook.remove()
                 for block in (*self._blocks, self._rest):
-                    block.take_back()
+                    block.restore()
 
-    def agreed(self, passes: int) -> int:
+    def passes_to_run(self, passes: int) -> int:
         return passes
 
     def _hooks(self, buffers: _DoubleBuffer) -> list[Any]:
@@ -92,9 +92,9 @@ class Streamed(Placement):
 
 
 class _DoubleBuffer:
-    """Two slots in which layers take turns.
+    """Two slots that layers occupy in turn.
 
-    Layers are expected in their order, pass after pass. One that comes out of turn is fetched when it comes.
+    Layers are expected in order, pass after pass. One that is called out of order is fetched at that moment.
     """
 
     def __init__(self, blocks: list[HostBlock], slots: list[Tensor], prefetcher: Prefetcher, visits: int) -> None:
@@ -104,23 +104,23 @@ class _DoubleBuffer:
         self._computing = len(slots) - 1
 
     def enter(self, layer: int) -> None:
-        """Before a layer computes: lets it wait for its weights, and sends for those of the next."""
+        """Before a layer computes: waits for its weights and starts the copy of the next."""
         self._fetch(layer)
-        self._prefetcher.arrive()
+        self._prefetcher.wait_for_copies()
         self._computing = self._holds.index(layer)
-        self._blocks[layer].lend(self._slots[self._computing])
+        self._blocks[layer].point_to(self._slots[self._computing])
         self._visits_left -= 1
         if self._visits_left > 0:
             self._fetch((layer + 1) % len(self._blocks))
 
     def leave(self, layer: int) -> None:
-        """After a layer was issued."""
-        self._blocks[layer].take_back()
+        """After a layer has been issued."""
+        self._blocks[layer].restore()
 
     def _fetch(self, layer: int) -> None:
         if layer in self._holds:
             return
-        # Never over a layer that computes: that one was issued before, but what comes after it was not.
+        # Not into the slot that is in use: a copy waits only for work issued so far.
         slot = (self._computing + 1) % len(self._slots)
         self._holds[slot] = layer
         self._prefetcher.fetch(self._blocks[layer], self._slots[slot])

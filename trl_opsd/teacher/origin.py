@@ -1,4 +1,4 @@
-"""Makes sure that a student without its adapter is the one that was handed in, and stays it while it teaches."""
+"""Checks that a student without its adapter is the model that was passed in, and stays so while it teaches."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _ANOTHER_COPY = "or pass a second copy of it, for instance its path, as `teacher
 
 @final
 class Origin:
-    """The student as it was handed in.
+    """The student as it was passed in, before an adapter was added.
 
     Args:
         student ([`~peft.PeftModel`]):
-            With its adapter on, before training.
+            With its adapter, before training.
         handed_in (`Mapping[str, torch.Tensor]`):
-            Samples of the weights under the adapter, taken before it was put on if that happens in this program.
+            Samples of the weights under the adapter, taken before it was added if that happens in this program.
 
     Raises:
-        ValueError: Putting on the adapter has changed them, or training would.
+        ValueError: Adding the adapter has changed them, or training would.
     """
 
     def __init__(self, student: CausalLM, handed_in: Mapping[str, Tensor]) -> None:
@@ -36,25 +36,25 @@ class Origin:
             said = [f"init_lora_weights={config.init_lora_weights!r}" for config in kinds.values()]
             raise ValueError(
                 f"`teacher_model_kind='base'` is the student without its adapter, but the adapter "
-                f"({', '.join(said) or 'as it was put on'}) has changed the weights under it"
+                f"({', '.join(said) or 'as it was added'}) has changed the weights under it"
                 f"{'' if changed is None else f', first {changed}'}: what is left is another model. Initialise the "
                 f"adapter so that it leaves them alone (`init_lora_weights=True`), {_ANOTHER_COPY}."
             )
         self._check_frozen()
 
     def check(self) -> None:
-        """Raises `ValueError` when a weight under the adapter is no longer what it was. Collective."""
+        """Raises `ValueError` if a weight under the adapter has changed. Collective."""
         changed = first_change(self._handed_in, sampled(self._student))
         if changed is not None:
             raise ValueError(
-                f"{changed} is no longer what it was when the student was handed in, so `teacher_model_kind='base'` "
-                f"is another teacher now: leave the weights under the adapter alone (a callback, `merge_adapter`), "
+                f"{changed} has changed since the student was passed in, so `teacher_model_kind='base'` is another "
+                f"teacher now: do not change the weights under the adapter (in a callback, by `merge_adapter`), "
                 f"{_ANOTHER_COPY}."
             )
 
     def _check_frozen(self) -> None:
         learns = {name for name, parameter in self._student.named_parameters() if parameter.requires_grad}
-        # Without the adapter, peft before 0.19 also lets the originals of `modules_to_save` learn.
+        # With the adapter disabled, peft before 0.19 also makes the originals of `modules_to_save` trainable.
         with without_adapter(self._student):
             without = [name for name, parameter in self._student.named_parameters() if parameter.requires_grad]
         trained = [name for name in without if name in learns]

@@ -1,4 +1,4 @@
-"""A teacher that is the student itself, in one of its other states: without its adapter, averaged, or as it is now."""
+"""A teacher that is the student itself in another state: without its adapter, averaged, or as it is now."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, context_of
 from trl_opsd.models.padding import Reading
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.forward import most_of_all, passes_needed, read
+from trl_opsd.teacher.forward import max_over_processes, passes_needed, read
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
@@ -19,7 +19,7 @@ from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 class OwnTeacher(Teacher):
     """Reads with the student's own parameters, so no second copy of the model exists.
 
-    What it knows more than the student has to stand in its prompt.
+    Anything it knows beyond the student has to be in its prompt.
 
     Args:
         student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -28,16 +28,16 @@ class OwnTeacher(Teacher):
             `run(function, *args)` equals `function(student, *args)`, also when the student is split.
         as_teacher (`Callable`):
             Makes a context in which the student's parameters are the teacher's: `student.disable_adapter` for the
-            model the adapter was put on, `contextlib.nullcontext` for the student as it is now.
+            model under the adapter, `contextlib.nullcontext` for the student as it is now.
         reading (`Callable`):
-            Says which rows the student reads in one batch, which for a student that is split is found out late.
+            Returns which rows the student reads in one batch; for a split student this is known only later.
         cache_device (`str`, *optional*, defaults to `"auto"`):
-            Where targets are kept until they are used up: see `OPSDConfig.teacher_cache_device`.
+            Where targets are kept until they are used: see `OPSDConfig.teacher_cache_device`.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
 
     Attributes:
-        reading ([`~models.padding.Reading`]): which rows are read in one batch: those that the student reads so.
+        reading ([`~models.padding.Reading`]): which rows are read in one batch; the same as for the student.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class OwnTeacher(Teacher):
         self.model = student
         with as_teacher():
             self._head = OutputHead.of(student)
-        # The module and not its tensors: FSDP2 has others when training has begun. The last one, as a head may be tied.
+        # The module, not its tensors: FSDP2 replaces them when training begins. The last match, as a head may be tied.
         *_, self._layer = (one for one in student.modules() if getattr(one, "weight", None) is self._head.weight)
         self._run = run
         self._as_teacher = as_teacher
@@ -77,8 +77,8 @@ class OwnTeacher(Teacher):
         self.model.eval()
         try:
             device = rollout.completion_ids.device
-            # A student that is split over processes reads with all of them, so all have to read equally often.
-            passes = most_of_all(passes_needed(self.model, rollout), device)
+            # The forward of a split student is collective, so all processes run the same number of passes.
+            passes = max_over_processes(passes_needed(self.model, rollout), device)
             with self._as_teacher():
                 hidden_BCH = read(self._run, rollout, passes, device, self._cache_device, self._progress, self.reading)
                 return TeacherTargets(hidden=hidden_BCH)

@@ -16,16 +16,16 @@ from trl_opsd.types import OutputHead
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Every parameter and buffer of a causal language model in exactly one list."""
+    """Each parameter and buffer of a causal language model, in exactly one list."""
 
     head: list[Tensor]
     """Weight and, if there is one, bias of the output head; tied embeddings are here too."""
     embedding: list[Tensor]
     """The input embeddings, if they are not the head's."""
     layers: list[tuple[nn.Module, list[Tensor]]]
-    """The decoder layers in the order they are called, and what only they hold."""
+    """The decoder layers in the order they are called, each with the tensors that only it holds."""
     rest: list[Tensor]
-    """What belongs to no layer, or to several: the last norm, positions."""
+    """Tensors that belong to no layer, or to several: the last norm, positions."""
 
 
 def parts_of(model: CausalLM) -> Parts:
@@ -46,7 +46,7 @@ def parts_of(model: CausalLM) -> Parts:
     taken |= {id(tensor) for tensor in chain.from_iterable(own)}
     embedding = [tensor for tensor in tensors_of(model.get_input_embeddings()) if id(tensor) not in taken]
     if len(embedding) < len(tensors_of(model.get_input_embeddings())):
-        embedding = []  # tied: looked up where the head is
+        embedding = []  # tied to the head, and looked up on its device
     taken |= {id(tensor) for tensor in embedding}
     rest = [tensor for tensor in tensors_of(model) if id(tensor) not in taken]
     return Parts(head=head, embedding=embedding, layers=list(zip(layers, own, strict=True)), rest=rest)
@@ -59,7 +59,7 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 def _decoder_layers(model: nn.Module) -> list[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    # Of equals the first is the outer one.
+    # If lists tie, the first is the outer one.
     largest = max(lists, key=lambda one: sum(tensor.nbytes for tensor in tensors_of(one)), default=nn.ModuleList())
     return _distinct(largest)
 

@@ -1,4 +1,4 @@
-"""Where a teacher's weights are while it does not read; a placement knows nothing of rollouts or losses."""
+"""Where a teacher's weights are kept between readings; a placement knows nothing of rollouts or losses."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from trl_opsd.types import OutputHead
 
 
 class Placement(ABC):
-    """Keeps one frozen model. Wherever that is, the same rows give the same hidden states.
+    """Holds one frozen model. In every placement, the same rows give the same hidden states.
 
-    While the model does not read, its own parameters are the only masters of its weights: whoever changes them in place
-    then has changed the teacher. What visits the device is a copy, and is never copied back.
+    Between readings the model's own parameters are the masters of its weights: changing them in place changes the
+    teacher. What is on the device during a reading is a copy, and is never copied back.
     """
 
     model: CausalLM
     """The causal language model, bare or wrapped by `peft`."""
     device: torch.device
-    """Where a rollout has to be to be read."""
+    """The device that a rollout has to be on."""
 
     @property
     @abstractmethod
     def head(self) -> OutputHead:
-        """The head, where the loss can use it at any time; as of the last reading."""
+        """The head as of the last reading, where the loss can use it at any time."""
 
     @abstractmethod
     def reading(self, passes: int) -> AbstractContextManager[Run]:
-        """Brings the model to the device for as long as the context lasts.
+        """Brings the model to the device while the context lasts.
 
         Args:
             passes (`int`):
-                Forward passes that will be made; nothing is fetched for one more.
+                Passes that follow; prefetching stops after the last.
 
         Returns:
-            `ContextManager`: gives a [`~models.backbone.Run`], through which every pass has to go.
+            `ContextManager`: yields a [`~models.backbone.Run`], through which every pass has to go.
         """
 
     @abstractmethod
-    def agreed(self, passes: int) -> int:
-        """How many passes to make where this process needs `passes`: more, if others need more and all must join in."""
+    def passes_to_run(self, passes: int) -> int:
+        """Passes to run: `passes`, or the maximum over processes if passes are collective."""

@@ -1,4 +1,4 @@
-"""Prefetch buffers: weights in blocks of host memory, and buffers on a device that they are copied to ahead of use."""
+"""Prefetching: weights in blocks of host memory, and buffers on a device that they are copied to ahead of use."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 256
-"""Bytes; what allocators align to, so that a kernel sees no difference between a view and a tensor of its own."""
+"""Bytes; the alignment of allocators, so that to a kernel a view is like a tensor with storage of its own."""
 _WITHOUT_STREAMS = ("cpu", "mps")
-"""Devices that copy at once, and need no pinned memory for it."""
+"""Devices that copy synchronously, without pinned memory."""
 
 
 class HostBlock:
-    """Tensors of a model in one piece of host memory, from which one copy moves them all.
+    """Tensors of a model in one piece of host memory, copied to the device by a single call.
 
-    One by one they would cost a call each; and pinned, almost twice their size, because torch rounds every pinned
+    Separately they would take a call each; and, pinned, almost twice their size, because torch rounds each pinned
     allocation up to a power of two.
 
     Args:
         tensors (iterable of `torch.Tensor`):
-            Parameters and buffers, each once. Their data moves here, one after another: what they occupied is free
-            again as soon as they have moved.
+            Parameters and buffers, each once. Their data moves here one after another, and the memory of each is freed
+            as soon as it has moved.
         pinned (`bool`):
-            Whether copies to the device shall run by themselves.
+            Whether to pin the memory, so that copies to the device run asynchronously.
     """
 
     def __init__(self, tensors: Iterable[Tensor], pinned: bool) -> None:
@@ -49,26 +49,26 @@ class HostBlock:
         """Copies the masters to the first bytes of a buffer on a device."""
         buffer[: self.nbytes].copy_(self._host, non_blocking=True)
 
-    def lend(self, buffer: Tensor) -> None:
-        """Lets the model use the copy in a buffer."""
+    def point_to(self, buffer: Tensor) -> None:
+        """Points the model's tensors to the copy in a buffer."""
         for tensor, view in zip(self._tensors, self.views(buffer), strict=True):
             tensor.data = view
 
-    def take_back(self) -> None:
-        """Lets the model's tensors be the masters again; nothing is copied."""
+    def restore(self) -> None:
+        """Points the model's tensors to the masters again; nothing is copied."""
         for tensor, master in zip(self._tensors, self._masters, strict=True):
             tensor.data = master
 
 
 class Prefetcher:
-    """Copies blocks to buffers on a device, and counts what that takes.
+    """Copies blocks to buffers on a device, and counts the bytes.
 
     Copies run on a stream of their own where the device has streams.
 
     Attributes:
-        held_bytes (`int`): occupied by weights now.
-        peak_bytes (`int`): the most that was ever occupied at once.
-        moved_bytes (`int`): copied from the host so far.
+        held_bytes (`int`): bytes of the buffers held now.
+        peak_bytes (`int`): the maximum of `held_bytes` so far.
+        moved_bytes (`int`): bytes copied from the host so far.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,18 +78,18 @@ class Prefetcher:
 
     @property
     def wants_pinned(self) -> bool:
-        """Whether copies can run beside computation, which takes pinned host memory."""
+        """Whether copies can overlap with computation, for which host memory has to be pinned."""
         return self._stream is not None
 
     def keep(self, nbytes: int) -> Tensor:
-        """A buffer that stays."""
+        """A permanent buffer of `nbytes` bytes."""
         self.held_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     @contextmanager
     def borrow(self, sizes: list[int]) -> Iterator[list[Tensor]]:
-        """Buffers of these sizes in bytes for as long as the context lasts; no copy is under way when it ends."""
+        """Buffers of these sizes in bytes while the context lasts; all copies are complete when it ends."""
         try:
             yield [self.keep(nbytes) for nbytes in sizes]
         finally:
@@ -106,13 +106,13 @@ class Prefetcher:
         with self._stream:
             block.copy_to(buffer)
 
-    def arrive(self) -> None:
-        """Lets whatever is issued from now on wait for the copies begun so far."""
+    def wait_for_copies(self) -> None:
+        """Makes work issued from now on wait for the copies started so far."""
         if self._stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self._stream)
 
     def _finish(self) -> None:
-        """Waits, so that buffers can be freed and masters changed."""
+        """Blocks until all copies are complete, so that buffers can be freed and masters changed."""
         if self._stream is not None:
-            self.arrive()
+            self.wait_for_copies()
             self._stream.synchronize()

@@ -1,4 +1,4 @@
-"""A teacher that stays whole on the device: the fastest, while there is room."""
+"""A teacher that stays on the device: the fastest placement, if it fits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Resident(Placement):
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The teacher. One that was quantised or spread over devices stays where it was loaded.
+            The teacher. One that is quantised or has a device map stays where it was loaded.
         device (`torch.device`):
-            Where it shall live.
+            Where it is kept.
 
     Raises:
-        ValueError: Its output head, or a weight that nobody will bring, has no values in memory.
+        ValueError: Its output head is not in memory, or weights were never loaded.
     """
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
@@ -41,19 +41,19 @@ class Resident(Placement):
     def reading(self, passes: int) -> Iterator[Run]:
         yield partial(call, self.model)
 
-    def agreed(self, passes: int) -> int:
+    def passes_to_run(self, passes: int) -> int:
         return passes
 
 
 def _check_in_memory(model: CausalLM) -> None:
-    """accelerate brings what is on disk when a layer is called, and the loss does not call the head."""
+    """accelerate loads weights from disk when a layer is called, but the loss never calls the head."""
     if OutputHead.of(model).weight.is_meta:
-        where = "its output head is not in memory, and the loss reads it at every step"
+        reason = "its output head is not in memory, and the loss reads it at every step"
     elif getattr(model, "hf_device_map", None) is None and any(one.is_meta for one in model.parameters()):
-        where = "some of its weights were never loaded"
+        reason = "some of its weights were never loaded"
     else:
         return
     raise ValueError(
-        f"The teacher ({type(model).__name__}) cannot teach from where it is: {where}. Leave the head on a device in "
-        "its `device_map`, or load it whole, without one; `teacher_offload='stream'` then needs little of the device."
+        f"The teacher ({type(model).__name__}) cannot be used as it was loaded: {reason}. Keep the head on a device in "
+        "its `device_map`, or load it without one; `teacher_offload='stream'` then takes little device memory."
     )

@@ -14,7 +14,7 @@ from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
 def targets_of(teachers: Mapping[str, Teacher], rollout: Rollout, names: Sequence[str]) -> TeacherTargets:
-    """What each row's teacher has to say about it.
+    """The targets of each row, from its own teacher.
 
     Args:
         teachers (`Mapping[str, Teacher]`):
@@ -33,7 +33,7 @@ def targets_of(teachers: Mapping[str, Teacher], rollout: Rollout, names: Sequenc
     number_of = {name: number for number, name in enumerate(teachers)}
     numbers_B = torch.tensor([number_of[name] for name in names])
     hidden_BCH: Tensor | None = None
-    for name in dict.fromkeys(names):  # one at a time, so that one of them at a time has to be resident
+    for name in dict.fromkeys(names):  # one teacher at a time, so that only one has to be on the device
         rows = numbers_B == number_of[name]
         theirs = _checked(teachers[name], rollout.select(rows.nonzero().flatten().tolist()), name).hidden
         if hidden_BCH is None:
@@ -45,16 +45,16 @@ def targets_of(teachers: Mapping[str, Teacher], rollout: Rollout, names: Sequenc
     return TeacherTargets(hidden=hidden_BCH, teacher=numbers_B.to(hidden_BCH.device))
 
 
-def shares(
+def tokens_by_teacher(
     heads: Sequence[OutputHead], targets: TeacherTargets, counts_BC: Tensor
 ) -> Iterator[tuple[OutputHead, Tensor, Tensor]]:
     """Splits the tokens in a loss by teacher.
 
     Args:
         heads (`Sequence[OutputHead]`):
-            Those of the teachers, in the order in which [`targets_of`] was given these.
+            Those of the teachers, in the order of the teachers in [`targets_of`].
         targets ([`~types.TeacherTargets`]):
-            What it returned, for these rows.
+            What [`targets_of`] returned, for these rows.
         counts_BC (`torch.Tensor`):
             [B, C], whether the token counts in the loss.
 
@@ -69,7 +69,7 @@ def shares(
         theirs_BC = counts_BC & (targets.teacher == number).to(counts_BC.device).unsqueeze(-1)
         if number == 0 or theirs_BC.any():
             hidden_BCH = targets.hidden[..., : shape_of(head)[1]]
-            # Kept in float32 beside teachers of other dtypes: back to its own, which is exact.
+            # Stored in float32 if teachers differ in dtype; the cast back to the teacher's own dtype is exact.
             yield head, hidden_BCH.to(head.weight.dtype) if hidden_BCH.dtype == torch.float32 else hidden_BCH, theirs_BC
 
 

@@ -1,4 +1,4 @@
-"""A teacher that DeepSpeed splits over the processes, in host memory, and gathers layer by layer while it reads."""
+"""A teacher sharded over the processes by DeepSpeed, in host memory, and gathered layer by layer while it reads."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from trl_opsd._compat.deepspeed import SplitReader, reader_config
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run
-from trl_opsd.teacher.forward import most_of_all
+from trl_opsd.teacher.forward import max_over_processes
 from trl_opsd.teacher.placement import Placement
 from trl_opsd.types import OutputHead
 
 
 class Sharded(Placement):
-    """`teacher_offload="zero3"`: each process keeps its share in host memory.
+    """`teacher_offload="zero3"`: each process keeps its shard in host memory.
 
-    The head is split like everything else; the loss gathers it.
+    The head is sharded like all other weights; the loss gathers it.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The teacher, whole or loaded under this placement's own config.
+            The teacher, unsharded or loaded under this placement's own config.
         device (`torch.device`):
-            Where it reads.
+            Where it runs.
     """
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
@@ -39,6 +39,6 @@ class Sharded(Placement):
     def reading(self, passes: int) -> Iterator[Run]:
         yield self._read
 
-    def agreed(self, passes: int) -> int:
-        # Whoever reads gathers from all others, so all have to read equally often.
-        return most_of_all(passes, self.device)
+    def passes_to_run(self, passes: int) -> int:
+        # Each pass gathers from all processes, so all have to run the same number.
+        return max_over_processes(passes, self.device)

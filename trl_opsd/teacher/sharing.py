@@ -1,4 +1,4 @@
-"""Finds out whether a teacher is made of the student's own tensors, whatever objects they hide in."""
+"""Detects whether a teacher shares tensors with the student, whatever objects hold them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trl_opsd.teacher.base import Teacher
 
 
 def share_memory(teacher: Any, student: CausalLM) -> bool:
-    """Whether one optimizer step of the student could change the teacher, or freezing the teacher the student.
+    """Whether an optimizer step of the student could change the teacher, or freezing the teacher freeze the student.
 
     Args:
         teacher (`Any`):
-            A model, a teacher that keeps models in its attributes, or something without weights yet.
+            A model, a teacher that keeps models in its attributes, or something that has no weights yet.
         student (`Any`):
-            A model, or something without weights yet.
+            A model, or something that has no weights yet.
     """
     models = [teacher, *vars(teacher).values()] if isinstance(teacher, Teacher) else [teacher]
     theirs = {place for one in models if isinstance(one, nn.Module) for place in _places(one)}
@@ -25,8 +25,8 @@ def share_memory(teacher: Any, student: CausalLM) -> bool:
 
 
 def _places(model: nn.Module) -> set[tuple[str, int]]:
-    """What tells parameters apart: objects, and addresses, as one object may be made of the memory of another."""
+    """Identifies parameters by object and by address, as one parameter may be a view of another's memory."""
     parameters = list(model.parameters())
     addresses = {("address", parameter.data_ptr()) for parameter in parameters if not parameter.is_meta}
-    nowhere = {("address", 0)}  # what ZeRO-3 has split
-    return {("object", id(parameter)) for parameter in parameters} | addresses - nowhere
+    sharded = {("address", 0)}  # ZeRO-3 leaves no local storage
+    return {("object", id(parameter)) for parameter in parameters} | addresses - sharded

@@ -1,4 +1,4 @@
-"""All teachers of a run by name, and what belongs to them together: their heads, their state, whose a row is."""
+"""All teachers of a run by name, and what they have in common: heads, state, the routing of rows."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Teachers(Mapping[str, Teacher]):
         by_name (`Mapping[str, Teacher]`):
             At least one.
         average ([`~teacher.average.Average`], *optional*):
-            What the student's own follows, if it does.
+            The moving average behind a teacher of kind `"ema"`.
         origin ([`~teacher.origin.Origin`], *optional*):
-            What the student's own is without its adapter, if it is that.
+            Checks a teacher of kind `"base"` under an adapter.
     """
 
     def __init__(
@@ -45,51 +45,51 @@ class Teachers(Mapping[str, Teacher]):
 
     @property
     def only(self) -> Teacher | None:
-        """The teacher where there is one, `None` where there are several."""
+        """The teacher if there is exactly one, else `None`."""
         return next(iter(self.values())) if len(self) == 1 else None
 
     @property
     def models(self) -> dict[str, Any]:
-        """The model behind each, `None` for one that is no model."""
+        """The model of each, `None` for a teacher that is not a model."""
         return {name: getattr(teacher, "model", None) for name, teacher in self.items()}
 
     @property
     def heads(self) -> list[OutputHead]:
-        """Of each, in their order."""
+        """The output head of each, in order."""
         return [teacher.head for teacher in self.values()]
 
     @property
     def vocabularies(self) -> dict[str, int]:
-        """Token ids that each has a logit for."""
+        """The vocabulary size of each: the rows of its head."""
         return {name: shape_of(teacher.head)[0] for name, teacher in self.items()}
 
     @property
     def contexts(self) -> dict[str, int | None]:
-        """Tokens that each can look at; `None` where there is no limit."""
+        """The context length of each in tokens; `None` where there is no limit."""
         return {name: teacher.context for name, teacher in self.items()}
 
     def targets(self, rollout: Rollout, names: Sequence[str]) -> TeacherTargets:
-        """As [`~teacher.routed.targets_of`]: what each row's own teacher has to say about it."""
+        """As [`~teacher.routed.targets_of`]: the targets of each row, from its own teacher."""
         return targets_of(self, rollout, names)
 
     @contextmanager
     def whole_heads(self) -> Iterator[list[OutputHead]]:
-        """The heads, gathered where ZeRO-3 has split one. To be entered inside of the student's, which may be one."""
+        """The heads, gathered where ZeRO-3 has split one. To be entered after the student's, as one may be the same."""
         heads = self.heads
         with gathered_head(*heads):
             yield heads
 
     def check(self) -> None:
-        """Raises `ValueError` when a teacher is no longer what it was at the start. Collective."""
+        """Raises `ValueError` if a teacher has changed since the start. Collective."""
         if self._origin is not None:
             self._origin.check()
 
     def save(self, folder: str) -> None:
-        """Writes what a resumed run needs into the folder of a checkpoint."""
+        """Writes the teachers' state to a checkpoint folder."""
         if self.average is not None:
             self.average.save(folder)
 
     def load(self, folder: str) -> None:
-        """Reads it again."""
+        """Loads the teachers' state from a checkpoint folder."""
         if self.average is not None:
             self.average.load(folder)
