@@ -297,7 +297,7 @@ OTHERS = [
         TypeError,
         before_loading=True,
     ),
-    Case("at least", "4 bits on a CPU", "packed for inference as soon as it writes", packed_for_inference),
+    Case("at least", "4 bits on a CPU", "repacked for inference by the first rollout", packed_for_inference),
     Case(
         "at least",
         "how to load a teacher that is loaded",

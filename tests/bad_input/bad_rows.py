@@ -120,7 +120,7 @@ DATASETS = [
     Case(
         "dataset without the privileged column",
         "a student that teaches itself",
-        r"tells the teacher nothing .* only \['prompt'\]. Add a column 'priv",
+        r"no context for the teacher .* only \['prompt'\]. Add a column 'priv",
         lambda lab: lab.make(teacher_model=None, teacher_model_kind="base"),
         before_loading=True,
     ),

@@ -14,7 +14,7 @@ from trl_opsd._compat.deepspeed import announce, carried
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import DistillationTrainer, pad, unwrap_model_for_generation
 from trl_opsd.models.head import model_shape
-from trl_opsd.models.special_tokens import placeholders, settle_special_tokens, writable
+from trl_opsd.models.special_tokens import ensure_special_tokens, known_end_tokens, placeholders
 from trl_opsd.run.precision import autocast
 
 
@@ -55,9 +55,9 @@ class Hosting(DistillationTrainer):
     def use_special_tokens(self) -> None:
         """Pads with a token, ends with those, and keeps from writing others, that the student has a row for."""
         rows = model_shape(self.model)[0]
-        settle_special_tokens(self._tokenizer, rows)
+        ensure_special_tokens(self._tokenizer, rows)
         self.placeholders = placeholders(self.model.config, rows)
-        self.eos_token_ids = writable(self.eos_token_ids, rows)
+        self.eos_token_ids = known_end_tokens(self.eos_token_ids, rows)
         of_both: dict[str, Any] = {"pad_token_id": self._tokenizer.pad_token_id, "eos_token_id": self.eos_token_ids}
         self.generation_kwargs.update(of_both)
         self.generation_config.update(**of_both)
