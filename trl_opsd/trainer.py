@@ -214,7 +214,7 @@ class OPSDTrainer(SeamTrainer):
             )
         self.teacher = self.teachers.only
         self.teacher_model = getattr(self.teacher, "model", None)  # under TRL's name
-        self._identity.taught_by(self.teachers)
+        self._identity.set_teachers(self.teachers)
         if self.teachers.average is not None:
             self.add_callback(self.teachers.average)
         # What only they can tell: which tokens they know, and how much they can read.
