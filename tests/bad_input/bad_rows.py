@@ -207,7 +207,7 @@ ROWS = [
         before_loading=True,
     ),
     trained_on(
-        "row of a wrong type", "images", "only text is supported yet", prompts(IMAGE, IMAGE), before_loading=True
+        "row of a wrong type", "images", "only text is supported so far", prompts(IMAGE, IMAGE), before_loading=True
     ),
     trained_on(
         "rows of mixed kinds",
