@@ -171,7 +171,7 @@ def test_every_name_in_the_source_has_a_row():
     """Also those of configurations that are not trained here."""
     package = Path(__file__).resolve().parents[1] / "trl_opsd"
     source = "\n".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py") if path.name != "metrics.py")
-    phases = set(re.findall(r'(?:phase|_clocks\[[^\]]+\])\("(\w+)"\)', source))
+    phases = set(re.findall(r'(?:phase|_accounts\[[^\]]+\]\.clock)\("(\w+)"\)', source))
     assert {f"time/{phase}" for phase in phases} == {name for name in METRICS if name.startswith("time/")}
     recorded = set(re.findall(r'(?:record\(|_timed\(trainer, |logs\[)"([\w/]+)"', source))
     assert recorded == {name for name in METRICS if name.startswith(("sync/", "rollout/", "nonfinite/"))}

@@ -19,9 +19,9 @@ def test_json_that_is_read_otherwise_than_by_the_library_is_noticed():
     [
         ("[" * 100_000, "nested too deeply"),
         ('{"a":' * 100_000, "nested too deeply"),
-        ("[NaN]", "holds NaN"),
-        ("-Infinity", "holds -Infinity"),
-        ('{"a": 1, "a": 2}', "gives 'a' twice"),
+        ("[NaN]", "contains NaN"),
+        ("-Infinity", "contains -Infinity"),
+        ('{"a": 1, "a": 2}', "has the key 'a' twice"),
         ("", "Expecting value"),
         (b"\xff\xfe\xfa", "decode"),
         ("9" * 5000, "digits"),

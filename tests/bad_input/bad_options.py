@@ -87,10 +87,10 @@ OTHERS = [
         "`overlong_prompts='truncate'`: expected one of 'error', 'drop'",
         overlong_prompts="truncate",
     ),
-    option("at least", "it looks for text, and a rollout is token ids", generation_kwargs={"stop_strings": ["\n"]}),
+    option("at least", "it looks for text, but a rollout is token ids", generation_kwargs={"stop_strings": ["\n"]}),
     option(
         "at least",
-        "it decodes one row at a time, and a rollout is a batch",
+        "it decodes one row at a time, but a rollout is a batch",
         generation_kwargs={"prompt_lookup_num_tokens": 3},
     ),
     option("at least", "it decodes one row at a time", generation_kwargs={"assistant_early_exit": 1}),

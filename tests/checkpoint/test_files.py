@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trl_opsd.run import checkpoint, manifest
-from trl_opsd.run.checkpoint import UNFINISHED, begin, checked, newest_complete, publish, rotate
+from trl_opsd.run.checkpoint import UNFINISHED, begin, checkpoint_to_resume, newest_complete, publish, rotate
 from trl_opsd.run.manifest import MANIFEST, problems
 
 
@@ -90,10 +90,10 @@ TEARS = [
     (nest_the_manifest, f"{MANIFEST} cannot be read: it is nested too deeply"),
     (swell_the_manifest, f"{MANIFEST} cannot be read: it has 134217728 bytes"),
     (say_in_bytes, f"{MANIFEST} cannot be read: 'utf"),
-    (say('{"files": {}, "files": {}}'), f"{MANIFEST} cannot be read: it gives 'files' twice"),
+    (say('{"files": {}, "files": {}}'), f"{MANIFEST} cannot be read: it has the key 'files' twice"),
     (say('{"files": []}'), f"{MANIFEST} cannot be read: it lists no files"),
     (say('{"files": {"a": 3}}'), f"{MANIFEST} cannot be read: 'a' has no size and hash"),
-    (say('{"files": {"a": {"bytes": NaN, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: it holds NaN"),
+    (say('{"files": {"a": {"bytes": NaN, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: it contains NaN"),
     (say('{"files": {"a": {"bytes": 1.5, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
     (say('{"files": {"a": {"bytes": true, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
     (say('{"files": {"a": {"bytes": 1, "sha256": null}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
@@ -118,19 +118,19 @@ def test_a_tear_that_nobody_notices(tmp_path, tear, problem):
     assert list(passed_over) == [torn]
     assert passed_over[torn][0].startswith(problem)
 
-    folder, [remark] = checked(True, tmp_path)
+    folder, [remark] = checkpoint_to_resume(True, tmp_path)
     assert folder == whole
     assert f"{torn} is not complete: {problem}" in remark
     with pytest.raises(ValueError, match=f"checkpoint-10 is not complete: {problem}.*checkpoint-3"):
-        checked(str(torn), tmp_path)
+        checkpoint_to_resume(str(torn), tmp_path)
 
 
 @pytest.mark.refusal
 def test_a_folder_without_a_whole_checkpoint_is_taken_for_one(tmp_path):
     with pytest.raises(ValueError, match="There is no complete checkpoint in"):
-        checked(True, tmp_path)
+        checkpoint_to_resume(True, tmp_path)
     with pytest.raises(ValueError, match=r"There is no checkpoint .*checkpoint-9.*train without"):
-        checked(str(tmp_path / "checkpoint-9"), tmp_path)
+        checkpoint_to_resume(str(tmp_path / "checkpoint-9"), tmp_path)
 
 
 @pytest.mark.refusal
@@ -138,13 +138,13 @@ def test_a_checkpoint_of_plain_transformers_that_is_refused_although_it_was_name
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
     with pytest.raises(ValueError, match=f"{MANIFEST} is missing"):
-        checked(str(folder), tmp_path)
+        checkpoint_to_resume(str(folder), tmp_path)
     (folder / "trainer_state.json").write_text("{}")
-    found, [remark] = checked(str(folder), tmp_path)
+    found, [remark] = checkpoint_to_resume(str(folder), tmp_path)
     assert found == folder
-    assert "nobody can say whether it is complete" in remark
+    assert "whether it is complete cannot be checked" in remark
     with pytest.raises(ValueError, match="There is no complete checkpoint in"):
-        checked(True, tmp_path)
+        checkpoint_to_resume(True, tmp_path)
 
 
 def test_a_manifest_that_makes_us_read_what_is_not_in_the_folder(tmp_path):
@@ -191,7 +191,7 @@ def test_a_kill_while_one_checkpoint_replaces_another_that_loses_both(tmp_path, 
         with contextlib.suppress(Killed):
             publish(aside, tmp_path)
     assert len(calls) == min(last, 3), "two renames and a deletion"
-    folder, remarks = checked(True, tmp_path)
+    folder, remarks = checkpoint_to_resume(True, tmp_path)
     assert remarks == []
     assert folder == tmp_path / "checkpoint-3"
     assert (folder / "model.safetensors").read_text() in ("old 3", "new 3")
@@ -251,7 +251,7 @@ def test_strays_with_names_of_checkpoints_that_end_a_run_are_noticed(tmp_path):
     for step in range(1, 8):
         assert problems(saved(tmp_path, step)) == []
         assert rotate(tmp_path, 2, keep=[tmp_path / f"checkpoint-{step}"]) == []
-    assert checked(True, tmp_path) == (tmp_path / "checkpoint-7", [])
+    assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-7", [])
     assert names(tmp_path) == {
         "checkpoint-6", "checkpoint-7", "checkpoint-x", "checkpoint-",
         "replaced-checkpoint-5", "replaced-checkpoint-6", "replaced-checkpoint-7",
@@ -312,7 +312,7 @@ class TestRotation:
         with monkeypatch.context() as patched:
             patched.setattr(checkpoint.os, "rename", refused(os.rename))
             [remark] = rotate(tmp_path, 1, keep=[folders[-1]])
-        assert f"{folders[0]} should go (`save_total_limit=1`), but cannot be deleted: [Errno 13]" in remark
+        assert f"{folders[0]} cannot be deleted to meet `save_total_limit=1`: [Errno 13]" in remark
         assert self.steps(tmp_path) == [1, 3]
 
     def test_a_symlink_is_followed(self, tmp_path):
@@ -340,7 +340,7 @@ class TestRotation:
             with pytest.raises(Killed):
                 rotate(tmp_path, 1, keep=[new])
         assert not old.exists()
-        assert checked(True, tmp_path) == (new, [])
+        assert checkpoint_to_resume(True, tmp_path) == (new, [])
 
 
 @pytest.mark.refusal
@@ -376,5 +376,5 @@ def test_a_full_disk_leaves_half_a_checkpoint_under_its_name(tmp_path, monkeypat
         patched.setattr(manifest.json, "dump", full)
         with pytest.raises(OSError, match="No space left"):
             publish(aside, tmp_path)
-    assert checked(True, tmp_path) == (whole, [])
+    assert checkpoint_to_resume(True, tmp_path) == (whole, [])
     assert {name for name in names(tmp_path) if name.startswith("checkpoint")} == {"checkpoint-1"}

@@ -50,7 +50,7 @@ def test_a_torn_checkpoint_is_resumed_from(make_trainer, tmp_path, caplog):
     assert resumed.loads == 0
 
     resumed.train(resume_from_checkpoint=True)
-    assert f"Going on from {tmp_path / 'checkpoint-2'}" in caplog.text
+    assert f"Resuming from {tmp_path / 'checkpoint-2'}" in caplog.text
     assert f"{tmp_path / 'checkpoint-3'} is not complete: optimizer.pt has 100 bytes" in caplog.text
     for name, tensor in weights(whole.model).items():
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name

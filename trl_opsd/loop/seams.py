@@ -28,7 +28,7 @@ from trl_opsd.loop.weights import checked_weights
 from trl_opsd.loop.wrapping import WrappedToTrain
 from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.run.accounts import Accounts
-from trl_opsd.run.groups import wait_for
+from trl_opsd.run.groups import set_group_timeout
 from trl_opsd.run.known import set_known
 from trl_opsd.run.memory import explained
 from trl_opsd.run.precision import autocast
@@ -158,7 +158,7 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
         return completions
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        wait_for(self.args.ddp_timeout_delta)
+        set_group_timeout(self.args.ddp_timeout_delta)
         self.check_same_rows(self._mode)
         rows = self.read_rows(inputs)
         text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]
