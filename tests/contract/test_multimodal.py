@@ -150,7 +150,7 @@ def test_from_a_path_it_is_saved_with_its_processor_and_columns_without_images_a
     ("row", "message"),
     [
         ({"prompt": "x", "images": ["a.png"]}, "train_dataset has a column 'images' with images in it"),
-        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, r"parts of type \['audio'\]: only text"),
+        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, r"parts of type \['audio'\], but only text"),
     ],
 )
 def test_images_and_sounds_are_refused(make_trainer, row, message):

@@ -25,7 +25,7 @@ from transformers import (
 from vllm_lab import gap, lora, student
 
 from trl_opsd._compat.vllm.architectures import may_have_head, why_no_adapter
-from trl_opsd._compat.vllm.borrowed_classes import classes_kept, retyped
+from trl_opsd._compat.vllm.borrowed_classes import preserved_classes, retype
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd._compat.vllm.reload import has_head
 from trl_opsd.rollout import vllm as backend
@@ -112,7 +112,7 @@ def test_an_adapter_that_vllm_cannot_hold_and_is_not_worked_in_is_noticed(make, 
         ("phi3", "mlp.gate_up_proj", None),
         ("llama", "mlp.gate_proj", None),
         ("gpt2", "attn.c_attn", "takes no adapters"),
-        ("qwen3_moe", "self_attn.q_proj", "runs a mixture of experts by Triton"),
+        ("qwen3_moe", "self_attn.q_proj", "runs a mixture of experts with Triton"),
     ],
 )
 def test_a_layer_that_takes_no_adapter_in_vllm_is_noticed_before_an_engine_is_built(family, layer, why):
@@ -154,11 +154,11 @@ def test_changes_to_a_class_that_outlive_an_error_or_get_lost_are_noticed():
         raise RuntimeError("it broke")
 
     made = Child()
-    with pytest.raises(RuntimeError, match="it broke"), classes_kept(Root) as changed:
+    with pytest.raises(RuntimeError, match="it broke"), preserved_classes(Root) as changed:
         spoil()
 
     assert (made.says(), hasattr(made, "extra"), Child.__bases__) == ("child", False, (Root,))
-    retyped(made, changed)
+    retype(made, changed)
     assert (made.says(), made.extra, made.more(), type(made).__name__) == ("changed", 1, "more", "Child")
     assert isinstance(made, Child)
     assert changed.keys() == {Child}

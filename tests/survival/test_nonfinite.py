@@ -14,7 +14,7 @@ from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from peft import LoraConfig
 
-from trl_opsd._compat.deepspeed import blind_settings
+from trl_opsd._compat.deepspeed import settings_without_gradient_check
 from trl_opsd.run.nonfinite import RECORD
 
 
@@ -175,7 +175,7 @@ class TestScaledLoss:
     ids=str,
 )
 def test_a_deepspeed_that_would_step_along_anything_goes_unseen(config, blind):
-    assert blind_settings(config) == blind
+    assert settings_without_gradient_check(config) == blind
 
 
 def test_the_settings_that_make_it_do_so_are_still_deepspeeds_and_off_by_default():

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.deepspeed import announce, carried
+from trl_opsd._compat.deepspeed import register_external_parameters, with_current_autocast
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import DistillationTrainer, pad, unwrap_model_for_generation
 from trl_opsd.models.head import model_shape
@@ -77,8 +77,9 @@ class Hosting(DistillationTrainer):
         student = self.accelerator.unwrap_model(self.model_wrapped)
         if not is_split_model(student):
             return function(student, *args)
-        announce(student, student.get_output_embeddings().parameters())  # also those of an adapter that is off now
-        function = carried(partial(function, student, *args), self.accelerator.device)
+        head = student.get_output_embeddings()  # its parameters include those of an adapter that is disabled now
+        register_external_parameters(student, head.parameters())
+        function = with_current_autocast(partial(function, student, *args), self.accelerator.device)
         with torch.autocast(self.accelerator.device.type, enabled=False):  # DeepSpeed would warn of it
             return self._forward_redirection(self.model_wrapped, student, function)
 

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
 from transformers import Trainer
 
-from trl_opsd._compat.deepspeed import blind_settings
+from trl_opsd._compat.deepspeed import settings_without_gradient_check
 from trl_opsd.run.failure import one_traceback
 from trl_opsd.run.known import set_known
 from trl_opsd.run.nonfinite import Finding, GradientProbe, StepGuard, nonfinite_side
@@ -131,7 +131,7 @@ class GuardedSteps(Trainer):
         """Only DeepSpeed can look before it steps, and some of its settings keep it from looking."""
         if not self._is_deepspeed:
             return
-        blind = blind_settings(self.accelerator.state.deepspeed_plugin.hf_ds_config.config)
+        blind = settings_without_gradient_check(self.accelerator.state.deepspeed_plugin.hf_ds_config.config)
         if not blind:
             return
         message = f"With this value of {', '.join(map(repr, blind))}, DeepSpeed steps without a look at the gradient"
