@@ -45,7 +45,7 @@ def not_causal(role: str, kind: str, made: Callable[[], Any]) -> Case:
     return Case(
         "not causal",
         f"{role}, a {kind}",
-        f"`{role}` is a {kind}, which does not continue a text",
+        f"`{role}` is a {kind}, which does not generate text",
         lambda lab: lab.make(**{role: made()}),
         before_loading=True,
     )
