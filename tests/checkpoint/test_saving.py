@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
-from trl_opsd.run.checkpoint import UNFINISHED, checked
+from trl_opsd.run.checkpoint import UNFINISHED, checkpoint_to_resume
 from trl_opsd.run.manifest import MANIFEST, problems
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
@@ -148,10 +148,10 @@ def test_a_disk_that_refuses_tears_a_checkpoint(make_trainer, tmp_path, monkeypa
         assert raised.value.__notes__ == [
             f"{tmp_path / 'checkpoint-2'} was not finished; the checkpoints before it are as they were."
         ]
-        assert checked(True, tmp_path) == (tmp_path / "checkpoint-1", [])
+        assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-1", [])
         assert names(tmp_path) == {"checkpoint-1", UNFINISHED}
     trainer._save_checkpoint(trainer.model, None)
-    assert checked(True, tmp_path) == (tmp_path / "checkpoint-2", []), "once there is room again"
+    assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-2", []), "once there is room again"
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-2"}
 
 
@@ -167,7 +167,7 @@ def test_an_output_folder_that_cannot_be_written_to_tears_a_checkpoint(make_trai
         patched.setattr(os, "mkdir", read_only)
         with pytest.raises(OSError, match="Read-only"):
             trainer._save_checkpoint(trainer.model, None)
-    assert checked(True, tmp_path) == (tmp_path / "checkpoint-1", [])
+    assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-1", [])
     assert names(tmp_path) == {"checkpoint-1"}
 
 
