@@ -140,7 +140,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         engine = VLLMEngine(EngineOptions(
             model=str(folder), revision=None, tokenizer=str(folder), dtype=args.dtype, context=256,
             vocabulary=args.vocab, sequences=8, seed=0, gpu_memory_utilization=0.3, model_impl="vllm",
-            trust_remote_code=False, sleep_mode=False, placeholders=(), text_alone=False,
+            trust_remote_code=False, sleep_mode=False, placeholders=(), text_only=False,
             lora_rank=None if rank is None else next(size for size in LORA_RANKS if size >= rank),
             lora_layers=tuple({name.rpartition(".")[2] for name in adapter_layers(student)}) if apart else (),
         ))  # fmt: skip

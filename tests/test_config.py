@@ -39,7 +39,7 @@ def test_boundary_values_are_accepted(tmp_path, option):
     ("option", "message"),
     [
         ({"beta": 0.02}, "`beta=0.02` is close to an end"),
-        ({"beta": 0.97}, "generalised JSD itself vanishes"),
+        ({"beta": 0.97}, "generalised JSD and its gradient vanish"),
         ({"divergence": "forward_kl", "beta": 0.5}, "`beta=0.5` is ignored"),
     ],
 )

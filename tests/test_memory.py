@@ -61,7 +61,7 @@ def test_an_out_of_memory_error_lists_what_the_phase_holds(make_trainer, monkeyp
     first, *lines, advice = note.splitlines()
     assert first == f"Out of memory in phase '{phase}', which by its shapes holds at least:"
     assert [line.strip() for line in lines] == [f"{size / 1e6:.3f} MB  {name}" for name, size in expected.items()]
-    assert advice == f"What makes it less: {ADVICE[phase]}."
+    assert advice == f"Options that reduce it: {ADVICE[phase]}."
 
 
 @pytest.mark.parametrize(

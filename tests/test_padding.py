@@ -20,7 +20,7 @@ from trl_opsd.rollout.base import cut_after_end
 from trl_opsd.types import Rollout
 
 CPU = torch.device("cpu")
-BY_LENGTH, ALONE = Reading(0), Reading(0, shares=False)
+BY_LENGTH, ALONE = Reading(0), Reading(0, batches_equal_lengths=False)
 TABLE = torch.randn(300, 8, generator=torch.Generator().manual_seed(0))
 
 

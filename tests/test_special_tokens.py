@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import HFRollout
-from trl_opsd.models.special_tokens import settle_special_tokens, writable
+from trl_opsd.models.special_tokens import ensure_special_tokens, known_end_tokens
 
 ROWS = tiny.rows().add_column("privileged_context", ["It is 4.", "x", "blue sky", "y", "z", "q", "w", "once"])
 
@@ -56,7 +56,7 @@ def test_special_tokens_saved_with_the_student_are_checked(make_trainer, tmp_pat
     student.save_pretrained(tmp_path / "student")
     grown(pad_token="[PAD]").save_pretrained(tmp_path / "student")
     trainer = make_trainer(model=str(tmp_path / "student"), processing_class=None, rollout=HFRollout())
-    assert "'<|im_end|>' pads instead" in caplog.text
+    assert "'<|im_end|>' is used for padding instead" in caplog.text
     assert trainer.eos_token_ids == trainer.generation_kwargs["eos_token_id"] == [2]
     ends = (trainer.generation_config.eos_token_id, trainer.generation_config.pad_token_id)
     assert ends == ([2], 2)
@@ -76,11 +76,11 @@ def test_an_end_token_outside_the_vocabulary_is_refused_before_loading(make_trai
 
 def test_special_tokens_in_the_vocabulary_are_kept():
     words = tiny.tokenizer()
-    settle_special_tokens(words, 259)
+    ensure_special_tokens(words, 259)
     assert words.pad_token == "<|endoftext|>"
-    settle_special_tokens(None, 259)
-    settle_special_tokens(grown(eos_token="[END]"), None)
-    assert writable([2, 0], 259) == [2, 0]
+    ensure_special_tokens(None, 259)
+    ensure_special_tokens(grown(eos_token="[END]"), None)
+    assert known_end_tokens([2, 0], 259) == [2, 0]
 
 
 def test_a_chat_template_with_unknown_tokens_is_refused(make_trainer):

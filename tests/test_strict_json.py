@@ -19,9 +19,9 @@ def test_valid_json_is_read_as_by_the_standard_library():
     [
         ("[" * 100_000, "nested too deeply"),
         ('{"a":' * 100_000, "nested too deeply"),
-        ("[NaN]", "holds NaN"),
-        ("-Infinity", "holds -Infinity"),
-        ('{"a": 1, "a": 2}', "gives 'a' twice"),
+        ("[NaN]", "contains NaN"),
+        ("-Infinity", "contains -Infinity"),
+        ('{"a": 1, "a": 2}', "has the key 'a' twice"),
         ("", "Expecting value"),
         (b"\xff\xfe\xfa", "decode"),
         ("9" * 5000, "digits"),

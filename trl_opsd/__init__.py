@@ -1,4 +1,4 @@
-"""On-policy distillation for the Hugging Face ecosystem; this file only says where the public names live."""
+"""On-policy distillation for the Hugging Face ecosystem; this file only maps public names to their modules."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a public name when it is first asked for, so that importing the package costs nothing."""
+    """Imports a public name on first access, so that importing the package stays cheap."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         module = import_module(_HOME[name])
-    except AttributeError as error:  # of which Python would make "cannot import name", without the reason
+    except AttributeError as error:  # Python would report only "cannot import name", without the reason
         raise ImportError(f"{name} cannot be loaded from {_HOME[name]}: {error}") from error
     return getattr(module, name)
 

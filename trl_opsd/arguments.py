@@ -1,4 +1,4 @@
-"""Looks at the arguments of a trainer together, before a model is loaded; single options are `config.py`'s business."""
+"""Checks a trainer's arguments against each other before a model is loaded; `config.py` checks single options."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from trl_opsd.models.backbone import context_of
 from trl_opsd.models.given import check_in_memory, check_own_loss, language_config
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.processing import check_processing_class, loaded_processing_class, text_tokenizer
-from trl_opsd.models.special_tokens import rows_said, settle_special_tokens
+from trl_opsd.models.special_tokens import configured_vocabulary, ensure_special_tokens
 from trl_opsd.teacher.given import check_teachers, check_tokenizers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What a trainer was given, checked together; no model is loaded yet."""
+    """The checked arguments of a trainer; no model is loaded yet."""
 
     models: dict[str, Any]
-    """What each teacher is made of, by name; `None` is the student itself."""
+    """Teacher models, paths or model ids by name; `None` is the student itself."""
     intake: Intake
-    """Reads rows, with the names of these teachers."""
+    """Parses rows, with the names of these teachers."""
     processing_class: Any
     """A tokenizer, or a processor around one."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Makes token ids of text."""
+        """The tokenizer itself."""
         return text_tokenizer(self.processing_class)
 
     @property
     def processor(self) -> ProcessorMixin | None:
-        """What is saved beside the student, if it is more than the tokenizer."""
+        """The processor, which is saved with the student; `None` if there is only a tokenizer."""
         return self.processing_class if isinstance(self.processing_class, ProcessorMixin) else None
 
 
@@ -58,11 +58,11 @@ def prepared(
     teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None,
     row_columns: Collection[str],
 ) -> Prepared:
-    """Checks everything that can be known before a model is loaded; the arguments are the trainer's.
+    """Runs every check that needs no loaded model; the arguments are the trainer's.
 
     Raises:
-        ValueError: They do not go together; the message says what to change.
-        TypeError: One is of a type that cannot be used here.
+        ValueError: Arguments contradict each other; the message says what to change.
+        TypeError: An argument has an unsupported type.
     """
     teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
     check_teachers(teacher_model, model, args)
@@ -86,31 +86,31 @@ def prepared(
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
         check_processing_class(processing_class)
     found = Prepared(models=models, intake=intake, processing_class=processing_class)
-    settle_special_tokens(found.tokenizer, rows_said(model, args.model_init_kwargs or {}))
+    ensure_special_tokens(found.tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
     check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
     return found
 
 
 def _teaches_itself(student: Any, args: OPSDConfig) -> bool:
-    """Whether teacher and student start as one; without the adapter it came with, a student is somebody else."""
+    """Whether teacher and student start as the same model; without the adapter it came with, a student is another."""
     kind = args.teacher_model_kind
     return kind is not None and not (kind == "base" and not isinstance(student, str) and is_peft(student))
 
 
 def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) -> None:
-    """Refuses models that are not there, or that do not write text token by token, before one is loaded.
+    """Refuses models that cannot be found or are not causal language models, before one is loaded.
 
     Args:
         student (`Any`):
             A path, a model id or a model.
         teachers (`Mapping[str, Any]`):
-            The same by name; `None` for the student itself, and teachers of the user's own are left to themselves.
+            The same by name; `None` for the student itself. A user's own [`~teacher.Teacher`] is not checked.
         args ([`OPSDConfig`]):
-            Says how to load them.
+            Contains the options for loading them.
 
     Raises:
-        ValueError: A model cannot be found, or is not a causal language model, or the student has a loss of its own, or
-            is not in memory.
+        ValueError: A model cannot be found or is not a causal language model, or the student adds an auxiliary loss in
+            its forward, or is not in memory.
     """
     config = language_config(student, "model", args.model_init_kwargs or {})
     check_own_loss({**config, **(args.model_init_kwargs or {})})
@@ -126,21 +126,21 @@ def check_datasets(
     teachers: Collection[str] = (),
     needs_privilege: bool = False,
 ) -> None:
-    """Checks types, columns and sizes; the rows are read later, when there is a tokenizer.
+    """Checks types, columns and sizes; the rows are read later, when the tokenizer is loaded.
 
     Args:
         datasets (`Mapping`):
-            By the name a message gives them.
+            By their names in messages.
         args ([`OPSDConfig`]):
-            Says how many rows make a batch.
+            Determines the rows of a batch.
         teachers (`Collection[str]`, *optional*):
             Names of the teachers, when there are several.
         needs_privilege (`bool`, *optional*, defaults to `False`):
-            Whether the columns have to tell the teacher more than the student.
+            Whether the columns must contain context for the teacher that the student does not see.
 
     Raises:
-        ValueError: There is nothing to train or evaluate on, or not enough, or a column is missing.
-        TypeError: Something is not a dataset.
+        ValueError: A dataset is missing, empty or too small, or lacks a column.
+        TypeError: A value is not a dataset.
     """
     if datasets.keys() == {"train_dataset", "eval_dataset"} and not any(one is not None for one in datasets.values()):
         raise ValueError("`train_dataset` is None: pass a dataset with a column 'prompt'.")
@@ -157,8 +157,8 @@ def check_datasets(
         _check_stored_images(dataset, where)
         if needs_privilege and columns is not None and not {"teacher_prompt", "privileged_context"} & set(columns):
             raise ValueError(
-                f"The student teaches itself (`teacher_model_kind={args.teacher_model_kind!r}`), but {where} tells the "
-                f"teacher nothing that the student does not see; it has only {columns}. Add a column "
+                f"The student is its own teacher (`teacher_model_kind={args.teacher_model_kind!r}`), but {where} has "
+                f"no context for the teacher that the student does not see; it has only {columns}. Add a column "
                 "'privileged_context' or 'teacher_prompt', or pass `teacher_prompt_fn`."
             )
         if where == "train_dataset":
@@ -168,10 +168,10 @@ def check_datasets(
 
 
 def _check_stored_images(dataset: AnyDataset, where: str) -> None:
-    """A stream cannot be read ahead: its rows are looked at when they are used."""
+    """Refuses images in the rows of a map-style dataset; the rows of a stream are checked when they are used."""
     if isinstance(dataset, IterableDataset):
         return
-    stored = dataset.with_format("arrow")  # nothing is decoded
+    stored = dataset.with_format("arrow")  # no image is decoded
     for name in IMAGE_COLUMNS:
         if name in stored.column_names:
             for table in stored.select_columns([name]).iter(batch_size=100):
@@ -179,10 +179,11 @@ def _check_stored_images(dataset: AnyDataset, where: str) -> None:
 
 
 def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:
-    """Checks that a dataset fills one generation batch; a stream is as long as it is, and has to be told when to end.
+    """Checks that a dataset fills one generation batch; for a stream, that `max_steps` is set.
 
     Raises:
-        ValueError: It does not, so that training would end after 0 steps; or nobody says when a stream ends.
+        ValueError: The dataset is too small, so that training would end after 0 steps; or it is a stream and
+            `max_steps` is not set.
     """
     if isinstance(dataset, IterableDataset) and args.max_steps <= 0:
         raise ValueError(
@@ -200,10 +201,10 @@ def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:
 
 
 def student_limits(student: CausalLM, args: OPSDConfig) -> PromptLimits:
-    """What the student's prompts and completions keep to.
+    """Limits of the student's prompts and completions.
 
     Raises:
-        ValueError: Its context has no room for a completion.
+        ValueError: A completion does not fit into the student's context.
     """
     context = context_of(student)
     if args.use_vllm and args.vllm_max_model_length is not None:

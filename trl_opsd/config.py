@@ -1,4 +1,4 @@
-"""The options of [`OPSDTrainer`], and every check that needs only the options; nothing is loaded to run one."""
+"""The options of [`OPSDTrainer`], and every check that needs only the options; no check loads anything."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from trl_opsd.run.sampling_options import check_generation_kwargs, check_samplin
 TEACHER_OFFLOADS = ("none", "cpu", "stream", "zero3")
 
 _ONLY_RESIDENT = {
-    "quantization_config": "quantised weights carry state that belongs to the device they were made on",
+    "quantization_config": "quantised weights carry state that belongs to the device they were created on",
     "device_map": "accelerate would already move the weights",
-    "tp_plan": "the weights would already be split",
+    "tp_plan": "the weights would already be sharded",
 }
-"""Options for loading a teacher after which it can only stay where it was loaded."""
+"""Loading options after which a teacher must stay on the device it was loaded on, with the reason."""
 
 
 @dataclass
 class OPSDConfig(DistillationConfig):
-    r"""Configuration of [`OPSDTrainer`]: [`~trl.DistillationConfig`], every field with its name, default and meaning,
-    and the fields below.
+    r"""Configuration of [`OPSDTrainer`]: every field of [`~trl.DistillationConfig`], with its name, default and
+    meaning, and the fields below.
 
     Two defaults differ, for safety: `vllm_server_host` is loopback, and `trust_remote_code` does not cover the teacher.
 
@@ -41,60 +41,61 @@ class OPSDConfig(DistillationConfig):
             The objective. By name: `"forward_kl"` is KL(teacher ‖ student), `"reverse_kl"` is KL(student ‖ teacher),
             `"jsd"` is the generalised Jensen-Shannon divergence with TRL's `beta` where that lies inside (0, 1), and
             with 0.5 otherwise. When `None`, `beta` alone decides, as in TRL: 0 forward KL, 1 reverse KL, between: JSD.
-            An object is taken as it is; `docs/extending.md` says how to write one.
+            A [`~losses.Divergence`] is used unchanged; `docs/extending.md` shows how to write one.
         overlong_prompts (`str`, *optional*, defaults to `"error"`):
             What to do with a prompt that leaves no room for `max_completion_length` tokens in the student's context:
-            `"error"` names the row, `"drop"` leaves it out and counts it.
+            `"error"` raises an error that names the row, `"drop"` drops the row and counts it.
         loss_chunk_tokens (`int`, *optional*):
-            Tokens whose logits exist at once in the loss. When `None`, as many as keep both models' logits under
-            0.6 GB. The result does not depend on it.
+            Number of tokens whose logits exist at once in the loss. When `None`, as many as keep both models' logits
+            under 0.6 GB. The result does not depend on it.
         teacher_trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether the teacher may be loaded from a repository that ships Python code of its own.
+            Whether the teacher may be loaded from a repository that ships its own Python code.
         teacher_model_kind (`str`, *optional*):
-            Lets the student be its own teacher, which then has to read more than the student: `"base"` is the student
-            as it was handed in (with LoRA: without its adapter, so there is no second copy), `"ema"` its exponential
-            moving average (with LoRA: of the adapter), `"live"` the student as it is now. As in TRL's `SDFTConfig`,
-            but off by default.
+            Makes the student its own teacher, which then must see context that the student does not: `"base"` is the
+            student as it was passed (with LoRA: without its adapter, so there is no second copy), `"ema"` its
+            exponential moving average (with LoRA: of the adapter), `"live"` the current student. As in TRL's
+            `SDFTConfig`, but off by default.
         teacher_update_rate (`float`, *optional*, defaults to `0.05`):
-            Share of the student in an update of the `"ema"` teacher, in (0, 1].
+            Weight of the student in each update of the `"ema"` teacher, in (0, 1].
         teacher_sync_steps (`int`, *optional*, defaults to `1`):
             Optimizer steps between updates of the `"ema"` teacher.
         teacher_prompt_template (`str`, *optional*, defaults to `"{prompt}\n\n{privileged_context}"`):
-            Joins the prompt and the column `privileged_context` into what the teacher reads; of messages, it becomes
-            the last one of the user.
+            Joins the prompt and the column `privileged_context` into the teacher's prompt; in a list of messages, it
+            applies to the last user message.
         teacher_chat_template_kwargs (`dict` or `str`, *optional*):
-            Arguments of the chat template that differ for the teacher, for instance `{"enable_thinking": True}`.
+            Chat template arguments that differ for the teacher, for instance `{"enable_thinking": True}`.
         teacher_offload (`str`, *optional*, defaults to `"none"`):
-            Where the teacher lives while it does not read; the numbers are the same. `"none"`: on the device. `"cpu"`:
-            in host memory, on the device only while it reads. `"stream"`: in host memory, and on the device layer by
-            layer. `"zero3"`: split over the processes, in host memory; needs a launch with DeepSpeed ZeRO-3.
+            Where the teacher's weights are kept; the results are the same. `"none"`: on the device. `"cpu"`: in host
+            memory, on the device only while the teacher reads. `"stream"`: in host memory, copied to the device layer
+            by layer. `"zero3"`: sharded over the processes, in host memory; needs a launch with DeepSpeed ZeRO-3.
         teacher_cache_device (`str`, *optional*, defaults to `"auto"`):
-            Where what the teacher said of a generation batch waits to be used: `"accelerator"`, `"cpu"`, or `"auto"`,
-            which is the accelerator up to 1 GB and the host beyond: the whole batch has to wait while the student
-            learns, and coming back in micro-batches costs far less than the memory is worth.
+            Device that holds the teacher's targets of a generation batch until each micro-batch needs them:
+            `"accelerator"`, `"cpu"`, or `"auto"`, which is the accelerator up to 1 GB and the host beyond. They are
+            held while the student trains, and copying them back in micro-batches costs little compared to that memory.
         nonfinite (`str`, *optional*, defaults to `"raise"`):
-            What becomes of an optimizer step whose loss or gradient is NaN or infinite, on any process. `"raise"`: an
-            error that names the side, the rank and the step. `"skip"`: it is left out, and counted in the log as
-            `nonfinite/skipped_steps`. The weights stay as they were either way.
+            What to do with an optimizer step whose loss or gradient is NaN or infinite on any process. `"raise"`: an
+            error that names the side, the rank and the step. `"skip"`: skip the step, and count it in the log as
+            `nonfinite/skipped_steps`. The weights are unchanged either way.
         nonfinite_skip_limit (`int`, *optional*, defaults to `10`):
-            Steps in a row that may be left out before it is an error after all. Holds for the steps that a float16
-            loss scale is found with, too, which are left out whatever `nonfinite` says.
+            Maximum consecutive skipped steps; one more is an error. Includes the steps that are skipped while a float16
+            loss scale is found, whatever `nonfinite` is.
         phase_timeout (`float`, *optional*):
             Seconds after which a phase of training (`complete`, `sync`, `teach`, `compare` or `save`) is reported on
-            stderr with the stacks of all threads. It goes on nevertheless.
+            stderr with the stacks of all threads. The run continues.
         vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
-            What vLLM is sent when a student with a LoRA adapter has moved: `"adapter"` sends the adapter alone, from
-            memory, `"full"` all weights with the adapter worked in, `"auto"` the adapter where vLLM takes it.
+            What is sent to vLLM after a student with a LoRA adapter has been updated: `"adapter"` sends the adapter
+            alone, from memory, `"full"` all weights with the adapter merged, `"auto"` the adapter where vLLM supports
+            it.
         vllm_sync_check (`str`, *optional*, defaults to `"every"`):
-            After which weight syncs vLLM has to prove, by its log-probabilities, that it writes as the student does:
-            `"every"`, `"first"` or `"never"`.
+            Which weight syncs are verified by comparing vLLM's log-probabilities with the student's: `"every"`,
+            `"first"` or `"never"`.
         resume_with_changes (`list[str]`, *optional*):
-            Names of what may differ from the run that wrote the checkpoint this one resumes from, for instance
-            `["temperature"]`. Whatever else changes the objective or the order of the rows is refused; see
+            Names of settings that may differ from the run that wrote the checkpoint to resume from, for instance
+            `["temperature"]`. Any other change to the objective or to the order of the rows is refused; see
             `docs/resume.md`.
 
     Raises:
-        ValueError: An option is out of range, unknown, or contradicts another one.
+        ValueError: An option is out of range, unknown, or contradicts another.
 
     Example:
 
@@ -115,11 +116,13 @@ class OPSDConfig(DistillationConfig):
     )
     loss_chunk_tokens: int | None = field(
         default=None,
-        metadata={"help": "Tokens whose logits exist at once in the loss. If not set, chosen to stay under 0.6 GB."},
+        metadata={
+            "help": "Number of tokens whose logits exist at once in the loss. If not set, chosen to stay under 0.6 GB."
+        },
     )
     teacher_trust_remote_code: bool = field(
         default=False,
-        metadata={"help": "Whether the teacher may be loaded from a repository that ships Python code of its own."},
+        metadata={"help": "Whether the teacher may be loaded from a repository that ships its own Python code."},
     )
     teacher_model_kind: str | None = field(
         default=None,
@@ -127,7 +130,7 @@ class OPSDConfig(DistillationConfig):
     )
     teacher_update_rate: float = field(
         default=0.05,
-        metadata={"help": "Share of the student in an update of the 'ema' teacher."},
+        metadata={"help": "Weight of the student in each update of the 'ema' teacher."},
     )
     teacher_sync_steps: int = field(
         default=1,
@@ -139,49 +142,51 @@ class OPSDConfig(DistillationConfig):
     )
     teacher_chat_template_kwargs: dict | str | None = field(
         default=None,
-        metadata={"help": "Arguments of the chat template that differ for the teacher, for instance to let it think."},
+        metadata={"help": "Chat template arguments that differ for the teacher, for instance to enable thinking."},
     )
     teacher_offload: str = field(
         default="none",
-        metadata={"help": "Where the teacher lives while it does not read: 'none', 'cpu', 'stream' or 'zero3'."},
+        metadata={"help": "Where the teacher's weights are kept: 'none' (the device), 'cpu', 'stream' or 'zero3'."},
     )
     teacher_cache_device: str = field(
         default="auto",
-        metadata={"help": "Where the teacher's targets wait to be used: 'auto', 'cpu' or 'accelerator'."},
+        metadata={
+            "help": "Device that holds the targets until each micro-batch needs them: 'auto', 'cpu' or 'accelerator'."
+        },
     )
     nonfinite: str = field(
         default="raise",
-        metadata={"help": "What becomes of a step with a loss or gradient that is NaN or infinite: 'raise' or 'skip'."},
+        metadata={"help": "What to do with a step whose loss or gradient is NaN or infinite: 'raise' or 'skip'."},
     )
     nonfinite_skip_limit: int = field(
         default=10,
-        metadata={"help": "Optimizer steps in a row that may be left out before it is an error."},
+        metadata={"help": "Maximum consecutive skipped steps, including fp16 loss-scale skips."},
     )
     phase_timeout: float | None = field(
         default=None,
-        metadata={"help": "Seconds after which a phase that still goes on is reported with the stacks of all threads."},
+        metadata={"help": "Seconds after which a phase still running is reported with the stacks of all threads."},
     )
     vllm_weight_sync: str = field(
         default="auto",
-        metadata={"help": "What a student with a LoRA adapter sends to vLLM: 'auto', 'adapter' or 'full'."},
+        metadata={"help": "What is sent to vLLM from a student with a LoRA adapter: 'auto', 'adapter' or 'full'."},
     )
     vllm_sync_check: str = field(
         default="every",
-        metadata={"help": "After which weight syncs vLLM proves that they arrived: 'every', 'first' or 'never'."},
+        metadata={"help": "Which weight syncs are verified: 'every', 'first' or 'never'."},
     )
     resume_with_changes: list[str] | None = field(
         default=None,
-        metadata={"help": "Names of what may differ from the run that wrote the checkpoint to resume from."},
+        metadata={"help": "Names of settings that may differ from the run that wrote the checkpoint to resume from."},
     )
     vllm_server_host: str = field(
         default="127.0.0.1",
-        metadata={"help": "Host of the student vLLM server. Another host than loopback is an explicit choice."},
+        metadata={"help": "Host of the student vLLM server. A host other than loopback must be set explicitly."},
     )
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*DistillationConfig._VALID_DICT_FIELDS, "teacher_chat_template_kwargs"]
 
     def __post_init__(self) -> None:
-        in_range("beta", self.beta, 0.0, 1.0)  # TRL lets NaN pass
+        in_range("beta", self.beta, 0.0, 1.0)  # TRL accepts NaN
         super().__post_init__()
         self._check_dicts()
         self._check_objective()
@@ -190,7 +195,7 @@ class OPSDConfig(DistillationConfig):
         check_sampling(self)
         check_generation_kwargs(self)
         self._check_vllm()
-        self._check_survival()
+        self._check_failure_handling()
         self._check_without_effect()
         self._check_accumulation()
         check_sharing(self)
@@ -200,22 +205,24 @@ class OPSDConfig(DistillationConfig):
 
     @property
     def device(self) -> torch.device:
-        """Of this process. accelerate numbers the CPU of several processes, and torch loads no file onto a number."""
+        """Device of this process. accelerate gives CPU devices an index in a multi-process launch, and torch cannot
+        load a file onto an indexed CPU device.
+        """
         device: torch.device = super().device
         return torch.device("cpu") if device.type == "cpu" else device
 
     def build_divergence(self) -> Divergence:
-        """The objective as a value: what `divergence` is or names, else what `beta` says."""
+        """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""
         return divergence_of(self.divergence, self.beta)
 
     def to_dict(self) -> dict[str, Any]:
-        """As transformers', for loggers and files: a divergence that is an object in words."""
+        """As transformers', for loggers and files, with a divergence object as its `repr`."""
         values: dict[str, Any] = super().to_dict()
         return {name: repr(value) if isinstance(value, Divergence) else value for name, value in values.items()}
 
     @property
     def teacher_template_kwargs(self) -> dict[str, Any]:
-        """Arguments of the chat template that differ for the teacher; none by default."""
+        """Chat template arguments that differ for the teacher; none by default."""
         assert not isinstance(self.teacher_chat_template_kwargs, str), "parsed and checked at construction"
         return dict(self.teacher_chat_template_kwargs or {})
 
@@ -233,15 +240,14 @@ class OPSDConfig(DistillationConfig):
         ignored = isinstance(self.divergence, Divergence) or self.beta != BETAS.get(self.divergence or "", self.beta)
         if ignored and self.beta != type(self).beta:
             warnings.warn(
-                f"`divergence={self.divergence!r}` decides the objective; `beta={self.beta}` is ignored: set one.",
+                f"`divergence={self.divergence!r}` decides the objective; `beta={self.beta}` is ignored: set only one.",
                 stacklevel=4,
             )
         objective = self.build_divergence()
         if isinstance(objective, GeneralizedJSD) and not 0.05 <= objective.beta <= 0.95:
             warnings.warn(
-                f"`beta={self.beta}` is close to an end of (0, 1), where the generalised JSD itself vanishes and so "
-                "does its gradient; it does not become a KL there. For a KL set `divergence='forward_kl'` or "
-                "'reverse_kl'.",
+                f"`beta={self.beta}` is close to an end of (0, 1), where the generalised JSD and its gradient vanish; "
+                "it does not become a KL there. For a KL set `divergence='forward_kl'` or 'reverse_kl'.",
                 stacklevel=4,
             )
 
@@ -265,9 +271,8 @@ class OPSDConfig(DistillationConfig):
                 )
         if self.teacher_offload == "zero3" and not is_deepspeed_zero3_enabled():
             raise ValueError(
-                f"{offload}: this process was not launched with DeepSpeed ZeRO-3, so there is nobody to share the "
-                "teacher with: start with `accelerate launch` and a config of `zero_stage: 3`, or set "
-                "`teacher_offload='stream'`."
+                f"{offload}: this process was not launched with DeepSpeed ZeRO-3, so the teacher cannot be sharded: "
+                "start with `accelerate launch` and a config of `zero_stage: 3`, or set `teacher_offload='stream'`."
             )
 
     def _check_vllm(self) -> None:
@@ -279,11 +284,11 @@ class OPSDConfig(DistillationConfig):
             at_least_one("vllm_max_model_length", self.vllm_max_model_length)
         if self.use_vllm and not self.ds3_gather_for_generation:
             raise ValueError(
-                "`ds3_gather_for_generation=False` has no place with `use_vllm=True`, the weights have to be gathered "
-                "to be sent to vLLM: remove it."
+                "`ds3_gather_for_generation=False` cannot be used with `use_vllm=True`, the weights have to be "
+                "gathered to be sent to vLLM: remove it."
             )
 
-    def _check_survival(self) -> None:
+    def _check_failure_handling(self) -> None:
         one_of("nonfinite", self.nonfinite, ("raise", "skip"))
         at_least_one("nonfinite_skip_limit", self.nonfinite_skip_limit)
         if self.phase_timeout is not None:
@@ -297,18 +302,18 @@ class OPSDConfig(DistillationConfig):
             )
         if self.label_smoothing_factor:
             raise ValueError(
-                f"`label_smoothing_factor={self.label_smoothing_factor}` has no effect, there are no labels: remove it."
+                f"`label_smoothing_factor={self.label_smoothing_factor}` has no effect: there are no labels; remove it."
             )
         if self.train_sampling_strategy != "random":
             raise ValueError(
-                f"`train_sampling_strategy={self.train_sampling_strategy!r}` has no effect here, completions have no "
-                "length before they are written, and `shuffle_dataset=False` keeps the order: remove it."
+                f"`train_sampling_strategy={self.train_sampling_strategy!r}` has no effect: the length of a completion "
+                "is not known before it is generated, and `shuffle_dataset=False` keeps the order; remove it."
             )
         if self.data_seed is not None:
             warnings.warn(f"`data_seed={self.data_seed}` is ignored: `seed` decides the order.", stacklevel=4)
 
     def _check_accumulation(self) -> None:
-        """transformers refuses the same, when the student has been loaded and in other words."""
+        """Fails before the student is loaded; transformers makes the same check after that."""
         theirs = self.deepspeed_plugin.deepspeed_config if self.deepspeed_plugin else {}
         steps = theirs.get("gradient_accumulation_steps", "auto")
         if steps not in ("auto", self.gradient_accumulation_steps):
@@ -319,10 +324,10 @@ class OPSDConfig(DistillationConfig):
 
 
 def check_divergence(divergence: Any) -> None:
-    """Refuses what is neither a divergence nor the name of one.
+    """Checks that a value is a divergence, the name of one, or `None`.
 
     Raises:
-        ValueError: It is something else; the message has the names.
+        ValueError: It is something else; the message lists the names.
     """
     if isinstance(divergence, type) and issubclass(divergence, Divergence):
         raise ValueError(f"`divergence={divergence.__name__}` is a class: pass an object, `{divergence.__name__}()`.")
@@ -334,8 +339,8 @@ def checked_args(args: DistillationConfig | None, model: Any, divergence: Diverg
     """The options, or the defaults with an output folder named after the student.
 
     Raises:
-        TypeError: They are of another class.
-        ValueError: The divergence is none.
+        TypeError: `args` is not an [`OPSDConfig`].
+        ValueError: `divergence` is neither a divergence nor the name of one.
     """
     versions.warn_of_newer()
     check_divergence(divergence)

@@ -1,4 +1,4 @@
-"""Says in a few lines of JSON what a run learns and in which order, so that a resumed run can be held against it."""
+"""Fingerprints a run (objective, models, data order) as JSON, so that a resumed run can be compared with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trl_opsd.teacher import FrozenTeacher, Teacher
 logger = get_logger(__name__)
 
 FILE = "opsd_fingerprint.json"
-"""Where a checkpoint keeps it."""
+"""The fingerprint's file in a checkpoint."""
 
 OPTIONS = (
     "temperature",
@@ -45,20 +45,20 @@ OPTIONS = (
     "seed",
     "shuffle_dataset",
 )
-"""Options that decide what is written, what the teacher reads, and which rows meet in a step."""
+"""Options that determine the completions, the teacher's prompts, and the rows of each step."""
 
-OF_AN_AVERAGE = ("teacher_update_rate", "teacher_sync_steps")
-"""Options that mean something with `teacher_model_kind="ema"` only."""
+EMA_OPTIONS = ("teacher_update_rate", "teacher_sync_steps")
+"""Options that have an effect only with `teacher_model_kind="ema"`."""
 
-PARTED = ("adapter",)
-"""Names whose values have parts: those that both have are compared, as a newer version of a library may have more."""
+NESTED = ("adapter",)
+"""Entries that are compared key by key, over the keys both sides have: a newer version of a library may add some."""
 
 Fingerprint: TypeAlias = dict[str, Any]
-"""Values that JSON can hold, by the name a message gives them; an option by its own name."""
+"""JSON-serialisable values by their names in messages; an option has its own name."""
 
 
 class Identity:
-    """What does not change during a run of what is learnt: the student, its optimizer and its teachers at construction.
+    """The part of a fingerprint that is fixed at construction: the student, its optimizer and its teachers.
 
     Args:
         args ([`OPSDConfig`]):
@@ -68,7 +68,7 @@ class Identity:
         handed_in (`dict`, *optional*):
             Samples of the weights under its adapter, as [`describe_student`] takes them.
         optimizer (`torch.optim.Optimizer`, *optional*):
-            That of the user.
+            The one the user passed.
     """
 
     def __init__(self, args: OPSDConfig, student: CausalLM, handed_in: Samples | None, optimizer: Any) -> None:
@@ -77,8 +77,8 @@ class Identity:
         self._teachers: Mapping[str, Teacher] = {}
         self._rows: str | None = None
 
-    def taught_by(self, teachers: Mapping[str, Teacher]) -> None:
-        """Takes the teachers, once they are loaded."""
+    def set_teachers(self, teachers: Mapping[str, Teacher]) -> None:
+        """Adds the teachers, once they are loaded."""
         self._teachers, kind = teachers, self._args.teacher_model_kind
         self._of_teachers = digest_teachers(teachers, kind)
 
@@ -89,13 +89,13 @@ class Identity:
 
         Args:
             divergence ([`~losses.Divergence`]):
-                The objective; a dataclass is told with its settings.
+                The objective; a dataclass is recorded with its settings.
             rows (`Callable`):
                 Describes the training dataset; called once.
             tools (`Sequence`):
                 Functions the student may call.
             chat_template (`Any`):
-                Of the tokenizer.
+                The tokenizer's.
         """
         if self._rows is None:
             self._rows = rows()
@@ -115,41 +115,41 @@ class Identity:
 
 
 def fingerprint(args: OPSDConfig, **more: Any) -> Fingerprint:
-    """The options that belong to it, and what else the caller knows, as they come back out of a file."""
-    names = (*OPTIONS, *(OF_AN_AVERAGE if args.teacher_model_kind == "ema" else ()))
+    """The options in [`OPTIONS`] and the caller's values, as they are when read back from JSON."""
+    names = (*OPTIONS, *(EMA_OPTIONS if args.teacher_model_kind == "ema" else ()))
     values = {**more, **{name: getattr(args, name) for name in names}}
     return dict(json.loads(json.dumps(values, default=str)))
 
 
 def describe_student(student: CausalLM, handed_in: Samples | None) -> str:
-    """Its class, the shape of its head, and a digest of the weights under an adapter, which no checkpoint holds.
+    """The student's class, the shape of its head, and a digest of the weights under an adapter, which checkpoints omit.
 
     Args:
         student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The student.
         handed_in (`dict`, *optional*):
-            Samples of the weights under its adapter; `None` without one: all weights come out of the checkpoint.
+            Samples of the weights under its adapter; `None` without one, when the checkpoint has all weights.
     """
     shape = f"{type(without_peft(student)).__name__} {list(model_shape(student))}"
     return shape if handed_in is None else f"{shape}, {digest(handed_in)}"
 
 
 def describe_optimizer(given: Any, args: OPSDConfig) -> str:
-    """The class of an optimizer that was passed, or the name of the option; one that is fused keeps the same state."""
+    """The class of a passed optimizer, else the value of `optim` without `_fused`, which has the same state."""
     if given is not None:
         return type(given).__qualname__
     return str(OptimizerNames(args.optim).value).removesuffix("_fused")
 
 
 def describe_teachers(teachers: Mapping[str, Teacher], kind: str | None) -> dict[str, str]:
-    """The last part of each one's path, as a folder may have moved, and the shape of its head.
+    """For each teacher, the last part of its path (a folder may have moved) and the shape of its head.
 
     Args:
         teachers (`Mapping[str, Teacher]`):
             By name.
         kind (`str`, *optional*):
-            `teacher_model_kind`. A teacher that follows the student comes out of the checkpoint, wherever the student
-            was loaded from at first.
+            `teacher_model_kind`. A teacher that follows the student is restored from the checkpoint, so the path the
+            student was first loaded from is left out.
     """
     described = {}
     for name, teacher in teachers.items():
@@ -160,63 +160,63 @@ def describe_teachers(teachers: Mapping[str, Teacher], kind: str | None) -> dict
 
 
 def digest_teachers(teachers: Mapping[str, Teacher], kind: str | None) -> dict[str, str]:
-    """A digest of the weights of each teacher that has its own and keeps them. Collective."""
+    """A digest of the weights of each teacher whose weights are its own and frozen. Collective."""
     frozen = {name: one.model for name, one in teachers.items() if isinstance(one, FrozenTeacher) and kind != "ema"}
     return {name: digest(sampled(model)) for name, model in frozen.items()}
 
 
 def write(folder: str | Path, now: Fingerprint) -> None:
-    """Puts a fingerprint into a checkpoint."""
+    """Writes a fingerprint into a checkpoint."""
     (Path(folder) / FILE).write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
 
 
 def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) -> None:
-    """Holds the fingerprint of a checkpoint against that of this run, before anything is loaded.
+    """Compares the fingerprint of a checkpoint with that of this run, before anything is loaded.
 
     Args:
         folder (`str` or `Path`):
-            The checkpoint. One that TRL wrote has no fingerprint and is taken with a warning; what an older version of
-            this package did not write down is not compared.
+            The checkpoint. One that TRL wrote has no fingerprint and is accepted with a warning; entries that an older
+            version of this package did not record are not compared.
         now (`dict`):
-            What this run learns.
+            The fingerprint of this run.
         accepted (`Sequence[str]`, *optional*):
-            Names that may differ; what does is a warning.
+            Names that may differ; a difference is then only a warning.
 
     Raises:
-        ValueError: There is no such folder, its fingerprint cannot be read, or something else differs; the message
-            lists all of it with both values.
+        ValueError: There is no such folder, its fingerprint cannot be read, or another entry differs; the message
+            lists every difference with both values.
     """
     path = Path(folder) / FILE
     if not path.parent.is_dir():
         raise ValueError(
-            f"`resume_from_checkpoint={str(folder)!r}`: there is no such folder: pass one of a checkpoint."
+            f"`resume_from_checkpoint={str(folder)!r}`: there is no such folder: pass the path of a checkpoint."
         )
     if not path.is_file():
         logger.warning(
-            f"{folder} has no {FILE}, because another trainer wrote it, or `save_only_model=True`: whether this run "
-            "has the same objective and the same order of rows could not be checked."
+            f"{folder} has no {FILE}, because another trainer wrote it or `save_only_model=True` was set: whether this "
+            "run has the same objective and the same order of rows could not be checked."
         )
         return
     try:
         then = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, RecursionError) as error:  # no JSON, or JSON of something else
+    except (ValueError, TypeError, RecursionError) as error:  # not JSON, or not an object
         raise ValueError(f"{path} cannot be read ({error}): the checkpoint is damaged; resume from another.") from error
     differing = _differing(then, now)
     if refused := {name: line for name, line in differing.items() if name not in accepted}:
         raise ValueError(
-            f"This run would not continue the one that wrote {folder}, these differ:\n"
+            f"This run would not continue the one that wrote {folder}; these differ:\n"
             + "\n".join(refused.values())
-            + f"\nSet them back, or go on with a changed run: `resume_with_changes={sorted(differing)}`."
+            + f"\nRestore them, or accept the changes with `resume_with_changes={sorted(differing)}`."
         )
     if differing:
         logger.warning("Resuming with changes:\n" + "\n".join(differing.values()))
 
 
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """A line with both values for each name of the checkpoint that differs."""
-    pairs = {name: _apart(name, value, now.get(name, "not recorded")) for name, value in sorted(then.items())}
+    """A line with both values for each entry of the checkpoint that differs."""
+    pairs = {name: _compared(name, value, now.get(name, "not recorded")) for name, value in sorted(then.items())}
     if then.get("teachers") != now.get("teachers"):
-        pairs.pop("teacher_weights", None)  # are another's, of course
+        pairs.pop("teacher_weights", None)  # other teachers have other weights
     return {
         name: f"  {name}: {before!r} in the checkpoint, {after!r} now"
         for name, (before, after) in pairs.items()
@@ -224,9 +224,9 @@ def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str
     }
 
 
-def _apart(name: str, then: Any, now: Any) -> tuple[Any, Any]:
-    """Both values, or of values with parts, those that differ."""
-    if not (name in PARTED and isinstance(then, dict) and isinstance(now, dict) and then.keys() & now.keys()):
+def _compared(name: str, then: Any, now: Any) -> tuple[Any, Any]:
+    """Both values; of nested ones, only the shared keys that differ."""
+    if not (name in NESTED and isinstance(then, dict) and isinstance(now, dict) and then.keys() & now.keys()):
         return then, now
     parts = [part for part in then if part in now and then[part] != now[part]]
     return {part: then[part] for part in parts}, {part: now[part] for part in parts}

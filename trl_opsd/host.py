@@ -1,4 +1,4 @@
-"""What a rollout may ask of the trainer it writes for: all of it, so that anything with these members can have one."""
+"""The interface that a rollout needs of its trainer; any object with these members can host a rollout."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ class Host(Protocol):
     args: OPSDConfig
     """The options."""
     model: PreTrainedModel
-    """The student, or the `PeftModel` around it; without its distributed wrapper."""
+    """The student, or the `PeftModel` around it, without its distributed wrapper."""
     accelerator: Accelerator
     """Processes and devices of the launch."""
     state: TrainerState
-    """Of the training; `global_step` counts optimizer steps."""
+    """State of the training; `global_step` counts optimizer steps."""
     processing_class: PreTrainedTokenizerBase
     """The student's tokenizer."""
     generation_config: GenerationConfig
-    """Sampling options in the words of `generate`."""
+    """Sampling options as `generate` takes them."""
     eos_token_ids: list[int]
-    """A completion ends with the first of these."""
+    """End tokens; a completion ends at the first of them."""
     placeholders: list[int]
-    """Tokens that stand for an image or the like, which are never written."""
+    """Placeholder tokens of images and other media, which are never sampled."""
     reading: Reading
-    """Which rows the student reads in one batch."""
+    """Which rows the student can read in one batch."""
     loads: int
-    """How often a checkpoint was read into the student."""
+    """Number of times a checkpoint was loaded into the student."""
     show_progress: bool
     """Whether this process may draw progress bars."""
 
     @property
     def limits(self) -> PromptLimits:
-        """What prompts and completions keep to."""
+        """Limits of prompts and completions."""
 
     def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
         """Left-padded `input_ids` and `attention_mask`, [B, P], on the device."""
@@ -51,10 +51,10 @@ class Host(Protocol):
         """The bare student in eval mode, gathered where it is sharded and the options allow it. Collective."""
 
     def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
-        """Makes parameters that ZeRO-3 has split whole, to be read. Collective."""
+        """Gathers parameters that ZeRO-3 has sharded, read-only. Collective."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Bills what runs inside to `time/<name>` in the log."""
+        """Adds the time spent inside to `time/<name>` in the log."""
 
     def record(self, name: str, value: float) -> None:
-        """Adds a number of this process to the next log, which shows the mean."""
+        """Adds a value of this process to the next log, which reports the mean."""

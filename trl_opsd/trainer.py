@@ -35,7 +35,7 @@ from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.returned import checked_completions
 from trl_opsd.run.memory import explained
-from trl_opsd.run.opinion import check_opinion
+from trl_opsd.run.opinion import check_not_uniform
 from trl_opsd.run.precision import autocast
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.teacher.build import build_teachers
@@ -214,14 +214,14 @@ class OPSDTrainer(SeamTrainer):
             )
         self.teacher = self.teachers.only
         self.teacher_model = getattr(self.teacher, "model", None)  # under TRL's name
-        self._identity.taught_by(self.teachers)
+        self._identity.set_teachers(self.teachers)
         if self.teachers.average is not None:
             self.add_callback(self.teachers.average)
         # Known only once they are built: their vocabularies and contexts.
         self._vocabulary = shared_vocabulary(self.limits.vocabulary, self.teachers.vocabularies, self.processing_class)
         self.readers = self.readers.with_teachers(self._vocabulary, self.teachers.contexts)
         self._admit_datasets(self.readers.teacher)
-        self.readers = self.readers.within_the_teacher(columns_of(self.train_dataset) or ())
+        self.readers = self.readers.bounded_by_teacher(columns_of(self.train_dataset) or ())
 
     def _admit_datasets(self, reader: Reader) -> None:
         dropped = self.dropped_prompts if self.args.overlong_prompts == "drop" else None
@@ -239,7 +239,7 @@ class OPSDTrainer(SeamTrainer):
     def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         requests = self.readers.read_batch(rows)
         decode = self.processing_class.batch_decode
-        prompts = self.readers.retold(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
+        prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
         if prompts is not None:  # the same completions, token by token, after the teacher's prompts
             rollout = rollout.after(self.pad_prompts(prompts))
         return self.teachers.targets(rollout, [request.teacher for request in requests])
@@ -271,7 +271,7 @@ class OPSDTrainer(SeamTrainer):
         self.limits.check_batch(prompt_ids)
 
     def check_sums(self, sums: dict[str, float]) -> None:
-        check_opinion(sums, self.limits.vocabulary, self.temperature)
+        check_not_uniform(sums, self.limits.vocabulary, self.temperature)
 
     def footprint(self, phase: str) -> dict[str, int]:
         return footprint(self, phase, self.teachers.models, self.teachers.heads)

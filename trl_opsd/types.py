@@ -1,6 +1,6 @@
-"""The values that flow through one training step; this file knows shapes and units, and nothing that computes a loss.
+"""The values that flow through one training step: shapes and units only; no loss is computed here.
 
-B rows · P prompt tokens · C completion tokens · N tokens in the loss · V vocabulary · H hidden width
+B rows · P prompt tokens · C completion tokens · N tokens in the loss · V vocabulary size · H hidden size
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """What the student was asked and what it wrote: prompts padded on the left, completions on the right."""
+    """The student's prompts and completions: prompts padded on the left, completions on the right."""
 
     prompt_ids: Tensor
     """[B, P], token ids."""
@@ -25,15 +25,15 @@ class Rollout:
     completion_ids: Tensor
     """[B, C], token ids."""
     completion_mask: Tensor
-    """[B, C], 1 where the token is real; a model may attend to it."""
+    """[B, C], 1 where the token is real and may be attended to."""
     weights: Tensor
-    """[B, C], float32: what the token counts in the loss, at least 0; 0 for padding and for what a tool wrote."""
+    """[B, C], float32: weight of each token in the loss, at least 0; 0 for padding and for tool output."""
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """What belongs to the rollout and is no tensor of rows; [`select`], [`chunks`] and [`to`] leave it alone."""
+    """Values of the rollout that are not row-aligned tensors; [`select`], [`chunks`] and [`to`] keep them unchanged."""
 
     @classmethod
     def unpack(cls, batch: Mapping[str, Any]) -> Rollout:
-        """Reads a rollout out of the row-aligned tensors TRL passes between generation and loss."""
+        """Builds a rollout from the row-aligned tensors that TRL passes between generation and loss."""
         mask, tool_mask = batch["completion_mask"], batch.get("tool_mask")
         weights = batch.get("loss_weights")
         if weights is None:
@@ -48,17 +48,17 @@ class Rollout:
 
     @property
     def counts(self) -> Tensor:
-        """[B, C], whether the token counts in the loss at all."""
+        """[B, C], whether the token's weight in the loss is not 0."""
         return self.weights != 0
 
     @property
     def input_ids(self) -> Tensor:
-        """[B, P + C], what a model reads."""
+        """[B, P + C], prompt and completion token ids."""
         return torch.cat([self.prompt_ids, self.completion_ids], dim=1)
 
     @property
     def attention_mask(self) -> Tensor:
-        """[B, P + C], 1 where a model may look."""
+        """[B, P + C], 1 where a model may attend."""
         return torch.cat([self.prompt_mask, self.completion_mask], dim=1)
 
     def prompt_lists(self) -> list[list[int]]:
@@ -70,11 +70,11 @@ class Rollout:
         return _without_padding(self.completion_ids, self.completion_mask)
 
     def select(self, rows: list[int]) -> Rollout:
-        """Some of the rows, in the given order."""
+        """The given rows, in the given order."""
         return self._each(itemgetter(rows))
 
     def after(self, prompts: Mapping[str, Tensor]) -> Rollout:
-        """The same completions, token by token, after other prompts: `input_ids` and `attention_mask`, [B, P]."""
+        """The same completion tokens after other prompts: `input_ids` and `attention_mask`, [B, P]."""
         return replace(self, prompt_ids=prompts["input_ids"], prompt_mask=prompts["attention_mask"])
 
     def chunks(self, rows: int) -> Iterator[Rollout]:
@@ -98,32 +98,32 @@ def _without_padding(ids_BL: Tensor, mask_BL: Tensor) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine wrote after one prompt."""
+    """An engine's completion of one prompt."""
 
     prompt_ids: list[int]
-    """The prompt as the engine read it."""
+    """The prompt tokens as the engine read them."""
     completion_ids: list[int]
-    """The tokens it wrote."""
+    """The generated tokens."""
     prompt_logprobs: list[float]
-    """Of each prompt token but the first, in nats; empty unless asked for."""
+    """Log-probability of each prompt token but the first, in nats; empty unless requested."""
     logprobs: list[float]
-    """Of each written token, in nats, before temperature and truncation; empty unless asked for."""
+    """Log-probability of each generated token, in nats, before temperature and truncation; empty unless requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherTargets:
-    """What the teacher has to say about a rollout, small enough to keep for a whole generation batch."""
+    """The teacher's targets for a rollout, small enough to keep for a whole generation batch."""
 
     hidden: Tensor
     """[B, C, H_t], the teacher's last hidden state at the position that *predicts* each completion token.
 
-    Where several teachers share a batch, H_t is the largest of their widths, and a narrower one's states end in zeros.
+    Where several teachers share a batch, H_t is their largest hidden size, and smaller states are padded with zeros.
     """
     teacher: Tensor | None = None
-    """[B], which teacher has read the row, as a number; `None` where there is only one."""
+    """[B], the number of the teacher that read the row; `None` where there is only one."""
 
     def pack(self) -> dict[str, Tensor]:
-        """The row-aligned tensors that ride through TRL's shuffle and split."""
+        """The row-aligned tensors that pass through TRL's shuffle and split."""
         packed = {"teacher_hidden": self.hidden}
         return packed if self.teacher is None else {**packed, "teacher_number": self.teacher}
 
@@ -137,7 +137,7 @@ class TeacherTargets:
 class OutputHead:
     """How one model turns hidden states into logits: `softcap * tanh(scale * (h @ weight.T + bias) / softcap)`.
 
-    The cap is left out when `softcap` is `None`.
+    There is no cap when `softcap` is `None`.
     """
 
     weight: Tensor
@@ -147,14 +147,14 @@ class OutputHead:
     scale: float = 1.0
     """Multiplier of the product, before the cap."""
     softcap: float | None = None
-    """Bound of the logits, in logit units."""
+    """Bound on the absolute value of the logits."""
 
     @classmethod
     def of(cls, model: Any) -> OutputHead:
         """Reads the head of a causal language model of `transformers`, bare or wrapped by `peft`.
 
-        The only place that knows how architectures spell their logit post-processing; that the reading is right is
-        proved by [`~models.head.prove_head`] rather than believed.
+        The only place that knows the config names of logit post-processing; [`~models.head.prove_head`] verifies the
+        result on the model itself.
         """
         layer = model.get_output_embeddings()
         if layer is None:
@@ -172,7 +172,7 @@ class OutputHead:
 
 
 def _logit_scale(config: Any) -> float:
-    """Architectures multiply their logits under three names, and divide them under a fourth (but for HyperCLOVA X)."""
+    """Configs have three names for a multiplier of the logits, and one for a divisor (a multiplier in HyperCLOVA X)."""
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if (scale := getattr(config, name, None)) is not None:
             return float(scale)
@@ -182,7 +182,7 @@ def _logit_scale(config: Any) -> float:
 
 
 def _softcap(config: Any) -> float | None:
-    """Architectures bound their logits under three names."""
+    """Configs have three names for the cap of the logits."""
     for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
         if (bound := getattr(config, name, None)) is not None:
             return float(bound)
@@ -191,10 +191,10 @@ def _softcap(config: Any) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class LazyLogits:
-    """Logits that are not formed yet: `head(hidden) / temperature`. A loss takes two of these."""
+    """Logits that are not materialised yet: `head(hidden) / temperature`. A loss takes two of these."""
 
     hidden: Tensor
-    """[N, H], the last hidden states of the tokens in the loss, and of no others."""
+    """[N, H], the last hidden states of only the tokens in the loss."""
     head: OutputHead
     temperature: float = 1.0
     """Softmax temperature, applied after the head's own scale and cap."""
@@ -202,49 +202,49 @@ class LazyLogits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerToken:
-    """One number per token in the loss, in nats and float32."""
+    """One value per token in the loss, in nats and float32."""
 
     divergence: Tensor
-    """[N], times the weights when weights were given; carries the gradient to the student."""
+    """[N], multiplied by the weights if given; carries the gradient to the student."""
     student_entropy: Tensor
-    """[N], without a gradient."""
+    """[N], no gradient."""
     teacher_entropy: Tensor
-    """[N], without a gradient."""
+    """[N], no gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossParts:
-    """What one process contributes to a loss; raw local sums, so that the caller can reduce across processes."""
+    """One process's contribution to a loss: local sums, for the caller to reduce across processes."""
 
     ROW_NAMES: ClassVar[tuple[str, ...]] = ("weight", "divergence", "student_entropy", "teacher_entropy", "tokens")
-    """What the columns of `rows` add up."""
+    """Names of the columns of `rows`."""
 
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 5], float32 sums over each row's tokens in the loss, in the order of `ROW_NAMES`: of the weights, of nats
-    times weights, and a count.
+    """[B, 5], float32, in the order of `ROW_NAMES`: per row, the sum of the weights, three sums of nats times weight,
+    and the number of tokens in the loss.
     """
 
     def __add__(self, other: LossParts) -> LossParts:
-        """The parts of two groups of tokens of the same rows, divided by the same denominator."""
+        """Adds the parts of two groups of tokens of the same rows; both must have the same denominator."""
         return LossParts(loss=self.loss + other.loss, rows=self.rows + other.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A named checkpoint tensor, computed on demand; nothing is computed before `materialize` is called."""
+    """A named checkpoint tensor, computed on demand (`materialize`)."""
 
     name: str
-    """As the checkpoint calls it."""
+    """Its name in the checkpoint."""
     base: Tensor
     """The student's own tensor, without adapters."""
     parts: tuple[Tensor, ...]
-    """What must not be split across processes while it is made."""
+    """Tensors that must be gathered while it is materialised."""
     materialize: Callable[[], Tensor]
-    """Returns the tensor; may share memory with the student's, so it is not to be written to."""
+    """Returns the tensor, which is read-only: it may share memory with the student's."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Weight:
-        """A tensor that is sent as it is."""
+        """A tensor sent unchanged."""
         return cls(name, tensor, (tensor,), tensor.detach)

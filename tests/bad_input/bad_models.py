@@ -45,7 +45,7 @@ def not_causal(role: str, kind: str, made: Callable[[], Any]) -> Case:
     return Case(
         "not causal",
         f"{role}, a {kind}",
-        f"`{role}` is a {kind}, which does not continue a text",
+        f"`{role}` is a {kind}, which does not generate text",
         lambda lab: lab.make(**{role: made()}),
         before_loading=True,
     )
@@ -297,7 +297,7 @@ OTHERS = [
         TypeError,
         before_loading=True,
     ),
-    Case("at least", "4 bits on a CPU", "packed for inference as soon as it writes", packed_for_inference),
+    Case("at least", "4 bits on a CPU", "repacked for inference by the first rollout", packed_for_inference),
     Case(
         "at least",
         "how to load a teacher that is loaded",

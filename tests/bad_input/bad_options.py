@@ -49,7 +49,7 @@ GENERATION_KWARGS = [
     option("generation kwargs: number of sequences", RESULT, generation_kwargs={"n": 2}, use_vllm=True),
     option("generation kwargs: return type", RESULT, generation_kwargs={"return_dict_in_generate": True}),
     option("generation kwargs: overriding", RESULT, generation_kwargs={"eos_token_id": 5}),
-    option("generation kwargs: overriding", "would override `temperature`", generation_kwargs={"temperature": 0.5}),
+    option("generation kwargs: overriding", "silently override `temperature`", generation_kwargs={"temperature": 0.5}),
     option(
         "generation kwargs: overriding",
         "set `max_completion_length` itself",
@@ -80,7 +80,7 @@ NAMES = [
 WITHOUT_EFFECT = [
     option("auto_find_batch_size", "set `per_device_train_batch_size`", auto_find_batch_size=True),
     option("label_smoothing_factor", "there are no labels", label_smoothing_factor=0.1),
-    option("train_sampling_strategy", "no length before they are written", train_sampling_strategy="group_by_length"),
+    option("train_sampling_strategy", "is not known before it is generated", train_sampling_strategy="group_by_length"),
     option("train_sampling_strategy", "`shuffle_dataset=False` keeps the order", train_sampling_strategy="sequential"),
 ]
 
@@ -91,10 +91,10 @@ OTHERS = [
         "`overlong_prompts='truncate'`: expected one of 'error', 'drop'",
         overlong_prompts="truncate",
     ),
-    option("at least", "it looks for text, and a rollout is token ids", generation_kwargs={"stop_strings": ["\n"]}),
+    option("at least", "it looks for text, but a rollout is token ids", generation_kwargs={"stop_strings": ["\n"]}),
     option(
         "at least",
-        "it decodes one row at a time, and a rollout is a batch",
+        "it decodes one row at a time, but a rollout is a batch",
         generation_kwargs={"prompt_lookup_num_tokens": 3},
     ),
     option("at least", "it decodes one row at a time", generation_kwargs={"assistant_early_exit": 1}),

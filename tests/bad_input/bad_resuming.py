@@ -48,7 +48,7 @@ def another(name: str, line: str, changed: Callable[[], dict[str, Any]]) -> Case
         checkpoint = lab.checkpoint()
         lab.make(**changed()).train(resume_from_checkpoint=str(checkpoint))
 
-    message = rf"would not continue the one that wrote .*, these differ:\n  {line}.*\nSet them back"
+    message = rf"would not continue the one that wrote .*; these differ:\n  {line}.*\nRestore them"
     return Case("resume path with another fingerprint", name, message, provoke)
 
 
@@ -93,7 +93,7 @@ def another_with_an_adapter(name: str, line: str, **changed: Any) -> Case:
         lab.make_trainer(**given(), save_strategy="steps", save_steps=1, max_steps=1).train()
         lab.make(**given(**changed)).train(resume_from_checkpoint=str(lab.folder / "checkpoint-1"))
 
-    message = rf"would not continue the one that wrote .*, these differ:\n  {line}.*\nSet them back"
+    message = rf"would not continue the one that wrote .*; these differ:\n  {line}.*\nRestore them"
     return Case("resume path with another fingerprint", name, message, provoke)
 
 

@@ -120,7 +120,7 @@ DATASETS = [
     Case(
         "dataset without the privileged column",
         "a student that teaches itself",
-        r"tells the teacher nothing .* only \['prompt'\]. Add a column 'priv",
+        r"no context for the teacher .* only \['prompt'\]. Add a column 'priv",
         lambda lab: lab.make(teacher_model=None, teacher_model_kind="base"),
         before_loading=True,
     ),
@@ -207,7 +207,7 @@ ROWS = [
         before_loading=True,
     ),
     trained_on(
-        "row of a wrong type", "images", "only text is supported yet", prompts(IMAGE, IMAGE), before_loading=True
+        "row of a wrong type", "images", "only text is supported so far", prompts(IMAGE, IMAGE), before_loading=True
     ),
     trained_on(
         "rows of mixed kinds",

@@ -21,7 +21,7 @@ import torch
 import transformers.modeling_utils
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.run.checkpoint import checked
+from trl_opsd.run.checkpoint import checkpoint_to_resume
 from trl_opsd.run.manifest import problems
 
 CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
@@ -125,7 +125,7 @@ def main(folder: Path) -> None:
             trainer.args.output_dir = str(out)
             status = in_a_fork(lambda last=last: save_again(trainer, last), answer)
             named = [path for path in out.iterdir() if path.name.startswith("checkpoint-")]
-            goes_on, remarks = checked(True, out)
+            goes_on, remarks = checkpoint_to_resume(True, out)
             kills.append(
                 {
                     "had": list(steps),

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from transformers import TrainerCallback
 from watched import Watched, saved_models, trainer
 
-from trl_opsd.run.checkpoint import checked
+from trl_opsd.run.checkpoint import checkpoint_to_resume
 from trl_opsd.run.manifest import problems
 
 Make = Callable[..., Watched]
@@ -157,10 +157,10 @@ def kill(make: Make, folder: Path, start: Path, every: bool) -> list[dict[str, A
     out, kills = folder / "out", []
     shutil.copytree(start, out / start.name)
     for number, (rank, change) in enumerate(every_change(make, out) if every else KILLS):
-        if checked(True, out)[0].name > "checkpoint-4":  # the last epoch would soon be over
+        if checkpoint_to_resume(True, out)[0].name > "checkpoint-4":  # the last epoch would soon be over
             shutil.rmtree(out)
             shutil.copytree(start, out / start.name)
-        newest, note = checked(True, out)[0].name, folder / f"kill-{number}"
+        newest, note = checkpoint_to_resume(True, out)[0].name, folder / f"kill-{number}"
         # The agent names one process that failed: the one killed, or the other, which lost its peer.
         with suppress(ChildFailedError):
             forks.launch("zero3_cpu", save_once, make, out, note, rank, change)
@@ -172,7 +172,7 @@ def kill(make: Make, folder: Path, start: Path, every: bool) -> list[dict[str, A
                 "newest": newest,
                 "went_on": [json.loads(path.read_text()) for path in sorted(folder.glob(f"{note.name}.*.json"))],
                 "half_written": [name for name in _named(out) if problems(out / name)],
-                "left": checked(True, out)[0].name,
+                "left": checkpoint_to_resume(True, out)[0].name,
             }
         )
     return kills

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_opsd.run.checkpoint import UNFINISHED, begin, checked, newest_complete, publish, rotate
+from trl_opsd.run.checkpoint import UNFINISHED, begin, checkpoint_to_resume, newest_complete, publish, rotate
 from trl_opsd.run.manifest import MANIFEST, problems
 
 
@@ -91,10 +91,10 @@ TEARS = [
     (nest_the_manifest, f"{MANIFEST} cannot be read: it is nested too deeply"),
     (enlarge_the_manifest, f"{MANIFEST} cannot be read: it has 134217728 bytes"),
     (write_bytes_that_are_no_text, f"{MANIFEST} cannot be read: 'utf"),
-    (write_manifest('{"files": {}, "files": {}}'), f"{MANIFEST} cannot be read: it gives 'files' twice"),
+    (write_manifest('{"files": {}, "files": {}}'), f"{MANIFEST} cannot be read: it has the key 'files' twice"),
     (write_manifest('{"files": []}'), f"{MANIFEST} cannot be read: it lists no files"),
     (write_manifest('{"files": {"a": 3}}'), f"{MANIFEST} cannot be read: 'a' has no size and hash"),
-    (write_manifest('{"files": {"a": {"bytes": NaN, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: it holds NaN"),
+    (write_manifest('{"files": {"a": {"bytes": NaN, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: it contains NaN"),
     (write_manifest('{"files": {"a": {"bytes": 1.5, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
     (write_manifest('{"files": {"a": {"bytes": true, "sha256": "x"}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
     (write_manifest('{"files": {"a": {"bytes": 1, "sha256": null}}}'), f"{MANIFEST} cannot be read: 'a' has no size"),
@@ -119,19 +119,19 @@ def test_a_damaged_checkpoint_is_detected_and_skipped(tmp_path, tear, problem):
     assert list(passed_over) == [torn]
     assert passed_over[torn][0].startswith(problem)
 
-    folder, [remark] = checked(True, tmp_path)
+    folder, [remark] = checkpoint_to_resume(True, tmp_path)
     assert folder == whole
     assert f"{torn} is not complete: {problem}" in remark
     with pytest.raises(ValueError, match=f"checkpoint-10 is not complete: {problem}.*checkpoint-3"):
-        checked(str(torn), tmp_path)
+        checkpoint_to_resume(str(torn), tmp_path)
 
 
 @pytest.mark.refusal
 def test_a_folder_without_a_complete_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="There is no complete checkpoint in"):
-        checked(True, tmp_path)
+        checkpoint_to_resume(True, tmp_path)
     with pytest.raises(ValueError, match=r"There is no checkpoint .*checkpoint-9.*train without"):
-        checked(str(tmp_path / "checkpoint-9"), tmp_path)
+        checkpoint_to_resume(str(tmp_path / "checkpoint-9"), tmp_path)
 
 
 @pytest.mark.refusal
@@ -139,13 +139,13 @@ def test_a_plain_transformers_checkpoint_is_accepted_only_by_path(tmp_path):
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
     with pytest.raises(ValueError, match=f"{MANIFEST} is missing"):
-        checked(str(folder), tmp_path)
+        checkpoint_to_resume(str(folder), tmp_path)
     (folder / "trainer_state.json").write_text("{}")
-    found, [remark] = checked(str(folder), tmp_path)
+    found, [remark] = checkpoint_to_resume(str(folder), tmp_path)
     assert found == folder
-    assert "nobody can say whether it is complete" in remark
+    assert "whether it is complete cannot be checked" in remark
     with pytest.raises(ValueError, match="There is no complete checkpoint in"):
-        checked(True, tmp_path)
+        checkpoint_to_resume(True, tmp_path)
 
 
 def test_files_outside_the_checkpoint_are_not_read(tmp_path):
@@ -192,7 +192,7 @@ def test_a_kill_while_replacing_a_checkpoint_leaves_the_old_or_the_new(tmp_path,
         with contextlib.suppress(Killed):
             publish(aside, tmp_path)
     assert len(calls) == min(last, 3), "two renames and a deletion"
-    folder, remarks = checked(True, tmp_path)
+    folder, remarks = checkpoint_to_resume(True, tmp_path)
     assert remarks == []
     assert folder == tmp_path / "checkpoint-3"
     assert (folder / "model.safetensors").read_text() in ("old 3", "new 3")
@@ -252,7 +252,7 @@ def test_stray_entries_with_checkpoint_names_do_not_stop_a_run(tmp_path):
     for step in range(1, 8):
         assert problems(saved(tmp_path, step)) == []
         assert rotate(tmp_path, 2, keep=[tmp_path / f"checkpoint-{step}"]) == []
-    assert checked(True, tmp_path) == (tmp_path / "checkpoint-7", [])
+    assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-7", [])
     assert names(tmp_path) == {
         "checkpoint-6", "checkpoint-7", "checkpoint-x", "checkpoint-",
         "replaced-checkpoint-5", "replaced-checkpoint-6", "replaced-checkpoint-7",
@@ -313,7 +313,7 @@ class TestRotation:
         with monkeypatch.context() as patched:
             patched.setattr(os, "rename", refused(os.rename))
             [remark] = rotate(tmp_path, 1, keep=[folders[-1]])
-        assert f"{folders[0]} should go (`save_total_limit=1`), but cannot be deleted: [Errno 13]" in remark
+        assert f"{folders[0]} cannot be deleted to meet `save_total_limit=1`: [Errno 13]" in remark
         assert self.steps(tmp_path) == [1, 3]
 
     def test_symlinks_are_not_followed(self, tmp_path):
@@ -341,7 +341,7 @@ class TestRotation:
             with pytest.raises(Killed):
                 rotate(tmp_path, 1, keep=[new])
         assert not old.exists()
-        assert checked(True, tmp_path) == (new, [])
+        assert checkpoint_to_resume(True, tmp_path) == (new, [])
 
 
 @pytest.mark.refusal
@@ -377,5 +377,5 @@ def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
         patched.setattr(json, "dump", full)
         with pytest.raises(OSError, match="No space left"):
             publish(aside, tmp_path)
-    assert checked(True, tmp_path) == (whole, [])
+    assert checkpoint_to_resume(True, tmp_path) == (whole, [])
     assert {name for name in names(tmp_path) if name.startswith("checkpoint")} == {"checkpoint-1"}

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
-from trl_opsd.run.checkpoint import UNFINISHED, checked
+from trl_opsd.run.checkpoint import UNFINISHED, checkpoint_to_resume
 from trl_opsd.run.manifest import MANIFEST, problems
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
@@ -50,7 +50,7 @@ def test_a_damaged_checkpoint_is_refused_or_skipped(make_trainer, tmp_path, capl
     assert resumed.loads == 0
 
     resumed.train(resume_from_checkpoint=True)
-    assert f"Going on from {tmp_path / 'checkpoint-2'}" in caplog.text
+    assert f"Resuming from {tmp_path / 'checkpoint-2'}" in caplog.text
     assert f"{tmp_path / 'checkpoint-3'} is not complete: optimizer.pt has 100 bytes" in caplog.text
     for name, tensor in weights(whole.model).items():
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
@@ -148,10 +148,10 @@ def test_a_failed_write_leaves_earlier_checkpoints_intact(make_trainer, tmp_path
         assert raised.value.__notes__ == [
             f"{tmp_path / 'checkpoint-2'} was not finished; earlier checkpoints are unchanged."
         ]
-        assert checked(True, tmp_path) == (tmp_path / "checkpoint-1", [])
+        assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-1", [])
         assert names(tmp_path) == {"checkpoint-1", UNFINISHED}
     trainer._save_checkpoint(trainer.model, None)
-    assert checked(True, tmp_path) == (tmp_path / "checkpoint-2", []), "once there is room again"
+    assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-2", []), "once there is room again"
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-2"}
 
 
@@ -167,7 +167,7 @@ def test_a_read_only_output_folder_leaves_checkpoints_intact(make_trainer, tmp_p
         patched.setattr(os, "mkdir", read_only)
         with pytest.raises(OSError, match="Read-only"):
             trainer._save_checkpoint(trainer.model, None)
-    assert checked(True, tmp_path) == (tmp_path / "checkpoint-1", [])
+    assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-1", [])
     assert names(tmp_path) == {"checkpoint-1"}
 
 

@@ -219,8 +219,8 @@ def choice(**given: Any) -> dict[str, Any]:
 GARBAGE: dict[str, tuple[Callable[[], Any], str]] = {
     "no json": (lambda: b"<html>", "did not answer in JSON.*<html>"),
     "deep": (lambda: b"[" * 100_000, "nested too deeply"),
-    "nan": (lambda: b'{"choices": NaN}', "holds NaN"),
-    "twice": (lambda: b'{"choices": [], "choices": []}', "gives 'choices' twice"),
+    "nan": (lambda: b'{"choices": NaN}', "contains NaN"),
+    "twice": (lambda: b'{"choices": [], "choices": []}', "has the key 'choices' twice"),
     "no object": (lambda: [1], "answered a list, expected an object"),
     "no choices": (lambda: {}, "choices=None: expected of type list"),
     "no choice": (lambda: {"choices": [None]}, "are not JSON objects"),

@@ -25,7 +25,7 @@ from transformers import (
 from vllm_lab import gap, lora, student
 
 from trl_opsd._compat.vllm.architectures import may_have_head, why_no_adapter
-from trl_opsd._compat.vllm.borrowed_classes import classes_kept, retyped
+from trl_opsd._compat.vllm.borrowed_classes import preserved_classes, retype
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd._compat.vllm.reload import has_head
 from trl_opsd.rollout import vllm as backend
@@ -112,7 +112,7 @@ def test_an_adapter_on_layers_vllm_does_not_support_is_merged(make, shape, layer
         ("phi3", "mlp.gate_up_proj", None),
         ("llama", "mlp.gate_proj", None),
         ("gpt2", "attn.c_attn", "takes no adapters"),
-        ("qwen3_moe", "self_attn.q_proj", "runs a mixture of experts by Triton"),
+        ("qwen3_moe", "self_attn.q_proj", "runs a mixture of experts with Triton"),
     ],
 )
 def test_layers_without_adapter_support_are_known_before_an_engine_is_built(family, layer, why):
@@ -154,11 +154,11 @@ def test_changes_to_a_class_are_undone_on_error_and_restored_by_retyped():
         raise RuntimeError("it broke")
 
     made = Child()
-    with pytest.raises(RuntimeError, match="it broke"), classes_kept(Root) as changed:
+    with pytest.raises(RuntimeError, match="it broke"), preserved_classes(Root) as changed:
         spoil()
 
     assert (made.says(), hasattr(made, "extra"), Child.__bases__) == ("child", False, (Root,))
-    retyped(made, changed)
+    retype(made, changed)
     assert (made.says(), made.extra, made.more(), type(made).__name__) == ("changed", 1, "more", "Child")
     assert isinstance(made, Child)
     assert changed.keys() == {Child}

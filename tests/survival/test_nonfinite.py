@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from peft import LoraConfig
 
 from trl_opsd import OPSDTrainer
-from trl_opsd._compat.deepspeed import blind_settings
+from trl_opsd._compat.deepspeed import settings_without_gradient_check
 from trl_opsd.run.nonfinite import RECORD
 
 
@@ -180,7 +180,7 @@ class TestScaledLoss:
     ids=str,
 )
 def test_deepspeed_settings_that_skip_the_gradient_check_are_found(config, blind):
-    assert blind_settings(config) == blind
+    assert settings_without_gradient_check(config) == blind
 
 
 def test_deepspeed_checks_gradients_by_default():

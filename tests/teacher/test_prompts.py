@@ -200,7 +200,7 @@ def test_a_row_the_teacher_cannot_read_is_named_at_construction(tmp_path, row, e
 
 @pytest.mark.refusal
 def test_both_teacher_columns_at_once_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="has a 'teacher_prompt' and a 'privileged_context'"):
+    with pytest.raises(ValueError, match="has both a 'teacher_prompt' and a 'privileged_context'"):
         make(tmp_path, [{"teacher_prompt": "a", "privileged_context": "b"}] * 2)
 
 
@@ -214,7 +214,7 @@ def test_a_wrong_value_is_not_shown_in_the_error(tmp_path):
 @pytest.mark.refusal
 def test_a_context_without_a_user_message_to_join_is_refused(tmp_path):
     trainer = make(tmp_path, [{}, {}])
-    with pytest.raises(ValueError, match="row 7 has no user message, which `teacher_prompt_template` could add"):
+    with pytest.raises(ValueError, match="row 7 has no user message for `teacher_prompt_template` to add"):
         trainer.readers.intake.read(
             {"prompt": [{"role": "system", "content": "a"}], "privileged_context": "b"}, "row 7"
         )
@@ -237,7 +237,7 @@ def test_rows_too_long_for_the_teacher_alone_are_dropped_on_request(tmp_path):
 @pytest.mark.parametrize(
     ("made", "error", "message"),
     [
-        (None, TypeError, "What `teacher_prompt_fn` made of row 0 of this batch is None"),
+        (None, TypeError, "What `teacher_prompt_fn` returned for row 0 of this batch is None"),
         (
             "x" * 255,
             ValueError,
@@ -277,7 +277,7 @@ def test_a_row_beyond_the_context_of_the_teacher_is_refused(tmp_path):
     trainer = make(tmp_path, [{"privileged_context": "x"}] * 2, teacher=tiny.qwen2(48, 1, max_position_embeddings=64))
     trainer.rollout = FixedRollout({tuple([40] * 60): [50] * 10})
     with pytest.raises(
-        ValueError, match=r"read 60 tokens of its prompt and 10 of the completion in row 0 .* look at 64"
+        ValueError, match=r"read 60 tokens of its prompt and 10 of the completion in row 0 .* context is 64 tokens"
     ):
         trainer._generate_and_score_completions([{"prompt": trainer.processing_class.decode([40] * 60)}])
 

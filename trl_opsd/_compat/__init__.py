@@ -1,1 +1,1 @@
-"""The only place where other trainers and engines are imported, one file each; what moves in them is mended here."""
+"""The only modules that import other trainers and engines, one file or folder each; API changes are absorbed here."""

@@ -1,4 +1,4 @@
-"""A second DeepSpeed beside the student's, for a model that is only read, and what to know of the student's own."""
+"""A second DeepSpeed engine, for a frozen model besides the student's, and helpers for the student's own."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Config = dict[str, Any]
 
 
 def reader_config(dtype: torch.dtype, width: int, device: torch.device) -> Config:
-    """ZeRO-3 for a frozen model: split over the processes, in host memory, gathered layer by layer while it reads.
+    """A ZeRO-3 config for a frozen model: sharded over the processes, in host memory, gathered layer by layer.
 
-    Nothing of the student's config is in it. An optimizer, a scheduler, an accumulation or a batch size of the
-    student's would be built for the teacher too, or be refused.
+    It takes nothing from the student's config: its optimizer, scheduler, accumulation or batch size would be set up for
+    the teacher too, or be refused.
 
     Args:
         dtype (`torch.dtype`):
-            Of the weights; DeepSpeed would read them in float32 otherwise.
+            Dtype of the weights; DeepSpeed's default is float32.
         width (`int`):
-            Hidden width. Tensors of up to ten times as many elements, norms and biases, stay gathered.
+            Hidden size. Tensors of up to ten times as many elements, norms and biases, stay gathered.
         device (`torch.device`):
-            Where the model reads.
+            Device of the forward pass.
     """
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -40,18 +40,18 @@ def reader_config(dtype: torch.dtype, width: int, device: torch.device) -> Confi
             "stage": 3,
             "offload_param": {"device": "cpu", "pin_memory": device.type != "cpu"},
             "stage3_param_persistence_threshold": 10 * width,
-            # A layer is not needed again before all others were: keep none.
+            # No layer is needed again before all others have been used: keep none gathered.
             "stage3_max_reuse_distance": 0,
         },
     }
 
 
-def blind_settings(config: Config) -> list[str]:
-    """Names of settings with which a student's engine steps without a look at its gradient; it can skip otherwise.
+def settings_without_gradient_check(config: Config) -> list[str]:
+    """Names of settings with which DeepSpeed does not check gradients before a step, and so cannot skip it.
 
     Args:
         config (`dict`):
-            Of DeepSpeed, for a student.
+            The student's DeepSpeed config.
     """
     zero = config.get("zero_optimization", {})
     settings = {
@@ -59,37 +59,37 @@ def blind_settings(config: Config) -> list[str]:
         "zero_optimization.compute_grad_norm": zero.get("compute_grad_norm", True),
         "bf16.check_grad_overflow": config.get("bf16", {}).get("check_grad_overflow", True),
     }
-    return [name for name, looks in settings.items() if not looks]
+    return [name for name, checks in settings.items() if not checks]
 
 
 @contextmanager
 def gathered(parameters: Sequence[Tensor], written: bool = False) -> Iterator[None]:
-    """Parameters that ZeRO-3 has split are whole for as long as the context lasts; if `written`, to be changed too."""
+    """Gathers parameters that ZeRO-3 has sharded while the context is open; `written` keeps changes to them."""
     if not parameters:
         yield
         return
-    from deepspeed import zero  # slow, and not everybody has it
+    from deepspeed import zero  # slow to import, and optional
 
     with zero.GatheredParameters(parameters, modifier_rank=0 if written else None):
         yield
 
 
-def announce(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Tells ZeRO-3 that a module's forward also reads what belongs to another one.
+def register_external_parameters(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Tells ZeRO-3 that a module's forward also reads parameters of another module.
 
-    DeepSpeed would find out by itself, but not before it has written down in which order a forward reads; one without a
-    gradient then fails the next time.
+    DeepSpeed detects that by itself, but only after it has traced the order in which a forward uses parameters; the
+    next forward without gradients then fails.
     """
     split = [one for one in parameters if hasattr(one, "ds_id")]
     if split:
-        from deepspeed import zero  # slow, and not everybody has it
+        from deepspeed import zero  # slow to import, and optional
 
         for parameter in split:
             zero.register_external_parameter(module, parameter)
 
 
-def carried(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """A function that multiplies as it would here, wherever it is called: DeepSpeed ends autocast in its forward."""
+def with_current_autocast(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Wraps a function to run under the autocast state of this call, which DeepSpeed disables in its forward."""
     kind = device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
@@ -102,19 +102,19 @@ def carried(function: Callable[..., Any], device: torch.device) -> Callable[...,
 
 @contextmanager
 def loading(config: Config | None) -> Iterator[None]:
-    """What `from_pretrained` sees of the launch: this config of DeepSpeed, or nothing, whatever the student's is.
+    """Makes `from_pretrained` use this DeepSpeed config, or none, instead of the student's.
 
-    While a ZeRO-3 config is alive, `transformers` splits every model it loads by that config; and with accelerate's
-    `fsdp_cpu_ram_efficient_loading` it fills all but the first process's with zeros, for FSDP to replace. Both are back
-    afterwards, also after an exception.
+    While a ZeRO-3 config is alive, `transformers` shards every model it loads by that config; and with accelerate's
+    `fsdp_cpu_ram_efficient_loading` it fills the model with zeros in all processes but the first, for FSDP to replace.
+    Both settings are restored on exit, also after an exception.
     """
-    students = integration._hf_deepspeed_config_weak_ref  # it can be set and unset in public, but not read
+    students = integration._hf_deepspeed_config_weak_ref  # there are public functions to set and unset it, not to read
     ours = None
     try:
         if config is None:
             integration.unset_hf_deepspeed_config()
         else:
-            ours = integration.HfDeepSpeedConfig(config)  # sets itself, and counts for as long as it lives
+            ours = integration.HfDeepSpeedConfig(config)  # registers itself, and is in effect while it is referenced
         with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
             yield
     finally:
@@ -122,64 +122,64 @@ def loading(config: Config | None) -> Iterator[None]:
         del ours
 
 
-def put_back(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Gives a model its buffers again, in the dtype they had.
+def restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Restores a model's buffers in their original dtype.
 
-    ZeRO-3 makes them in the dtype of the weights; rotary frequencies in half precision turn late positions wrongly.
+    ZeRO-3 casts them to the dtype of the weights; rotary frequencies in half precision are wrong at late positions.
     """
     for name, buffer in buffers.items():
         model.get_buffer(name).data = buffer
 
 
 def empty_twin(model: Any) -> Any:
-    """A model of `transformers` of the same kind, not split, with no weights yet and the buffers it computes."""
+    """An unsharded `transformers` model of the same class and config, with weights on the meta device and buffers."""
     with loading(None), init_empty_weights():
         return type(model)._from_config(deepcopy(model.config), dtype=model.dtype)
 
 
 def recompute_buffers(model: Any) -> None:
-    """Has a model of `transformers` that was loaded under ZeRO-3 compute its buffers again, as it does without."""
+    """Recomputes the non-persistent buffers of a `transformers` model loaded under ZeRO-3, as without ZeRO-3."""
     saved = set(model.state_dict(keep_vars=True))
     places = {name: buffer.device for name, buffer in model.named_buffers() if name not in saved}
     fresh = dict(empty_twin(model).named_buffers())
-    put_back(model, {name: fresh[name].to(places[name]) for name in places.keys() & fresh})
+    restore_buffers(model, {name: fresh[name].to(places[name]) for name in places.keys() & fresh})
 
 
 class SplitReader:
-    """Runs functions of a frozen model that DeepSpeed has split, or splits now.
+    """Runs functions of a frozen model sharded by DeepSpeed; shards it first if necessary.
 
     Args:
         model (`nn.Module`):
-            The model, whole or loaded under [`loading`].
+            The model, unsharded or loaded under [`loading`].
         config (`dict`):
             From [`reader_config`].
     """
 
     def __init__(self, model: nn.Module, config: Config) -> None:
-        from deepspeed import initialize, zero  # slow, and not everybody has it
+        from deepspeed import initialize, zero  # slow to import, and optional
 
         self._stage = _Stage(model)
         buffers = dict(model.named_buffers())
         if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-            # The engine would move all of a whole model to the device before it splits it; this moves one by one.
+            # The engine would move all of the model to the device before sharding; this moves one parameter at a time.
             zero.Init(self._stage, mem_efficient_linear=False, config_dict_or_path=config)
         self._engine, *_ = initialize(model=self._stage, config=config)
         self._engine.eval()
-        put_back(model, {name: buffer.to(self._engine.device) for name, buffer in buffers.items()})
+        restore_buffers(model, {name: buffer.to(self._engine.device) for name, buffer in buffers.items()})
 
     def __call__(self, function: Any, *args: Any) -> Any:
-        """`function(model, *args)`, in the engine's own forward: only there does DeepSpeed bring the weights."""
+        """`function(model, *args)`, in the engine's own forward: only there does DeepSpeed gather the weights."""
         device = self._engine.device
-        self._stage.task = carried(partial(function, self._stage.model, *args), device)
+        self._stage.task = with_current_autocast(partial(function, self._stage.model, *args), device)
         try:
-            with torch.autocast(device.type, enabled=False):  # DeepSpeed would warn of it
+            with torch.autocast(device.type, enabled=False):  # else DeepSpeed warns about it
                 return self._engine()
         finally:
             self._stage.task = None
 
 
 class _Stage(nn.Module):
-    """The module the engine wraps. Its forward is whatever is to be done next."""
+    """The module that the engine wraps. Its forward calls `task`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Reads a PEFT model without touching it: which tensor of a checkpoint is made of what, and what its adapter is."""
+"""Inspects a PEFT model without changing it: the base model's weights, merged weights, and the adapter's factors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trl_opsd.types import Weight
 CausalLM: TypeAlias = PreTrainedModel | PeftModel
 """A causal language model of `transformers`, bare or wrapped by `peft`."""
 
-_NO_MATTER = (
+_IRRELEVANT_FIELDS = (
     "auto_mapping",
     "base_model_name_or_path",
     "inference_mode",
@@ -33,9 +33,9 @@ _NO_MATTER = (
     "runtime_config",
     "task_type",
 )
-"""What a config says that does not change what is learnt."""
-_OF_A_WRAPPER = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
-"""What PEFT puts into the name of a weight of the base model."""
+"""Fields of an adapter's config that do not affect training."""
+_WRAPPER_NAMES = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
+"""What PEFT inserts into the names of the base model's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class LoraFactors:
     """The adapter of one linear layer: its output gains `scaling * B A x`."""
 
     name: str
-    """The layer, as a checkpoint of the base model calls it."""
+    """The layer's name in a checkpoint of the base model."""
     a: Tensor
     """[r, in]."""
     b: Tensor
@@ -58,12 +58,12 @@ def is_peft(model: CausalLM) -> bool:
 
 
 def without_peft(model: CausalLM) -> Any:
-    """The model that PEFT has wrapped, or the model itself."""
+    """The model inside the PEFT wrapper, or the model itself."""
     return model.get_base_model() if is_peft(model) else model
 
 
 def base_parameters(model: CausalLM) -> dict[str, Tensor]:
-    """The parameters of the model that PEFT has wrapped, none of an adapter's, by their names before it was wrapped."""
+    """The parameters of the base model, without those of adapters, by their names before PEFT wrapped it."""
     wrappers = _modules_of(model, (BaseTunerLayer, AuxiliaryTrainingWrapper)) if is_peft(model) else {}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -71,12 +71,12 @@ def base_parameters(model: CausalLM) -> dict[str, Tensor]:
         inside = _inside(name, wrappers)
         part = name.removeprefix(f"{inside}.").partition(".")[0]
         if inside is None or part in ("base_layer", "original_module"):
-            found[_plain(_OF_A_WRAPPER.sub("", name))] = parameter
+            found[_plain(_WRAPPER_NAMES.sub("", name))] = parameter
     return found
 
 
 def describe_adapters(model: CausalLM) -> dict[str, Any] | None:
-    """What the configs of the adapters say, in values that JSON can hold; `None` without PEFT."""
+    """The configs of the adapters as JSON-serialisable values; `None` without PEFT."""
     if not is_peft(model):
         return None
     several = len(model.peft_config) > 1
@@ -84,15 +84,16 @@ def describe_adapters(model: CausalLM) -> dict[str, Any] | None:
         f"{adapter}.{name}" if several else name: sorted(value) if isinstance(value, set) else value
         for adapter, config in model.peft_config.items()
         for name, value in config.to_dict().items()
-        if name not in _NO_MATTER
+        if name not in _IRRELEVANT_FIELDS
     }
 
 
 @contextmanager
 def without_adapter(model: CausalLM) -> Iterator[None]:
-    """The model computes what its base computes for as long as the context lasts, and trains nothing of its adapters.
+    """Disables the adapters while the context is open, and restores `requires_grad` afterwards.
 
-    On the way out PEFT would train all of an adapter, also what the adapter or the user keeps frozen (MiCA's `lora_B`).
+    PEFT itself would leave every adapter parameter trainable, also those that the method or the user keeps frozen
+    (MiCA's `lora_B`).
     """
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -104,22 +105,22 @@ def without_adapter(model: CausalLM) -> Iterator[None]:
 
 
 def rewrites_base(config: Any) -> bool:
-    """Whether an adapter of this config takes a part of the base weights away when it is made, for itself to learn."""
+    """Whether an adapter with this config changes the base weights at initialisation, as PiSSA does."""
     kind = getattr(config, "init_lora_weights", None)
     return isinstance(kind, str) and kind.lower().startswith(("pissa", "corda", "olora", "loftq", "lora_ga"))
 
 
 def merged_weights(model: CausalLM) -> Iterator[Weight]:
-    """The weights of a checkpoint of the base model with the active adapters worked in; each is a new tensor.
+    """The weights of a checkpoint of the base model with the active adapters merged, without changing the model.
 
     Raises:
-        ValueError: An adapter is of a kind that cannot be worked into the weights here.
+        ValueError: An adapter has a type that cannot be merged here.
     """
     tuned, saved = _tuned_layers(model), _saved_modules(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if layer_name := _inside(name, tuned):
             kind = name.removeprefix(f"{layer_name}.base_layer.")
-            if kind != name:  # else it belongs to the adapter
+            if kind != name:  # else it is a weight of the adapter
                 outer, layer = _holder(layer_name, kind, tuned)
                 yield _merged(_plain(f"{outer}.{kind}"), tensor, layer, kind)
         elif module_name := _inside(name, saved):
@@ -131,7 +132,7 @@ def merged_weights(model: CausalLM) -> Iterator[Weight]:
 
 
 def lora_factors(model: CausalLM) -> list[LoraFactors]:
-    """The active adapter, layer by layer. Meaningful where [`why_not_apart`] finds nothing against it."""
+    """The factors of the active adapter, layer by layer. Valid only if [`why_not_plain_lora`] returns `None`."""
     (adapter,) = model.active_adapters
     return [
         LoraFactors(
@@ -146,8 +147,8 @@ def lora_factors(model: CausalLM) -> list[LoraFactors]:
     ]
 
 
-def why_not_apart(model: CausalLM) -> str | None:
-    """Why the active adapter is more than one pair of factors for each linear layer, or `None` where it is not."""
+def why_not_plain_lora(model: CausalLM) -> str | None:
+    """Why the active adapter is not plain LoRA (one pair of factors for each linear layer), or `None` if it is."""
     adapters, tuned = model.active_adapters, _tuned_layers(model)
     if len(adapters) != 1:
         return f"{len(adapters)} adapters are active"
@@ -155,7 +156,7 @@ def why_not_apart(model: CausalLM) -> str | None:
         return "`modules_to_save` trains whole modules besides the adapter"
     for name, layer in tuned.items():
         if not isinstance(layer, Linear) or name.endswith(".lm_head"):
-            return f"the adapter reaches {_plain(name)}, which is not a linear layer inside of the model"
+            return f"the adapter reaches {_plain(name)}, which is not a linear layer inside the model"
         if adapters[0] in layer.lora_variant:
             return "the adapter is a variant of LoRA such as DoRA"
         if layer.lora_bias.get(adapters[0]):
@@ -198,7 +199,7 @@ def _inside(name: str, modules: dict[str, Any]) -> str | None:
 
 
 def _holder(name: str, kind: str, tuned: dict[str, Any]) -> tuple[str, Any]:
-    """The layer's name, and what adapts one of its weights: experts have a wrapper for each, one inside the other."""
+    """The layer's name and the wrapper of one of its weights: experts have nested wrappers, one for each weight."""
     while isinstance(tuned[name], ParamWrapper) and tuned[name].parameter_name != kind:
         outer = name.removesuffix(".base_layer")
         if outer == name or outer not in tuned:
@@ -230,7 +231,7 @@ def _merged(name: str, base: Tensor, layer: Any, kind: str) -> Weight:
 
 
 def _merged_weight(layer: Any, base: Tensor, adapters: list[str]) -> Tensor:
-    """W + sBA. Summed up in float32 and rounded once: rounding each summand would move the weight twice."""
+    """W + sBA, summed in float32, so that it is rounded only once."""
     weight = base.detach().float()
     for adapter in adapters:
         variant = layer.lora_variant.get(adapter)
@@ -250,8 +251,8 @@ def _merged_bias(layer: Any, base: Tensor, adapters: list[str]) -> Tensor:
 
 
 @contextmanager
-def seen_before_peft(look: Callable[[Any], None]) -> Iterator[None]:
-    """Has `look` called with the student that TRL is about to wrap; TRL loads and wraps it in one go."""
+def called_before_peft(look: Callable[[Any], None]) -> Iterator[None]:
+    """Calls `look` with the student just before TRL wraps it with PEFT; TRL loads and wraps it in one go."""
     wrap = distillation_trainer.get_peft_model
 
     def seen(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reads and writes what ZeRO-3 or FSDP2 has split over the processes; whatever one process calls here, all have to."""
+"""Reads and writes tensors that ZeRO-3 or FSDP2 has sharded. Functions that gather are collective."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trl_opsd._compat.deepspeed import empty_twin, gathered
 
 
 def is_split_model(model: nn.Module) -> bool:
-    """Whether only the wrapper's own forward brings the weights of this model."""
+    """Whether the weights of this model are gathered only inside its wrapper's own forward."""
     return isinstance(model, FSDPModule) or in_zero3_model(model)
 
 
 @contextmanager
 def unsharded(layer: nn.Module) -> Iterator[None]:
-    """A layer's parameters are whole for as long as the context lasts, if it is FSDP2 that has split them.
+    """Gathers a layer's parameters while the context is open, if FSDP2 has sharded them.
 
-    FSDP2 brings them before the layer's forward. This is for a layer whose weight is used without calling it; the
-    gradient that reaches the weight is reduced with those of all other layers.
+    FSDP2 gathers them before the layer's forward. This is for a layer whose weight is used without calling it; the
+    gradient of the weight is reduced together with those of all other layers.
     """
     if not (isinstance(layer, FSDPModule) and any(isinstance(one, DTensor) for one in layer.parameters())):
         yield
@@ -41,44 +41,44 @@ def unsharded(layer: nn.Module) -> Iterator[None]:
         split.reshard()
 
 
-def leave_outputs(plugin: Any) -> None:
-    """Has FSDP2 return what a forward returns. accelerate has it cast to the dtype it computes in, the loss too.
+def keep_output_dtype(plugin: Any) -> None:
+    """Makes FSDP2 return a forward's outputs, such as the loss, uncast; accelerate casts them to the compute dtype.
 
     Args:
         plugin ([`~accelerate.FullyShardedDataParallelPlugin`]):
-            Of the launch, before the student is wrapped.
+            The launch's plugin, before the student is wrapped.
     """
     if plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
 
 def reshard(model: nn.Module) -> None:
-    """Splits again what FSDP2 has left whole after a forward; does nothing to other models."""
+    """Reshards modules that FSDP2 has left gathered after a forward; a no-op for other models."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
             state = module._get_fsdp_state()
             group = getattr(state, "_fsdp_param_group", None)
             if group is not None and group.is_unsharded:
-                # torch 2.10 still waits for another module of the group: the head, which a loss does not call.
+                # torch 2.10 still waits for the forward of another module of the group: the head, which is not called.
                 state._modules_to_run_forward.clear()
                 group._to_sharded()
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters as the optimizer has them, by name: FSDP2 replaces them, and leaves some whole after a forward."""
+    """The optimizer's parameters by name, resharded: FSDP2 replaces parameters, and leaves some gathered."""
     reshard(model)
     return {plain_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def plain_name(name: str) -> str:
-    """The name of a module or parameter as a checkpoint has it, where accelerate recomputes activations under FSDP2."""
+    """The name of a module or parameter without the prefix that activation checkpointing under FSDP2 adds."""
     return name.replace(_CHECKPOINT_PREFIX, "")
 
 
 @torch.no_grad()
 def whole(parameter: Tensor) -> Tensor:
-    """The value of a parameter. Where nothing is split it is not copied."""
+    """The unsharded value of a parameter; not a copy if it is not sharded. Collective if it is."""
     if isinstance(parameter, DTensor):
         value: Tensor = parameter.full_tensor()
         return value
@@ -89,7 +89,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def whole_copy(model: Any) -> Any:
-    """A copy of a model in every process; one that ZeRO-3 has split is gathered in host memory, tensor by tensor."""
+    """A copy of a model in every process; with ZeRO-3 it is gathered in host memory, tensor by tensor. Collective."""
     if not in_zero3_model(model):
         return deepcopy(model)
     copied = empty_twin(model)
@@ -100,13 +100,13 @@ def whole_copy(model: Any) -> Any:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The share of this process, if FSDP2 has split the tensor; else the tensor."""
+    """The local shard, if FSDP2 has sharded the tensor; else the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Writes whole values, the same in every process, into the parameters of their names."""
+    """Writes unsharded values, equal in all processes, into the parameters of the same names. Collective."""
     with gathered([parameters[name] for name in values if in_zero3(parameters[name])], written=True):
         for name, value in values.items():
             parameter = parameters[name]
@@ -116,38 +116,38 @@ def write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Non
 
 
 def is_split(parameter: Tensor) -> bool:
-    """Whether this process has a share of the parameter only."""
+    """Whether this process holds only a shard of the parameter."""
     return isinstance(parameter, DTensor) or in_zero3(parameter)
 
 
 def in_zero3(tensor: Tensor) -> bool:
-    """Whether ZeRO-3 has split the tensor, so that it is empty but where it is gathered."""
+    """Whether ZeRO-3 has sharded the tensor, which is then empty unless gathered."""
     return hasattr(tensor, "ds_id")
 
 
 def in_zero3_model(model: nn.Module) -> bool:
-    """Whether ZeRO-3 has split the parameters, so that none can be used outside of the engine's own forward."""
+    """Whether ZeRO-3 has sharded the parameters, so that none can be used outside the engine's own forward."""
     return any(map(in_zero3, model.parameters()))
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
-    """The shape of a tensor where nothing is split."""
+    """The shape of a tensor before sharding."""
     shape: torch.Size = getattr(tensor, "ds_shape", tensor.shape)
     return shape
 
 
 def whole_numel(tensor: Tensor) -> int:
-    """The number of elements of a tensor where nothing is split."""
+    """The number of elements of a tensor before sharding."""
     number: int = getattr(tensor, "ds_numel", tensor.numel())
     return number
 
 
 @torch.no_grad()
-def spread(tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Gives every process the first one's values.
+def broadcast_from_first(tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Overwrites the tensors of every process with those of the first. Collective.
 
-    Weights made at random may differ between processes until training begins, and with accelerate's
-    `fsdp_cpu_ram_efficient_loading` only the first process has read any.
+    Randomly initialised weights may differ between processes until training begins, and with accelerate's
+    `fsdp_cpu_ram_efficient_loading` only the first process has loaded any.
     """
     if not distributed.is_initialized():
         return

@@ -1,4 +1,4 @@
-"""The names that this package takes from TRL; no other file imports it."""
+"""The names that this package imports from TRL; no other file imports it."""
 
 from trl import DistillationConfig, DistillationTrainer
 from trl.generation.vllm_client import VLLMClient

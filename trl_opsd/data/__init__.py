@@ -1,1 +1,1 @@
-"""From rows of a dataset to the token ids of student and teacher."""
+"""Turns dataset rows into the token ids of student and teacher."""

@@ -1,4 +1,4 @@
-"""Reads a whole dataset before training starts, with the eyes of one reader, as far as it can be read ahead."""
+"""Checks the rows of a whole dataset before training starts, as far as they can be read ahead."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from trl_opsd.data.teacher_prompts import COLUMNS
 
 
 def look_ahead(dataset: Any, where: str, intake: Intake) -> None:
-    """Checks of every row what needs no tokenizer, so that a bad one is refused before a model is loaded.
+    """Runs the checks that need no tokenizer on every row, so that a bad one is refused before a model is loaded.
 
-    A stream cannot be read ahead, and a transform is run only when there is a tokenizer for what it makes: their rows
-    are checked later.
+    A stream cannot be read ahead, and a transform may need the tokenizer: their rows are checked later.
 
     Args:
         dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Its columns have been checked.
         where (`str`):
-            Its name, for the messages.
+            Its name in messages.
         intake ([`~data.intake.Intake`]):
-            Reads the rows.
+            Parses the rows.
 
     Raises:
-        ValueError: A row cannot be read; the message names it.
+        ValueError: A row is invalid; the message names it.
         TypeError: A prompt is neither text nor messages.
     """
-    if isinstance(dataset, IterableDataset) or _is_made_by_a_transform(dataset):
+    if isinstance(dataset, IterableDataset) or _has_transform(dataset):
         return
     kind = None
     for requests in _requests(dataset, where, intake):
@@ -41,18 +40,19 @@ def look_ahead(dataset: Any, where: str, intake: Intake) -> None:
 
 
 def admit(dataset: Any, where: str, reader: Reader, dropped: Counter[str] | None) -> Any:
-    """Checks every row, and leaves out those that are too long if asked for.
+    """Checks every row, and optionally drops those with overlong prompts.
 
     Args:
         dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            A stream cannot be read ahead: its rows are checked when they are used, and filtered here if asked for.
+            The rows of a stream are not checked here but when they are used; overlong ones are filtered while it is
+            read, if `dropped` is given.
         where (`str`):
-            Its name, for the messages.
+            Its name in messages.
         reader ([`~data.readers.Reader`]):
-            Who has to be able to read the prompts.
+            The reader that must be able to read the prompts.
         dropped (`Counter`, *optional*):
-            Leave out prompts that do not fit and count them here under the name of the dataset, those of a stream as it
-            is read. When `None`, such a prompt is an error.
+            If given, prompts that do not fit are dropped and counted here under the name of the dataset; those of a
+            stream while it is read. When `None`, such a prompt is an error.
 
     Returns:
         The dataset without the dropped rows.
@@ -81,9 +81,9 @@ def admit(dataset: Any, where: str, reader: Reader, dropped: Counter[str] | None
 
 
 def _requests(dataset: Any, where: str, intake: Intake) -> Iterator[list[Request]]:
-    """The rows, a batch at a time."""
-    # A transform may make the prompts out of other columns; any other format is only a way to look at them.
-    if not _is_made_by_a_transform(dataset):
+    """The parsed rows, a batch at a time."""
+    # A transform may compute the prompts from other columns; any other format only changes the type of the values.
+    if not _has_transform(dataset):
         dataset = dataset.with_format(None)
         dataset = dataset.select_columns([name for name in COLUMNS if name in dataset.column_names])
     number = count()
@@ -92,12 +92,12 @@ def _requests(dataset: Any, where: str, intake: Intake) -> Iterator[list[Request
         yield [intake.read(row, f"row {next(number)} of {where}") for row in rows]
 
 
-def _is_made_by_a_transform(dataset: Any) -> bool:
+def _has_transform(dataset: Any) -> bool:
     return bool(dataset.format["type"] == "custom")
 
 
 def _stays(where: str, reader: Reader, dropped: Counter[str]) -> Callable[[Any], bool]:
-    """Whether a row of a stream stays in it."""
+    """A filter for the rows of a stream, which keeps those whose prompt fits and counts the others."""
 
     def stays(row: dict[str, Any]) -> bool:
         request = reader.intake.read(row, f"a row that {where} streams")

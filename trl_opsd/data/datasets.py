@@ -1,4 +1,4 @@
-"""A dataset as a whole, or several by name: their columns, what is in them, and which of their rows can be used."""
+"""Operations on whole datasets: their columns, a digest of their contents, and the check of all their rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EvalDatasets: TypeAlias = AnyDataset | dict[str, AnyDataset] | None
 
 
 def columns_of(dataset: AnyDataset | None) -> list[str] | None:
-    """The columns as a reader of the rows sees them; a transform may have made them."""
+    """The columns of the rows as they are read, after a transform if there is one; `None` if not known."""
     if dataset is None:
         return None
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom" and len(dataset):
@@ -31,26 +31,26 @@ def columns_of(dataset: AnyDataset | None) -> list[str] | None:
 
 
 def by_name(eval_dataset: EvalDatasets) -> dict[str, AnyDataset | None]:
-    """Evaluation datasets by the name a message gives them."""
+    """Evaluation datasets by their names in messages."""
     if isinstance(eval_dataset, dict):
         return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
     return {"eval_dataset": eval_dataset}
 
 
 def describe_rows(dataset: Any, columns: Collection[str] | None) -> str:
-    """The number of rows and a digest of their contents, the same on every machine and in every process.
+    """The number of rows and a digest of their contents, identical on every machine and in every process.
 
     Args:
         dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
-            A stream cannot be read ahead and is only called one.
+            A stream is not read; its description is "a stream".
         columns (`Collection[str]`, *optional*):
-            The columns somebody reads. When `None`, or when a transform makes the rows out of others: all of them.
+            The columns to include. When `None`, or when a transform computes the rows from other columns: all of them.
     """
     if dataset is None or isinstance(dataset, IterableDataset):
         return "none" if dataset is None else "a stream"
-    made_on_the_fly = dataset.format["type"] == "custom"
-    dataset = dataset.with_format("arrow")  # as stored: what a column decodes to may not be the same thing twice
-    if columns is not None and not made_on_the_fly:
+    has_transform = dataset.format["type"] == "custom"
+    dataset = dataset.with_format("arrow")  # as stored: decoding a column may not be deterministic
+    if columns is not None and not has_transform:
         dataset = dataset.select_columns([name for name in dataset.column_names if name in columns])
     digest = hashlib.sha256()
     for table in dataset.iter(batch_size=1000):
@@ -62,18 +62,18 @@ def describe_rows(dataset: Any, columns: Collection[str] | None) -> str:
 def admit_all(
     train_dataset: AnyDataset | None, eval_dataset: EvalDatasets, reader: Reader, dropped: Counter[str] | None
 ) -> tuple[AnyDataset | None, EvalDatasets]:
-    """Has a reader check every row of all datasets that it has to look at.
+    """Checks every row of the training and evaluation datasets, unless the reader does not need the check.
 
     Args:
         train_dataset, eval_dataset:
             As the trainer takes them.
         reader ([`~data.readers.Reader`]):
-            Who has to be able to read them.
+            The reader that must be able to read them.
         dropped (`Counter`, *optional*):
             As [`~data.admission.admit`] takes it.
 
     Returns:
-        Both, without the rows that are left out.
+        Both, without the dropped rows.
     """
 
     def admitted(name: str, dataset: AnyDataset | None) -> AnyDataset | None:

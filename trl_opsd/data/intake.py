@@ -1,4 +1,4 @@
-"""Reads a dataset row once: what the student is asked, who teaches it, and what that teacher reads."""
+"""Parses a dataset row once: the student's prompt, the name of its teacher, and that teacher's prompt."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from trl_opsd.data.teacher_prompts import Row, TeacherPrompts, teacher_of
 
 
 class Request(dict[str, Any]):
-    """A dataset row, and what was read in it.
+    """A dataset row, parsed.
 
     Args:
         row (`Mapping[str, Any]`):
             The row; its columns are the keys.
         where (`str`):
-            Its name, for messages: `"row 3 of train_dataset"`.
+            Its name in messages: `"row 3 of train_dataset"`.
         student ([`~data.prompts.Prompt`]):
-            What the student reads.
+            The student's prompt.
         teacher (`str`):
             The name of the teacher.
         of_teacher ([`~data.prompts.Prompt`]):
-            What the teacher reads, as far as that is known before there is a completion.
+            The teacher's prompt from the columns; `teacher_prompt_fn` replaces it once there is a completion.
     """
 
     __slots__ = ("of_teacher", "student", "teacher", "where")
@@ -35,24 +35,24 @@ class Request(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intake:
-    """Reads rows, for which it needs no tokenizer."""
+    """Parses rows, without a tokenizer."""
 
     teachers: tuple[str, ...]
     """Names of the teachers."""
     prompts: TeacherPrompts
-    """Builds what a teacher reads."""
+    """Builds the teachers' prompts."""
 
     def read(self, row: Row, where: str) -> Request:
-        """One row; one that was read is returned as it is.
+        """Parses one row; a row that is already parsed is returned unchanged.
 
         Args:
             row (`Mapping[str, Any]`):
                 A dataset row.
             where (`str`):
-                What to call it in a message.
+                Its name in messages.
 
         Raises:
-            ValueError: It lacks a column, has an image, names no teacher, or holds a prompt that cannot be read.
+            ValueError: It lacks a column, has an image, names no known teacher, or has an invalid prompt.
             TypeError: A prompt is neither text nor messages.
         """
         if isinstance(row, Request):
@@ -65,5 +65,5 @@ class Intake:
         return Request(row, where, student, teacher, self.prompts.of(row, where) if in_row else student)
 
     def read_batch(self, rows: Iterable[Row]) -> list[Request]:
-        """The rows of a generation batch; raises as [`read`]."""
+        """Parses the rows of a generation batch; raises as [`read`]."""
         return [self.read(row, f"row {number} of this batch") for number, row in enumerate(rows)]

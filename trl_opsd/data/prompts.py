@@ -1,6 +1,6 @@
-"""Checks what stands in a dataset row before anybody reads it; it knows what a prompt looks like and nothing of models.
+"""Checks the contents of a dataset row; knows the format of prompts, and no models.
 
-Messages name the row and say of what kind a wrong value is, but never show it: a row may hold what is not to be logged.
+Error messages name the row and the type of an invalid value, but never its contents, which may be confidential.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from typing import Any
 
 IMAGE_COLUMNS = ("image", "images")
-"""Where a dataset keeps images, as TRL reads it."""
+"""Columns from which TRL reads images."""
 _HOW_TO_NAME_IT = "rename the column that holds the prompts, for instance `dataset.rename_column('question', 'prompt')`"
 
 
 def check_columns(columns: Iterable[str] | None, where: str, teachers: Collection[str] = ()) -> None:
-    """Checks the names of the columns; `None` means that they are not known before the first row is read.
+    """Checks the names of the columns.
 
     Args:
         columns (`Iterable[str]`, *optional*):
-            The names.
+            The names; `None` if they are not known before the first row is read.
         where (`str`):
-            What they belong to, for the message.
+            The dataset or row they belong to, for the message.
         teachers (`Collection[str]`, *optional*):
-            Names of the teachers, when each row says which of them is its own.
+            Names of the teachers, if there are several and each row names its own.
 
     Raises:
-        ValueError: There is no `prompt`, or no `teacher` where there are several.
+        ValueError: There is no column `prompt`, or no `teacher` although there are several.
     """
     if columns is None:
         return
@@ -41,7 +41,7 @@ def check_columns(columns: Iterable[str] | None, where: str, teachers: Collectio
 
 
 def check_no_images(values: Mapping[str, Iterable[Any]], where: str) -> None:
-    """Raises `ValueError` at the first image in the columns of images; `None` and lists without one are text."""
+    """Raises `ValueError` at the first image in an image column; `None` and lists of `None` are not images."""
     for name in IMAGE_COLUMNS:
         for value in values.get(name, ()):
             if value is not None and not (isinstance(value, list) and all(one is None for one in value)):
@@ -56,15 +56,15 @@ def check_prompt(prompt: Any, where: str) -> str:
 
     Args:
         prompt (`Any`):
-            What somebody is to read.
+            The prompt.
         where (`str`):
-            What it is and where it stands, for the message: `"The prompt in row 3 of train_dataset"`.
+            Its name in messages: `"The prompt in row 3 of train_dataset"`.
 
     Returns:
         `str`: `"text"` or `"messages"`.
 
     Raises:
-        ValueError: It is empty, or a message lacks its role or content, or holds something else than text.
+        ValueError: It is empty, or a message lacks its role or content, or its content is not text.
         TypeError: It is neither text nor a list of messages.
     """
     if isinstance(prompt, str):
@@ -85,29 +85,29 @@ def check_prompt(prompt: Any, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What somebody is to read, checked."""
+    """A checked prompt."""
 
     value: Any
     """Text, or messages."""
     kind: str
     """`"text"` or `"messages"`."""
     where: str
-    """What it is and where it stands, for messages: `"The prompt in row 3 of train_dataset"`."""
+    """Its name in error messages: `"The prompt in row 3 of train_dataset"`."""
 
     @classmethod
     def of(cls, value: Any, where: str) -> Prompt:
-        """Checks it; raises as [`check_prompt`]."""
+        """Checks a prompt; raises as [`check_prompt`]."""
         return cls(value, check_prompt(value, where), where)
 
 
 def common_kind(prompts: Iterable[Prompt], kind: str | None = None) -> str | None:
-    """The kind of all of these, or `None` when there is none yet.
+    """The kind that all prompts have in common, or `None` without any.
 
     Args:
         prompts (`Iterable[Prompt]`):
             In the order of their rows.
         kind (`str`, *optional*):
-            What the ones before these were: `"text"` or `"messages"`.
+            Kind of the prompts before these: `"text"` or `"messages"`.
 
     Raises:
         ValueError: Text and messages are mixed.
@@ -116,7 +116,7 @@ def common_kind(prompts: Iterable[Prompt], kind: str | None = None) -> str | Non
         kind = kind or prompt.kind
         if prompt.kind != kind:
             raise ValueError(
-                f"{prompt.where} is {prompt.kind}, those before it are {kind}: all have to be of one kind; turn the "
+                f"{prompt.where} is {prompt.kind}, those before it are {kind}: all must be of one kind; turn the "
                 "texts into messages, or the messages into text."
             )
     return kind
@@ -136,7 +136,7 @@ def _check_message(message: Any, where: str) -> None:
         if kinds <= {"text"}:
             return
         raise ValueError(
-            f"{where} holds parts of type {sorted(map(str, kinds))}: only text is supported yet; "
+            f"{where} has parts of type {sorted(map(str, kinds))}, but only text is supported so far: "
             "use `trl.DistillationTrainer` for prompts with images."
         )
     raise ValueError(f"{where} has {_kind(content)} as its content: expected text.")
@@ -148,25 +148,25 @@ def _kind(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLimits:
-    """What a tokenized prompt must keep to so that a model can read it and what follows."""
+    """Limits of a tokenized prompt, so that a model can read it and a completion after it."""
 
     vocabulary: int
-    """Every token id is smaller: those that student and teacher know."""
+    """Number of token ids that student and teacher share."""
     context: int | None
-    """Tokens that can be looked at, or `None` where there is no limit."""
+    """Context length in tokens, or `None` for no limit."""
     completion: int
-    """Tokens to leave free for the answer: `max_completion_length`."""
+    """Tokens reserved for the completion: `max_completion_length`."""
 
     def fits(self, prompt_ids: list[int]) -> bool:
         """Whether the prompt leaves room for a whole completion."""
         return self.room(len(prompt_ids)) == self.completion
 
     def room(self, prompt_tokens: int) -> int:
-        """Tokens that may follow so many, as far as a completion and the context go."""
+        """Tokens that may follow a prompt of this length, limited by `completion` and the context."""
         return self.completion if self.context is None else min(self.completion, self.context - prompt_tokens)
 
     def covers(self, other: PromptLimits) -> bool:
-        """Whether what keeps to the other limits keeps to these."""
+        """Whether every prompt within the other limits is within these."""
         wide = self.context is None or (other.context is not None and other.context <= self.context)
         return wide and other.vocabulary <= self.vocabulary and other.completion >= self.completion
 
@@ -179,7 +179,7 @@ class PromptLimits:
             )
 
     def check(self, prompt_ids: list[int], where: str) -> None:
-        """Raises `ValueError` when the prompt is empty, does not fit, or has a token that a model does not know."""
+        """Raises `ValueError` when the prompt is empty, does not fit, or has a token id outside the vocabulary."""
         if not prompt_ids:
             raise ValueError(
                 f"{where} has no tokens after tokenization: give the model something to answer, or remove the row."
@@ -192,12 +192,12 @@ class PromptLimits:
         self._check_known(max(prompt_ids), where)
 
     def check_batch(self, prompt_ids: list[list[int]]) -> None:
-        """As [`check`], of the prompts of a generation batch."""
+        """As [`check`], for the prompts of a generation batch."""
         for number, ids in enumerate(prompt_ids):
             self.check(ids, f"The prompt in row {number} of this batch")
 
     def check_completion(self, prompt_ids: list[int], completion_ids: list[int], backend: str) -> None:
-        """Raises `ValueError` when a rollout wrote what the models cannot read."""
+        """Raises `ValueError` when a completion exceeds the context or has token ids outside the vocabulary."""
         length = len(prompt_ids) + len(completion_ids)
         if self.context is not None and length > self.context:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Joins prompts, templates and limits into two readers: the student, and its teacher, who may read something else."""
+"""Combines prompts, chat templates and limits into two readers: the student's, and the teacher's, which may differ."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from trl_opsd.data.prompts import Prompt, PromptLimits, common_kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """What the student, or a teacher, makes of a dataset row."""
+    """Tokenizes and checks the prompts of the student, or of the teacher."""
 
     intake: Intake
-    """Reads the row."""
+    """Parses the rows."""
     prompt_of: Callable[[Request], Prompt]
-    """Which of its prompts it reads."""
+    """Selects the prompt of a row."""
     tokenize: Callable[[list[Any]], list[list[int]]]
     """Turns prompts of one kind into token ids, chat template included."""
     limits_of: Callable[[Request], PromptLimits]
-    """What the tokens must keep to."""
+    """Limits of the prompt of a row."""
     has_template: bool
     """Whether the tokenizer has a chat template."""
     is_needed: Callable[[list[str] | None], bool] = lambda columns: True
-    """Whether a dataset with these columns has to be looked at; `None` stands for unknown ones."""
+    """Whether the rows of a dataset with these columns need checking; `None` stands for unknown columns."""
 
     def check_kind(self, prompts: Sequence[Prompt], kind: str | None = None) -> str | None:
-        """The kind of all prompts, which is that of those before them if there were some.
+        """Checks that all prompts, and those before them of the given kind, are of one kind, and returns it.
 
         Raises:
             ValueError: They are of two kinds, or messages without a chat template.
@@ -42,30 +42,30 @@ class Reader:
         return kind
 
     def token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The tokens of prompts whose kind was checked."""
+        """The token ids of prompts whose kind was checked."""
         return self.tokenize([prompt.value for prompt in prompts])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readers:
-    """What student and teachers make of requests."""
+    """The readers of student and teachers."""
 
     intake: Intake
-    """Reads the rows."""
+    """Parses the rows."""
     tokenize: Callable[..., list[list[int]]]
-    """Turns prompts of one kind into token ids; takes arguments of the chat template."""
+    """Turns prompts of one kind into token ids; takes chat template arguments."""
     template: Mapping[str, Any]
-    """Arguments of the chat template that differ for the teacher."""
+    """Chat template arguments that differ for the teacher."""
     has_template: bool
     """Whether the tokenizer has a chat template."""
     student_limits: PromptLimits
-    """What a prompt of the student must keep to."""
+    """Limits of the student's prompts."""
     teacher_limits: Mapping[str, PromptLimits] = field(default_factory=dict)
-    """The same of each teacher, by name."""
+    """Limits of each teacher's prompts, by its name."""
 
     @property
     def student(self) -> Reader:
-        """Reads the prompt."""
+        """The student's reader."""
         return Reader(
             intake=self.intake,
             prompt_of=lambda request: request.student,
@@ -76,7 +76,7 @@ class Readers:
 
     @property
     def teacher(self) -> Reader:
-        """Reads what the columns say, since there is no completion yet."""
+        """The teachers' reader, for the prompts in the columns; `teacher_prompt_fn` needs a completion."""
         return Reader(
             intake=self.intake,
             prompt_of=lambda request: request.of_teacher,
@@ -87,16 +87,16 @@ class Readers:
         )
 
     def with_teachers(self, vocabulary: int | None, contexts: Mapping[str, int | None]) -> Readers:
-        """The same, once the teachers are there.
+        """A copy with the limits of the teachers, once these are loaded.
 
         Args:
             vocabulary (`int`, *optional*):
-                Token ids that all models know; `None` where these are the student's.
+                Number of token ids that all models share; `None` if that is the student's vocabulary size.
             contexts (`Mapping[str, int | None]`):
-                Tokens that each teacher can look at, by its name.
+                Context length of each teacher, by its name.
 
         Raises:
-            ValueError: A teacher has no room for a completion.
+            ValueError: A completion does not fit into a teacher's context.
         """
         limits = replace(self.student_limits, vocabulary=vocabulary or self.student_limits.vocabulary)
         theirs = {name: replace(limits, context=context) for name, context in contexts.items()}
@@ -104,10 +104,10 @@ class Readers:
             one.check_room(name)
         return replace(self, student_limits=limits, teacher_limits=theirs)
 
-    def within_the_teacher(self, columns: Iterable[str]) -> Readers:
-        """The same, with what the student writes bounded by the context of a teacher who reads all of it.
+    def bounded_by_teacher(self, columns: Iterable[str]) -> Readers:
+        """A copy whose student context is at most the teacher's, if a single teacher reads the student's own prompts.
 
-        With tools a conversation grows until the context is full.
+        With tools, a conversation grows until the context is full.
         """
         if len(self.teacher_limits) > 1 or not self.are_alike(columns):
             return self
@@ -116,10 +116,10 @@ class Readers:
         return replace(self, student_limits=replace(self.student_limits, context=context))
 
     def read_batch(self, rows: Iterable[Mapping[str, Any]]) -> list[Request]:
-        """The rows of a generation batch.
+        """Parses the rows of a generation batch.
 
         Raises:
-            ValueError: One cannot be read, or they are of two kinds; the message names the row.
+            ValueError: A row is invalid, or prompts are of two kinds; the message names the row.
             TypeError: A prompt is neither text nor messages.
         """
         requests = self.intake.read_batch(rows)
@@ -127,39 +127,39 @@ class Readers:
         return requests
 
     def are_alike(self, columns: Iterable[str]) -> bool:
-        """Whether the teacher reads what the student reads."""
+        """Whether the teacher reads the same prompts as the student."""
         prompts = self.intake.prompts
         return not self.template and prompts.prompt_fn is None and not prompts.in_row(columns)
 
     def _may_differ(self, columns: Iterable[str] | None) -> bool:
-        """Whether the teacher may be unable to read rows the student can, as far as that is known so early."""
+        """Whether the teacher may be unable to read rows that the student can, as far as known before training."""
         if self.intake.prompts.prompt_fn is not None:
             return False
         covered = all(limits.covers(self.student_limits) for limits in self.teacher_limits.values())
         return columns is None or not covered or not self.are_alike(columns)
 
-    def retold(
+    def teacher_prompt_ids(
         self,
         requests: Sequence[Request],
         prompt_ids: list[list[int]],
         completion_ids: list[list[int]],
         decode: Callable[..., list[str]],
     ) -> list[list[int]] | None:
-        """What the teachers read before completions that are written by now; `None` where it is the student's prompt.
+        """The teachers' prompts before these completions, as token ids; `None` if they are the student's prompts.
 
         Args:
             requests (`Sequence[Request]`):
                 B dataset rows.
             prompt_ids (`list[list[int]]`):
-                B, what the student read.
+                B, the student's prompts.
             completion_ids (`list[list[int]]`):
-                B, what it wrote.
+                B, the student's completions.
             decode (`Callable`):
-                Turns completions into texts, if a function makes the teacher's prompts.
+                Turns completions into text, for `teacher_prompt_fn`.
 
         Raises:
-            ValueError: One cannot be read; the message names the row.
-            TypeError: One is neither text nor messages.
+            ValueError: A prompt is invalid; the message names the row.
+            TypeError: A prompt is neither text nor messages.
         """
         alike = all(map(self.are_alike, requests))
         if not alike:
@@ -182,14 +182,14 @@ class Readers:
     def _check_fits_teacher(
         self, requests: Sequence[Request], prompt_ids: Sequence[list[int]], completion_lengths: Sequence[int]
     ) -> None:
-        """Prompts with the completions that are written by now."""
+        """Checks that each prompt and its completion fit into the context of the row's teacher."""
         for request, ids, length in zip(requests, prompt_ids, completion_lengths, strict=True):
             limits = self.teacher_limits[request.teacher]
             if limits.context is not None and len(ids) + length > limits.context:
                 raise ValueError(
                     f"The teacher would have to read {len(ids)} tokens of its prompt and {length} of the completion in "
-                    f"{request.where}, but can look at {limits.context}: shorten what it is shown, or what tools "
-                    "return."
+                    f"{request.where}, but its context is {limits.context} tokens: shorten its prompt, or the output "
+                    "of tools."
                 )
             replace(limits, completion=0).check(ids, f"What the teacher reads for {request.where}")
 

@@ -1,7 +1,7 @@
-"""Says which process reads which row of a dataset: each row is read once, or the dataset is refused.
+"""Assigns dataset rows to processes such that each row is read exactly once, and refuses options that break this.
 
-Of a map-style dataset accelerate shares out rows, of a `datasets` stream with several files the files. Those have
-unequal lengths, and do not know that TRL repeats the rows of a generation batch.
+accelerate shards a map-style dataset by rows, but a `datasets` stream of several files by files. Files have unequal
+lengths, and sharding by file ignores that TRL repeats the rows of a generation batch.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from transformers import TrainingArguments
 
 __all__ = ["WholeStream", "check_alike", "check_sharing"]
 
-_MISSHARED = {
+_BREAKS_SHARDING = {
     "split_batches": (
         True,
         "it cuts through the rows of an optimizer step; lower `per_device_train_batch_size` instead",
     ),
-    "dispatch_batches": (True, "it hands rows out as tensors, and prompts are text; remove it"),
+    "dispatch_batches": (True, "it sends rows as tensors, and prompts are text; remove it"),
     "even_batches": (False, "one would end an evaluation before the others; remove it, no row is counted twice"),
 }
-"""Options of accelerate with which rows would be read twice or never, with that value, and why."""
+"""Options of accelerate with which rows would be read twice or never: the value that does so, and why."""
 
 
 def check_sharing(args: TrainingArguments) -> None:
-    """Refuses options with which several processes or workers would not read each row once.
+    """Refuses options with which several processes or workers would not read each row exactly once.
 
     Args:
         args ([`~transformers.TrainingArguments`]):
-            Complete but for what a subclass adds.
+            The options, with those of `transformers` already resolved.
 
     Raises:
-        ValueError: There is one.
+        ValueError: Such an option is set.
     """
-    for name, (value, why) in _MISSHARED.items():
+    for name, (value, why) in _BREAKS_SHARDING.items():
         if getattr(args.accelerator_config, name) is value and (args.world_size > 1 or name == "dispatch_batches"):
             raise ValueError(f"`accelerator_config`: `{name}={value}` on {args.world_size} processes: {why}.")
-    in_order = getattr(args, "dataloader_in_order", True)  # transformers before 5.15 has no other way
+    in_order = getattr(args, "dataloader_in_order", True)  # transformers before 5.15 is always in order
     if not in_order and args.dataloader_num_workers:
         raise ValueError(
             "`dataloader_in_order=False` would let batches overtake each other, so that rows of an optimizer step are "
@@ -49,11 +49,11 @@ def check_sharing(args: TrainingArguments) -> None:
 
 
 def check_alike(each: Sequence[dict[str, str]]) -> None:
-    """Refuses datasets that differ between processes: each would take its share of something else.
+    """Refuses datasets that differ between processes, which would then read shards of different data.
 
     Args:
         each (`Sequence[dict[str, str]]`):
-            For each process, the datasets it was given: a description by name.
+            For each process, descriptions of its datasets by name.
 
     Raises:
         ValueError: Two differ; the message names the process.
@@ -63,26 +63,26 @@ def check_alike(each: Sequence[dict[str, str]]) -> None:
             if rows != each[0].get(name):
                 raise ValueError(
                     f"`{name}` is another dataset in process {process} ({rows}) than in process 0 "
-                    f"({each[0].get(name)}), and each would take its share of something else: give all processes the "
-                    "same rows in the same order. Shuffle with a seed, and do not split by process."
+                    f"({each[0].get(name)}), so they would read shards of different data: give all processes the same "
+                    "rows in the same order. Shuffle with a seed, and do not split by process."
                 )
 
 
 @final
 class WholeStream(TorchStream):
-    """The rows of a stream, in their order, in every process; accelerate then shares out rows instead of files.
+    """All rows of a stream, in order, in every process, so that accelerate shards by rows instead of files.
 
     Args:
         stream ([`~datasets.IterableDataset`]):
-            Of any number of files.
+            A stream of any number of files.
         columns (`Collection[str]`):
-            Those that tell whether two processes read the same row.
+            Columns that enter the digest.
         if_empty (`str`):
-            What is said of a pass without a row.
+            Error message for a pass without rows.
 
     Attributes:
-        rows (`int`): how many were read in this pass.
-        digest (`int`): of what was read in this pass, for processes to compare.
+        rows (`int`): number of rows read in this pass.
+        digest (`int`): CRC-32 of the rows read in this pass, which processes compare.
     """
 
     def __init__(self, stream: IterableDataset, columns: Collection[str], if_empty: str) -> None:
@@ -92,7 +92,7 @@ class WholeStream(TorchStream):
         self.rows = self.digest = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffles the next pass in an order of its own, if the stream is shuffled."""
+        """Sets the epoch, which determines the order of the next pass if the stream is shuffled."""
         self._stream.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

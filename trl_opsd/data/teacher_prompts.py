@@ -1,6 +1,6 @@
-"""Says what the teacher reads before a completion: the student's prompt, or what the student may not see.
+"""Builds the teacher's prompt: the student's own, or one with context that the student does not see.
 
-It makes text and messages out of dataset rows; tokens are the tokenizer's business.
+It turns dataset rows into text and messages; tokenization happens elsewhere.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from trl_opsd.data.prompts import Prompt, check_prompt
 Row: TypeAlias = Mapping[str, Any]
 
 TEMPLATE = "{prompt}\n\n{privileged_context}"
-"""How TRL's self-distillation trainers join the two."""
+"""The template of TRL's self-distillation trainers."""
 
 COLUMNS = ("prompt", "teacher_prompt", "privileged_context", "teacher")
-"""What is read of a dataset: the prompt, and what it may say about the teacher."""
+"""The columns that are read from a dataset; all but the first are optional."""
 
 
 def check_template(template: Any) -> None:
@@ -37,15 +37,15 @@ def check_template(template: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherPrompts:
-    """Builds what the teacher reads out of a row, and out of the completion if somebody asks for that."""
+    """Builds the teacher's prompt from a row, and with `prompt_fn` also from the completion."""
 
     template: str = TEMPLATE
     """Joins `prompt` and `privileged_context`."""
     prompt_fn: Callable[[dict[str, Any], str], Any] | None = None
-    """Makes the prompt out of a row and the text of the completion; goes before the columns."""
+    """Makes the prompt from a row and the text of the completion; takes precedence over the columns."""
 
     def in_row(self, columns: Iterable[str]) -> bool:
-        """Whether the columns give the teacher something else to read than the student."""
+        """Whether the columns give the teacher a prompt other than the student's."""
         return not {"teacher_prompt", "privileged_context"}.isdisjoint(columns)
 
     def of(self, row: Row, where: str, completion_text: str | None = None) -> Prompt:
@@ -55,20 +55,20 @@ class TeacherPrompts:
             row (`Mapping[str, Any]`):
                 The dataset row.
             where (`str`):
-                Its name, for messages: `"row 3 of train_dataset"`.
+                Its name in messages: `"row 3 of train_dataset"`.
             completion_text (`str`, *optional*):
-                What the student wrote. When `None`, `prompt_fn` is left alone.
+                The student's completion. When `None`, `prompt_fn` is not called.
 
         Raises:
-            ValueError: There is nothing to read, or no user message to add the privileged context to.
-            TypeError: It is neither text nor messages.
+            ValueError: The prompt is empty, or has no user message to add the privileged context to.
+            TypeError: The prompt is neither text nor messages.
         """
         if self.prompt_fn is not None and completion_text is not None:
-            prompt, source = self.prompt_fn(dict(row), completion_text), "What `teacher_prompt_fn` made of"
+            prompt, source = self.prompt_fn(dict(row), completion_text), "What `teacher_prompt_fn` returned for"
         elif "teacher_prompt" in row and "privileged_context" in row and self.prompt_fn is None:
             raise ValueError(
-                f"{where} has a 'teacher_prompt' and a 'privileged_context', and the teacher reads one of them: remove "
-                "the other column."
+                f"{where} has both a 'teacher_prompt' and a 'privileged_context', but the teacher reads only one of "
+                "them: remove the other column."
             )
         elif "teacher_prompt" in row:
             prompt, source = row["teacher_prompt"], "The teacher_prompt in"
@@ -83,16 +83,16 @@ class TeacherPrompts:
         context = _as_text(context, where)
         if not context:
             raise ValueError(
-                f"The privileged_context in {where} is empty: tell the teacher what the student does not see, or "
-                "remove the row."
+                f"The privileged_context in {where} is empty: add context that the student does not see, or remove "
+                "the row."
             )
         if kind == "text":
             return self.template.format(prompt=prompt, privileged_context=context)
         users = [position for position, message in enumerate(prompt) if message["role"] == "user"]
         if not users:
             raise ValueError(
-                f"The prompt in {where} has no user message, which `teacher_prompt_template` could add the privileged "
-                "context to: add one, or write out a 'teacher_prompt' instead."
+                f"The prompt in {where} has no user message for `teacher_prompt_template` to add the privileged "
+                "context to: add one, or give a complete 'teacher_prompt' instead."
             )
         message = prompt[users[-1]]
         text = self.template.format(prompt=_text_of(message), privileged_context=context)
@@ -101,7 +101,7 @@ class TeacherPrompts:
 
 
 def _as_text(context: Any, where: str) -> str:
-    """The privileged context as text; of messages, their contents line by line, as TRL joins them."""
+    """The privileged context as text; the contents of messages are joined by newlines, as in TRL."""
     if isinstance(context, str):
         return context
     if isinstance(context, int | float) and not isinstance(context, bool):
@@ -120,15 +120,15 @@ def _text_of(message: Mapping[str, Any]) -> str:
 
 
 def teacher_of(row: Row, where: str, names: Collection[str]) -> str:
-    """The name of a row's own teacher.
+    """The name of a row's teacher.
 
     Args:
         row (`Mapping[str, Any]`):
             The dataset row.
         where (`str`):
-            Its name, for the message.
+            Its name in messages.
         names (`Collection[str]`):
-            All teachers. A single one teaches every row, whatever the row says.
+            All teachers. A single one is used for every row, whatever its column `teacher`.
 
     Raises:
         ValueError: The row names none of them.

@@ -1,4 +1,4 @@
-"""Finds out which token ids student and teacher share; it knows tokenizers and sizes of heads, and no probabilities."""
+"""Determines which token ids student and teacher share; knows tokenizers and sizes of heads, and no probabilities."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from transformers import PreTrainedTokenizerBase
 
 _SHOWN = 3
-"""Differing ids that a message lists."""
+"""Maximum number of differing ids that a message lists."""
 
 
 def check_token_maps(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, role: str = "teacher") -> None:
@@ -19,7 +19,7 @@ def check_token_maps(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
         teacher ([`~transformers.PreTrainedTokenizerBase`]):
             The teacher's.
         role (`str`, *optional*, defaults to `"teacher"`):
-            Name of the teacher, for the message.
+            Name of the teacher in messages.
 
     Raises:
         ValueError: They do not; the message lists the first differing ids.
@@ -42,22 +42,22 @@ def check_token_maps(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
 def shared_vocabulary(
     student_rows: int, teacher_rows: Mapping[str, int], tokenizer: PreTrainedTokenizerBase
 ) -> int | None:
-    """How many token ids all models know, where their heads differ in size.
+    """The number of token ids that all models share, where their heads differ in size.
 
-    One tokenizer's models are padded to different multiples (Qwen2.5: 151936 or 152064 rows for 151665 tokens). The ids
-    behind the tokenizer's last one stand for nothing, and may lack a row in the other model's embedding.
+    Models with the same tokenizer are padded to different multiples (Qwen2.5: 151936 or 152064 rows for 151665 tokens).
+    The ids beyond the tokenizer's last are unused, and may lack a row in the other model's embedding.
 
     Args:
         student_rows (`int`):
-            Rows of the student's head.
+            Number of rows of the student's head.
         teacher_rows (`Mapping[str, int]`):
-            Rows of each teacher's head, by how a message calls that teacher.
+            Number of rows of each teacher's head, by the teacher's name in messages.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The one they share.
+            The tokenizer they share.
 
     Returns:
-        `int`, *optional*: ids from here on are to be masked on both sides and never sampled; `None` when all heads are
-        of one size, which leaves everything as it is.
+        `int`, *optional*: ids from this one on must be masked on both sides and never sampled; `None` when all heads
+        have the same size, where nothing is masked.
 
     Raises:
         ValueError: The tokenizer has more tokens than one of the heads has rows.

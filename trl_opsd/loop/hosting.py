@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.deepspeed import announce, carried
+from trl_opsd._compat.deepspeed import register_external_parameters, with_current_autocast
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import DistillationTrainer, pad, unwrap_model_for_generation
 from trl_opsd.models.head import model_shape
-from trl_opsd.models.special_tokens import placeholders, settle_special_tokens, writable
+from trl_opsd.models.special_tokens import ensure_special_tokens, known_end_tokens, placeholders
 from trl_opsd.run.precision import autocast
 
 
@@ -55,9 +55,9 @@ class Hosting(DistillationTrainer):
     def use_special_tokens(self) -> None:
         """Restricts padding, end and placeholder tokens to ids that the student's embedding has a row for."""
         rows = model_shape(self.model)[0]
-        settle_special_tokens(self._tokenizer, rows)
+        ensure_special_tokens(self._tokenizer, rows)
         self.placeholders = placeholders(self.model.config, rows)
-        self.eos_token_ids = writable(self.eos_token_ids, rows)
+        self.eos_token_ids = known_end_tokens(self.eos_token_ids, rows)
         of_both: dict[str, Any] = {"pad_token_id": self._tokenizer.pad_token_id, "eos_token_id": self.eos_token_ids}
         self.generation_kwargs.update(of_both)
         self.generation_config.update(**of_both)
@@ -77,9 +77,10 @@ class Hosting(DistillationTrainer):
         student = self.accelerator.unwrap_model(self.model_wrapped)
         if not is_split_model(student):
             return function(student, *args)
-        announce(student, student.get_output_embeddings().parameters())  # even of a disabled adapter
-        function = carried(partial(function, student, *args), self.accelerator.device)
-        with torch.autocast(self.accelerator.device.type, enabled=False):  # DeepSpeed would warn about it
+        head = student.get_output_embeddings()  # its parameters include those of an adapter that is disabled now
+        register_external_parameters(student, head.parameters())
+        function = with_current_autocast(partial(function, student, *args), self.accelerator.device)
+        with torch.autocast(self.accelerator.device.type, enabled=False):  # DeepSpeed would warn of it
             return self._forward_redirection(self.model_wrapped, student, function)
 
     @contextmanager

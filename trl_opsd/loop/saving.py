@@ -108,7 +108,7 @@ class SafeCheckpoints(Trainer):
         found: list[str | None] = [None, None]
         if self.accelerator.is_main_process:
             try:
-                folder, remarks = checkpoint.checked(asked, Path(self.args.output_dir))
+                folder, remarks = checkpoint.checkpoint_to_resume(asked, Path(self.args.output_dir))
                 found = [str(folder), None]
                 for remark in remarks:
                     logger.warning(remark)

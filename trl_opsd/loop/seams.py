@@ -15,8 +15,8 @@ from torch.utils.data import Sampler
 from transformers import ProcessorMixin
 
 from trl_opsd._compat.deepspeed import recompute_buffers
-from trl_opsd._compat.peft import is_peft, seen_before_peft, without_peft
-from trl_opsd._compat.sharding import is_split_model, leave_outputs
+from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
+from trl_opsd._compat.sharding import is_split_model, keep_output_dtype
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.loop.hosting import Hosting
 from trl_opsd.loop.loaders import EachRowOnce
@@ -28,7 +28,7 @@ from trl_opsd.loop.weights import checked_weights
 from trl_opsd.loop.wrapping import WrappedToTrain
 from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.run.accounts import Accounts
-from trl_opsd.run.groups import wait_for
+from trl_opsd.run.groups import set_group_timeout
 from trl_opsd.run.known import set_known
 from trl_opsd.run.memory import explained
 from trl_opsd.run.precision import autocast
@@ -82,7 +82,7 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
             args.model_init_kwargs = {"use_safetensors": True, **(loading or {})}
         self.handed_in: Samples | None = None
         try:
-            with seen_before_peft(self._take_samples):
+            with called_before_peft(self._take_samples):
                 super().__init__(teacher_model=None, args=args, **kwargs)
         finally:
             args.use_vllm, args.model_init_kwargs = use_vllm, loading
@@ -90,7 +90,7 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
             self._take_samples(self.model)
         self._check_fsdp()
         if self._dist.is_fsdp:
-            leave_outputs(self.accelerator.state.fsdp_plugin)
+            keep_output_dtype(self.accelerator.state.fsdp_plugin)
         if is_split_model(self.model):
             with preserved_rng(self.accelerator.device):
                 recompute_buffers(without_peft(self.model))
@@ -158,7 +158,7 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
         return completions
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        wait_for(self.args.ddp_timeout_delta)
+        set_group_timeout(self.args.ddp_timeout_delta)
         self.check_same_rows(self._mode)
         rows = self.read_rows(inputs)
         text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]

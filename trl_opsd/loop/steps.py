@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
 from transformers import Trainer
 
-from trl_opsd._compat.deepspeed import blind_settings
+from trl_opsd._compat.deepspeed import settings_without_gradient_check
 from trl_opsd.run.failure import one_traceback
 from trl_opsd.run.known import set_known
 from trl_opsd.run.nonfinite import Finding, GradientProbe, StepGuard, nonfinite_side
@@ -76,7 +76,7 @@ class GuardedSteps(Trainer):
         ranks = tuple(rank for rank, sums in enumerate(each) if nonfinite_side(sums) is not None)
         evaluating = not self.model.training
         step = self.state.global_step + (not evaluating)
-        self._guard.heed(Finding(step=step, side=side, ranks=ranks, sums=each, evaluating=evaluating))
+        self._guard.report(Finding(step=step, side=side, ranks=ranks, sums=each, evaluating=evaluating))
         return False
 
     def with_nan_gradient(self, loss: Tensor) -> Tensor:
@@ -91,14 +91,14 @@ class GuardedSteps(Trainer):
         broken = not _is_finite(norm)
         if self._is_deepspeed:
             broken = broken or self.accelerator.optimizer_step_was_skipped
-        if self._guard.condemned or broken:
-            if not (self._guard.condemned or self._scales_loss):
+        if self._guard.will_skip or broken:
+            if not (self._guard.will_skip or self._scales_loss):
                 ranks = [rank for rank, broken in enumerate(gather_object([self._probe.broken()])) if broken]
-                self._guard.heed(Finding(step=self.state.global_step + 1, side="gradient", ranks=tuple(ranks)))
-            self._guard.left_out()
+                self._guard.report(Finding(step=self.state.global_step + 1, side="gradient", ranks=tuple(ranks)))
+            self._guard.step_skipped()
             self._skip_step(model)
         else:
-            self._guard.stepped()
+            self._guard.step_taken()
             self._mark_skipped(False)
         self._probe.forget()
         return norm
@@ -131,7 +131,7 @@ class GuardedSteps(Trainer):
         """Under DeepSpeed only the engine can check gradients before it steps, and some settings disable that."""
         if not self._is_deepspeed:
             return
-        blind = blind_settings(self.accelerator.state.deepspeed_plugin.hf_ds_config.config)
+        blind = settings_without_gradient_check(self.accelerator.state.deepspeed_plugin.hf_ds_config.config)
         if not blind:
             return
         settings = ", ".join(map(repr, blind))

@@ -1,4 +1,4 @@
-"""The divergence as one writes it on a blackboard: all logits, float64, autograd; it defines the streamed one."""
+"""The reference divergence: all logits, float64, autograd. The streamed one is defined to equal it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def dense_divergence(
     chunk_tokens: int | None = None,
     vocabulary: int | None = None,
 ) -> PerToken:
-    """What [`streamed_divergence`] must equal, with `N x V` logits of both models in memory and in float64.
+    """What [`streamed_divergence`] must equal, with the `N x V` logits of both models in memory, in float64.
 
-    Arguments and errors are those of [`streamed_divergence`]; `chunk_tokens` changes nothing here.
+    Arguments and errors are those of [`streamed_divergence`]; `chunk_tokens` has no effect here.
     """
     check_comparable(student, teacher, weights, chunk_tokens, vocabulary)
     log_student_NV = _log_probs(student, vocabulary)

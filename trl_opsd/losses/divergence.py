@@ -1,6 +1,6 @@
-"""How far apart two next-token distributions are, and where that pulls the student's logits; knows no hidden states.
+"""Divergences between two next-token distributions, with gradients for the student's logits; knows no hidden states.
 
-R rows (tokens) · V vocabulary; log-probabilities in nats
+R rows (tokens) · V vocabulary size; log-probabilities in nats
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from trl_opsd.types import LazyLogits
 class Divergence(ABC):
     """A divergence between the student's and the teacher's next-token distribution, one number per token.
 
-    One of your own needs `value` alone. A dataclass also says its settings in checkpoints.
+    A subclass needs to define only `value`. If it is a dataclass, checkpoints record its settings.
     """
 
     @abstractmethod
     def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
-        """The definition, [R] in nats: plain, differentiable, in any precision. Log-probabilities must be finite."""
+        """The definition, [R] in nats: differentiable, in any precision. Log-probabilities must be finite."""
 
     def value_and_gradient(
         self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
@@ -43,7 +43,7 @@ class Divergence(ABC):
 @final
 @dataclass(frozen=True, slots=True)
 class ForwardKL(Divergence):
-    """`KL(p_teacher || p_student)`: the student must cover everything the teacher would say (TRL's `beta=0`).
+    """`KL(p_teacher || p_student)`, mode-covering: penalises tokens that the student underrates (TRL's `beta=0`).
 
     The gradient with respect to the student's logits is `p_s - p_t`.
     """
@@ -61,7 +61,7 @@ class ForwardKL(Divergence):
 @final
 @dataclass(frozen=True, slots=True)
 class ReverseKL(Divergence):
-    """`KL(p_student || p_teacher)`: the student must say nothing the teacher would not (TRL's `beta=1`).
+    """`KL(p_student || p_teacher)`, mode-seeking: penalises tokens that the teacher finds unlikely (TRL's `beta=1`).
 
     The gradient with respect to the student's logits is `p_s (log p_s - log p_t - KL)`.
     """
@@ -112,7 +112,7 @@ class GeneralizedJSD(Divergence):
         self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
     ) -> tuple[Tensor, Tensor]:
         # log(m / p_s) from the gap d = log p_t - log p_s rather than from m: exactly 0 where the models agree, and
-        # accurate near it, where distillation ends up. Past a gap of 80 nats p_s has no part in m, whatever the gap.
+        # accurate near it, where distillation converges. Beyond a gap of 80 nats p_s contributes nothing to m.
         gap_RV = log_teacher_RV.sub_(log_student_RV).clamp_(max=80.0)
         surplus_RV = torch.expm1(gap_RV, out=log_student_RV).mul_(self.beta).log1p_()
         teacher_part_R = gap_RV.sub_(surplus_RV).mul_(teacher_RV).sum(-1).mul_(self.beta)
@@ -134,10 +134,10 @@ def check_comparable(
     chunk_tokens: int | None,
     vocabulary: int | None,
 ) -> None:
-    """Refuses what cannot be compared, before anything is multiplied.
+    """Refuses arguments that cannot be compared, before any product is computed.
 
     Raises:
-        ValueError: If shapes, devices or settings do not fit together.
+        ValueError: If shapes, devices or settings are incompatible.
     """
     for name, side in (("student", student), ("teacher", teacher)):
         hidden_NH, weight_VH, bias_V = side.hidden, side.head.weight, side.head.bias
@@ -167,7 +167,7 @@ def check_comparable(
     if vocabulary is None and mine != yours:
         raise ValueError(
             f"student vocabulary is {mine}, teacher vocabulary {yours}: pass a teacher with the same tokenizer, and "
-            "say with `vocabulary` how many ids they share."
+            "set `vocabulary` to the number of ids they share."
         )
     if vocabulary is not None and not 1 <= vocabulary <= min(mine, yours):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Adds per-token numbers up to what one process reports; knows rows and weights, and no logits."""
+"""Reduces per-token values to the loss and sums of one process; knows rows and weights, not logits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def reduce(per_token: PerToken, weights: Tensor, num_items: Tensor | float | Non
         per_token ([`~types.PerToken`]):
             [N], the tokens where `weights` is not 0, row by row; its divergences are weighted, its entropies are not.
         weights (`torch.Tensor`):
-            [B, C], what each token counts in the loss.
+            [B, C], weight of each token in the loss.
         num_items (`torch.Tensor` or `float`, *optional*):
-            Denominator of the loss: the weights of the whole optimizer step. `None` means the local ones, or 1.
+            Denominator of the loss: the sum of the weights of the whole optimizer step. When `None`, the sum of
+            `weights`, or 1 if there are no tokens.
     """
     divergence = per_token.divergence
     weights_BC = weights.to(divergence.device, divergence.dtype)
@@ -36,7 +37,7 @@ def reduce(per_token: PerToken, weights: Tensor, num_items: Tensor | float | Non
     )
     values_BC = divergence.new_zeros(counts_BC.shape)
     return LossParts(
-        # `sum` hands its gradient back as one number for all tokens, which the streamed loss recognises for free.
+        # The gradient of `sum` is one expanded number for all tokens, which the streamed loss recognises for free.
         loss=divergence.sum() / num_items,
         rows=torch.stack([values_BC.masked_scatter(counts_BC, column).sum(1) for column in columns], dim=1),
     )

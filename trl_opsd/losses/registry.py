@@ -1,4 +1,4 @@
-"""The divergences that have a name: configuration, command line and tests read them from here."""
+"""The registry of named divergences, read by configuration, command line and tests."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ DIVERGENCES: MappingProxyType[str, Callable[[float], Divergence]] = MappingProxy
         "jsd": lambda beta: GeneralizedJSD(beta if 0.0 < beta < 1.0 else 0.5),
     }
 )
-"""What makes a divergence out of TRL's `beta`, by name; one more entry is one more objective."""
+"""Factories from TRL's `beta`, by name; a new entry is a new value of `divergence`."""
 
 BETAS: MappingProxyType[str, float] = MappingProxyType({"forward_kl": 0.0, "reverse_kl": 1.0})
-"""TRL's `beta` of those that have only one."""
+"""TRL's `beta` of the divergences that correspond to a single value of it."""
 
 
 def divergence_of(divergence: Divergence | str | None, beta: float) -> Divergence:
-    """A divergence by its name, or as it is; `None` is what TRL's `beta` alone says.
+    """Resolves a divergence: an object is returned unchanged, a name is looked up, `None` is decided by TRL's `beta`.
 
     Args:
         divergence ([`Divergence`] or `str`, *optional*):
-            A name is a key of [`DIVERGENCES`].
+            A divergence, or a key of [`DIVERGENCES`].
         beta (`float`):
             0 forward KL, 1 reverse KL, between: the generalised Jensen-Shannon divergence.
     """

@@ -1,11 +1,11 @@
 """Folds a divergence over tiles of a few tokens and the whole vocabulary, so no batch of logits ever exists in full.
 
-N tokens in the loss · C tokens of a tile · G tokens of a group · R rows of a block · V vocabulary · H hidden width
+N tokens in the loss · C tokens of a tile · G tokens of a group · R rows of a block · V vocabulary size · H hidden size
 
 With the whole vocabulary in a tile its normalisers are known at once, so nothing is projected twice: one product per
-model for the logits, one for the hidden states' gradient, one for the head's. That gradient is formed in the forward
-pass, where the logits are; the backward pass only multiplies. (A tile of part of the vocabulary must be projected
-again.)
+model for the logits, one for the gradient of the hidden states, one for that of the head. Both gradients are formed in
+the forward pass, where the logits are; the backward pass only scales them. (Tiles of a part of the vocabulary would
+have to be projected again.)
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from trl_opsd.losses.divergence import Divergence, check_comparable
 from trl_opsd.types import LazyLogits, PerToken
 
 TILE_BYTES = 600_000_000
-"""What all tiles of one call may occupy when `chunk_tokens` is left open, in bytes."""
+"""Memory limit of all tiles of one call when `chunk_tokens` is `None`, in bytes."""
 _GROUP_TILES = 4
-"""Tiles whose low-precision gradient is collected before it meets the head. Reading and writing the head's gradient
-once per tile would cost more than the product: at 790 TFLOP/s and 4.3 TB/s, for any tile under 735 tokens."""
+"""Tiles whose low-precision gradient is collected before it is multiplied into the head's. Reading and writing the
+head's gradient once per tile would cost more than the product: at 790 TFLOP/s and 4.3 TB/s, for any tile under 735
+tokens."""
 _STRIDE_ELEMENTS = 64
-"""Rows of logits begin at multiples of this: products have no fast kernel for rows that begin at odd addresses, and
-models with heads of 151936 and 152064 rows share 151665 ids."""
+"""Rows of logits are aligned to multiples of this: products have no fast kernel for unaligned rows, and models with
+heads of 151936 and 152064 rows share 151665 ids."""
 _BLOCK_ELEMENTS = {"cpu": 1 << 17}
-"""Logits that go through all elementwise steps before the next ones do: on a CPU, as many as its cache can hold."""
+"""Logits of a block, which goes through all elementwise steps before the next: on a CPU, as many as fit its cache."""
 _BLOCK_ELEMENTS_ELSEWHERE = 1 << 24
 _INFINITE = 1e7
-"""Nats that only an excluded token can cause: its logit is the lowest float32, and no finite logits come near."""
+"""Divergence in nats above which the result is infinite. Only an excluded token, whose logit is the lowest float32, can
+cause so much; no finite logits come near."""
 
 
 def streamed_divergence(
@@ -44,39 +46,41 @@ def streamed_divergence(
     chunk_tokens: int | None = None,
     vocabulary: int | None = None,
 ) -> PerToken:
-    """The divergence of every token between two models whose logits are never formed in full.
+    """The per-token divergence between two models, without materialising either model's logits in full.
 
     Equals [`dense_divergence`]. Statistics are float32 whatever the inputs' dtype; products run in the wider dtype of
-    hidden states and head, or in autocast's, and accumulate in float32. A gradient reaches the student's hidden states,
-    head weight and head bias, each in its own dtype, and never the teacher. What needs no gradient costs no product.
+    hidden states and head, or in autocast's, and accumulate in float32. Gradients flow to the student's hidden states,
+    head weight and head bias, each in its own dtype, and never to the teacher. A gradient that is not required is not
+    computed.
 
-    The gradient of the hidden states serves any upstream gradient. The head's was summed over tokens in the forward
-    pass, so it serves an upstream gradient that is the same for all tokens: that of `divergence.sum()`, however scaled.
-    Any other is right too, but costs the head's gradient a second time (2S + 1T). On an accelerator, where comparing
-    values would wait for the device, only the expanded gradient of `sum` is recognised: write `divergence.sum() / n`
-    for `divergence.mean()`, and pass `weights` here instead of multiplying afterwards.
+    The gradient of the hidden states is valid for any upstream gradient. The head's is summed over tokens in the
+    forward pass, so it is valid for an upstream gradient that is the same for all tokens: that of `divergence.sum()`,
+    however scaled. Any other gives correct results too, but computes the head's gradient a second time (2S + 1T, in
+    products with the student's and the teacher's head). On an accelerator, where comparing values would wait for the
+    device, only the expanded gradient of `sum` is recognised: write `divergence.sum() / n` for `divergence.mean()`, and
+    pass `weights` here instead of multiplying afterwards.
 
     Args:
         student ([`LazyLogits`]):
             Hidden states [N, H_s] and head [V, H_s].
         teacher ([`LazyLogits`]):
-            Hidden states [N, H_t] and head [V, H_t]; its width may differ.
+            Hidden states [N, H_t] and head [V, H_t]; its hidden size may differ.
         divergence ([`Divergence`]):
             [`ForwardKL`], [`ReverseKL`] or [`GeneralizedJSD`].
         weights (`torch.Tensor`, *optional*):
             [N], constants that multiply the divergence of each token.
         chunk_tokens (`int`, *optional*):
-            Tokens whose logits exist at a time. Defaults to what keeps the tiles within 0.6 GB.
+            Number of tokens whose logits exist at a time. By default as many as keep the tiles within 0.6 GB.
         vocabulary (`int`, *optional*):
-            Token ids both models know: the first rows of both heads. The others, which one tokenizer's models may be
-            padded with, have probability 0 on both sides and a gradient of 0: as if both heads ended there. When
-            `None`, both heads have one row for each token.
+            Number of token ids that both models share: the first rows of both heads. The other rows, padding of one
+            model or the other, have probability 0 on both sides and a gradient of 0, as if both heads ended there. When
+            `None`, all rows are used and both heads must have the same number.
 
     Returns:
-        [`PerToken`]: in nats. Where one model excludes what the other expects the divergence is `inf`.
+        [`PerToken`]: in nats. Where one model excludes a token that the other expects, the divergence is `inf`.
 
     Raises:
-        ValueError: If shapes, devices or settings do not fit together.
+        ValueError: If shapes, devices or settings are incompatible.
     """
     check_comparable(student, teacher, weights, chunk_tokens, vocabulary)
     dtypes = _product_dtype(student), _product_dtype(teacher)
@@ -91,7 +95,7 @@ def streamed_divergence(
 
 
 class _Streamed(torch.autograd.Function):
-    """Gradient in the forward pass, multiplication in the backward pass."""
+    """Computes the gradient in the forward pass and only scales it in the backward pass."""
 
     @staticmethod
     def forward(
@@ -113,7 +117,7 @@ class _Streamed(torch.autograd.Function):
         if any(ctx.needs_input_grad[1:3]):
             weights, *_ = ctx.saved_tensors  # raises if an input has changed since the forward pass
             if head is not None and _is_uniform(upstream_N):
-                # Scaled in place and let go, so that autograd adopts it without a copy; a second backward starts over.
+                # Scaled in place and released, so that autograd takes it without a copy; a second backward recomputes.
                 ctx.head_gradient = None
                 factor = upstream_N[:1].sum()
                 head = [None if gradient is None else gradient.mul_(factor) for gradient in head]
@@ -125,7 +129,7 @@ class _Streamed(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Fold:
-    """One pass over the tokens: everything it needs but the weights."""
+    """One pass over the tokens, with all of its inputs but the weights."""
 
     student: LazyLogits
     teacher: LazyLogits
@@ -139,14 +143,14 @@ class _Fold:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         """Divergence and both entropies, each [N], and the gradients of student hidden, weight and bias, if `wanted`.
 
-        The gradients are float32, and those of the sum of the weighted divergences.
+        The gradients are float32; they are those of the sum of the weighted divergences.
         """
         student = _Side.of(self.student, self.dtypes[0], self.vocabulary)
         teacher = _Side.of(self.teacher, self.dtypes[1], self.vocabulary)
         (tokens, width), vocabulary = student.hidden_NH.shape, student.weight_VH.size(0)
         device, dtype = student.hidden_NH.device, student.weight_VH.dtype
 
-        # In float32 the gradient is written over the student's logits; products in less want it in their own dtype.
+        # In float32 the gradient overwrites the student's logits; lower-precision products need it in their own dtype.
         in_place = dtype == torch.float32 or not any(wanted)
         stride = -(-vocabulary // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
         token_bytes = stride * (8 if in_place else 8 + _GROUP_TILES * dtype.itemsize)
@@ -160,7 +164,7 @@ class _Fold:
         statistics = tuple(torch.empty(tokens, device=device) for _ in range(3))
         head_rows = self.student.head.weight.size(0)
         shapes = (tokens, width), (head_rows, width), (head_rows,)
-        # The first group overwrites: nothing needs to be zeroed, unless there is no group, or a row in no product.
+        # The first group overwrites, so zeros are needed only if there is no group, or for head rows past `vocabulary`.
         new = torch.empty if tokens and head_rows == vocabulary else torch.zeros
         gradients = tuple(
             new(shape, device=device) if want else None for shape, want in zip(shapes, wanted, strict=True)
@@ -187,23 +191,23 @@ class _Fold:
         """Divergence and both entropies of R rows of products, and the gradient; overwrites the products."""
         student.finish_(student_RV)
         teacher.finish_(teacher_RV)
-        bend_RV = student.bend(student_RV)
+        cap_slope_RV = student.cap_slope(student_RV)
         log_student_RV, student_RV, student_entropy_R = _normalise_(student_RV)
         log_teacher_RV, teacher_RV, teacher_entropy_R = _normalise_(teacher_RV)
         storage = log_student_RV, log_teacher_RV, student_RV, teacher_RV
         value_R, gradient_RV = self.divergence.value_and_gradient(*storage)
         value_R.masked_fill_(value_R > _INFINITE, torch.inf)
-        if bend_RV is not None:
-            gradient_RV.mul_(bend_RV)
+        if cap_slope_RV is not None:
+            gradient_RV.mul_(cap_slope_RV)
         if weights_R is not None:
-            value_R.mul_(weights_R).masked_fill_(weights_R == 0, 0.0)  # also where it is infinite
+            value_R.mul_(weights_R).masked_fill_(weights_R == 0, 0.0)  # 0 * inf is NaN
             gradient_RV.mul_(weights_R.unsqueeze(-1))
         return (value_R, student_entropy_R, teacher_entropy_R), gradient_RV
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One model's hidden states and head in the dtype of their products, its settings folded into three numbers."""
+    """One model's hidden states and head in the dtype of their products, with scale, temperature and cap folded in."""
 
     hidden_NH: Tensor
     weight_VH: Tensor
@@ -212,7 +216,7 @@ class _Side:
     gain: float
     """Multiplier of the product."""
     cap: float | None
-    """Bound of the finished logits; they are `cap * tanh(product)`, or the product itself without a bound."""
+    """Cap of the logits, which are `cap * tanh(product)`, or the product itself if it is `None`."""
 
     @classmethod
     def of(cls, lazy: LazyLogits, dtype: torch.dtype, vocabulary: int | None) -> _Side:
@@ -227,20 +231,20 @@ class _Side:
         )
 
     def project_(self, out_CV: Tensor, rows: slice) -> None:
-        """Writes the product of some rows into the first rows of a tile."""
+        """Writes the product of these rows into the first rows of a tile."""
         tile_CV = out_CV[: rows.stop - rows.start]
         _addmm_(tile_CV, self.hidden_NH[rows], self.weight_VH.T, alpha=self.gain, beta=0)
 
     def finish_(self, product_RV: Tensor) -> None:
         """Turns products into logits, in place."""
         if self.bias_V is not None:
-            # A column excluded by a bias of -inf gets a finite floor: probability 0, and 0 * log 0 = 0.
+            # A token excluded by a bias of -inf gets the lowest finite logit: probability 0, and 0 * log 0 = 0.
             product_RV.add_(self.bias_V).clamp_(min=torch.finfo(torch.float32).min)
         if self.cap is not None:
             product_RV.tanh_().mul_(self.cap)
 
-    def bend(self, logits_RV: Tensor) -> Tensor | None:
-        """The derivative of tanh in the finished logits, if they are capped: `1 - tanh^2`."""
+    def cap_slope(self, logits_RV: Tensor) -> Tensor | None:
+        """The derivative of the cap at the finished logits, `1 - tanh^2`; `None` without a cap."""
         if self.cap is None:
             return None
         return (logits_RV / self.cap).square_().neg_().add_(1.0)
@@ -253,7 +257,7 @@ class _Side:
         weight_VH: Tensor | None,
         bias_V: Tensor | None,
     ) -> None:
-        """Carries the gradient of some rows' logits on to hidden states, weight and bias, where these are given."""
+        """Propagates the gradient of these rows' logits to hidden states, weight and bias, where given."""
         gradient_GV = gradient_GV[: rows.stop - rows.start]
         slope, carry = self.gain * (1.0 if self.cap is None else self.cap), float(rows.start > 0)
         if hidden_NH is not None:
@@ -268,8 +272,8 @@ class _Side:
 def _normalise_(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Turns logits into log-probabilities, in place; returns these, the probabilities, and the entropy [R].
 
-    By hand because `torch.log_softmax` needs the exponentials a second time for the probabilities, and on a CPU adds
-    them up one after another: over a vocabulary that costs a digit of the gradient.
+    Not `torch.log_softmax`: with it the probabilities would need the exponentials a second time, and on a CPU it sums
+    them sequentially, which over a vocabulary costs a digit of the gradient.
     """
     logits_RV.sub_(logits_RV.amax(-1, keepdim=True))
     probs_RV = logits_RV.exp()
@@ -288,7 +292,7 @@ def _addmm_(total: Tensor, a: Tensor, b: Tensor, *, alpha: float, beta: float) -
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Only CUDA multiplies low precision into float32; elsewhere the factors are widened, after the same rounding."""
+    """Only CUDA has low-precision products with float32 output; elsewhere factors are rounded, then cast to float32."""
     tensor = tensor.detach().to(dtype)
     return tensor if tensor.is_cuda and dtype in (torch.float16, torch.bfloat16) else tensor.float()
 
@@ -301,7 +305,7 @@ def _product_dtype(side: LazyLogits) -> torch.dtype:
 
 
 def _is_uniform(upstream_N: Tensor) -> bool:
-    """Whether all tokens have one upstream gradient, as far as that can be known without waiting for a device."""
+    """Whether all tokens have the same upstream gradient, as far as that is known without a device synchronisation."""
     if upstream_N.numel() <= 1 or upstream_N.stride(0) == 0:
         return True
     return upstream_N.device.type == "cpu" and bool((upstream_N == upstream_N[0]).all())

@@ -1,1 +1,1 @@
-"""What is known of any causal language model: its backbone, its head, its padding, proved by trying."""
+"""The backbone, head and padding of a causal language model, verified by running it."""

@@ -1,6 +1,6 @@
-"""Runs a causal language model up to its last hidden state; what the head makes of it is somebody else's business.
+"""Runs a causal language model up to its last hidden state; the output head is in `head.py`.
 
-B rows · P prompt tokens · C completion tokens · L = P + C · V vocabulary · H hidden width
+B rows · P prompt tokens · C completion tokens · L = P + C · V vocabulary size · H hidden size
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.types import Rollout
 
 Run: TypeAlias = Callable[..., Any]
-"""`run(function, *args)` equals `function(model, *args)`, wherever the model is."""
+"""`run(function, *args)` equals `function(model, *args)`, wherever the model's weights are."""
 
 
 def call(model: CausalLM, function: Run, *args: Any) -> Any:
-    """`function(model, *args)`: a [`Run`] once the model is bound."""
+    """`function(model, *args)`; with the model bound, it is a [`Run`]."""
     return function(model, *args)
 
 
@@ -37,28 +37,28 @@ def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADD
         rollout ([`~types.Rollout`]):
             The rows to read.
         reading ([`~models.padding.Reading`], *optional*, defaults to `PADDED`):
-            Which of them share a forward pass, as [`prove_padding`] found it.
+            Which rows share a forward pass, as [`prove_padding`] determined.
 
     Returns:
-        `torch.Tensor`: `[B, C, H]`. What stands at padding means nothing.
+        `torch.Tensor`: `[B, C, H]`; undefined at padding.
     """
     if reading == PADDED:
         hidden_BLH = hidden_states(model, rollout.input_ids, rollout.attention_mask)
         return hidden_BLH[:, rollout.prompt_ids.size(1) - 1 : -1]
     lengths = rollout.attention_mask.sum(-1).tolist()
     groups = reading.groups(lengths, is_split_model(model))
-    read = [_completion_hidden_unpadded if _are_one(lengths, rows) else completion_hidden for rows in groups]
+    read = [_completion_hidden_unpadded if _same_length(lengths, rows) else completion_hidden for rows in groups]
     parts = [one(model, rollout.select(rows)) for one, rows in zip(read, groups, strict=True)]
     order = torch.tensor([row for rows in groups for row in rows], device=parts[0].device)
     return torch.cat(parts)[order.argsort()]
 
 
-def _are_one(lengths: list[int], rows: list[int]) -> bool:
+def _same_length(lengths: list[int], rows: list[int]) -> bool:
     return len({lengths[row] for row in rows}) == 1
 
 
 def _completion_hidden_unpadded(model: CausalLM, rollout: Rollout) -> Tensor:
-    """[n, C, H], of rows with as many tokens each, prompt and completion."""
+    """[n, C, H], of n rows with the same number of tokens, prompt and completion together."""
     mask_nL = rollout.attention_mask
     ids_nL = rollout.input_ids[mask_nL != 0].view(len(mask_nL), -1)
     hidden_nLH = hidden_states(model, ids_nL, torch.ones_like(ids_nL))
@@ -69,23 +69,23 @@ def _completion_hidden_unpadded(model: CausalLM, rollout: Rollout) -> Tensor:
 
 
 def context_of(model: CausalLM) -> int | None:
-    """Tokens the model can look at, or `None` where its config states no limit."""
+    """The context length of a model in tokens, or `None` where its config has no limit."""
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit
 
 
 def backbone_of(model: CausalLM) -> Any:
-    """What of a causal language model, bare or wrapped by `peft`, computes hidden states."""
+    """The module of a causal language model, bare or wrapped by `peft`, that computes hidden states."""
     causal_lm = without_peft(model)
     backbone = causal_lm.base_model
-    # Parts of a larger model name it as that does, and then `base_model` does not find it (Llama 4, Mllama).
+    # The text part of a multimodal model has that model's `base_model_prefix`, so `base_model` misses it (Llama 4).
     return getattr(causal_lm, "model", causal_lm) if backbone is causal_lm else backbone
 
 
 def hidden_states(
     model: CausalLM, input_ids_BL: Tensor, attention_mask_BL: Tensor, position_ids_BL: Tensor | None = None
 ) -> Tensor:
-    """The last hidden state, [B, L, H], of right- or left-padded rows; positions are counted as `generate` does.
+    """The last hidden state, [B, L, H], of right- or left-padded rows; positions are numbered as in `generate`.
 
     Raises:
         ValueError: The backbone returns no `last_hidden_state`.
@@ -93,15 +93,15 @@ def hidden_states(
     backbone = backbone_of(model)
     inputs = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL, "use_cache": False}
     if "position_ids" in inspect.signature(backbone.forward).parameters:
-        # As `generate` numbers them. Left alone, a model counts the padding too, and learned positions then shift.
+        # As `generate` numbers them. By default a model counts the padding too, which shifts learned positions.
         counted_BL = (attention_mask_BL.long().cumsum(-1) - 1).clamp(min=0)
         inputs["position_ids"] = counted_BL if position_ids_BL is None else position_ids_BL
     output = backbone(**inputs)
     if getattr(output, "last_hidden_state", None) is None:
         raise ValueError(
-            f"The {type(backbone).__name__} inside of the {type(model).__name__} returns a {type(output).__name__} "
-            "without `last_hidden_state`, which the loss reads: take a causal language model that returns it, or "
-            "report the family that is missing."
+            f"The {type(backbone).__name__} inside the {type(model).__name__} returns a {type(output).__name__} "
+            "without `last_hidden_state`, which the loss reads: use a causal language model that returns it, or "
+            "report the unsupported architecture."
         )
     hidden_BLH: Tensor = output.last_hidden_state
     return hidden_BLH

@@ -1,4 +1,4 @@
-"""Looks at models that a user passes: by their config before they are loaded, and at a student once it is."""
+"""Checks the models a user passes: by their config before they are loaded, and a student once it is loaded."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from transformers.utils import CONFIG_NAME, cached_file
 from trl_opsd._compat.peft import is_peft, without_peft
 from trl_opsd.run.precision import check_trained_dtypes
 
-PLACE = ("revision", "token", "cache_dir", "subfolder")
-"""Options for loading a model that say where it is."""
+LOCATION_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
+"""Loading options that locate a model."""
 
 
 def language_config(model: Any, called: str, loading: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of a causal language model, as far as it says something; empty for what is no model.
+    """The config of a causal language model, with its `text_config` merged in; empty for anything but a model.
 
     Args:
         model (`Any`):
-            A path, a model id or a model; anything else is left to others.
+            A path, a model id or a model; anything else is checked elsewhere.
         called (`str`):
             The argument it was passed as, for the message.
         loading (`Mapping[str, Any]`):
             Options for loading it.
 
     Raises:
-        ValueError: It cannot be found, or does not write text token by token.
+        ValueError: It cannot be found, or is not a causal language model.
     """
     if isinstance(model, str):
-        place = {name: loading[name] for name in PLACE if loading.get(name) is not None}
+        place = {name: loading[name] for name in LOCATION_OPTIONS if loading.get(name) is not None}
         found, why = None, "There is none."
         try:
             found = cached_file(model, CONFIG_NAME, **place)
@@ -42,8 +42,8 @@ def language_config(model: Any, called: str, loading: Mapping[str, Any]) -> Mapp
             why = str(error).splitlines()[0]
         if found is None:
             raise ValueError(
-                f"`{called}={model!r}` is neither a folder with a `{CONFIG_NAME}` nor a model that the Hub hands out: "
-                f"correct it, or log in. {why}"
+                f"`{called}={model!r}` is neither a folder with a `{CONFIG_NAME}` nor a model that the Hub gives "
+                f"access to: correct it, or log in. {why}"
             )
         config = json.loads(Path(found).read_text(encoding="utf-8"))
         causal, kind = not config.get("is_encoder_decoder", False), (config.get("architectures") or ["model"])[0]
@@ -55,27 +55,27 @@ def language_config(model: Any, called: str, loading: Mapping[str, Any]) -> Mapp
         return {}
     if not causal:
         raise ValueError(
-            f"`{called}` is a {kind}, which does not continue a text token by token: pass a causal language model, for "
+            f"`{called}` is a {kind}, which does not generate text token by token: pass a causal language model, for "
             "instance one loaded with `AutoModelForCausalLM`."
         )
     return {**config, **(config.get("text_config") or {})}
 
 
 def check_own_loss(config: Mapping[str, Any]) -> None:
-    """Refuses a student that adds to the loss in its own forward, which is not called.
+    """Refuses a student that adds an auxiliary loss in its own forward, which is not called.
 
     Args:
         config (`Mapping[str, Any]`):
-            Of the student, with what `model_init_kwargs` changes.
+            The student's config, with the changes of `model_init_kwargs`.
 
     Raises:
-        ValueError: Its routers, or its normalisers, have a loss of their own.
+        ValueError: It has an auxiliary loss of its routers (load balancing) or of its log-normalisers (z-loss).
     """
     weight_of_routers = config.get("router_aux_loss_coef", config.get("aux_loss_coef", 1.0))
     if config.get("output_router_logits") and weight_of_routers != 0:
-        option, loss, off = "output_router_logits", "a loss that balances its experts", "False"
+        option, loss, off = "output_router_logits", "a load-balancing loss of its experts", "False"
     elif config.get("z_loss_coefficient"):
-        option, loss, off = "z_loss_coefficient", "a loss of its log-normalisers", "0.0"
+        option, loss, off = "z_loss_coefficient", "a z-loss of its log-normalisers", "0.0"
     else:
         return
     raise ValueError(
@@ -85,51 +85,51 @@ def check_own_loss(config: Mapping[str, Any]) -> None:
 
 
 def check_student(student: nn.Module, args: TrainingArguments) -> None:
-    """Refuses a student that is loaded and could not be trained.
+    """Refuses a loaded student that could not be trained.
 
     Args:
         student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The student.
         args ([`~transformers.TrainingArguments`]):
-            Say whether DeepSpeed takes the steps.
+            Says whether DeepSpeed takes the steps.
 
     Raises:
-        ValueError: A part of it is not in memory, its weights pass no gradient, or AdamW could not step in their dtype.
+        ValueError: A part of it is not in memory, its quantisation blocks gradients, or AdamW cannot step in its dtype.
     """
     check_in_memory(student)
     _check_quantization(student)
-    if not args.deepspeed_plugin:  # which keeps weights of its own to step with
+    if not args.deepspeed_plugin:  # DeepSpeed steps on master weights of its own
         check_trained_dtypes(student)
 
 
 def check_in_memory(student: Any) -> None:
-    """Refuses a student of which a part is on disk or nowhere: what it learns there would be lost.
+    """Refuses a student with parameters that are not in memory: updates to them would be lost.
 
     Args:
         student (`Any`):
-            A model; a path is not loaded yet.
+            A model; a path, which is not loaded yet, is not checked.
 
     Raises:
-        ValueError: A weight has no values in memory, because of its device map or because none were loaded.
+        ValueError: A weight is on the meta device, because of a device map or because no values were loaded.
     """
-    if not isinstance(student, nn.Module) or is_fsdp_enabled():  # there only the main process may have read it
+    if not isinstance(student, nn.Module) or is_fsdp_enabled():  # under FSDP only the main process may have loaded it
         return
     for name, parameter in student.named_parameters():
         if parameter.is_meta:
             raise ValueError(
-                f"{name!r} of the student is not in memory (its device is 'meta'), so it could not learn: load the "
+                f"{name!r} of the student is not in memory (its device is 'meta'), so it cannot be trained: load the "
                 "student with `from_pretrained` and without parts on disk or in host memory (`device_map`)."
             )
 
 
 def _check_quantization(student: nn.Module) -> None:
-    """On a CPU with AVX512-BF16, the first forward of bitsandbytes' 4 bits in eval mode stores the weights in an order
-    that gradients do not pass.
+    """Refuses 4-bit weights on a CPU with AVX512-BF16: the first forward in eval mode makes bitsandbytes repack them
+    into a layout without a backward pass.
     """
     on_cpu = next(student.parameters()).device.type == "cpu"
     if on_cpu and any(getattr(layer, "support_avx512bf16_for_cpu", False) for layer in student.modules()):
         raise ValueError(
-            "The student is quantised to 4 bits by bitsandbytes and is on a CPU, where it is packed for inference as "
-            "soon as it writes, and no gradient passes it afterwards: train it on a GPU, or load it without "
-            "`quantization_config`."
+            "The student is quantised to 4 bits by bitsandbytes and is on a CPU, where its weights are repacked for "
+            "inference by the first rollout, and no gradient passes through them afterwards: train it on a GPU, or "
+            "load it without `quantization_config`."
         )

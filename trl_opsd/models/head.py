@@ -1,6 +1,6 @@
-"""The output head of a model: its shape, how it is made whole, and the proof that it is all there is to the logits.
+"""The output head of a model: its shape, its gathering, and the check that it reproduces the model's logits.
 
-B rows · L tokens · V vocabulary · H hidden width
+B rows · L tokens · V vocabulary size · H hidden size
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3, unsharded, whole_shape
 from trl_opsd._compat.trl import maybe_gather_lm_head_ctx
 from trl_opsd.models.backbone import Run, call, hidden_states
-from trl_opsd.models.probing import most_exactly, readable
+from trl_opsd.models.probing import explain_forward_errors, without_autocast_if_possible
 from trl_opsd.types import OutputHead
 
 
 def shape_of(head: OutputHead) -> tuple[int, int]:
-    """V and H, also where ZeRO-3 has split the weight."""
+    """V and H, also where ZeRO-3 has sharded the weight."""
     rows, width = whole_shape(head.weight)
     return rows, width
 
 
 def gathered_head(*heads: OutputHead) -> AbstractContextManager[Any]:
-    """Makes heads that ZeRO-3 has split whole for as long as the context lasts; does nothing elsewhere."""
+    """Gathers heads that ZeRO-3 has sharded while the context is open; a no-op otherwise."""
     parts = [part for head in heads for part in (head.weight, head.bias) if part is not None and in_zero3(part)]
-    split = list({id(part): part for part in parts}.values())  # a teacher may have the student's own head
+    split = list({id(part): part for part in parts}.values())  # a teacher may share the student's head
     context: AbstractContextManager[Any] = maybe_gather_lm_head_ctx(*split)
     return context
 
@@ -42,7 +42,7 @@ def model_shape(model: CausalLM) -> tuple[int, int]:
 
 @contextmanager
 def whole_head(model: CausalLM) -> Iterator[OutputHead]:
-    """The head of a model, gathered for as long as the context lasts if ZeRO-3 or FSDP2 has split it. Collective."""
+    """The head of a model, gathered while the context is open if ZeRO-3 or FSDP2 has sharded it. Collective."""
     with unsharded(model.get_output_embeddings()):
         head = OutputHead.of(model)
         with gathered_head(head):
@@ -50,39 +50,40 @@ def whole_head(model: CausalLM) -> Iterator[OutputHead]:
 
 
 def prove_head(model: CausalLM, role: str, run: Run | None = None) -> None:
-    """Checks by computing both that `model(x).logits` is what [`~types.OutputHead`] makes of the last hidden state,
-    and that the head has as many rows as the config says.
+    """Checks that [`~types.OutputHead`] applied to the last hidden state equals `model(x).logits`, by computing both,
+    and that the head has as many rows as the config's `vocab_size`.
 
     The loss never calls the model's own head, so an architecture that post-processes its logits in a way
-    [`~types.OutputHead.of`] cannot read would be trained on a wrong objective without any sign of it.
+    [`~types.OutputHead.of`] cannot read would silently be trained on a wrong objective.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model to probe, on eight tokens.
+            The model, which is run on eight tokens.
         role (`str`):
             `"student"` or `"teacher"`, for the message.
         run (`Callable`, *optional*):
-            `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called as it is.
+            `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called directly.
 
     Raises:
-        ValueError: Two of them differ by more than rounding; the message gives both. Or all logits are the same, or
-            the model cannot be run, because its weights have dtypes that do not go together.
+        ValueError: The logits differ by more than rounding (the message has the difference), the number of rows
+            differs, all logits are equal, or the model cannot be run, for example because it mixes dtypes.
     """
     head = OutputHead.of(model)
-    rows, said = shape_of(head)[0], model.config.get_text_config().vocab_size
-    if rows != said:
+    rows, expected = shape_of(head)[0], model.config.get_text_config().vocab_size
+    if rows != expected:
         raise ValueError(
-            f"The head of the {role} ({type(model).__name__}) has {rows} rows, but its config says vocab_size={said}: "
-            "resize with `model.resize_token_embeddings(n)`, which changes both, or repair the config."
+            f"The head of the {role} ({type(model).__name__}) has {rows} rows, but its config says "
+            f"vocab_size={expected}: resize with `model.resize_token_embeddings(n)`, which changes both, or repair the "
+            "config."
         )
     run = run or partial(call, model)
-    # Spread over the vocabulary, and without drawing from the random state of training.
+    # Spread over the vocabulary, and without touching the random state of training.
     ids_BL = torch.arange(8, device=head.weight.device).mul(rows // 8)[None]
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), readable(model, role):
-            hidden_BLH, own_BLV = most_exactly(model, role, lambda: _read_both(run, ids_BL))
+        with torch.no_grad(), explain_forward_errors(model, role):
+            hidden_BLH, own_BLV = without_autocast_if_possible(model, role, lambda: _read_both(run, ids_BL))
             hidden_BLH, expected_BLV = hidden_BLH.to(head.weight.device), own_BLV.float().to(head.weight.device)
             with torch.autocast(head.weight.device.type, enabled=False), whole_head(model) as head:
                 actual_BLV = _logits(hidden_BLH, head)
@@ -90,15 +91,15 @@ def prove_head(model: CausalLM, role: str, run: Run | None = None) -> None:
         model.train(was_training)
     if not (expected_BLV.amax(-1) > expected_BLV.amin(-1)).any():
         raise ValueError(
-            f"The {role} ({type(model).__name__}) gives all {rows} tokens the same logit, whatever it reads: its head "
-            "is zeroed, or its logits are not numbers; load it again."
+            f"The {role} ({type(model).__name__}) gives all {rows} tokens the same logit for any input: its head is "
+            "zeroed, or its logits are NaN; load it again."
         )
     if expected_BLV.shape != actual_BLV.shape:
         gap = f"shapes {tuple(expected_BLV.shape)} and {tuple(actual_BLV.shape)}"
     else:
         largest = expected_BLV.abs().max()
         difference = (expected_BLV - actual_BLV).abs().max()
-        # Half precision rounds the logits themselves; single precision only reorders sums.
+        # Half precision rounds the logits themselves; in single precision only the summation order differs.
         tolerance = 2e-2 if {head.weight.dtype, own_BLV.dtype} & {torch.bfloat16, torch.float16} else 1e-4
         if difference <= tolerance * largest:
             return
@@ -106,8 +107,8 @@ def prove_head(model: CausalLM, role: str, run: Run | None = None) -> None:
     raise ValueError(
         f"The {role} ({type(model).__name__}) does not compute its logits as `softcap * tanh(scale * (hidden @ "
         f"weight.T + bias) / softcap)` with scale={head.scale} and softcap={head.softcap}: {gap}. The loss would "
-        "optimise another objective than the model's own. Use an architecture whose head is of this form, "
-        "or report the one that is missing."
+        "be computed from logits other than the model's own. Use an architecture whose head has this form, "
+        "or report the unsupported one."
     )
 
 

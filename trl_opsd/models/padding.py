@@ -1,6 +1,6 @@
-"""Which rows may be read in one batch, found by trying; this file knows tensors, and neither models nor rollouts.
+"""Determines by experiment which rows may share a batch; knows tensors only, neither models nor rollouts.
 
-S tokens of a short row · L of a long one, L > S · H hidden width
+S tokens of a short row · L of a long one, L > S · H hidden size
 """
 
 from __future__ import annotations
@@ -13,64 +13,65 @@ import torch
 from torch import Tensor
 
 Read = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Token ids, attention mask and positions (`None`: as the mask counts them), all [n, L], to hidden states [n, L, H]."""
+"""Maps token ids, attention mask and positions (`None`: derived from the mask), all [n, L], to hidden states [n, L, H].
+"""
 
 _SHORT, _LEFT, _WIDTH = 5, 4, 16
-"""Tokens of the short row, padding before it, and tokens of the row beside it."""
+"""Tokens of the short row, padding tokens before it, and tokens of the long row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Which rows a model reads together, so that each is read as it would be alone."""
+    """Which rows may share a forward pass such that each gets the hidden states it would get alone."""
 
     padded_up_to: float = math.inf
-    """Rows of so many tokens and fewer may be padded to one length."""
-    shares: bool = True
-    """Whether longer rows of one length may share a batch. Otherwise each is read by itself."""
+    """Rows of at most this many tokens may be padded to one length."""
+    batches_equal_lengths: bool = True
+    """Whether longer rows of the same length may share a batch. Otherwise each is read by itself."""
 
     def __str__(self) -> str:
-        longer = "rows of one length together" if self.shares else "one row at a time"
+        longer = "rows of one length together" if self.batches_equal_lengths else "one row at a time"
         if self.padded_up_to == math.inf:
             return "padded"
         return f"padded up to {self.padded_up_to} tokens, beyond {longer}" if self.padded_up_to else longer
 
     def groups(self, lengths: Sequence[int], collective: bool) -> list[list[int]]:
-        """Splits rows into those that are read together.
+        """Splits rows into groups that share a forward pass.
 
         Args:
             lengths (`Sequence[int]`):
-                Tokens of each row.
+                Number of tokens of each row.
             collective (`bool`):
-                Whether a forward pass is collective. All processes, with as many rows each, then get as many groups.
+                Whether a forward pass is collective. Processes with equally many rows then get equally many groups.
 
         Returns:
-            `list[list[int]]`: numbers of rows.
+            `list[list[int]]`: the row numbers of each group.
 
         Raises:
-            ValueError: They cannot be given as many groups.
+            ValueError: Processes could get different numbers of groups.
         """
         if collective and 0 < self.padded_up_to < max(lengths, default=0):
             raise ValueError(
-                f"A row can have {max(lengths)} tokens, but beyond {self.padded_up_to} this model computes the rows of "
-                "a batch differently and reads them apart, for which a model that is split over processes would need "
-                "all of them together: lower `max_completion_length`, leave out prompts that are longer, or do not "
-                "split the model."
+                f"A row can have {max(lengths)} tokens, but beyond {self.padded_up_to} the rows of a batch change each "
+                "other's hidden states in this model and must be read one by one, which a model that is split over "
+                "processes cannot do: lower `max_completion_length`, leave out longer prompts, or do not split the "
+                "model."
             )
         groups: dict[tuple[int, int], list[int]] = {}
         for row, length in enumerate(lengths):
             if length <= self.padded_up_to:
                 key = (0, 0)
             else:
-                key = (length, 0) if self.shares and not collective else (length, row)
+                key = (length, 0) if self.batches_equal_lengths and not collective else (length, row)
             groups.setdefault(key, []).append(row)
         return list(groups.values())
 
     def groups_to_continue(self, prompts: Sequence[int], rooms: Sequence[int], collective: bool) -> list[list[int]]:
-        """As [`~Reading.groups`], for prompts of these lengths after each of which so many tokens may be written."""
+        """As [`~Reading.groups`], for generation: lengths of the prompts, and the most tokens that may follow each."""
         if not self.padded_up_to:
             return self.groups(prompts, collective)
-        # Rows that start together may not pass the border together.
-        apart = Reading(self.padded_up_to, shares=False)
+        # Rows that start with the same length may cross the border at different steps.
+        apart = Reading(self.padded_up_to, batches_equal_lengths=False)
         return apart.groups([sum(both) for both in zip(prompts, rooms, strict=True)], collective)
 
 
@@ -78,22 +79,22 @@ PADDED = Reading()
 
 
 def prove_reading(read: Read, vocabulary: int, device: torch.device, borders: Collection[int], called: str) -> Reading:
-    """Finds out by computing which rows can share a batch: a row must have the states that it has alone.
+    """Determines which rows can share a batch, by comparing a row's hidden states in a batch with those it has alone.
 
     Args:
         read (`Callable`):
             Runs the model.
         vocabulary (`int`):
-            Token ids to choose from.
+            Vocabulary size.
         device (`torch.device`):
-            Where the model expects its inputs.
+            Device of the inputs.
         borders (`Collection[int]`):
             Positions beyond which the model may compute differently.
         called (`str`):
-            The model, for a message.
+            The model's name in messages.
 
     Raises:
-        ValueError: A row is not even read the same twice, or a token is read differently for what comes after it.
+        ValueError: A row's hidden states differ when it is read again, or depend on later tokens.
     """
     ids_L = torch.arange(1, _WIDTH + 1, device=device).mul(vocabulary // (_WIDTH + 1))
     alone_SH = _plain(read, ids_L[None, :_SHORT])[0]
@@ -110,11 +111,11 @@ def prove_reading(read: Read, vocabulary: int, device: torch.device, borders: Co
     if gap := _gap(_plain(read, ids_L[None])[0, :_SHORT], alone_SH, called, "when more tokens follow"):
         raise ValueError(gap)
     together_SH = _plain(read, torch.stack([ids_L[:_SHORT], ids_L[_SHORT : 2 * _SHORT]]))[0]
-    return Reading(0, shares=agree(together_SH, alone_SH))
+    return Reading(0, batches_equal_lengths=agree(together_SH, alone_SH))
 
 
 def _within_borders(read: Read, ids_S: Tensor, borders: Collection[int]) -> Reading:
-    """Puts a row beside one whose positions lie beyond a border: memory for so many tokens is not needed to try it."""
+    """Batches a row with one whose position ids are beyond a border, which needs no memory for that many tokens."""
     if not borders:
         return PADDED
     ids_2S = torch.stack([ids_S, ids_S])
@@ -122,7 +123,7 @@ def _within_borders(read: Read, ids_S: Tensor, borders: Collection[int]) -> Read
     near_SH = read(ids_2S, torch.ones_like(ids_2S), torch.stack([near_S, near_S]))[0]
     for border in sorted(borders):
         beside_SH = read(ids_2S, torch.ones_like(ids_2S), torch.stack([near_S, near_S + border]))[0]
-        # Of the same shape, so that rounding hides less.
+        # Both batches have the same shape, so that rounding differs less and the tolerance can be smaller.
         if not agree(beside_SH, near_SH, half=1e-2):
             return Reading(border)
     return PADDED
@@ -137,23 +138,23 @@ def _gap(found_SH: Tensor, expected_SH: Tensor, called: str, when: str) -> str |
         return None
     return (
         f"The {called} changes the hidden state of a token by {_distances(found_SH, expected_SH).max():.2g} of its "
-        f"norm {when}, also without padding, so what a token predicts is not a function of the tokens before it: "
-        "take a causal language model that looks back only and draws no random numbers."
+        f"norm {when}, also without padding, so its predictions are not a function of the preceding tokens alone: "
+        "use a causal language model that is deterministic in eval mode."
     )
 
 
 def agree(found_SH: Tensor, expected_SH: Tensor, half: float = 5e-2) -> bool:
-    """Whether the vectors of [S, H] are the same but for rounding; `half` is how far those of half precision may be."""
-    # What is not a number here is not one there: those who look for it name the phase in which it came.
+    """Whether the vectors of two [S, H] tensors are equal up to rounding; `half` is the tolerance in half precision."""
+    # NaN is ignored here: the checks for it name the phase in which it arose.
     distance_S = _distances(found_SH, expected_SH).nan_to_num(nan=0.0)
     full = found_SH.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(found_SH.device.type)
     if full and torch.get_float32_matmul_precision() == "highest":
         return bool(distance_S.max() <= 1e-3)
-    # Half precision may send a token to another expert when a sum is rounded otherwise: most tokens have to agree.
+    # In half precision a rounding difference may route a token to another expert: only most tokens have to agree.
     return bool(distance_S.median() <= half)
 
 
 def _distances(found_SH: Tensor, expected_SH: Tensor) -> Tensor:
-    """[S], relative to each token's norm."""
+    """[S], the distance of each token's vectors relative to the expected norm."""
     expected_SH = expected_SH.to(found_SH.device).float()
     return (found_SH.float() - expected_SH).norm(dim=-1) / expected_SH.norm(dim=-1).clamp(min=1e-30)

@@ -1,4 +1,4 @@
-"""Runs a model for the first time, to see whether what is assumed of it holds; every error says what to do."""
+"""Helpers for the first forward passes of a model, whose errors are turned into ones that say what to do."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trl_opsd.run.precision import dtypes_of
 from trl_opsd.types import OutputHead
 
 CANNOT_RUN = (AttributeError, TypeError, LookupError, AssertionError, NotImplementedError, RuntimeError)
-"""What models raise whose forward takes something else."""
+"""Errors raised by a forward that expects other inputs."""
 
 
 @contextmanager
-def readable(model: CausalLM, role: str) -> Iterator[None]:
-    """Says in our words that a model cannot be run at all, which is noticed where it is run first."""
+def explain_forward_errors(model: CausalLM, role: str) -> Iterator[None]:
+    """Re-raises an error of a model's first forward pass as a `ValueError` that says what to do."""
     try:
         yield
     except CANNOT_RUN as error:
@@ -26,13 +26,17 @@ def readable(model: CausalLM, role: str) -> Iterator[None]:
             raise
         raise ValueError(
             f"The {role} ({type(model).__name__}) cannot read eight tokens, {type(error).__name__}: {error}. Its "
-            "forward has to take `input_ids` and `attention_mask` alone, also with the adapter it was given: take "
-            "another model, or give `target_modules` by name."
+            "forward must accept `input_ids` and `attention_mask` alone, also with its adapter: use another model, or "
+            "list `target_modules` by name."
         ) from error
 
 
-def most_exactly(model: CausalLM, role: str, read: Callable[[], Any]) -> Any:
-    """`read()`, in autocast only where a mixture of dtypes needs it: it rounds what is to be compared."""
+def without_autocast_if_possible(model: CausalLM, role: str, read: Callable[[], Any]) -> Any:
+    """`read()`, under autocast only where mixed dtypes require it, because autocast rounds the values to compare.
+
+    Raises:
+        ValueError: The weights' dtypes cannot be multiplied with each other, and autocast is off.
+    """
     device = OutputHead.of(model).weight.device.type
     try:
         with torch.autocast(device, enabled=False):
@@ -43,7 +47,8 @@ def most_exactly(model: CausalLM, role: str, read: Callable[[], Any]) -> Any:
         if not torch.is_autocast_enabled(device):
             raise ValueError(
                 f"The {role} ({type(model).__name__}) has weights of dtypes that cannot be multiplied with each other: "
-                f"{dtypes_of(model)}. Load it in one, for instance with `dtype='bfloat16'`, or cast it, `model.to("
-                f"torch.bfloat16)`; or set `bf16=True`, which rounds factors where they meet. Said torch: {error}"
+                f"{dtypes_of(model)}. Load it in one dtype, for instance with `dtype='bfloat16'`, or cast it with "
+                f"`model.to(torch.bfloat16)`; or set `bf16=True`, which casts the factors of each product. torch's "
+                f"error: {error}"
             ) from error
     return read()

@@ -1,4 +1,4 @@
-"""The tokenizer of a student, also where it lies inside a processor of more than text."""
+"""Loads and checks the tokenizer of a student, also inside a multimodal processor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trl_opsd._compat.trl import get_config_model_id
 
 
 def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remote_code: bool) -> Any:
-    """The tokenizer, or the processor of more than text, from where the student comes from, as TRL loads it.
+    """Loads the tokenizer or multimodal processor from the student's checkpoint, as TRL does.
 
     Args:
         student (`str` or [`~transformers.PreTrainedModel`]):
@@ -19,7 +19,7 @@ def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remo
         loading (`Mapping[str, Any]`):
             Options for loading the student.
         trust_remote_code (`bool`):
-            Whether it may ship Python code of its own.
+            Whether it may ship its own Python code.
     """
     return AutoProcessor.from_pretrained(
         student if isinstance(student, str) else get_config_model_id(student.config),
@@ -31,7 +31,7 @@ def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remo
 
 
 def text_tokenizer(processing_class: Any) -> Any:
-    """The tokenizer of a processor of more than text, with the chat template of the processor if it has none.
+    """The tokenizer of a multimodal processor, with the processor's chat template if it has none of its own.
 
     Args:
         processing_class (`Any`):
@@ -46,10 +46,10 @@ def text_tokenizer(processing_class: Any) -> Any:
 
 
 def check_processing_class(processing_class: Any) -> None:
-    """Refuses what cannot tokenize text for a student.
+    """Refuses a processing class that cannot tokenize text for a student.
 
     Raises:
-        TypeError: It is nothing that tokenizes, or a processor without a tokenizer.
+        TypeError: It is neither a tokenizer nor a processor that has one.
         ValueError: It has no end-of-sequence token.
     """
     processing_class, given = text_tokenizer(processing_class), processing_class

@@ -1,4 +1,4 @@
-"""Proves what a student has to fulfil before its first rollout: its head, that it learns, and how it reads."""
+"""Checks a student before its first rollout: its output head, its gradients, and which rows it can batch."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from trl_opsd.models.backbone import Run
 from trl_opsd.models.head import prove_head
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.reading_proof import prove_padding
-from trl_opsd.models.training_proof import heed_unreached, prove_training
+from trl_opsd.models.training_proof import prove_training, set_find_unused_parameters
 from trl_opsd.run.precision import autocast
 from trl_opsd.run.rng import preserved_rng
 
 
 def prove_student(student: CausalLM, run: Run, args: TrainingArguments, accelerator: Accelerator) -> Reading:
-    """Which rows it reads in one batch, as far as everything else about it is right.
+    """Checks a student, and returns which rows it can read in one batch.
 
     Args:
         student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The student.
         run (`Callable`):
-            `run(function, *args)` equals `function(student, *args)`, also when it is split.
+            `run(function, *args)` equals `function(student, *args)`, also for a sharded student.
         args ([`~transformers.TrainingArguments`]):
-            As [`heed_unreached`] takes them.
+            As [`set_find_unused_parameters`] takes them.
         accelerator ([`~accelerate.Accelerator`]):
-            Of the launch, in whose precision all of it is computed.
+            The launch's accelerator; the checks run in its mixed precision.
 
     Raises:
-        ValueError: One of the proofs fails; the message has the measured difference.
+        ValueError: A check fails; the message has the measured difference.
     """
     with autocast(accelerator):
         prove_head(student, "student", run)
         with preserved_rng(accelerator.device):
             unreached = prove_training(student, run)
-        heed_unreached(unreached, args, accelerator)
-        # After it: a layer that keeps states must not keep those that hold a graph.
+        set_find_unused_parameters(unreached, args, accelerator)
+        # Last: a layer that caches states must not keep any with a graph.
         return prove_padding(student, "student", run)

@@ -1,4 +1,4 @@
-"""Proves which rows a model can read in one batch, before it is trained or asked."""
+"""Determines which rows a model can read in one batch, before it is trained or used."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, backbone_of, call, context_of, hidden_states
 from trl_opsd.models.head import shape_of
 from trl_opsd.models.padding import Reading, prove_reading
-from trl_opsd.models.probing import most_exactly
+from trl_opsd.models.probing import without_autocast_if_possible
 from trl_opsd.run.precision import least_precise
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.types import OutputHead
 
 
 def prove_padding(model: CausalLM, role: str, run: Run | None = None) -> Reading:
-    """Finds out by computing which rows this model can read in one batch.
+    """Runs a model on a padded and an unpadded row to determine which rows it can read in one batch.
 
-    Padding changes what some families compute, in `transformers` itself: learned positions that count it, convolutions
-    and recurrences that read it, rotary frequencies that depend on the longest row. Two small forward passes for a
-    family that it does not change, and nothing of the random state.
+    In `transformers`, padding changes the output of some families: learned positions that count it, convolutions and
+    recurrences that read it, rotary frequencies that depend on the longest row. Costs two small forward passes for a
+    family that is not affected, and leaves the random state unchanged.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -30,10 +30,10 @@ def prove_padding(model: CausalLM, role: str, run: Run | None = None) -> Reading
         role (`str`):
             `"student"` or `"teacher"`, for the message.
         run (`Callable`, *optional*):
-            `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called as it is.
+            `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called directly.
 
     Raises:
-        ValueError: No way of reading gives each row the states that it has alone; the message says by how much.
+        ValueError: No way of batching gives each row the states it has alone; the message has the difference.
     """
     run = run or partial(call, model)
     head = OutputHead.of(model)
@@ -43,7 +43,7 @@ def prove_padding(model: CausalLM, role: str, run: Run | None = None) -> Reading
     model.eval()
     try:
         with torch.no_grad(), preserved_rng(head.weight.device):
-            reading: Reading = most_exactly(
+            reading: Reading = without_autocast_if_possible(
                 model,
                 role,
                 lambda: prove_reading(

@@ -1,4 +1,4 @@
-"""Takes a few values of every weight of a model, to tell later whether it is still the same; never a whole model."""
+"""Samples a few values of every weight of a model, to detect later whether the model has changed."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from trl_opsd._compat.peft import CausalLM, base_parameters
 from trl_opsd._compat.sharding import whole
 
 VALUES = 64
-"""Values of one weight."""
+"""Maximum number of values sampled from one weight."""
 
 Samples: TypeAlias = dict[str, Tensor]
-"""[at most VALUES] in host memory, by the name of the weight in a checkpoint of the base model."""
+"""Tensors of at most `VALUES` elements in host memory, by the weight's name in a checkpoint of the base model."""
 
 
 def sampled(model: CausalLM) -> Samples:
-    """Values of each weight of a model without its adapters, as the main process has them. Collective.
+    """Samples each weight of a model without its adapters; every process gets the main process's values. Collective.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Its weights may be split over the processes; one on the meta device has no values.
+            Its weights may be sharded; a weight on the meta device yields no values.
     """
     samples = {name: _values(parameter) for name, parameter in base_parameters(model).items()}
-    # With accelerate's `fsdp_cpu_ram_efficient_loading` only the main process has read a checkpoint.
+    # With accelerate's `fsdp_cpu_ram_efficient_loading` only the main process has loaded the checkpoint.
     of_the_main_process: list[Samples] = broadcast_object_list([samples])
     return of_the_main_process[0]
 
 
 def digest(samples: Samples) -> str:
-    """A short text, the same for weights that are equal when rounded to bfloat16, whatever they were loaded as."""
+    """A short hash of the values rounded to bfloat16, so that it does not depend on the dtype they were loaded in."""
     summed = sha256()
     for name, values in sorted(samples.items()):
         rounded = values.bfloat16() if values.is_floating_point() else values
@@ -44,7 +44,7 @@ def digest(samples: Samples) -> str:
 
 
 def first_change(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> str | None:
-    """The first weight that is not what it was, or `None`; being cast by a launcher is no change."""
+    """The name of the first weight that has changed, or `None`; a cast by the launcher does not count as a change."""
     return next((name for name, values in before.items() if name not in now or _differ(values, now[name])), None)
 
 
@@ -52,7 +52,7 @@ def _differ(before: Tensor, now: Tensor) -> bool:
     def same(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one.nan_to_num(), other.to(one.dtype).nan_to_num())
 
-    # Integers are quantised, and bitsandbytes stores the same ones in another order once they are used on a CPU.
+    # Integers are quantised weights, and bitsandbytes reorders them once they are used on a CPU.
     if not (before.is_floating_point() and now.is_floating_point()):
         return False
     return not (same(before, now) or same(now, before))
@@ -62,9 +62,9 @@ def _values(parameter: Tensor) -> Tensor:
     if parameter.is_meta:
         return torch.empty(0)
     values = whole(parameter)
-    if hasattr(values, "qdata"):  # torchao's, which cannot be flattened
+    if hasattr(values, "qdata"):  # torchao tensors cannot be flattened
         values = values.dequantize()
     flat = values.flatten()
-    # Spread by a multiplicative hash: with even steps, all of them could come out of one column.
+    # Spread by a multiplicative hash: with even steps, all of them could come from one column.
     places = torch.arange(min(VALUES, flat.numel()), device=flat.device) * 2654435761 % max(flat.numel(), 1)
     return flat[places].cpu()

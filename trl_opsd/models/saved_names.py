@@ -1,4 +1,4 @@
-"""Says what a checkpoint holds of a weight, where transformers keeps it under another name or several in one."""
+"""Maps a weight in memory to its tensors in a checkpoint, where transformers renames or fuses them on loading."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from trl_opsd._compat.peft import CausalLM
 
 
 def as_saved(model: CausalLM, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Names and values that `save_pretrained` writes for one weight: the experts of a layer one by one, for example.
+    """Names and values that `save_pretrained` writes for one weight: for example, the experts of a layer one by one.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            As it was loaded, which decides what its checkpoint looks like.
+            The model as it was loaded, which determines its checkpoint format.
         name (`str`):
-            Of the weight, in the model.
+            Name of the weight in the model.
         tensor (`torch.Tensor`):
-            Its value, whole; or without one, on the device `meta`.
+            Its unsharded value, or a tensor on the meta device where only the names are needed.
     """
-    if getattr(model, "_weight_conversions", None) == []:  # loaded as it was saved: what follows would take a while
+    if getattr(model, "_weight_conversions", None) == []:  # saved under the same names; skips a slow conversion
         return [(name, tensor)]
     return list(revert_weight_conversion(model, {name: tensor}).items())

@@ -1,4 +1,4 @@
-"""Proves before the first rollout that a student reads in training mode too, and that gradients reach its layers."""
+"""Checks before the first rollout that a student runs in training mode and that gradients reach its layers."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from trl_opsd.types import OutputHead, Rollout
 
 
 def prove_training(model: CausalLM, run: Run | None = None) -> list[str]:
-    """Runs one short row as training will; everything else is proved in eval mode, in which some families differ.
+    """Runs one short row in training mode; the other checks run in eval mode, in which some families differ.
 
-    The caller preserves the random state, of which dropout takes some.
+    The caller must preserve the random state, which dropout advances.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student, on eight tokens.
+            The student, which is run on eight tokens.
         run (`Callable`, *optional*):
-            `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called as it is.
+            `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called directly.
 
     Returns:
-        `list[str]`: names of parameters below the head that are to be trained and that text does not reach, such as
-        those of a vision tower. None where it is split over processes, which makes nothing of it.
+        `list[str]`: names of trainable parameters below the head that get no gradient from text, such as those of a
+        vision tower. Empty for a sharded model, which does not need them.
 
     Raises:
-        ValueError: It cannot be run in training mode; or no gradient passes through it, which is not looked at where it
-            is split over processes.
+        ValueError: It cannot be run in training mode; or no gradient passes through it, which is not checked for a
+            sharded model.
     """
     run = run or partial(call, model)
-    whole = not any(map(is_split, model.parameters()))  # else a graph without a backward pass would disturb its hooks
+    whole = not any(map(is_split, model.parameters()))  # a graph without a backward pass disturbs the hooks of shards
     was_training = model.training
     model.train()
     try:
@@ -50,7 +50,7 @@ def prove_training(model: CausalLM, run: Run | None = None) -> list[str]:
             raise
         raise ValueError(
             f"The student ({type(model).__name__}) cannot read eight tokens in training mode, {type(error).__name__}: "
-            f"{error}. In eval mode it can: take another model as the student, or use this one as a teacher."
+            f"{error}. In eval mode it can: use another model as the student, or this one as a teacher."
         ) from error
     finally:
         model.train(was_training)
@@ -61,23 +61,23 @@ def prove_training(model: CausalLM, run: Run | None = None) -> list[str]:
     if learns and not hidden_BCH.requires_grad:
         raise ValueError(
             f"No gradient passes through the student ({type(model).__name__}), although parameters below its head "
-            "require one, so these would stay as they are: load it without quantisation for inference, without "
+            "require one, so they would never be updated: load it without quantisation for inference, without "
             "`torch.no_grad` in its forward, and with `gradient_checkpointing_kwargs={'use_reentrant': False}`."
         )
     reached = _reached(hidden_BCH)
     return [name for name, number in learns.items() if number not in reached]
 
 
-def heed_unreached(names: Sequence[str], args: TrainingArguments, accelerator: Accelerator) -> None:
-    """Has data parallelism look for parameters without gradients, where it would wait for all of them.
+def set_find_unused_parameters(names: Sequence[str], args: TrainingArguments, accelerator: Accelerator) -> None:
+    """Enables DDP's `find_unused_parameters` if some trainable parameters get no gradient; DDP would hang otherwise.
 
     Args:
         names (`Sequence[str]`):
-            As [`prove_training`] returned them.
+            Those parameters, from [`prove_training`].
         args ([`~transformers.TrainingArguments`]):
-            `ddp_find_unused_parameters` is set where it was not.
+            `ddp_find_unused_parameters` is set unless the user has set it.
         accelerator ([`~accelerate.Accelerator`]):
-            Wraps the student later.
+            The one that will wrap the student.
     """
     reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if names and args.ddp_find_unused_parameters is None and not reentrant:
@@ -85,7 +85,7 @@ def heed_unreached(names: Sequence[str], args: TrainingArguments, accelerator: A
 
 
 def _reached(hidden_BCH: Tensor) -> set[int]:
-    """Numbers of the tensors that the gradient of a hidden state would be added to."""
+    """The `id` of every leaf tensor in the autograd graph of a hidden state."""
     found: set[int] = set()
     seen: set[Any] = set()
     nodes: list[Any] = [hidden_BCH.grad_fn]
@@ -100,7 +100,7 @@ def _reached(hidden_BCH: Tensor) -> set[int]:
 
 
 def _row(head: OutputHead) -> Rollout:
-    """Three tokens of a prompt and five of a completion, spread over the vocabulary."""
+    """A row of three prompt and five completion tokens, spread over the vocabulary."""
     ids_1L = torch.arange(8, device=head.weight.device).mul(shape_of(head)[0] // 8)[None]
     ones_1L = torch.ones_like(ids_1L)
     return Rollout(

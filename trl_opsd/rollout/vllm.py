@@ -83,7 +83,7 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
                 raise
             self._choose_sync(str(error))
             return self._started()
-        if lost := engine.without_place(adapter_layers(self._trainer.model)):
+        if lost := engine.unknown_layers(adapter_layers(self._trainer.model)):
             self._choose_sync(f"vLLM's model of the student has no separate layer for {lost[0]}")
         return engine
 
@@ -146,7 +146,7 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
             context=trainer.limits.context,
             vocabulary=trainer.limits.vocabulary,
             placeholders=tuple(trainer.placeholders),
-            text_alone=self._text_alone,
+            text_only=self._text_alone,
             sequences=max(
                 args.per_device_train_batch_size * args.gradient_accumulation_steps, args.per_device_eval_batch_size
             ),

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.peft import CausalLM, is_peft, lora_factors, merged_weights, why_not_apart, without_peft
+from trl_opsd._compat.peft import CausalLM, is_peft, lora_factors, merged_weights, why_not_plain_lora, without_peft
 from trl_opsd._compat.sharding import in_zero3, whole, whole_numel, whole_shape
 from trl_opsd.models.saved_names import as_saved
 from trl_opsd.types import Weight
@@ -124,7 +124,7 @@ def adapter_rank(model: CausalLM) -> int:
 
 def adapter_layers(model: CausalLM) -> list[str]:
     """The layers with an adapter, by the names of a checkpoint; empty if it cannot be sent separately."""
-    return [one.name for one in lora_factors(model)] if is_peft(model) and not why_not_apart(model) else []
+    return [one.name for one in lora_factors(model)] if is_peft(model) and not why_not_plain_lora(model) else []
 
 
 def chosen_sync(requested: str, model: CausalLM, ranks: Collection[int], against: str | None = None) -> tuple[str, str]:
@@ -159,7 +159,7 @@ def chosen_sync(requested: str, model: CausalLM, ranks: Collection[int], against
 def _against_adapter(model: CausalLM, ranks: Collection[int]) -> str | None:
     if not is_peft(model):
         return "the student has no adapter"
-    against = why_not_apart(model)
+    against = why_not_plain_lora(model)
     if against is None and (rank := adapter_rank(model)) > max(ranks):
         return f"the adapter's rank {rank} is larger than the {max(ranks)} that the engine takes"
     return against

@@ -25,7 +25,7 @@ from trl_opsd.run.precision import least_precise
 _TOKENS = 3
 """Tokens to generate; another row leaves the batch after the first."""
 _FAILS = (AttributeError, TypeError, ValueError, LookupError, AssertionError)
-BY_LENGTH, ALONE = Reading(0), Reading(0, shares=False)
+BY_LENGTH, ALONE = Reading(0), Reading(0, batches_equal_lengths=False)
 _NEVER = 1 << 62
 
 
@@ -130,7 +130,7 @@ def _kinds(reading: Reading) -> Iterator[Reading]:
     """The ways to batch that `reading` allows, the fastest first."""
     if reading.padded_up_to:
         yield reading
-    if reading.shares:
+    if reading.batches_equal_lengths:
         yield BY_LENGTH
 
 

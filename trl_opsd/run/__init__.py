@@ -1,1 +1,1 @@
-"""What keeps a run alive and accounts for it: checkpoints, guards, clocks; nothing here knows a trainer."""
+"""Checkpoints, guards, metrics and clocks of a run; nothing here knows a trainer."""

@@ -1,4 +1,4 @@
-"""What a training, or an evaluation, has added up since the last log: sums over tokens, and seconds of each phase."""
+"""Accumulates token sums and seconds per phase since the last log, for training or for an evaluation."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from trl_opsd.run.clock import PhaseClock
-from trl_opsd.run.metrics import of_tokens
+from trl_opsd.run.metrics import token_metrics
 
 
 class Accounts:
-    """Sums by name, and a clock.
+    """Accumulated sums by name, and a clock.
 
     Args:
         watch (`Callable`):
-            As [`~run.clock.PhaseClock`] takes it.
+            As in [`~run.clock.PhaseClock`].
     """
 
     def __init__(self, watch: Callable[[str], AbstractContextManager[Any]]) -> None:
@@ -25,7 +25,7 @@ class Accounts:
         self._batches = 0
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Resets all sums and times."""
         self._totals.clear()
         self._batches = 0
         self.clock.seconds.clear()
@@ -35,17 +35,17 @@ class Accounts:
         self._batches += 1
 
     def add(self, sums: Mapping[str, float]) -> None:
-        """Adds the sums of a loss, by the names in [`~types.LossParts`], over all processes."""
+        """Adds the sums of a loss over all processes, by the names in [`~types.LossParts`]."""
         for name, value in sums.items():
             self._totals[name] += value
 
     @property
     def loss(self) -> float | None:
-        """Mean divergence over tokens by their weight, in nats; `None` where no token had any."""
+        """Weighted mean of the divergence over tokens, in nats; `None` if the weights sum to 0."""
         return self._totals["divergence"] / self._totals["weight"] if self._totals["weight"] else None
 
     def metrics(self, per_batch: bool) -> dict[str, float]:
-        """Means over tokens by their weight, in nats, and seconds of each phase; empty where no token had a weight.
+        """Weighted means over tokens, in nats, and seconds of each phase; empty if the weights sum to 0.
 
         Args:
             per_batch (`bool`):
@@ -53,4 +53,4 @@ class Accounts:
         """
         if not self._totals["weight"]:
             return {}
-        return of_tokens(self._totals, self.clock.seconds, max(self._batches, 1) if per_batch else 1)
+        return token_metrics(self._totals, self.clock.seconds, max(self._batches, 1) if per_batch else 1)

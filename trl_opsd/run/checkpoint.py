@@ -1,7 +1,7 @@
-"""Gives a folder of files the name of a checkpoint once all of it is on disk, and tells a whole one from a torn one.
+"""Publishes checkpoints atomically, by renaming a complete folder, and tells complete from torn ones.
 
-It knows files, not trainers. Whatever is killed, and whenever: a folder named `checkpoint-N` that was published here is
-whole, and the checkpoint before it is still there.
+It knows files, not trainers. Whenever a process is killed, a folder `checkpoint-N` that was published here is complete,
+and the previous checkpoint still exists.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from pathlib import Path
 from trl_opsd.run.manifest import MANIFEST, has_manifest, problems, seal, sync_folder
 
 UNFINISHED = "_unfinished"
-"""Folder beside the checkpoints in which one is written. Uploads to the Hub leave out what starts with `_`."""
+"""Folder beside the checkpoints in which one is written. Uploads to the Hub skip names that start with `_`."""
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-_MADE_ASIDE = re.compile(r"(deleted-)?checkpoint-\d+")
-"""What is written or deleted in the folder for unfinished ones. Nothing else in it is touched."""
+_TEMPORARY = re.compile(r"(deleted-)?checkpoint-\d+")
+"""Names in the folder for unfinished checkpoints that are ours to delete. Nothing else in it is touched."""
 _STATE = "trainer_state.json"
-"""What transformers writes last into a checkpoint of its own."""
+"""The last file that transformers writes into a checkpoint."""
 
 
 def begin(run_dir: Path) -> Path:
-    """Makes a folder to write a checkpoint in, beside those that are whole, without one that was begun before.
+    """Creates the folder in which the next checkpoint is written, and deletes unfinished ones from it.
 
     Args:
         run_dir (`Path`):
-            Where the checkpoints are.
+            Folder of the checkpoints.
 
     Returns:
-        `Path`: The folder in which to make one named `checkpoint-N`.
+        `Path`: The folder in which to create `checkpoint-N`.
 
     Raises:
-        ValueError: Something else stands where the folder has to be.
-        OSError: The disk does not let us.
+        ValueError: A file or symlink is in its place.
+        OSError: The folder cannot be created or cleared.
     """
     recover(run_dir)
     unfinished = run_dir / UNFINISHED
@@ -47,15 +47,15 @@ def begin(run_dir: Path) -> Path:
 
 
 def publish(written: Path, run_dir: Path) -> Path:
-    """Writes the manifest of what is in a folder, waits for the disk, and moves the folder among the checkpoints.
+    """Writes the manifest of a folder, syncs it to disk, and moves the folder among the checkpoints.
 
-    One of the same name is replaced. If it was not made here, it is kept as `replaced-checkpoint-N`.
+    A checkpoint of the same name is replaced. If it was not written here, it is kept as `replaced-checkpoint-N`.
 
     Args:
         written (`Path`):
-            A folder `checkpoint-N` under `run_dir`, on the same file system, into which nobody writes any more.
+            A complete folder `checkpoint-N` under `run_dir`, on the same file system.
         run_dir (`Path`):
-            Where the checkpoints are.
+            Folder of the checkpoints.
 
     Returns:
         `Path`: The checkpoint.
@@ -65,12 +65,12 @@ def publish(written: Path, run_dir: Path) -> Path:
 
 
 def recover(run_dir: Path) -> None:
-    """Moves in what a killed process had finished, but for its name."""
+    """Publishes checkpoints that a killed process had completed but not yet renamed."""
     unfinished = run_dir / UNFINISHED
     if unfinished.is_symlink() or (unfinished.exists() and not unfinished.is_dir()):
         raise ValueError(
             f"{unfinished} is a {'symlink' if unfinished.is_symlink() else 'file'}: expected a folder of our own, in "
-            "which checkpoints are written and from which they are deleted. Remove it, or take another `output_dir`."
+            "which checkpoints are written and deleted. Remove it, or use another `output_dir`."
         )
     for _, folder in _numbered(unfinished):
         if not folder.is_symlink() and not problems(folder):
@@ -78,11 +78,11 @@ def recover(run_dir: Path) -> None:
 
 
 def newest_complete(run_dir: Path) -> tuple[Path | None, dict[Path, list[str]]]:
-    """The whole checkpoint of the highest step, and the torn ones above it with what is wrong with each.
+    """The complete checkpoint of the highest step, and the torn ones of higher steps with the problems of each.
 
     Args:
         run_dir (`Path`):
-            Where the checkpoints are.
+            Folder of the checkpoints.
     """
     torn: dict[Path, list[str]] = {}
     for _, folder in sorted(_numbered(run_dir), reverse=True):
@@ -93,70 +93,70 @@ def newest_complete(run_dir: Path) -> tuple[Path | None, dict[Path, list[str]]]:
     return None, torn
 
 
-def checked(asked: str | bool, run_dir: Path) -> tuple[Path, list[str]]:
-    """The checkpoint to go on from, and what to tell the user about it.
+def checkpoint_to_resume(asked: str | bool, run_dir: Path) -> tuple[Path, list[str]]:
+    """The checkpoint to resume from, and messages for the user about it.
 
     Args:
         asked (`str` or `bool`):
-            The folder of a checkpoint, or `True` for the newest whole one.
+            The folder of a checkpoint, or `True` for the newest complete one.
         run_dir (`Path`):
-            Where the checkpoints are.
+            Folder of the checkpoints.
 
     Raises:
-        ValueError: There is none, or the one asked for is torn.
+        ValueError: There is none, or the requested one is torn.
     """
     if asked is True:
         recover(run_dir)
         newest, torn = newest_complete(run_dir)
         if newest is None:
-            raise ValueError(f"There is no complete checkpoint in {run_dir}.{_listed(torn)} {_HOW_TO_GO_ON}")
-        return newest, [f"Going on from {newest}, the newest complete checkpoint.{_listed(torn)}"] if torn else []
+            raise ValueError(f"There is no complete checkpoint in {run_dir}.{_listed(torn)} {_REMEDY}")
+        return newest, [f"Resuming from {newest}, the newest complete checkpoint.{_listed(torn)}"] if torn else []
     folder = Path(str(asked))
     if not folder.is_dir():
-        raise ValueError(f"There is no checkpoint {folder}.{_alternative(folder.parent)} {_HOW_TO_GO_ON}")
+        raise ValueError(f"There is no checkpoint {folder}.{_alternative(folder.parent)} {_REMEDY}")
     if not (folder / MANIFEST).exists() and (folder / _STATE).is_file():
-        return folder, [f"{folder} has no {MANIFEST}, so nobody can say whether it is complete: going on from it."]
+        return folder, [f"Resuming from {folder}, which has no {MANIFEST}: whether it is complete cannot be checked."]
     if wrong := problems(folder):
-        raise ValueError(f"{_listed({folder: wrong}).strip()}{_alternative(folder.parent)} {_HOW_TO_GO_ON}")
+        raise ValueError(f"{_listed({folder: wrong}).strip()}{_alternative(folder.parent)} {_REMEDY}")
     return folder, []
 
 
 def rotate(run_dir: Path, limit: int | None, keep: Collection[Path]) -> list[str]:
-    """Deletes the oldest checkpoints that were made here until at most `limit` are left.
+    """Deletes the oldest checkpoints that were written here until at most `limit` are left.
 
     Args:
         run_dir (`Path`):
-            Where the checkpoints are.
+            Folder of the checkpoints.
         limit (`int`, *optional*):
-            How many may stay; `None` or 0 keeps them all.
+            How many to keep; `None` or 0 keeps all.
         keep (`Collection[Path]`):
-            Checkpoints that stay in any case: the newest, which is known to be whole, and the best.
+            Checkpoints that are never deleted: the newest, which is known to be complete, and the best.
 
     Returns:
-        `list[str]`: what could not be deleted, and why. It stays, and so does the run.
+        `list[str]`: a warning for each checkpoint that could not be deleted; the run continues.
     """
-    # An empty folder is what a killed run of somebody else's trainer leaves: it is no checkpoint, and not in the way.
+    # A folder without a manifest (such as the empty one that a killed run of another trainer leaves) is not counted.
     ours = [folder for _, folder in sorted(_numbered(run_dir)) if not folder.is_symlink() and has_manifest(folder)]
     ours.sort(key=lambda folder: (folder / MANIFEST).stat().st_mtime)  # a new run counts its steps from 0 again
     kept = {os.path.realpath(folder) for folder in keep}
     surplus = len(ours) - max(limit, 1) if limit else 0
-    remarks = []
+    warnings = []
     for folder in [folder for folder in ours if os.path.realpath(folder) not in kept][: max(surplus, 0)]:
-        # Under its own name a checkpoint is whole or gone, also when this is where the process is killed.
-        doomed = run_dir / UNFINISHED / f"deleted-{folder.name}"
-        doomed.parent.mkdir(exist_ok=True)
+        # Renamed first: if the process is killed here, `checkpoint-N` is either complete or gone.
+        deleted = run_dir / UNFINISHED / f"deleted-{folder.name}"
+        deleted.parent.mkdir(exist_ok=True)
         try:
-            os.rename(folder, doomed)
-            shutil.rmtree(doomed)
+            os.rename(folder, deleted)
+            shutil.rmtree(deleted)
         except OSError as error:
-            remarks.append(f"{folder} should go (`save_total_limit={limit}`), but cannot be deleted: {error}.")
-    _close(run_dir / UNFINISHED)
-    return remarks
+            warnings.append(f"{folder} cannot be deleted to meet `save_total_limit={limit}`: {error}.")
+    _remove_unfinished(run_dir / UNFINISHED)
+    return warnings
 
 
-_HOW_TO_GO_ON = "Pass the path of a complete checkpoint, or train without `resume_from_checkpoint`."
+_REMEDY = "Pass the path of a complete checkpoint, or train without `resume_from_checkpoint`."
 _SHOWN = 3
-"""Problems of one checkpoint that a message lists."""
+"""Maximum number of problems that a message lists for a checkpoint."""
 
 
 def _listed(torn: dict[Path, list[str]]) -> str:
@@ -177,7 +177,7 @@ def _move_in(written: Path, run_dir: Path) -> Path:
     replaced = written.parent / f"deleted-{written.name}"
     if os.path.lexists(checkpoint):
         os.rename(checkpoint, replaced if _is_ours(checkpoint) else _free_name(run_dir, checkpoint.name))
-    # Killed between these two renames, `recover` does the second.
+    # If the process is killed between these two renames, `recover` does the second.
     os.rename(written, checkpoint)
     sync_folder(run_dir)
     if replaced.exists():
@@ -194,26 +194,26 @@ def _free_name(run_dir: Path, name: str) -> Path:
 
 
 def _is_ours(checkpoint: Path) -> bool:
-    """Whether it may be deleted: it has our manifest, or there is nothing in it."""
+    """Whether a checkpoint may be deleted: it has our manifest, or is empty."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return False
     return has_manifest(checkpoint) or not os.listdir(checkpoint)
 
 
 def _clear(unfinished: Path) -> None:
-    """Deletes what was begun there. What has such a name and is not ours is moved among the checkpoints."""
-    for path in [unfinished / name for name in os.listdir(unfinished) if _MADE_ASIDE.fullmatch(name)]:
+    """Deletes unfinished checkpoints. A file or symlink with such a name is not ours and is moved out of the folder."""
+    for path in [unfinished / name for name in os.listdir(unfinished) if _TEMPORARY.fullmatch(name)]:
         if path.is_symlink() or not path.is_dir():
             os.rename(path, _free_name(unfinished.parent, path.name))
         else:
             shutil.rmtree(path)
 
 
-def _close(unfinished: Path) -> None:
-    """Deletes what is left there of ours, and the folder unless it holds something else."""
+def _remove_unfinished(unfinished: Path) -> None:
+    """Deletes our files in the folder, and the folder unless it contains something else."""
     if not unfinished.exists():
         return
-    with suppress(OSError):  # what cannot be deleted was remarked on, and the next save tries again
+    with suppress(OSError):  # a failed deletion was reported already, and the next save tries again
         _clear(unfinished)
         unfinished.rmdir()
 

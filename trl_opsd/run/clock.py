@@ -1,4 +1,4 @@
-"""Tells how long each phase of a step took; it knows the names of the phases and nothing of what they do."""
+"""Measures the time spent in each phase of a step; knows only the phases' names."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 
 class PhaseClock:
-    """Adds up the seconds of named phases, each without the phases that ran inside it.
+    """Accumulates seconds per named phase, excluding phases nested inside it.
 
     Args:
         watch (`Callable`, *optional*):
-            Takes the name of a phase and returns a context that is open as long as the phase goes on.
+            Takes the name of a phase and returns a context manager that is entered for its duration.
 
     Example:
 
@@ -37,7 +37,7 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        self._settle()
+        self._synchronize()
         start = perf_counter()
         self._inside.append(0.0)
         try:
@@ -45,13 +45,13 @@ class PhaseClock:
                 yield
         finally:
             inside = self._inside.pop()
-            self._settle()
+            self._synchronize()
             elapsed = perf_counter() - start
             self.seconds[phase] += elapsed - inside
             if self._inside:
                 self._inside[-1] += elapsed
 
-    def _settle(self) -> None:
-        """Waits where an inner phase begins or ends, so that queued work is billed to the phase that queued it."""
+    def _synchronize(self) -> None:
+        """Synchronises the device where a nested phase begins or ends, so that queued work counts for its own phase."""
         if self._inside and torch.accelerator.is_available():
             torch.accelerator.synchronize()

@@ -2,16 +2,16 @@
 
 
 class OPSDError(RuntimeError):
-    """Whatever goes wrong while a run is under way and no library has a word for."""
+    """Base class of the errors that this package raises during a run."""
 
 
 class NonFiniteError(OPSDError, FloatingPointError):
-    """A loss or a gradient is NaN or infinite, and nothing was stepped along it."""
+    """A loss or a gradient is NaN or infinite; no step was taken along it."""
 
 
 class ServerError(OPSDError):
-    """The server of an engine did not answer in time, or not with what it was asked for."""
+    """An engine's server did not answer in time, or gave an invalid answer."""
 
 
 class SyncError(OPSDError):
-    """The engine does not write as the student does, although the student's weights were sent to it."""
+    """After a weight sync, the engine's log-probabilities differ from the student's."""

@@ -1,6 +1,6 @@
-"""Lets the process that failed first tell why; the others, which fail because it is gone, say no more than that.
+"""Prints the traceback of only the first process to fail; the others, which fail because of it, print one line.
 
-Whoever fails ends as it would have ended. Only what is printed about it differs.
+Processes end as they would have ended. Only what they print differs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 from torch import distributed
 
 _HEAD_START = 15
-"""Seconds a process that failed later stays, so that the agent that started them all sees the first one end first."""
+"""Seconds that a process which failed later waits, so that the launcher's agent sees the first one end first."""
 
 _runs = count()
-"""How often it was entered: all processes enter together, so they agree about the number."""
+"""Numbers the calls of [`one_traceback`]; all processes enter it together, so they agree on the number."""
 
 
 @contextmanager
 def one_traceback() -> Iterator[None]:
-    """An exception that leaves this and then the program is printed in full by the first process to fail.
+    """If an exception inside ends the program, only the first rank to fail prints its traceback.
 
-    Every process has to enter it, equally often.
+    Every process must enter it, equally often.
     """
     run = next(_runs)
     try:
@@ -39,33 +39,33 @@ def one_traceback() -> Iterator[None]:
 
 
 def _first_to_fail(key: str) -> int | None:
-    """The rank that said first that it failed, maybe this one; `None` where there is nobody to ask."""
+    """The first rank to report a failure, possibly this one; `None` without other processes or without the store."""
     if not (distributed.is_initialized() and distributed.get_world_size() > 1):
         return None
     try:
         store = distributed.distributed_c10d._get_default_store()
         return int(store.compare_set(key, "", str(distributed.get_rank())))
-    except RuntimeError:  # the process that kept the store is gone
+    except RuntimeError:  # the process that hosts the store is gone
         return None
 
 
 def _shorten(error: Exception, line: str) -> None:
-    """Has an exception printed as one line, should it end the program."""
-    error.__dict__["_said_instead"] = line
+    """Makes the excepthook print one line for an exception."""
+    error.__dict__["_printed_as"] = line
     if not isinstance(sys.excepthook, _Printer):
         sys.excepthook = _Printer(sys.excepthook)
 
 
 class _Printer:
-    """Prints what [`_shorten`] wrote, and any other exception as before."""
+    """An excepthook that prints the line set by [`_shorten`], and any other exception as before."""
 
     def __init__(self, before: Any) -> None:
         self._before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        line = getattr(error, "_said_instead", None)
+        line = getattr(error, "_printed_as", None)
         if line is None:
             self._before(kind, error, traceback)
         else:
             print(f"{line} ({kind.__name__})", file=sys.stderr, flush=True)
-            time.sleep(_HEAD_START)  # an agent ends it before that
+            time.sleep(_HEAD_START)  # the launcher's agent usually ends this process earlier

@@ -1,4 +1,4 @@
-"""Has every process group wait for as long as `ddp_timeout` says; nobody else says it to all of them."""
+"""Applies `ddp_timeout` to every process group; transformers sets it for the first one only."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.distributed import constants
 from torch.distributed import distributed_c10d as c10d
 
 
-def wait_for(time: timedelta) -> None:
-    """Sets how long the groups of this process wait for a process that does not come.
+def set_group_timeout(time: timedelta) -> None:
+    """Sets the collective timeout of all process groups of this process that still have torch's default.
 
-    transformers hands `ddp_timeout` to the first group, but not on a CPU. A group that a library makes later, such as
-    DeepSpeed's, has torch's default: 10 minutes with NCCL, less than a rollout may take, and 30 with gloo. Groups that
-    were given a time of their own keep it.
+    transformers passes `ddp_timeout` to the first group, but not on a CPU. A group that a library creates later, such
+    as DeepSpeed's, has torch's default: 10 minutes with NCCL, less than a rollout may take, and 30 with gloo. Groups
+    created with a timeout of their own keep it.
 
     Args:
         time (`datetime.timedelta`):
-            From now on, for collectives that have not begun.
+            The timeout, for collectives that have not begun.
     """
     if not distributed.is_initialized():
         return
@@ -31,6 +31,6 @@ def wait_for(time: timedelta) -> None:
 
 
 def _backends(group: Any) -> list[Any]:
-    """The libraries a group uses, one for each kind of device, that can be told."""
+    """The backends of a group, one for each device type, whose timeout can be set."""
     found = [group._get_backend(torch.device(device)) for device in {one.type for one in group._device_types}]
     return [one for one in found if hasattr(one, "_set_default_timeout")]

@@ -1,6 +1,6 @@
-"""Sets attributes of objects that other libraries made, and only those they have.
+"""Sets attributes of other libraries' objects, only if they exist.
 
-Where a library has renamed one, an assignment would make a new attribute that nobody reads, and go unnoticed.
+If a library renamed one, a plain assignment would silently create a new attribute that nothing reads.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ __all__ = ["set_known"]
 
 
 def set_known(owner: Any, **values: Any) -> None:
-    """Sets attributes that are there already.
+    """Sets attributes that already exist.
 
     Args:
         owner (`Any`):
-            Whose they are.
+            The object.
         **values (`Any`):
-            By name.
+            Values by attribute name.
 
     Raises:
-        AttributeError: One is not there; none is set then.
+        AttributeError: An attribute does not exist; then none is set.
     """
     lacking = [name for name in values if not hasattr(owner, name)]
     if lacking:
         raise AttributeError(
-            f"{type(owner).__name__} has no {', '.join(f'`{name}`' for name in lacking)}: the installed version of its "
-            "library is none that this package was tested with. Install one that is; setup.cfg names them.",
+            f"{type(owner).__name__} has no {', '.join(f'`{name}`' for name in lacking)}: this package was not tested "
+            "with the installed version of its library. Install one of the versions in setup.cfg.",
             name=lacking[0],
             obj=owner,
         )

@@ -1,6 +1,6 @@
-"""Lists the files of a folder with their sizes and hashes, and says later what is missing or other than it was.
+"""Records the files of a folder with their sizes and hashes, and later reports what is missing or has changed.
 
-It knows files, not checkpoints. Whoever can change a file can change its hash: this finds damage, not malice.
+It knows files, not checkpoints. It detects damage, not tampering: whoever can change a file can change its hash.
 """
 
 from __future__ import annotations
@@ -15,37 +15,38 @@ from typing import Any
 from trl_opsd.run import strict_json
 
 MANIFEST = "opsd_manifest.json"
-"""Every other file of a checkpoint with its size and SHA-256; written last, so without it a checkpoint is torn."""
+"""Lists every other file of a checkpoint with its size and SHA-256; written last, so without it a checkpoint is torn.
+"""
 
-_MOST_BYTES = 64 * 2**20
-"""Of a manifest; that of a hundred thousand files has 15 MB."""
+_MAX_BYTES = 64 * 2**20
+"""Maximum size of a manifest that is read; one of a hundred thousand files has 15 MB."""
 
 
 def seal(folder: Path) -> None:
-    """Writes the manifest of what is in a folder, and waits for the disk.
+    """Writes the manifest of a folder, and syncs all of it to disk.
 
     Args:
         folder (`Path`):
-            Nobody writes into it any more.
+            A folder to which nothing is written any more.
     """
     files = _files(folder)
     with ThreadPoolExecutor() as pool:
-        contents = dict(zip(files, pool.map(_settled, files.values()), strict=True))
+        contents = dict(zip(files, pool.map(_synced_entry, files.values()), strict=True))
     manifest = folder / MANIFEST
     with manifest.open("w", encoding="utf-8") as file:
         json.dump({"format": 1, "files": contents}, file, indent=1)
-    _settled(manifest)
+    _synced_entry(manifest)
     for one in {folder, *(path.parent for path in files.values())}:
         sync_folder(one)
 
 
 def has_manifest(checkpoint: Path) -> bool:
-    """Whether a folder was sealed, whatever has become of it."""
+    """Whether a folder has a manifest, even if its files have changed since."""
     return (checkpoint / MANIFEST).is_file()
 
 
 def problems(checkpoint: Path) -> list[str]:
-    """What is missing from a checkpoint, or differs from its manifest; nothing if it is whole.
+    """Lists what is missing from a checkpoint or differs from its manifest; empty if it is complete.
 
     Args:
         checkpoint (`Path`):
@@ -58,7 +59,7 @@ def problems(checkpoint: Path) -> list[str]:
         expected = _entries(manifest)
     except (OSError, ValueError) as error:
         return [f"{MANIFEST} cannot be read: {error}"]
-    found = _files(checkpoint)  # only what lies in the folder is ever opened, whatever a manifest names
+    found = _files(checkpoint)  # only files inside the folder are opened, whatever paths a manifest contains
     wrong = {name: f"{name} is missing" for name in expected if name not in found}
     for name in expected.keys() - wrong.keys():
         if (size := found[name].stat().st_size) != expected[name][0]:
@@ -75,12 +76,12 @@ def problems(checkpoint: Path) -> list[str]:
 
 
 def _entries(manifest: Path) -> dict[str, tuple[int, str]]:
-    """Size and hash of each file that a manifest names.
+    """Size and hash of each file in a manifest.
 
     Raises:
-        ValueError: It is not one that was written here.
+        ValueError: It does not have the format written here.
     """
-    if (size := manifest.stat().st_size) > _MOST_BYTES:
+    if (size := manifest.stat().st_size) > _MAX_BYTES:
         raise ValueError(f"it has {size} bytes")
     contents = strict_json.loads(manifest.read_bytes())
     files = contents.get("files") if isinstance(contents, dict) else None
@@ -97,15 +98,15 @@ def _entry(name: str, entry: Any) -> tuple[int, str]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Every file but the manifest, by its name relative to the folder."""
+    """Every file but the manifest, by its path relative to the folder."""
     paths = [Path(root) / name for root, _, names in os.walk(folder) for name in names]
     named = {path.relative_to(folder).as_posix(): path for path in sorted(paths) if path.is_file()}
     named.pop(MANIFEST, None)
     return named
 
 
-def _settled(path: Path) -> dict[str, Any]:
-    """Waits until a file is on disk; its size and hash."""
+def _synced_entry(path: Path) -> dict[str, Any]:
+    """Syncs a file to disk, and returns its size and hash."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
@@ -124,7 +125,7 @@ def _sha256_or_why(path: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names in a folder are on disk."""
+    """Syncs the entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Adds to an error of lacking memory which phase it came in, what that phase holds, and which options make it less."""
+"""Adds to an out-of-memory error the phase it occurred in, what that phase holds, and the options that reduce it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 import torch
 
-_SAYS = (
+_MESSAGES = (
     "DefaultCPUAllocator",
     "can't allocate memory",
     "not enough memory",
     "No available memory for the cache blocks",
     "Free memory on device",
 )
-"""What torch says on a CPU, and vLLM when it starts; neither has a class of its own for it."""
-_BEGINNING = "Out of memory in phase "
+"""Out-of-memory messages of torch on a CPU and of vLLM at its start, which have no error class of their own."""
+_NOTE_PREFIX = "Out of memory in phase "
 
 ADVICE = {
     "start": "`vllm_gpu_memory_utilization` (vLLM's share of the device: more if its cache has no room, less if the "
@@ -30,38 +30,39 @@ ADVICE = {
     "step": "LoRA, `optim` with smaller states, `teacher_offload`, ZeRO or FSDP2",
     "save": "`save_only_model=True`, ZeRO or FSDP2 with sharded checkpoints",
 }
-"""Options that reduce what a phase takes, the ones that cost least first."""
+"""Options that reduce the memory of a phase, the cheapest first."""
 
 
-def ran_out(error: BaseException) -> bool:
-    """Whether an error says that there was no memory."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is an out-of-memory error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError | ValueError) and any(words in str(error) for words in _SAYS)
+    return isinstance(error, RuntimeError | ValueError) and any(words in str(error) for words in _MESSAGES)
 
 
 @contextmanager
 def explained(phase: str, parts: Callable[[], Mapping[str, int]]) -> Iterator[None]:
-    """Adds a note to an error of lacking memory that comes out of what runs inside; of nested phases, the inner one.
+    """Adds a note to an out-of-memory error raised inside; in nested phases, only the innermost does.
 
     Args:
         phase (`str`):
             A key of [`ADVICE`].
         parts (`Callable`):
-            What the phase holds, in bytes by name; asked for only then.
+            Returns what the phase holds, in bytes by name; called only after such an error.
     """
     try:
         yield
     except Exception as error:
-        if ran_out(error) and not any(line.startswith(_BEGINNING) for line in getattr(error, "__notes__", ())):
+        noted = any(line.startswith(_NOTE_PREFIX) for line in getattr(error, "__notes__", ()))
+        if is_out_of_memory(error) and not noted:
             error.add_note(_note(phase, parts()))
         raise
 
 
 def _note(phase: str, parts: Mapping[str, int]) -> str:
     known = [f"  {_shown(size):>9}  {name}" for name, size in parts.items() if size]
-    held = "\n".join([f"{_BEGINNING}{phase!r}, which by its shapes holds at least:", *known, *_measured()])
-    return f"{held}\nWhat makes it less: {ADVICE[phase]}."
+    held = "\n".join([f"{_NOTE_PREFIX}{phase!r}, which by its shapes holds at least:", *known, *_measured()])
+    return f"{held}\nOptions that reduce it: {ADVICE[phase]}."
 
 
 def _measured() -> list[str]:

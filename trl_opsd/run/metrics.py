@@ -1,4 +1,4 @@
-"""What the trainer adds to TRL's log: every name with its unit and meaning, and the means over tokens."""
+"""The metrics that the trainer adds to TRL's log: their names, units and meanings, and the means over tokens."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One number of the log; `docs/reference.md` is written from these."""
+    """One metric; `docs/reference.md` is generated from these."""
 
     unit: str
     meaning: str
     reduced: str
-    """How it becomes one number, over processes and since the last log."""
+    """How values are reduced over processes and steps."""
     appears: str
-    """In which logs."""
+    """The logs that contain it."""
     evaluated: bool = True
     """Whether an evaluation logs it too, as `eval_<name>`."""
 
@@ -24,9 +24,9 @@ class Metric:
 _OVER_TOKENS = "weighted mean over the tokens in the loss, of all processes and micro-batches"
 _OF_A_PHASE = "main process; mean over optimizer steps, sum over an evaluation"
 _OF_A_SYNC = "main process; mean over weight syncs"
-_WITH_TOKENS = "always, unless no token was in the loss"
+_WITH_TOKENS = "always, unless the loss had no tokens"
 _WITH_SYNC = "rollouts with vLLM, after a weight sync"
-_WITH_PROOF = "as `sync/seconds`, if `vllm_sync_check` asked for a proof"
+_WITH_PROOF = "as `sync/seconds`, if `vllm_sync_check` verified the sync"
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
@@ -50,25 +50,25 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "time/complete": Metric(
             unit="seconds",
-            meaning="Writing completions, without `time/sync`.",
+            meaning="Generating completions, without `time/sync`.",
             reduced=_OF_A_PHASE,
             appears=_WITH_TOKENS,
         ),
         "time/sync": Metric(
             unit="seconds",
-            meaning="Sending the student's weights to vLLM, and the proof that they arrived.",
+            meaning="Sending the student's weights to vLLM, and verifying that they arrived.",
             reduced=_OF_A_PHASE,
             appears=_WITH_SYNC,
         ),
         "time/teach": Metric(
             unit="seconds",
-            meaning="The teacher reading prompts and completions.",
+            meaning="The teacher's forward passes over prompts and completions.",
             reduced=_OF_A_PHASE,
             appears=_WITH_TOKENS,
         ),
         "time/compare": Metric(
             unit="seconds",
-            meaning="Forward pass of the student, loss and backward pass; the optimizer only under DeepSpeed.",
+            meaning="Forward pass of the student, loss and backward pass; under DeepSpeed also the optimizer step.",
             reduced=_OF_A_PHASE,
             appears=_WITH_TOKENS,
         ),
@@ -87,50 +87,50 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "sync/seconds": Metric(
             unit="seconds",
-            meaning="Sending the student's weights to vLLM, without the proof.",
+            meaning="Sending the student's weights to vLLM, without the verification.",
             reduced=_OF_A_SYNC,
             appears=_WITH_SYNC,
         ),
         "sync/bytes": Metric(
             unit="bytes",
-            meaning="Size of what was sent to the engine of the process, or to the server.",
+            meaning="Size of the tensors sent to the process's own engine, or to the server.",
             reduced=_OF_A_SYNC,
             appears=_WITH_SYNC,
         ),
         "sync/proof_seconds": Metric(
             unit="seconds",
-            meaning="The proof of a weight sync.",
+            meaning="Verifying a weight sync.",
             reduced=_OF_A_SYNC,
             appears=_WITH_PROOF,
         ),
         "rollout/logprob_gap": Metric(
             unit="nats",
-            meaning="Largest difference between a log-probability of vLLM and the student's own, in the proof.",
+            meaning="Largest difference between a log-probability of vLLM and the student's, in that verification.",
             reduced="maximum over processes; mean over weight syncs",
             appears=_WITH_PROOF,
         ),
         "nonfinite/skipped_steps": Metric(
             unit="optimizer steps",
-            meaning="Steps left out because of a loss or gradient that is NaN or infinite.",
+            meaning="Steps skipped because of a loss or gradient that is NaN or infinite.",
             reduced="the same in all processes; total since `train` was called",
-            appears='every log of a loss with `nonfinite="skip"`; otherwise once a float16 loss scale left a step out',
+            appears='every log of a loss with `nonfinite="skip"`; otherwise once a float16 loss scale skipped a step',
             evaluated=False,
         ),
     }
 )
-"""By their names in the log of a training."""
+"""By their names in the training log."""
 
 
-def of_tokens(totals: Mapping[str, float], seconds: Mapping[str, float], steps: float) -> dict[str, float]:
-    """Means over tokens by their weight, and the time it took.
+def token_metrics(totals: Mapping[str, float], seconds: Mapping[str, float], steps: float) -> dict[str, float]:
+    """Weighted means over tokens, seconds of each phase, and tokens per second.
 
     Args:
         totals (`Mapping[str, float]`):
-            Sums over all processes by the names in [`LossParts.ROW_NAMES`]; their weights are not all 0.
+            Sums over all processes by the names in [`LossParts.ROW_NAMES`]; the sum of the weights is not 0.
         seconds (`Mapping[str, float]`):
-            Of each phase, in this process.
+            Seconds of each phase, in this process.
         steps (`float`):
-            What the seconds are divided by, at least 1.
+            Divisor of the seconds, at least 1.
     """
     weight = totals["weight"]
     return {

@@ -1,4 +1,4 @@
-"""Looks at the sums of a loss before anybody steps along its gradient; it knows numbers, and no models."""
+"""Rejects a teacher whose distribution is uniform, from the sums of a loss; knows numbers, and no models."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import math
 from collections.abc import Mapping
 
 _NEAR_UNIFORM = 1e-4
-"""Nats below ln V that no teacher with an opinion comes near."""
+"""Nats: a teacher whose mean entropy is within this of ln V is taken as uniform; no trained one comes near."""
 _ROUNDING = 1e-5
-"""Nats by which float32 sums err."""
+"""Rounding error of float32 sums, in nats."""
 
 
-def check_opinion(sums: Mapping[str, float], vocabulary: int, temperature: float) -> None:
-    """Refuses a loss that would teach the student nothing.
+def check_not_uniform(sums: Mapping[str, float], vocabulary: int, temperature: float) -> None:
+    """Refuses a loss from which the student would learn nothing, because the teacher is uniform.
 
     Args:
         sums (`Mapping[str, float]`):
-            Over all processes, by the names in [`LossParts.ROW_NAMES`]; finite.
+            Sums over all processes, by the names in [`LossParts.ROW_NAMES`]; finite.
         vocabulary (`int`):
-            Token ids the two models share.
+            Number of token ids the two models share.
         temperature (`float`):
-            That of the loss. Heat flattens every opinion, by its square: beyond about 3 the sums cannot tell it from
-            none, and only the proof at construction has looked at the logits themselves.
+            Softmax temperature of the loss. It flattens a distribution by its square: beyond about 3 the sums cannot
+            tell a flattened teacher from a uniform one, and only the check of the logits at construction applies.
 
     Raises:
         ValueError: The teacher gives every token the same probability.

@@ -1,7 +1,7 @@
-"""In which dtype a launch multiplies, and which dtypes cannot be multiplied or trained; it knows no trainer.
+"""The dtype in which a launch computes, and checks for dtypes that cannot be trained; knows no trainer.
 
-What rounds is mostly somebody else: accelerate gives a model autocast in its `forward`, FSDP2 and DeepSpeed cast its
-weights. The loss does not go through `forward`, and a model beside the student is cast by nobody.
+Mixed precision is mostly applied elsewhere: accelerate wraps a model's `forward` in autocast, FSDP2 and DeepSpeed cast
+its weights. But the loss does not go through `forward`, and no launcher casts a model besides the student.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @contextmanager
 def autocast(accelerator: Accelerator) -> Iterator[None]:
-    """Whatever is multiplied inside is rounded to what `bf16=True` or `fp16=True` says, on every launch.
+    """Autocast to the dtype of `bf16=True` or `fp16=True`, with every launcher.
 
-    accelerate's own context does the same, but nothing under DeepSpeed, which casts the student's weights and leaves
-    a teacher, and the head of one, in float32.
+    accelerate's own context does the same, but is a no-op under DeepSpeed, which casts the student's weights and leaves
+    a teacher and its head in float32.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):
-            Of the launch.
+            The launch's accelerator.
     """
     dtype = _HALF.get(accelerator.mixed_precision)
     if dtype is None or accelerator.native_amp:
@@ -39,14 +39,14 @@ def autocast(accelerator: Accelerator) -> Iterator[None]:
 
 
 def check_scaler(args: TrainingArguments) -> None:
-    """Refuses float16 where nothing scales its loss: its gradients overflow, and the weights become NaN.
+    """Refuses float16 without a loss scaler, because gradients overflow and the weights become NaN.
 
     Args:
         args ([`~transformers.TrainingArguments`]):
-            Of the student.
+            The training options.
 
     Raises:
-        ValueError: The launch computes in float16 on a CPU, without DeepSpeed, which scales itself.
+        ValueError: The launch computes in float16 on a CPU, without DeepSpeed, which has a loss scaler of its own.
     """
     if args.mixed_precision == "fp16" and args.device.type == "cpu" and args.deepspeed_plugin is None:
         raise ValueError(
@@ -56,22 +56,23 @@ def check_scaler(args: TrainingArguments) -> None:
 
 
 def check_trained_dtypes(model: nn.Module) -> None:
-    """Refuses to train float16 weights themselves; frozen ones, below an adapter, are no matter.
+    """Refuses trainable float16 weights; frozen ones, below an adapter, are allowed.
 
     Raises:
-        ValueError: Parameters that are trained are float16.
+        ValueError: Trainable parameters are float16.
     """
     names = [name for name, one in model.named_parameters() if one.requires_grad and one.dtype == torch.float16]
     if names:
         raise ValueError(
             f"{len(names)} trained parameters of the student are float16, {names[0]!r} first: a step of AdamW divides "
             "by an epsilon of 1e-8, which is 0 in float16, and no loss scaler takes float16 gradients. Load it with "
-            "`dtype='float32'` in `model_init_kwargs` (or `model.float()`); what it computes in, `bf16` or `fp16` says."
+            "`dtype='float32'` in `model_init_kwargs` (or `model.float()`); `bf16` or `fp16` sets the dtype it "
+            "computes in."
         )
 
 
 def dtypes_of(model: nn.Module) -> str:
-    """The dtypes of a model's weights, each with a parameter that has it: for a message."""
+    """The dtypes of a model's weights, each with an example parameter, for messages."""
     names = defaultdict(list)
     for name, parameter in model.named_parameters():
         names[str(parameter.dtype).removeprefix("torch.")].append(name)
@@ -79,6 +80,6 @@ def dtypes_of(model: nn.Module) -> str:
 
 
 def least_precise(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's weights that rounds most; what it computes is no more precise, whatever dtype that has."""
+    """The dtype of a model's weights that rounds most; its outputs are no more precise, whatever their dtype."""
     dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

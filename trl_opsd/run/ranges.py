@@ -1,4 +1,4 @@
-"""Refuses the value of an option that is out of its range; got, expected, and the name that was perhaps meant."""
+"""Refuses option values that are out of range; messages give the value, what was expected, and the closest match."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def one_of(option: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """Raises `ValueError` unless the value is one of these."""
+    """Raises `ValueError` unless the value is one of the allowed ones."""
     if value not in allowed:
         close = difflib.get_close_matches(str(value), [str(name) for name in allowed], n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""

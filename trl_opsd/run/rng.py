@@ -1,4 +1,4 @@
-"""Borrows the global random state and gives it back, whatever happens in between."""
+"""Preserves the global random state across a block of code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def preserved_rng(device: torch.device) -> Iterator[None]:
-    """Restores the random state of Python, NumPy, torch and `device` on the way out, also after an exception."""
+    """Restores the random state of Python, NumPy, torch and `device` on exit, also after an exception."""
     python, numpy = random.getstate(), np.random.get_state()
     fork = torch.random.fork_rng
     try:

@@ -1,4 +1,4 @@
-"""Checks how a student is to sample, before anything is loaded: the options of the trainer, and those of `generate`."""
+"""Checks the sampling options of the trainer and those in `generation_kwargs`, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _SET_BY_OPTION = {
     "repetition_penalty": "repetition_penalty",
     "cache_implementation": "cache_implementation",
 }
-"""Generation options that the trainer's own would silently lose against."""
+"""`generation_kwargs` that would silently override a trainer option, with that option."""
 
 _CHANGE_THE_RESULT = ("num_return_sequences", "n", "best_of", "return_dict_in_generate", "eos_token_id", "pad_token_id")
-"""Generation options after which a completion would no longer be one list of token ids for one prompt."""
+"""`generation_kwargs` with which `generate` would not return one list of token ids for each prompt."""
 
 _FAIL_IN_GENERATE = {
-    "stop_strings": "looks for text, and a rollout is token ids: let completions end with an end token, for instance "
+    "stop_strings": "looks for text, but a rollout is token ids: let completions end with an end token, for instance "
     "with `model.generation_config.eos_token_id`",
-    "prompt_lookup_num_tokens": "decodes one row at a time, and a rollout is a batch: remove it",
-    "assistant_early_exit": "decodes one row at a time, and a rollout is a batch: remove it",
+    "prompt_lookup_num_tokens": "decodes one row at a time, but a rollout is a batch: remove it",
+    "assistant_early_exit": "decodes one row at a time, but a rollout is a batch: remove it",
 }
-"""Generation options that `generate` refuses in the middle of a run, and why."""
+"""`generation_kwargs` that `generate` refuses only in the middle of a run, and why."""
 
 
 def check_sampling(args: DistillationConfig) -> None:
-    """Checks the options of sampling; `args` are the trainer's.
+    """Checks the trainer's own sampling options.
 
     Raises:
-        ValueError: One is out of range.
+        ValueError: An option is out of range.
     """
     at_least_one("max_completion_length", args.max_completion_length)
     above("temperature", args.temperature, 0.0)
-    # `generate` takes None for "off".
+    # `None` means "off" to `generate`.
     if args.top_p is not None:
         in_range("top_p", args.top_p, 0.0, 1.0, open_below=True)
     if args.top_k is not None and (not isinstance(args.top_k, int) or args.top_k < 0):
@@ -58,17 +58,17 @@ def check_sampling(args: DistillationConfig) -> None:
 
 
 def check_generation_kwargs(args: DistillationConfig) -> None:
-    """Checks `generation_kwargs`; `args` are the trainer's.
+    """Checks `generation_kwargs`.
 
     Raises:
-        ValueError: One is unknown, belongs to another option, or would change what a rollout is.
+        ValueError: A key is unknown, duplicates a trainer option, or would change the format of a rollout.
     """
     known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
     for name, value in (args.generation_kwargs or {}).items():
         given = f"`generation_kwargs={{{name!r}: {value!r}}}`"
         if name in _SET_BY_OPTION:
             option = _SET_BY_OPTION[name]
-            raise ValueError(f"{given} would override `{option}` without a word: set `{option}` itself.")
+            raise ValueError(f"{given} would silently override `{option}`: set `{option}` itself.")
         if name in _CHANGE_THE_RESULT:
             raise ValueError(
                 f"{given} would change what a rollout returns; the trainer needs one completion of token ids for "
@@ -80,5 +80,5 @@ def check_generation_kwargs(args: DistillationConfig) -> None:
             raise ValueError(f"{given}: TRL always sets it; remove it.")
         if name not in known and not args.use_vllm:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "see `transformers.GenerationConfig` for those it has."
+            hint = f"did you mean {close[0]!r}?" if close else "see `transformers.GenerationConfig` for all of them."
             raise ValueError(f"{given} is not an option of `generate`: {hint}")

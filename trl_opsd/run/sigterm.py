@@ -1,9 +1,9 @@
-"""Ends a run in good order when it is told to: the step is finished and saved, then every process stops.
+"""Ends a run cleanly on SIGTERM: the step is finished and saved, then every process stops.
 
-A cluster sends SIGTERM before it takes a machine away. transformers has an answer of its own, which this one replaces
-because there each process decides for itself at which step it saves, and waits three seconds before it does; a save may
-fall between the random numbers of a step and the step, so that nothing resumes from it exactly; and a folder is called
-`checkpoint-N` before anything is in it.
+A cluster sends SIGTERM before it reclaims a machine. This replaces the handler of transformers, in which each process
+decides for itself at which step to save, and waits three seconds before that; a save may fall between a step and the
+random numbers drawn for it, so that a run cannot resume from it exactly; and a folder is named `checkpoint-N` while it
+is still empty.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StopOnSigterm(TrainerCallback):
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):
-            Tells the processes of each other's signals, once in a step.
+            Shares the signal among the processes, once per step.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -36,16 +36,16 @@ class StopOnSigterm(TrainerCallback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes SIGTERM as a request for as long as the context lasts.
+        """Handles SIGTERM while the context is open.
 
         Raises:
-            ValueError: This is not the main thread, the only one that Python lets listen.
+            ValueError: This is not the main thread, the only one in which Python can handle signals.
         """
         here = threading.current_thread()
         if here is not threading.main_thread():
             raise ValueError(
-                f"`enable_jit_checkpoint=True`, but `train` was called in the thread {here.name!r}: Python hands "
-                "signals to the main thread only, so a SIGTERM would end this run without a checkpoint. Call `train` "
+                f"`enable_jit_checkpoint=True`, but `train` was called in the thread {here.name!r}: Python handles "
+                "signals in the main thread only, so a SIGTERM would end this run without a checkpoint. Call `train` "
                 "in the main thread, or set it to False."
             )
         self._received = self._stopping = False
@@ -59,7 +59,7 @@ class StopOnSigterm(TrainerCallback):
         if self._is_time_to_stop():
             logger.warning(f"SIGTERM: saving step {state.global_step} and stopping.")
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = False  # whoever sent it may not wait for that
+            control.should_evaluate = False  # there may not be time for it
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not self._stopping and self._is_time_to_stop():
@@ -73,7 +73,7 @@ class StopOnSigterm(TrainerCallback):
             control.should_save = control.should_evaluate = False
 
     def _receive(self, *_: Any) -> None:
-        # A collective, or a lock of the logger, could be what this has interrupted.
+        # No collective and no logging here: the signal may have interrupted either.
         self._received = True
 
     def _is_time_to_stop(self) -> bool:

@@ -1,4 +1,4 @@
-"""Reads JSON that somebody else may have written: whatever is wrong with it is one kind of error."""
+"""Parses untrusted JSON; anything wrong with it is a `ValueError`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ def loads(text: str | bytes) -> Any:
             UTF-8 if bytes.
 
     Raises:
-        ValueError: It is no JSON, holds NaN or an infinity, which JSON has not, gives a name twice, or is nested deeper
-            than Python can follow; the message says which.
+        ValueError: It is not JSON, contains NaN or an infinity, has a duplicate key, or is nested too deeply for Python
+            to parse; the message says which.
     """
     try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once_each)
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique_keys)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"it holds {name}, which is no JSON")
+    raise ValueError(f"it contains {name}, which is not valid JSON")
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     named = dict(pairs)
     if len(named) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in named if names.count(name) > 1)
-        raise ValueError(f"it gives {twice[:80]!r} twice")
+        raise ValueError(f"it has the key {twice[:80]!r} twice")
     return named

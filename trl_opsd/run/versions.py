@@ -1,6 +1,6 @@
-"""The newest libraries this package was run with, and a word about those that are newer.
+"""The newest library versions this package was tested with, and a warning about newer ones.
 
-Silenced as any log is: `logging.getLogger("trl_opsd.run.versions").setLevel("ERROR")`.
+To silence it: `logging.getLogger("trl_opsd.run.versions").setLevel("ERROR")`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ TESTED: Mapping[str, str] = {
     "torch": "2.15",
     "transformers": "5.23",
 }
-"""Releases without their patch, by distribution; the oldest stand in `setup.cfg`, and vLLM's with its engine."""
+"""Versions without the patch number, by distribution; the oldest supported ones, and vLLM's range, are in `setup.cfg`.
+"""
 
 
 def newer_than_tested(installed: Mapping[str, str]) -> list[str]:
-    """The installed libraries whose release is newer than what was tested, each with both versions."""
+    """The installed libraries that are newer than the newest tested version, each with both versions."""
     return [
         f"{name} {installed[name]} (tested up to {tested})"
         for name, tested in TESTED.items()
@@ -35,11 +36,11 @@ def newer_than_tested(installed: Mapping[str, str]) -> list[str]:
 
 
 def warn_of_newer() -> None:
-    """Says once which of the installed libraries are newer than what was tested."""
+    """Warns once about installed libraries that are newer than the newest tested version."""
     if newer := newer_than_tested(_installed()):
         logger.warning_once(
-            f"Newer than what trl_opsd was tested with: {', '.join(newer)}. If something fails that should not, try "
-            "the tested ones first."
+            f"Newer than what trl_opsd was tested with: {', '.join(newer)}. If something fails unexpectedly, try the "
+            "tested versions first."
         )
 
 

@@ -1,4 +1,4 @@
-"""Says on stderr what every thread is doing when a phase takes longer than it may; it ends nothing."""
+"""Prints the stacks of all threads to stderr when a phase exceeds its time limit; the run continues."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Timer
 
-_AFTER_THE_NOTICE = 0.3
-"""Seconds, so that the stacks come after the line that says whose they are."""
+_STACKS_DELAY = 0.3
+"""Seconds between the line that names the phase and the stacks, so that they are printed in this order."""
 
 _STDERR = 2
-"""As a file descriptor: a notebook's `sys.stderr` has none, and printing may not need Python."""
+"""A file descriptor, which a notebook's `sys.stderr` lacks; writing to it needs no Python lock."""
 
 
 class Watchdog:
-    """Reports phases that go on for too long, each without the phases that ran inside it.
+    """Reports phases that take too long, excluding phases nested inside them.
 
-    The stacks are printed by a thread that needs no Python lock, so also when a library has hung while it holds that;
-    only the line that names the phase is missing then.
+    The stacks are printed by a thread that does not need the GIL, so they appear even if a library hangs while holding
+    it; only the line that names the phase is missing then.
 
     Args:
         seconds (`float`, *optional*):
-            How long a phase may take; `None` watches nothing.
+            Time limit of a phase; `None` for no limit.
         rank (`int`):
-            Of this process.
+            Rank of this process.
     """
 
     def __init__(self, seconds: float | None, rank: int) -> None:
@@ -35,7 +35,7 @@ class Watchdog:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Watches what runs inside, under this name."""
+        """Watches the code inside the context as the phase of this name."""
         if self._seconds is None:
             yield
             return
@@ -48,21 +48,21 @@ class Watchdog:
             self._watch(self._seconds)
 
     def _watch(self, seconds: float) -> None:
-        """Begins anew with the innermost phase, or stops where there is none."""
+        """Restarts the timer for the innermost phase, or stops it if there is none."""
         if self._notice is not None:
             self._notice.cancel()
             self._notice = None
             faulthandler.cancel_dump_traceback_later()
         if self._phases:
-            self._notice = Timer(seconds, self._say, [self._phases[-1], seconds])
+            self._notice = Timer(seconds, self._print_notice, [self._phases[-1], seconds])
             self._notice.daemon = True
             self._notice.start()
-            faulthandler.dump_traceback_later(seconds + _AFTER_THE_NOTICE, file=_STDERR)
+            faulthandler.dump_traceback_later(seconds + _STACKS_DELAY, file=_STDERR)
 
-    def _say(self, phase: str, seconds: float) -> None:
+    def _print_notice(self, phase: str, seconds: float) -> None:
         print(
-            f"Rank {self._rank} has been in phase {phase!r} for {seconds:g} seconds (`phase_timeout`). It goes on; "
-            "this is where its threads are:",
+            f"Rank {self._rank} has been in phase {phase!r} for {seconds:g} seconds (`phase_timeout`). It continues; "
+            "the stacks of its threads:",
             file=sys.__stderr__,
             flush=True,
         )

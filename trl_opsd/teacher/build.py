@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from trl_opsd._compat.deepspeed import loading, reader_config, recompute_buffers
 from trl_opsd._compat.peft import CausalLM, is_peft, without_adapter
-from trl_opsd._compat.sharding import in_zero3_model, spread, trained_parameters, whole, whole_copy
+from trl_opsd._compat.sharding import broadcast_from_first, in_zero3_model, trained_parameters, whole, whole_copy
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
 from trl_opsd.models.backbone import Run
@@ -171,11 +171,11 @@ def build_own_teacher(
                 "`LoraConfig`, or 'base' or 'live'."
             )
         adapter = {name: whole(parameter).clone() for name, parameter in followed.items()}
-        spread(adapter, device)
+        broadcast_from_first(adapter, device)
         average = _average(student, adapter, args)
         return own(average.swapped_in), average
     copied = whole_copy(student)
-    spread(copied.state_dict(), device)
+    broadcast_from_first(copied.state_dict(), device)
     teacher = _frozen(copied, args, device, progress)
     if kind == "base":
         return teacher, None

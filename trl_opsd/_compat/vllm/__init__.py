@@ -1,4 +1,4 @@
-"""vLLM, as far as this package uses it; an absent or foreign one is refused here, in words of ours."""
+"""The parts of vLLM that this package uses; refuses a missing or unsupported version with a clear message."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from packaging.version import Version
 
 
 def supported() -> SpecifierSet:
-    """The versions that `pip install "trl_opsd[vllm]"` chooses from; they stand in `setup.cfg` and nowhere else."""
+    """The supported versions, which are those of the extra `trl_opsd[vllm]`; defined only in `setup.cfg`."""
     try:
         wanted = map(Requirement, requires("trl_opsd") or [])
     except PackageNotFoundError:
-        return SpecifierSet()  # a copy of the source that was not installed does not say
+        return SpecifierSet()  # a source tree that is not installed has no metadata
     return next(one.specifier for one in wanted if one.name == "vllm")
 
 

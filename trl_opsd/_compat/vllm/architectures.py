@@ -1,4 +1,4 @@
-"""What vLLM's models of an architecture can hold, without building one."""
+"""What vLLM's implementation of an architecture supports, without building a model."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from vllm.triton_utils import HAS_TRITON
 from trl_opsd._compat.vllm.refusals import starting
 
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
-"""Where a config says how many experts a layer has."""
+"""Config names of the number of experts of a layer."""
 
 LORA_RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
-"""Ranks an engine can be built for; smaller adapters fit."""
+"""Maximum LoRA ranks an engine can be built with; adapters of smaller ranks fit."""
 
 
 def why_no_adapter(config: Any, model_impl: str, layers: Iterable[str]) -> str | None:
-    """Why vLLM's model of an architecture cannot hold an adapter, or `None` where it can, or where that shows later.
+    """Why vLLM's model of an architecture cannot take an adapter, or `None` if it can or that is only found out later.
 
     Args:
         config ([`~transformers.PreTrainedConfig`]):
-            Of the checkpoint.
+            The checkpoint's config.
         model_impl (`str`):
             `vllm_model_impl`.
         layers (`Iterable[str]`):
-            That the adapter reaches.
+            Names of the layers that the adapter targets.
     """
     if not HAS_TRITON and any(getattr(config.get_text_config(), name, None) for name in _EXPERTS):
-        return "beside an adapter, vLLM runs a mixture of experts by Triton, which is not here"
+        return "with an adapter, vLLM runs a mixture of experts with Triton, which is not available"
     known = [ModelRegistry.models[name] for name in config.architectures or () if name in ModelRegistry.models]
     if model_impl == "transformers" or not known:
         return None
@@ -44,18 +44,18 @@ def why_no_adapter(config: Any, model_impl: str, layers: Iterable[str]) -> str |
         last = name.rpartition(".")[2]
         parts = getattr(model, "packed_modules_mapping", {}).get(last, [last])
         if parts != [last]:
-            return f"vLLM wants the adapter of {name} in parts, as {' and '.join(parts)}"
+            return f"vLLM expects the adapter of {name} in parts, as {' and '.join(parts)}"
     return None
 
 
 def may_have_head(config: Any) -> bool:
-    """Whether vLLM's model of an architecture may have a head that is no other name of its embeddings.
+    """Whether vLLM's model of an architecture may have an output head apart from its embeddings.
 
-    Read in its source, for a server that cannot be asked.
+    Searches the source of the model class, for servers, whose model cannot be inspected.
 
     Args:
         config ([`~transformers.PreTrainedConfig`]):
-            Of the student.
+            The student's config.
     """
     names = [name for name in config.architectures or () if name in ModelRegistry.models]
     if not names:

@@ -1,4 +1,4 @@
-"""Keeps a library that changes classes in place from changing the objects that somebody else made of them."""
+"""Undoes in-place changes of a library to shared classes, without affecting the library's own objects."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 
 
 @contextmanager
-def classes_kept(root: type) -> Iterator[dict[type, type]]:
-    """Gives every class its bases and attributes back in the end, also after an error.
+def preserved_classes(root: type) -> Iterator[dict[type, type]]:
+    """Restores the bases and attributes of classes on exit, also after an error.
 
     Args:
         root (`type`):
-            It and all of its subclasses that are loaded now are kept.
+            The class that is preserved, together with its subclasses that are loaded now.
 
     Yields:
-        `dict[type, type]`: after the context, the changed classes, each with a subclass that has the changes.
+        `dict[type, type]`: filled on exit: the changed classes, each with a subclass that has the changes.
     """
     before = {cls: (cls.__bases__, dict(vars(cls))) for cls in _family(root)}
     changed: dict[type, type] = {}
@@ -33,8 +33,8 @@ def classes_kept(root: type) -> Iterator[dict[type, type]]:
                 changed[cls] = type(cls)(cls.__name__, (cls, *added), {**new, "__module__": cls.__module__})
 
 
-def retyped(model: nn.Module, classes: Mapping[type, type]) -> None:
-    """Gives modules the subclasses of [`classes_kept`], so that they still have what was changed for them."""
+def retype(model: nn.Module, classes: Mapping[type, type]) -> None:
+    """Switches modules to the subclasses from [`preserved_classes`], so that they keep the changes made for them."""
     for module in model.modules():
         module.__class__ = classes.get(type(module), type(module))
 

@@ -1,4 +1,4 @@
-"""Holds one vLLM engine in this process: token ids in, token ids and log-probabilities out, weights as a stream."""
+"""One vLLM engine in this process: token ids in, token ids and log-probabilities out, weights as a stream."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.platforms import current_platform
 
-from trl_opsd._compat.vllm.borrowed_classes import classes_kept, retyped
-from trl_opsd._compat.vllm.lone_process import one_of_one_process_group
+from trl_opsd._compat.vllm.borrowed_classes import preserved_classes, retype
+from trl_opsd._compat.vllm.lone_process import launcher_environment
 from trl_opsd._compat.vllm.refusals import refused, starting
 from trl_opsd._compat.vllm.reload import HEAD, end_reload, expert_kernels, has_head
-from trl_opsd._compat.vllm.sampling import only_known
+from trl_opsd._compat.vllm.sampling import vocabulary_mask
 from trl_opsd.types import Completion
 
 _DESTROYERS = ("destroy_model_parallel", "destroy_distributed_environment")
-"""What vLLM ends process groups with: its own, which the next engine uses again, and the default group of torch."""
+"""Functions with which vLLM destroys process groups: its own, which the next engine reuses, and torch's default group.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What an engine is built from; once it runs, only its weights change."""
+    """Options of an engine, fixed when it is built; later only its weights change."""
 
     model: str
     """Folder or id of the checkpoint. Only its config is read: weights come from the student."""
@@ -39,26 +40,26 @@ class EngineOptions:
     tokenizer: str
     """Folder of the student's tokenizer."""
     dtype: torch.dtype
-    """What the engine computes in."""
+    """Dtype of the engine's computations."""
     context: int | None
-    """Tokens of prompt and completion together."""
+    """Maximum tokens of prompt and completion together."""
     vocabulary: int
-    """Token ids from here on are never sampled."""
+    """Vocabulary size; larger token ids are never sampled."""
     placeholders: tuple[int, ...]
-    """Token ids that stand for an image or a sound, which are not sampled either."""
-    text_alone: bool
-    """Whether the checkpoint also sees or hears; only its part for text is built then."""
+    """Placeholder tokens of images and audio, which are never sampled either."""
+    text_only: bool
+    """Whether to build only the language model of a multimodal checkpoint."""
     sequences: int
-    """Prompts answered at the same time."""
+    """Maximum number of concurrent sequences."""
     seed: int
     gpu_memory_utilization: float
     model_impl: str
     trust_remote_code: bool
     sleep_mode: bool
     lora_rank: int | None
-    """Largest rank of an adapter that is sent apart from the base, or `None` where none is."""
+    """Maximum rank of an adapter that is sent separately from the base, or `None` if none is."""
     lora_layers: tuple[str, ...]
-    """Last names of the layers that such an adapter reaches; vLLM prepares no others for one."""
+    """Last name components of the layers that such an adapter targets; vLLM enables LoRA only for these."""
 
 
 class VLLMEngine:
@@ -66,40 +67,40 @@ class VLLMEngine:
 
     Args:
         options ([`EngineOptions`]):
-            What to build.
+            Options of the engine.
     """
 
     name = "vLLM"
 
     def __init__(self, options: EngineOptions) -> None:
-        _lend_expert_group()
-        # vLLM's models out of transformers' change the student's class, of which they are made.
-        with one_of_one_process_group(), classes_kept(PreTrainedModel) as changed, starting(options.model):
+        _ensure_expert_group()
+        # vLLM's transformers backend modifies the model classes of transformers, among them the student's.
+        with launcher_environment(), preserved_classes(PreTrainedModel) as changed, starting(options.model):
             self._llm = LLM(
                 model=options.model,
                 revision=options.revision,
                 tokenizer=options.tokenizer,
-                # Nothing in the engine may be right by accident: what the student has not sent is noise.
+                # Random weights, so that a weight the student has not sent cannot be right by accident.
                 load_format="dummy",
                 dtype=options.dtype,
                 max_model_len=options.context,
                 max_num_seqs=options.sequences,
                 gpu_memory_utilization=options.gpu_memory_utilization,
                 model_impl=options.model_impl,
-                language_model_only=options.text_alone,
+                language_model_only=options.text_only,
                 trust_remote_code=options.trust_remote_code,
                 enable_sleep_mode=options.sleep_mode,
                 seed=options.seed,
                 distributed_executor_backend="external_launcher",
-                # As TRL: the profiler takes the high default for memory that is needed.
+                # As in TRL: memory profiling would reserve memory for the high default.
                 max_num_batched_tokens=max(4096, options.sequences),
                 logprobs_mode="raw_logprobs",
-                # Sampling options and end tokens are the trainer's, not those that lie next to the checkpoint.
+                # Sampling options and end tokens come from the trainer, not from the checkpoint's generation config.
                 generation_config="vllm",
-                logits_processors=[only_known(options.vocabulary, options.placeholders)],
+                logits_processors=[vocabulary_mask(options.vocabulary, options.placeholders)],
                 **_lora_options(options),
             )
-        retyped(self._worker.model_runner.get_model(), changed)
+        retype(self._worker.model_runner.get_model(), changed)
         self._adapter: LoRARequest | None = None
         if options.lora_rank:
             self._lora_manager._load_adapter = self._built_adapter
@@ -109,20 +110,20 @@ class VLLMEngine:
         self._finalizer = weakref.finalize(self, _shut_down, client.engine_core)
 
     def close(self) -> None:
-        """Gives back the device's memory. Happens by itself when nothing refers to the engine any more."""
+        """Frees the device memory. Called automatically when the engine is garbage-collected."""
         self._finalizer()
         self.__dict__.pop("_llm", None)
 
     # ---- Writing ------------------------------------------------------------------------------------------------
 
     def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
-        """Writes one completion for each prompt.
+        """Generates one completion for each prompt.
 
         Args:
             prompt_ids (`list[list[int]]`):
                 Not padded.
             options (`list[dict]`):
-                For each prompt, in the words of `vllm.SamplingParams`.
+                For each prompt, arguments of `vllm.SamplingParams`.
         """
         outputs = self._llm.generate(
             [{"prompt_token_ids": ids} for ids in prompt_ids],
@@ -133,15 +134,14 @@ class VLLMEngine:
         return [_written(output) for output in outputs]
 
     def forget_prefixes(self) -> None:
-        """Drops what was computed from prompts with weights that are no longer there."""
+        """Clears the prefix cache, which was computed with earlier weights."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache; completions would come from earlier weights.")
 
     def wipe_cache(self) -> None:
-        """Zeroes the memory of the key-value cache.
+        """Zeroes the KV cache: random weights may have left NaNs, and 0 * NaN is NaN.
 
-        What noise was read with may have left values there that are no numbers, and vLLM's attention on the CPU
-        multiplies the unwritten end of a block by 0, which those survive.
+        vLLM's attention on the CPU multiplies the unwritten end of a block by 0.
         """
         for cache in self._worker.model_runner.kv_caches:
             for part in cache if isinstance(cache, list | tuple) else (cache,):
@@ -149,21 +149,21 @@ class VLLMEngine:
 
     @property
     def block_size(self) -> int:
-        """Tokens that are cached together."""
+        """Tokens per block of the KV cache."""
         size: int = self._llm.llm_engine.vllm_config.cache_config.block_size
         return size
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces all weights, in one call, through the path that also repacks and quantises them.
+        """Replaces all weights in one call, through vLLM's reload path, which also repacks and quantises them.
 
-        After an error the engine holds old and new weights, and can be sent all of them again.
+        After an error the engine has a mixture of old and new weights, and all of them can be sent again.
 
         Args:
             weights (`Iterable[tuple[str, torch.Tensor]]`):
-                By the names of a checkpoint. A tied head comes under its own name too: vLLM rebuilds what it is sent
-                and leaves out what it is not. Where its model has no head apart (Gemma 2, Bloom), it is not handed on.
+                All weights by their checkpoint names. A tied head must be included under its own name: vLLM rebuilds
+                only what it is sent. It is dropped for models that have no head of their own (Gemma 2, Bloom).
         """
         self._adapter = None  # vLLM drops its adapters here
         model = self._worker.model_runner.get_model()
@@ -176,7 +176,7 @@ class VLLMEngine:
         except BaseException as error:
             end_reload(self._worker.model_runner)
             if isinstance(error, KeyError | ValueError | AssertionError):
-                raise refused("does not take the student's weights as a checkpoint holds them", error) from error
+                raise refused("does not accept the student's weights in checkpoint format", error) from error
             raise
         finally:
             for method, kernel in kernels.items():
@@ -187,12 +187,12 @@ class VLLMEngine:
 
         Args:
             layers (`Mapping[str, tuple[torch.Tensor, torch.Tensor, float]]`):
-                A `[r, in]`, B `[out, r]` and the factor of B A by the name of the layer.
+                A `[r, in]`, B `[out, r]` and the scaling of B A, by the name of the layer.
         """
         built = {}
         for name, (lora_a, lora_b, scaling) in layers.items():
             module = self._named(name)
-            # A copy, because vLLM multiplies B by the factor in place.
+            # A copy, because vLLM multiplies B by the scaling in place.
             built[module] = LoRALayerWeights(
                 module, lora_a.size(0), 0, lora_a.cpu().clone(), lora_b.cpu().clone(), scaling
             )
@@ -201,15 +201,15 @@ class VLLMEngine:
         self._llm.llm_engine.add_lora(LoRARequest("student", 1, "memory", load_inplace=True))
         self._adapter = LoRARequest("student", 1, "memory")
 
-    def without_place(self, layers: Iterable[str]) -> list[str]:
-        """Those of an adapter's layers that are no layer of vLLM's model, which would leave them out in silence."""
+    def unknown_layers(self, layers: Iterable[str]) -> list[str]:
+        """Those of an adapter's layers that vLLM's model does not have and would silently ignore."""
         manager = self._lora_manager._adapter_manager
         packed = manager.packed_modules
         held = {*manager.modules} - {*packed} | {part for parts in packed.values() for part in parts}
         return [name for name in layers if self._named(name) not in held]
 
     def _named(self, layer: str) -> str:
-        """What vLLM calls a layer of a checkpoint."""
+        """vLLM's name of a checkpoint's layer."""
         mapper: Any = getattr(self._worker.model_runner.get_model(), "hf_to_vllm_mapper", None)
         mapper = None if mapper is None else mapper.get_rename_mapper()
         name: str = parse_fine_tuned_lora_name(f"base_model.model.{layer}.lora_A.weight", mapper)[0]
@@ -221,11 +221,11 @@ class VLLMEngine:
     # ---- Sleep --------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:
-        """Frees the device: level 1 keeps the weights in host memory, level 2 drops them."""
+        """Frees device memory: level 1 moves the weights to host memory, level 2 discards them."""
         self._llm.sleep(level=level)
 
     def wake(self, what: str) -> None:
-        """Takes memory back for `"weights"` or `"kv_cache"`. After level 2 the weights are noise."""
+        """Allocates memory for `"weights"` or `"kv_cache"` again. After level 2 the weights are arbitrary."""
         self._llm.wake_up(tags=[what])
 
     # ---- Inside vLLM --------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class VLLMEngine:
 
 
 def _lora_options(options: EngineOptions) -> dict[str, Any]:
-    """By default vLLM prepares the output head too, whose kernel on the CPU cannot score prompts."""
+    """LoRA options; restricted to the adapter's layers, because LoRA on the head breaks prompt scoring on the CPU."""
     if options.lora_rank is None:
         return {}
     layers = list(options.lora_layers)
@@ -248,7 +248,7 @@ def _lora_options(options: EngineOptions) -> dict[str, Any]:
 
 
 def _shut_down(core: Any) -> None:
-    """Shuts an engine down but for the process groups, which vLLM would take along: also those of the trainer."""
+    """Shuts an engine down, but keeps the process groups: vLLM would destroy them all, the trainer's included."""
     kept = {name: getattr(parallel_state, name) for name in _DESTROYERS}
     try:
         for name in kept:
@@ -259,8 +259,8 @@ def _shut_down(core: Any) -> None:
             setattr(parallel_state, name, destroyer)
 
 
-def _lend_expert_group() -> None:
-    """Engines share process groups, and a first one without experts made none for them: each group is one process."""
+def _ensure_expert_group() -> None:
+    """Provides an expert-parallel group if a first engine, without experts, created none; each group is one process."""
     if getattr(parallel_state, "_EP", None) is None:
         parallel_state._EP = parallel_state._TP
 
@@ -279,10 +279,10 @@ def _written(output: Any) -> Completion:
     return Completion(
         prompt_ids=prompt_ids,
         completion_ids=ids,
-        prompt_logprobs=_of_each(prompt_ids[1:], (output.prompt_logprobs or [])[1:]),
-        logprobs=_of_each(ids, completion.logprobs or []),
+        prompt_logprobs=_token_logprobs(prompt_ids[1:], (output.prompt_logprobs or [])[1:]),
+        logprobs=_token_logprobs(ids, completion.logprobs or []),
     )
 
 
-def _of_each(ids: list[int], found: Any) -> list[float]:
+def _token_logprobs(ids: list[int], found: Any) -> list[float]:
     return [one[token].logprob for token, one in zip(ids, found, strict=False)]

@@ -1,4 +1,4 @@
-"""Says which process this is, as a launcher would, for a library that reads nothing but the environment."""
+"""Sets the environment variables of a launcher, for a library that reads the process's rank only from there."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import distributed
 
 
 @contextmanager
-def one_of_one_process_group() -> Iterator[None]:
-    """Says in the environment which process this is, as a launcher would; vLLM reads it while an engine is built."""
+def launcher_environment() -> Iterator[None]:
+    """Sets `RANK`, `WORLD_SIZE` and so on while the context is open; vLLM reads them while an engine is built."""
     group = distributed.is_initialized()
     rank = distributed.get_rank() if group else 0
     given = {
@@ -27,7 +27,7 @@ def one_of_one_process_group() -> Iterator[None]:
     try:
         yield
     finally:
-        # Left behind, they would make the next accelerator in this process look for other processes.
+        # If they stayed, the next accelerator in this process would look for other processes.
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

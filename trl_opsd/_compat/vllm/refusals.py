@@ -1,4 +1,4 @@
-"""Says in a sentence what an engine refused, where its own error may fill a page."""
+"""Shortens vLLM's errors, which may fill a page, to one sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 
 _REASON = 400
-"""Characters of vLLM's own words in an error; it may list hundreds of architectures."""
+"""Maximum length of vLLM's own text in an error, in characters; it may list hundreds of architectures."""
 
 
 @contextmanager
 def starting(model: str) -> Iterator[None]:
-    """Refuses a student for whose checkpoint an engine does not start; that memory runs out is another matter."""
+    """Re-raises errors at an engine's start as a `ValueError` about the checkpoint, except out-of-memory errors."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError):
@@ -23,6 +23,6 @@ def starting(model: str) -> Iterator[None]:
 
 
 def refused(what: str, error: Exception) -> ValueError:
-    """The error that says what vLLM does not do, with the beginning of its own words."""
+    """An error that says what vLLM does not do, with the beginning of vLLM's own error."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:_REASON]
     return ValueError(f"vLLM {what}, {reason}. Where it does not know the architecture, set `use_vllm=False`.")

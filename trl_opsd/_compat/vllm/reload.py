@@ -1,4 +1,4 @@
-"""What vLLM needs besides new weights to compute with them."""
+"""What a weight reload in vLLM needs besides the weights."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.platforms import current_platform
 
 HEAD = "lm_head.weight"
-"""A checkpoint's name of the output head, which vLLM refuses for models that always use their embeddings."""
+"""The checkpoint name of the output head, which vLLM rejects for models that always use their embeddings instead."""
 
 
 def has_head(model: Any) -> bool:
-    """Whether a model has a head that is no other name of its embeddings; of one that also sees, its text has it."""
+    """Whether a model, or the language model inside a multimodal one, has an output head apart from its embeddings."""
     return any(name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules())
 
 
 def expert_kernels(model: Any) -> dict[Any, Any]:
-    """Kernels of a mixture of experts that have to be made anew with its weights, by what holds them.
+    """Kernels of mixtures of experts that must be rebuilt after new weights, by the method object that holds them.
 
-    On the CPU: vLLM packs experts where it makes their kernel, and leaves weights that come later as they are.
+    Only on the CPU: there vLLM packs the experts' weights when it builds the kernel, and does not repack later ones.
     """
     methods = [getattr(layer, "quant_method", None) for layer in model.modules()] if current_platform.is_cpu() else []
     return {method: kernel for method in methods if (kernel := getattr(method, "moe_kernel", None)) is not None}
 
 
 def end_reload(runner: Any) -> None:
-    """Ends a reload that broke off; vLLM would count what it has seen of a layer as a part of the next one.
+    """Ends an aborted reload; otherwise vLLM would count partially loaded layers toward the next one.
 
-    Layers that were not complete get their tensors back, in the shape that vLLM computes with.
+    Incomplete layers get their previous tensors back, in the layout that vLLM computes with.
     """
     model = runner.get_model()
     for layer in model.modules():

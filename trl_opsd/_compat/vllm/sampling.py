@@ -1,4 +1,4 @@
-"""Sampling options as vLLM knows them, and tokens that it must not sample."""
+"""vLLM's sampling options, and a mask for tokens that it must not sample."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 OPTIONS: tuple[str, ...] = tuple(inspect.signature(SamplingParams).parameters)
-"""Names of what `vllm.SamplingParams` takes."""
+"""Names of the arguments of `vllm.SamplingParams`."""
 
 
 def request_options() -> list[str]:
-    """Names of those that a request to a server may have; it ignores others."""
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # takes seconds
+    """Names of the sampling options that a request to a server may contain; the server ignores others."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # takes seconds to import
 
     return [name for name in CompletionRequest.model_fields if name in OPTIONS]
 
 
 def checked(given: dict[str, Any]) -> dict[str, Any]:
-    """Options of `vllm.SamplingParams`, as it wants them.
+    """Checks options for `vllm.SamplingParams`, and converts them to the types it expects.
 
     Raises:
-        ValueError: One is outside of what vLLM takes.
+        ValueError: vLLM refuses an option.
     """
     if isinstance(given.get("structured_outputs"), dict):
         given = {**given, "structured_outputs": StructuredOutputsParams(**given["structured_outputs"])}
@@ -43,22 +43,22 @@ def checked(given: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Says which library refuses a generation option."""
+    """Adds to an error about a generation option that vLLM raised it."""
     try:
         yield
     except (TypeError, ValueError, VLLMValidationError) as error:
         raise ValueError(f"vLLM refuses a generation option: {error}") from error
 
 
-def only_known(vocabulary: int, placeholders: Collection[int] = ()) -> type[Any]:
-    """A logits processor after which ids from `vocabulary` on, and `placeholders`, have probability 0; for the whole
-    batch at once.
+def vocabulary_mask(vocabulary: int, placeholders: Collection[int] = ()) -> type[Any]:
+    """A logits processor that gives ids from `vocabulary` on, and `placeholders`, probability 0; for the whole batch at
+    once.
 
-    Both of vLLM's model runners take it: the second gives it other arguments, and wants its own base class.
+    Both of vLLM's model runners accept it: the second passes other arguments, and requires its own base class.
     """
     never = list(placeholders)
 
-    class OnlyTheFirst(LogitsProcessor):
+    class VocabularyMask(LogitsProcessor):
         def __init__(self, vllm_config: Any, *_: Any) -> None:
             """Needs nothing from the engine."""
 
@@ -66,18 +66,18 @@ def only_known(vocabulary: int, placeholders: Collection[int] = ()) -> type[Any]
             return False
 
         def update_state(self, batch_update: Any) -> None:
-            """Is the same for every request."""
+            """Does nothing: the mask is the same for every request."""
 
         def apply(self, logits: Tensor, *_: Any) -> Tensor:
             logits[:, vocabulary:] = -torch.inf
             logits[:, never] = -torch.inf
             return logits
 
-    return type("OnlyTheFirst", (OnlyTheFirst, _second_base()), {})
+    return type("VocabularyMask", (VocabularyMask, _second_base()), {})
 
 
 def _second_base() -> Any:
-    """The base class that the second model runner asks for; `object` where vLLM has none."""
+    """The base class that the second model runner requires; `object` if vLLM does not have it."""
     try:
         return import_module("vllm.v1.worker.gpu.sample.logits_processor").LogitsProcessor
     except ImportError:
