@@ -13,6 +13,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import DistillationConfig, DistillationTrainer
 
+import trl_opsd
 from trl_opsd import OPSDTrainer
 from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.run.metrics import METRICS
@@ -169,7 +170,7 @@ def test_metrics_are_reduced_as_the_table_says(logged):
 
 def test_every_metric_in_the_source_has_a_row_in_the_table():
     """Includes those of configurations that are not trained here."""
-    package = Path(__file__).resolve().parents[1] / "trl_opsd"
+    package = Path(trl_opsd.__file__).parent
     source = "\n".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py") if path.name != "metrics.py")
     phases = set(re.findall(r'(?:phase|_accounts\[[^\]]+\]\.clock)\("(\w+)"\)', source))
     assert {f"time/{phase}" for phase in phases} == {name for name in METRICS if name.startswith("time/")}

@@ -21,7 +21,7 @@ from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.run.metrics import METRICS
-from trl_opsd.teacher.given import check_teachers
+from trl_opsd.teacher.teacher_checks import check_teachers
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 

@@ -16,14 +16,14 @@ from trl_opsd.data.admission import look_ahead
 from trl_opsd.data.datasets import AnyDataset, columns_of, describe_rows
 from trl_opsd.data.intake import Intake
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits, check_columns, check_no_images
-from trl_opsd.data.shares import check_alike
+from trl_opsd.data.row_sharding import check_alike
 from trl_opsd.data.teacher_prompts import TeacherPrompts
 from trl_opsd.models.backbone import context_of
-from trl_opsd.models.given import check_in_memory, check_own_loss, language_config
 from trl_opsd.models.head import model_shape
+from trl_opsd.models.model_checks import check_in_memory, check_own_loss, language_config
 from trl_opsd.models.processing import check_processing_class, loaded_processing_class, text_tokenizer
 from trl_opsd.models.special_tokens import configured_vocabulary, ensure_special_tokens
-from trl_opsd.teacher.given import check_teachers, check_tokenizers
+from trl_opsd.teacher.teacher_checks import check_teachers, check_tokenizers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
-from trl_opsd.data.shares import check_sharing
+from trl_opsd.data.row_sharding import check_sharing
 from trl_opsd.data.teacher_prompts import TEMPLATE, check_template
 from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
 from trl_opsd.losses.registry import BETAS, divergence_of

@@ -27,20 +27,20 @@ from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.models.backbone import completion_hidden
-from trl_opsd.models.given import check_student
 from trl_opsd.models.head import whole_head
+from trl_opsd.models.model_checks import check_student
 from trl_opsd.models.padding import PADDED
 from trl_opsd.models.proofs import prove_student
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.returned import checked_completions
 from trl_opsd.run.memory import explained
-from trl_opsd.run.opinion import check_not_uniform
 from trl_opsd.run.precision import autocast
 from trl_opsd.run.rng import preserved_rng
+from trl_opsd.run.uniform import check_not_uniform
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.comparison import compared
-from trl_opsd.teacher.given import TeacherLike
+from trl_opsd.teacher.teacher_checks import TeacherLike
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "trl_opsd"
+import trl_opsd
+
+PACKAGE = Path(trl_opsd.__file__).resolve().parent
+"""Where it is imported from, which may be an installed wheel."""
 
 READ, WRITTEN, OVERRIDDEN, CONTINUED, LISTED = "read", "written", "overridden", "continued", "listed"
 """How a name is used.

@@ -21,7 +21,7 @@ from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.worker.gpu_worker import Worker
 from vllm_lab import by_hf, gap, lora, student, two_end_tokens
 
-from trl_opsd._compat.vllm import sampling
+from trl_opsd._compat.vllm import sampling_params
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd.rollout import vllm as backend
 
@@ -87,7 +87,7 @@ def test_both_model_runners_mask_unknown_ids(monkeypatch):
     )
     given = importlib.import_module(f"{second_runner}.interface").LogitsProcRequestState
 
-    kind, config = sampling.vocabulary_mask(5), VllmConfig()
+    kind, config = sampling_params.vocabulary_mask(5), VllmConfig()
     state = SimpleNamespace(**dict.fromkeys(given.__dataclass_fields__))
     *_, first = build_logitsprocs(config, torch.device("cpu"), False, False, [kind]).non_argmax_invariant
     (second,) = loader.build_custom_logits_processors(config, state, False, [kind])
@@ -99,7 +99,7 @@ def test_both_model_runners_mask_unknown_ids(monkeypatch):
         assert masked.isneginf().tolist() == [[False] * 5 + [True] * 3] * 2
 
     monkeypatch.setitem(sys.modules, second_runner, None)
-    before = sampling.vocabulary_mask(5)
+    before = sampling_params.vocabulary_mask(5)
     *_, alone = build_logitsprocs(config, torch.device("cpu"), False, False, [before]).non_argmax_invariant
     assert alone.apply(torch.zeros(2, 8)).isneginf().sum() == 6, "a version that has the first runner only"
 

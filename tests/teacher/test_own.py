@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout
 from trl_opsd.teacher.average import FILE, Average
-from trl_opsd.teacher.given import check_teachers
+from trl_opsd.teacher.teacher_checks import check_teachers
 
 LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3)
 
@@ -300,7 +300,7 @@ class TestRefusals:
             ({"teacher_model_kind": "bse"}, "Did you mean 'base'"),
             ({"teacher_update_rate": 0.0}, r"`teacher_update_rate=0.0`: expected a number in \(0, 1\]"),
             ({"teacher_sync_steps": 0}, "`teacher_sync_steps=0`: expected an integer of at least 1"),
-            ({"teacher_chat_template_kwargs": "[1]"}, "expected a dict of template arguments"),
+            ({"teacher_chat_template_kwargs": "[1]"}, "expected a dict of options"),
         ],
     )
     def test_an_option_out_of_range_is_refused(self, tmp_path, option, message):

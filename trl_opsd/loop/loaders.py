@@ -1,6 +1,6 @@
 """Makes transformers' trainer read each row of a dataset once, however many processes read it.
 
-This file knows when a dataloader is built and where it resumes; `data/shares.py` splits rows between processes.
+This file knows when a dataloader is built and where it resumes; `data/row_sharding.py` splits rows between processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from trl_opsd.data.shares import WholeStream
+from trl_opsd.data.row_sharding import WholeStream
 
 __all__ = ["SEAMS", "EachRowOnce"]
 

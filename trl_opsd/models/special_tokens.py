@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from trl_opsd.models.given import LOCATION_OPTIONS
+from trl_opsd.models.model_checks import LOCATION_OPTIONS
 
 logger = get_logger(__name__)
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from trl_opsd._compat.vllm import sampling
+from trl_opsd._compat.vllm import sampling_params
 from trl_opsd.config import OPSDConfig
 
 _SET_HERE = {
@@ -36,7 +36,7 @@ def sampling_options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
         ValueError: `generation_kwargs` has an option that vLLM does not know or that the trainer sets, or a value is
             out of vLLM's range.
     """
-    return sampling.checked(_options(args, end_ids, sampling.OPTIONS))
+    return sampling_params.checked(_options(args, end_ids, sampling_params.OPTIONS))
 
 
 def request_options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
@@ -45,8 +45,8 @@ def request_options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
     Raises:
         ValueError: As there, or a value cannot be written as JSON.
     """
-    given = _options(args, end_ids, sampling.request_options())
-    with sampling.refusals():
+    given = _options(args, end_ids, sampling_params.request_options())
+    with sampling_params.refusals():
         json.dumps(given)
     sampling_options(args, end_ids)
     return given

@@ -23,7 +23,6 @@ from trl_opsd.models.samples import Samples
 from trl_opsd.teacher.average import Average
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
-from trl_opsd.teacher.given import LOCATION_OPTIONS, TeacherLike
 from trl_opsd.teacher.hosted import Hosted
 from trl_opsd.teacher.layerwise import Streamed
 from trl_opsd.teacher.origin import Origin
@@ -31,6 +30,7 @@ from trl_opsd.teacher.own import OwnTeacher
 from trl_opsd.teacher.placement import Placement
 from trl_opsd.teacher.resident import Resident
 from trl_opsd.teacher.sharded import Sharded
+from trl_opsd.teacher.teacher_checks import LOCATION_OPTIONS, TeacherLike
 from trl_opsd.teacher.teachers import Teachers
 
 _PLACEMENTS: dict[str, Callable[[Any, torch.device], Placement]] = {

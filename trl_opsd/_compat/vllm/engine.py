@@ -18,11 +18,11 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.platforms import current_platform
 
-from trl_opsd._compat.vllm.borrowed_classes import preserved_classes, retype
-from trl_opsd._compat.vllm.lone_process import launcher_environment
+from trl_opsd._compat.vllm.launcher_environment import launcher_environment
+from trl_opsd._compat.vllm.preserved_classes import preserved_classes, retype
 from trl_opsd._compat.vllm.refusals import refused, starting
 from trl_opsd._compat.vllm.reload import HEAD, end_reload, expert_kernels, has_head
-from trl_opsd._compat.vllm.sampling import vocabulary_mask
+from trl_opsd._compat.vllm.sampling_params import vocabulary_mask
 from trl_opsd.types import Completion
 
 _DESTROYERS = ("destroy_model_parallel", "destroy_distributed_environment")
