@@ -121,4 +121,4 @@ def test_fsdp_that_shards_nothing_is_warned_about(make_trainer, monkeypatch, cap
     assert "FSDP" not in caplog.text
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     make_trainer()
-    assert "nothing is split, this is plain data parallelism" in caplog.text
+    assert "nothing is sharded, this is plain data parallelism" in caplog.text

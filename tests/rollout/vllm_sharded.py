@@ -88,7 +88,7 @@ def changes_that_are_sent(trainer: OPSDTrainer) -> dict[str, bool]:
     noticed = {}
     for name, change in changes.items():
         change()
-        noticed[name] = trainer.rollout._moved()
+        noticed[name] = trainer.rollout._has_changed()
         trainer.rollout.sync_weights()
     return noticed
 

@@ -425,7 +425,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="its output head is not in memory"):
             make_trainer(teacher_model=empty)
         for student in (empty, _on_disk(tiny.qwen2(), ["model.layers.0"], tmp_path / "disk")):
-            with pytest.raises(ValueError, match=r"of the student is not in memory .* it could not learn"):
+            with pytest.raises(ValueError, match=r"of the student is not in memory .* it cannot be trained"):
                 make_trainer(model=student)
 
     @pytest.mark.refusal
