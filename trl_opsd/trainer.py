@@ -15,6 +15,7 @@ from transformers.integrations import is_fsdp_enabled
 from trl_opsd import arguments, fingerprint
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
+from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig, checked_args
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name, columns_of, describe_rows
 from trl_opsd.data.intake import Request
@@ -195,6 +196,7 @@ class OPSDTrainer(SeamTrainer):
         self.rollout = rollout
         with explained("start", partial(self.footprint, "start")):
             rollout.bind(self)
+        self.add_callback(Banner(lambda: self._described.text(reads_stream=True)))
 
     def _prove(self) -> None:
         self.reading = prove_student(self.model, self.in_student, self.args, self.accelerator)
@@ -272,6 +274,15 @@ class OPSDTrainer(SeamTrainer):
 
     def check_sums(self, sums: dict[str, float]) -> None:
         check_not_uniform(sums, self.limits.vocabulary, self.temperature)
+
+    def __repr__(self) -> str:
+        return self._described.text() if hasattr(self, "rollout") else super().__repr__()
+
+    @property
+    def _described(self) -> Described:
+        return Described(
+            trainer=self, teachers=self.teachers, rollout=self.rollout, divergence=self.divergence, readers=self.readers
+        )
 
     def footprint(self, phase: str) -> dict[str, int]:
         return footprint(self, phase, self.teachers.models, self.teachers.heads)
