@@ -112,10 +112,13 @@ class Described:
 
     def _optimizer(self) -> str:
         args, used = self.trainer.args, self.trainer.optimizer
+        if used is None:
+            return f"{args.optim.value}, learning rate {args.learning_rate}"
         while hasattr(used, "optimizer"):  # what accelerate and DeepSpeed wrap around it
             used = used.optimizer
-        name = args.optim.value if used is None else type(used).__name__
-        return f"{name}, learning rate {args.learning_rate}, schedule {args.lr_scheduler_type.value}"
+        # A scheduler keeps the rate it starts from, and changes the other at once.
+        rates = sorted({float(group.get("initial_lr", group["lr"])) for group in used.param_groups})
+        return f"{type(used).__name__}, learning rate {', '.join(map(str, rates))}"
 
     def _rows(self, reads_stream: bool) -> Iterator[tuple[str, str]]:
         trainer = self.trainer

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM, is_peft, without_peft
-from trl_opsd._compat.sharding import whole_numel
+from trl_opsd._compat.sharding import class_of, whole_numel
 
 
 def described(model: CausalLM) -> str:
@@ -16,7 +16,7 @@ def described(model: CausalLM) -> str:
     inner = without_peft(model)
     path = getattr(inner.config, "_name_or_path", "")
     adapter = " with an adapter" if is_peft(model) else ""
-    return f"{type(inner).__name__}{f' {path!r}' if path else ''}{adapter}, {sizes(model.parameters())}"
+    return f"{class_of(inner).__name__}{f' {path!r}' if path else ''}{adapter}, {sizes(model.parameters())}"
 
 
 def sizes(parameters: Iterable[Tensor]) -> str:
