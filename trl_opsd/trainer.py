@@ -34,6 +34,7 @@ from trl_opsd.models.proofs import prove_student
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.returned import checked_completions
+from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.memory import explained
 from trl_opsd.run.precision import autocast
 from trl_opsd.run.rng import preserved_rng
@@ -146,6 +147,7 @@ class OPSDTrainer(SeamTrainer):
         teacher_processing_class: PreTrainedTokenizerBase | Mapping[str, PreTrainedTokenizerBase] | None = None,
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
     ) -> None:
+        share_tracebacks()
         args = checked_args(args, model, divergence)
         rollout = chosen_rollout(rollout, args)
         given = arguments.prepared(
