@@ -6,6 +6,7 @@ import re
 
 import pytest
 import tiny
+import torch
 import train
 import yaml
 from train_data import loaded
@@ -206,3 +207,37 @@ def test_the_named_split_is_evaluated(models, disk, options):
     trainer = train.main([*models, *splits, "--eval_strategy", "steps", "--eval_steps", "1", *options])
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (16, 4)
     assert any("eval_loss" in row for row in trainer.state.log_history)
+
+
+@pytest.mark.parametrize(
+    ("given", "student", "teacher"),
+    [
+        ([], torch.float32, torch.bfloat16),
+        (["--teacher_dtype", "float32"], torch.float32, torch.float32),
+        (["--teacher_model_init_kwargs", '{"dtype": "float32"}'], torch.float32, torch.float32),
+        (["--teacher_offload", "stream"], torch.float32, torch.bfloat16),
+        (["--dtype", "auto", "--learning_rate", "1e-2"], torch.bfloat16, torch.bfloat16),
+        (["--model_init_kwargs", '{"dtype": "bfloat16"}', "--learning_rate", "1e-2"], torch.bfloat16, torch.bfloat16),
+    ],
+    ids=["by default", "a dtype", "as JSON", "in host memory", "that of the checkpoint", "as JSON, of the student"],
+)
+def test_each_model_is_loaded_in_a_dtype_of_its_own(models, disk, options, given, student, teacher):
+    trainer = train.main([*models, "--dataset_name", disk.data, *options, "--bf16", "True", *given])
+    assert {one.dtype for one in trainer.model.parameters()} == {student}
+    assert {one.dtype for one in trainer.teacher.model.parameters()} == {teacher}
+    size = sum(one.numel() for one in trainer.teacher.model.parameters())
+    assert trainer.teacher.model.get_memory_footprint() == pytest.approx(size * teacher.itemsize, rel=0.01)
+
+
+def test_a_student_in_bfloat16_is_warned_of_at_a_rate_it_cannot_hold(models, disk, options):
+    with pytest.warns(UserWarning, match="98% of the student's trained weights would not move .*`dtype='float32'`"):
+        train.main([*models, "--dataset_name", disk.data, *options, "--dtype", "auto", "--learning_rate", "1e-6"])
+
+
+@pytest.mark.parametrize("teacher", [None, "eager"])
+def test_each_model_may_have_an_attention_implementation_of_its_own(models, disk, options, teacher):
+    own = [] if teacher is None else ["--teacher_attn_implementation", teacher]
+    given = [*models, "--dataset_name", disk.data, "--attn_implementation", "sdpa", *own]
+    trainer = train.main([*given, *options])
+    assert trainer.model.config._attn_implementation == "sdpa"
+    assert trainer.teacher.model.config._attn_implementation == (teacher or "sdpa")
