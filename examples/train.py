@@ -4,63 +4,89 @@ accelerate launch --config_file examples/accelerate_configs/zero3.yaml examples/
     --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --teacher_model_name_or_path Qwen/Qwen2.5-7B-Instruct \
     --dataset_name trl-lib/ultrafeedback-prompt --learning_rate 2e-5 --output_dir out/qwen
 
-`--config FILE` reads options from YAML, `--use_peft` trains a LoRA adapter. With neither a model nor a file, a small
-student learns the built-in arithmetic task, with the options in `arithmetic.yaml`; it is evaluated before and after
-training, and `score.py` evaluates the saved student in the same way.
+It takes the options of TRL's `trl distillation`. `--config FILE` reads options from YAML, `--use_peft` trains a LoRA
+adapter. The student is loaded in float32 (`--dtype`), the teacher in the dtype of its checkpoint (`--teacher_dtype`).
+
+With `--task arithmetic`, a small student learns the built-in arithmetic task, with the options in `arithmetic.yaml`; it
+is evaluated before and after training, and `score.py` evaluates the saved student in the same way.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from arithmetic import STUDENT, TEACHER
 from arithmetic.evaluate import accuracy
-from arithmetic.task import draw, prompts
-from datasets import load_dataset
 from score import held_out, result
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from train_data import arithmetic, loaded, split
+from train_options import ExtraArguments, OptionParser
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 
-NAMED = ("--config", "--model_name_or_path")
-
 
 def main(arguments: Sequence[str]) -> OPSDTrainer:
-    built_in = not any(argument.partition("=")[0] in NAMED for argument in arguments)
-    if built_in:
-        arguments = ["--config", str(Path(__file__).parent / "arithmetic.yaml"), *arguments]
     if not torch.accelerator.is_available():  # without it, DeepSpeed on a CPU counts one process where there are two
         arguments = [*arguments, "--use_cpu"]
-    parser = TrlParser((ScriptArguments, OPSDConfig, ModelConfig))
-    script, config, model = parser.parse_args_and_config(list(arguments))
-    both = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}
-    config.model_init_kwargs = {"revision": model.model_revision, **both, **(config.model_init_kwargs or {})}
-    config.teacher_model_init_kwargs = {**both, **(config.teacher_model_init_kwargs or {})}
-    if built_in:
-        config.teacher_model_name_or_path = config.teacher_model_name_or_path or TEACHER
-        data = {script.dataset_train_split: prompts(draw(2**14))}
-    else:
-        data = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
-
+    extra, script, config, model, mixture = OptionParser().parse_args_and_config(arguments)
+    if extra.task:
+        if script.dataset_name or mixture.datasets:
+            raise ValueError(f"`task={extra.task!r}` has a dataset of its own: remove it, or the other dataset.")
+        model.model_name_or_path = model.model_name_or_path or STUDENT
+        if config.teacher_model_kind is None:
+            config.teacher_model_name_or_path = config.teacher_model_name_or_path or TEACHER
+    check_models(config, model)
+    set_loading(extra, config, model)
+    data = arithmetic() if extra.task else loaded(script, mixture)
+    evaluated = config.eval_strategy != "no"
     trainer = OPSDTrainer(
-        model=model.model_name_or_path or STUDENT,
+        model=model.model_name_or_path,
         args=config,
-        train_dataset=data[script.dataset_train_split],
-        eval_dataset=data[script.dataset_test_split] if config.eval_strategy != "no" else None,
+        train_dataset=split(data, "dataset_train_split", script.dataset_train_split),
+        eval_dataset=split(data, "dataset_test_split", script.dataset_test_split) if evaluated else None,
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
-    if built_in:
+    if extra.task:
         evaluate(trainer)
     resume = config.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=resume == "True" or resume)  # a string on the command line
     trainer.save_model()
-    if built_in:
+    if extra.task:
         evaluate(trainer)
     return trainer
+
+
+def check_models(config: OPSDConfig, model: ModelConfig) -> None:
+    """Refuses a run without a student or without a teacher, before anything is loaded."""
+    if model.model_name_or_path is None:
+        raise ValueError(
+            "A student model is required for distillation training. Set it with `--model_name_or_path`; or train on a "
+            "built-in task, with `--task arithmetic`."
+        )
+    if config.teacher_model_name_or_path is None and config.teacher_model_kind is None:
+        raise ValueError(
+            "A teacher model is required for distillation training. Set it with `--teacher_model_name_or_path`; or let "
+            "the student teach itself, with `--teacher_model_kind`."
+        )
+
+
+def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -> None:
+    """Says in the config how to load each model; what its `*_init_kwargs` already say goes first."""
+    config.model_init_kwargs = {
+        "revision": model.model_revision,
+        "dtype": model.dtype,
+        "attn_implementation": model.attn_implementation,
+        **(config.model_init_kwargs or {}),
+    }
+    if config.teacher_model_name_or_path is not None:
+        config.teacher_model_init_kwargs = {
+            "dtype": extra.teacher_dtype,
+            "attn_implementation": extra.teacher_attn_implementation or model.attn_implementation,
+            **(config.teacher_model_init_kwargs or {}),
+        }
 
 
 def evaluate(trainer: OPSDTrainer) -> None:

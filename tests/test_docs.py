@@ -8,14 +8,15 @@ import re
 from pathlib import Path
 
 import pytest
-from trl import ModelConfig
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from trl_opsd import OPSDConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-OF_TRAIN = {"help", *(one.name for config in (OPSDConfig, ModelConfig) for one in dataclasses.fields(config))}
-"""The flags of `examples/train.py`, which is parsed by TRL."""
+PARSED_BY_TRL = (ScriptArguments, OPSDConfig, ModelConfig, DatasetMixtureConfig)
+OF_TRAIN = {"help", "config", "task", *(one.name for config in PARSED_BY_TRL for one in dataclasses.fields(config))}
+"""The flags of `examples/train.py`."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 

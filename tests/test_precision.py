@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
-from peft import LoraConfig
+from accelerate.utils import DistributedType
+from peft import LoraConfig, get_peft_model
 from products import PHASES, WatchedTrainer
 
 from trl_opsd import HFRollout
-from trl_opsd.run.precision import autocast
+from trl_opsd.run.precision import autocast, warn_of_lost_updates
 
 BF16 = ["bfloat16"]
 KINDS = {
@@ -174,3 +178,84 @@ def test_an_adapter_on_float16_weights_learns(make_trainer):
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] == losses[-1] != losses[0]
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
+LOST = r"(\d+)% of the student's trained weights would not move by a step of .*, the learning rate: they are bfloat16"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])
+def test_a_rate_that_bfloat16_weights_cannot_hold_is_warned_of_with_the_share_that_stays(make_trainer, rate):
+    with pytest.warns(UserWarning, match=LOST) as warned:
+        trainer = make_trainer(model=tiny.qwen2().bfloat16(), learning_rate=rate, weight_decay=0.0, max_steps=1)
+    (said,) = (int(found[1]) for one in warned if (found := re.match(LOST, str(one.message))))
+    before = {name: one.detach().clone() for name, one in trainer.model.named_parameters()}
+    trainer.train()
+    learned = [(before[name], now) for name, now in trainer.model.named_parameters() if "embed_tokens" not in name]
+    stayed = sum(int((was == now).sum()) for was, now in learned) / sum(now.numel() for _, now in learned)
+    print(f"{rate:g}: {said}% said, {stayed:.1%} stayed")
+    assert said / 100 == pytest.approx(stayed, abs=0.1)  # the tried weights include the embeddings
+
+
+def test_students_from_a_path_and_half_precision_adapters_are_warned_of_too(make_trainer, tmp_path):
+    tiny.qwen2().save_pretrained(tmp_path / "student")
+    with pytest.warns(UserWarning, match=LOST + ".*`dtype='float32'` in `model_init_kwargs`"):
+        make_trainer(model=str(tmp_path / "student"), model_init_kwargs={"dtype": "bfloat16"}, learning_rate=1e-6)
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    adapted = get_peft_model(tiny.qwen2().bfloat16(), lora, autocast_adapter_dtype=False)
+    with pytest.warns(UserWarning, match=LOST):
+        make_trainer(model=adapted, learning_rate=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model": torch.float32, "learning_rate": 1e-8, "bf16": True},
+        {"model": torch.bfloat16, "learning_rate": 1e-2},
+        {"model": torch.bfloat16, "learning_rate": 1e-6, "peft_config": LoraConfig(r=4, target_modules="all-linear")},
+        {"model": torch.bfloat16, "learning_rate": 1e-6, "train_dataset": None, "eval_dataset": tiny.rows()},
+        {"model": torch.bfloat16, "learning_rate": 1e-6, "rate of an optimizer": 1e-2},
+        {"teacher_model": torch.bfloat16, "learning_rate": 1e-8},
+    ],
+    ids=["float32", "a high rate", "a float32 adapter", "evaluation", "an optimizer with a higher rate", "a teacher"],
+)
+def test_weights_that_hold_their_steps_are_not_warned_of(make_trainer, recwarn, given):
+    models = {role: tiny.qwen2().to(given[role]) for role in ("model", "teacher_model") if role in given}
+    rate = given.pop("rate of an optimizer", None)
+    if rate is not None:
+        given["optimizers"] = (torch.optim.AdamW(models["model"].parameters(), lr=rate), None)
+    make_trainer(**{**given, **models})
+    assert [str(one.message) for one in recwarn if re.match(LOST, str(one.message))] == []
+
+
+def launched(kind="NO", mixed_precision="no", is_main_process=True):
+    """What a warning of lost updates reads of an accelerator."""
+    return SimpleNamespace(
+        distributed_type=DistributedType(kind), mixed_precision=mixed_precision, is_main_process=is_main_process
+    )
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "warns"),
+    [
+        (launched("DEEPSPEED", "bf16"), False),
+        (launched("FSDP", "bf16"), False),
+        (launched("FSDP"), True),
+        (launched("MULTI_CPU", "bf16"), True),
+        (launched("MULTI_CPU", is_main_process=False), False),
+    ],
+    ids=["DeepSpeed", "FSDP2, which widens them", "FSDP2 in float32", "DDP", "another process"],
+)
+def test_launches_that_step_on_float32_copies_are_not_warned_of(accelerator, warns):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        warn_of_lost_updates(tiny.qwen2().bfloat16(), accelerator, 1e-6)
+    assert [bool(re.match(LOST, str(one.message))) for one in warned] == [True] * warns
+
+
+def test_the_adapter_of_a_quantised_student_gets_other_advice():
+    """TRL keeps it in bfloat16."""
+    student = tiny.qwen2().bfloat16()
+    student.is_quantized = True
+    with pytest.warns(UserWarning, match=r"is kept in it: raise the rate, or do not quantise\."):
+        warn_of_lost_updates(student, launched(), 1e-6)

@@ -15,8 +15,9 @@ from trl_opsd.data.teacher_prompts import TEMPLATE, check_template
 from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
 from trl_opsd.losses.registry import BETAS, divergence_of
 from trl_opsd.run import versions
+from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.precision import check_scaler
-from trl_opsd.run.ranges import above, at_least_one, in_range, one_of
+from trl_opsd.run.ranges import above, at_least_one, in_range, one_of, readable_json
 from trl_opsd.run.sampling_options import check_generation_kwargs, check_sampling
 
 TEACHER_OFFLOADS = ("none", "cpu", "stream", "zero3")
@@ -186,7 +187,10 @@ class OPSDConfig(DistillationConfig):
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*DistillationConfig._VALID_DICT_FIELDS, "teacher_chat_template_kwargs"]
 
     def __post_init__(self) -> None:
+        share_tracebacks()
         in_range("beta", self.beta, 0.0, 1.0)  # TRL accepts NaN
+        for name in self._VALID_DICT_FIELDS:
+            readable_json(name, getattr(self, name))
         super().__post_init__()
         self._check_dicts()
         self._check_objective()

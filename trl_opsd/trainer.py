@@ -35,8 +35,9 @@ from trl_opsd.models.proofs import prove_student
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.returned import checked_completions
+from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.memory import explained
-from trl_opsd.run.precision import autocast
+from trl_opsd.run.precision import autocast, warn_of_lost_updates
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.run.uniform import check_not_uniform
 from trl_opsd.teacher.build import build_teachers
@@ -147,6 +148,7 @@ class OPSDTrainer(SeamTrainer):
         teacher_processing_class: PreTrainedTokenizerBase | Mapping[str, PreTrainedTokenizerBase] | None = None,
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
     ) -> None:
+        share_tracebacks()
         args = checked_args(args, model, divergence)
         rollout = chosen_rollout(rollout, args)
         given = arguments.prepared(
@@ -174,6 +176,8 @@ class OPSDTrainer(SeamTrainer):
             tools=tools,
         )
         check_student(self.model, args)
+        if train_dataset is not None:
+            warn_of_lost_updates(self.model, self.accelerator, args.learning_rate, self.optimizer)
         self.use_special_tokens()
         self._identity = fingerprint.Identity(args, self.model, self.handed_in, self.optimizer)
         self.divergence = args.build_divergence() if divergence is None else divergence_of(divergence, args.beta)

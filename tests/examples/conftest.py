@@ -1,8 +1,37 @@
-"""Puts `examples/` first on the path, as for a script started there."""
+"""Puts `examples/` first on the path, as for a script started there; models and rows on disk, as users have them."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny
+from datasets import Dataset, DatasetDict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+
+@pytest.fixture(scope="session")
+def disk(tmp_path_factory) -> SimpleNamespace:
+    """Paths: a `student` and a wider `teacher`, both in bfloat16, and 16 chats in every form that can be loaded."""
+    folder = tmp_path_factory.mktemp("disk")
+    for name, model in {"student": tiny.qwen2(32, seed=0), "teacher": tiny.qwen2(48, seed=1)}.items():
+        model.bfloat16().save_pretrained(folder / name)
+        tiny.tokenizer().save_pretrained(folder / name)
+    chats = Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in tiny.rows(16)])
+    (folder / "data").mkdir()
+    chats.to_json(folder / "data" / "train.jsonl")
+    chats.to_parquet(folder / "rows.parquet")
+    chats.save_to_disk(folder / "one_saved")
+    DatasetDict({"train": chats, "validation": chats.select(range(4))}).save_to_disk(folder / "splits_saved")
+    return SimpleNamespace(
+        student=str(folder / "student"),
+        teacher=str(folder / "teacher"),
+        data=str(folder / "data"),
+        jsonl=str(folder / "data" / "train.jsonl"),
+        parquet=str(folder / "rows.parquet"),
+        one_saved=str(folder / "one_saved"),
+        splits_saved=str(folder / "splits_saved"),
+    )

@@ -15,7 +15,6 @@ import torch
 import train
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -55,8 +54,10 @@ def test_accelerate_reads_each_config_as_its_name_says(name):
 OPTIONS = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--logging_steps", "1"]
 
 
-def test_without_a_model_the_built_in_student_is_trained(tmp_path, capsys):
-    trainer = train.main([*OPTIONS, "--output_dir", str(tmp_path), "--use_peft", "--lora_r", "4"])
+def test_the_built_in_task_is_trained_when_it_is_named(tmp_path, capsys):
+    trainer = train.main(
+        ["--task", "arithmetic", *OPTIONS, "--output_dir", str(tmp_path), "--use_peft", "--lora_r", "4"]
+    )
     results = [line for line in capsys.readouterr().out.splitlines() if "held-out" in line]
     after = f"step 2: {score.result(score.main(str(tmp_path)))}"
     assert results == ["step 0: 54 of 200 held-out problems right (0.270)", after]
@@ -72,7 +73,7 @@ def test_without_a_model_the_built_in_student_is_trained(tmp_path, capsys):
 def test_models_saved_under_zero3_answer_as_they_did_in_training(tmp_path):
     tests = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
-    options = ["--max_steps", "6", "--per_device_train_batch_size", "8", "--warmup_steps", "0"]
+    options = ["--task", "arithmetic", "--max_steps", "6", "--per_device_train_batch_size", "8", "--warmup_steps", "0"]
     finished = subprocess.run(
         [sys.executable, tests / "examples" / "launch_train.py", tmp_path, *options],
         env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
@@ -88,24 +89,17 @@ def test_models_saved_under_zero3_answer_as_they_did_in_training(tmp_path):
     assert len({line.partition(":")[2] for line in results}) == 3, "both learned, and differently"
 
 
-def test_models_data_and_options_of_both_configs_come_from_a_yaml_file(tmp_path):
-    for name, model in {"student": tiny.qwen2(32, seed=0), "teacher": tiny.qwen2(48, seed=1)}.items():
-        model.save_pretrained(tmp_path / name)
-        tiny.tokenizer().save_pretrained(tmp_path / name)
-    (tmp_path / "data").mkdir()
-    chats = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in tiny.rows(16)]
-    Dataset.from_list(chats).to_json(tmp_path / "data" / "train.jsonl")
+def test_models_data_and_options_of_both_configs_come_from_a_yaml_file(disk, tmp_path):
     options = {
         **tiny.options(
             tmp_path / "out", max_steps=2, divergence="jsd", beta=0.3, resume_with_changes=["seed", "top_k"]
         ),
         "save_strategy": "steps",
         "save_steps": 2,
-        "model_name_or_path": str(tmp_path / "student"),
-        "teacher_model_name_or_path": str(tmp_path / "teacher"),
+        "model_name_or_path": disk.student,
+        "teacher_model_name_or_path": disk.teacher,
         "teacher_chat_template_kwargs": '{"enable_thinking": true}',
-        "dataset_name": str(tmp_path / "data"),
-        "dtype": "float32",
+        "dataset_name": disk.data,
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(options))
     trainer = train.main(["--config", str(tmp_path / "run.yaml"), "--temperature", "0.7"])

@@ -6,13 +6,16 @@ its weights. But the loss does not go through `forward`, and no launcher casts a
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import TrainingArguments
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,6 +72,68 @@ def check_trained_dtypes(model: nn.Module) -> None:
             "`dtype='float32'` in `model_init_kwargs` (or `model.float()`); `bf16` or `fp16` sets the dtype it "
             "computes in."
         )
+
+
+def warn_of_lost_updates(
+    model: nn.Module, accelerator: Accelerator, rate: float, optimizer: Optimizer | None = None
+) -> None:
+    """Warns if the learning rate is too small for the dtype of the trained weights, which most steps then do not move.
+
+    Measured on the weights themselves: the first step of AdamW moves each by the learning rate. Says nothing where a
+    launcher keeps float32 copies to step on: DeepSpeed does, and FSDP2 with mixed precision.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            The student, before it is wrapped.
+        accelerator ([`~accelerate.Accelerator`]):
+            The launch's accelerator; its main process warns.
+        rate (`float`):
+            The learning rate.
+        optimizer ([`~torch.optim.Optimizer`], *optional*):
+            The user's own, whose rates are used instead.
+    """
+    kind, mixed = accelerator.distributed_type, accelerator.mixed_precision != "no"
+    steps_on_copies = kind == DistributedType.DEEPSPEED or (kind == DistributedType.FSDP and mixed)
+    if steps_on_copies or not accelerator.is_main_process:
+        return
+    groups = optimizer.param_groups if optimizer else []
+    rates = {id(one): group["lr"] for group in groups for one in group["params"]}
+    trained = [one for one in model.parameters() if one.requires_grad]
+    stuck = {
+        one: one.numel() * _unmoved(one.detach(), rates.get(id(one), rate))
+        for one in trained
+        if one.dtype in _HALF.values()
+    }
+    share = sum(stuck.values()) / max(sum(one.numel() for one in trained), 1)
+    if share < _LOST:
+        return
+    most = max(stuck, key=lambda one: stuck[one])
+    dtype, rate = str(most.dtype).removeprefix("torch."), rates.get(id(most), rate)
+    advice = (
+        "The adapter of a quantised student is kept in it: raise the rate, or do not quantise."
+        if getattr(model, "is_quantized", False)
+        else "Load the student in float32 (`dtype='float32'` in `model_init_kwargs`, or `model.float()`); `bf16=True` "
+        "computes in bfloat16."
+    )
+    warnings.warn(
+        f"{share:.0%} of the student's trained weights would not move by a step of {rate:g}, the learning rate: they "
+        f"are {dtype}, and it is less than half of the distance to their next value in it. {advice}",
+        stacklevel=3,
+    )
+
+
+_LOST = 0.1
+"""Share of the weights above which a warning is due; a bfloat16 model has about 0.1 at a rate of 1e-4, 0.98 at 1e-6."""
+
+_SAMPLED = 4096
+"""Values of a weight that are tried, evenly spread."""
+
+
+def _unmoved(weight: Tensor, rate: float) -> float:
+    """The share of a weight's values that stay the same when the rate is added or subtracted, of both."""
+    values = weight.flatten()[:: max(weight.numel() // _SAMPLED, 1)]
+    unmoved = [(values.float() + step).to(values.dtype) == values for step in (rate, -rate)]
+    return float(torch.stack(unmoved).float().mean()) if values.numel() else 0.0
 
 
 def dtypes_of(model: nn.Module) -> str:

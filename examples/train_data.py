@@ -1,0 +1,92 @@
+"""Loads the dataset of `train.py` as TRL's scripts do, from the Hub or from files; knows no models."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from arithmetic.task import draw, prompts
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
+from score import held_out
+from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
+
+Splits = Mapping[str, Dataset | IterableDataset]
+
+FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+"""How a single file is loaded, by its suffix."""
+
+
+def arithmetic() -> Splits:
+    """The built-in task: problems to train on, and those that `score.py` evaluates."""
+    return {"train": prompts(draw(2**14)), "test": prompts(held_out())}
+
+
+def loaded(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
+    """The splits of the dataset that the options name.
+
+    Raises:
+        ValueError: No dataset is named, or an option says how to load another kind of dataset.
+    """
+    if not (mixture.datasets or script.dataset_name):
+        raise ValueError(
+            "Either `datasets` or `dataset_name` must be provided. Set `--dataset_name` to the name or path of a "
+            "dataset, list several as `datasets` in the file of `--config`, or train on a built-in task with `--task`."
+        )
+    if mixture.datasets:
+        ignored = [one for one in ("dataset_name", "dataset_config", "dataset_streaming") if getattr(script, one)]
+        if ignored:
+            warnings.warn(f"`datasets` is loaded; `{'`, `'.join(ignored)}` is ignored.", stacklevel=2)
+        return get_dataset(mixture)
+    if mixture.streaming:
+        raise ValueError("`streaming` belongs to `datasets`: with `dataset_name` set `dataset_streaming`.")
+    if mixture.test_split_size is not None:
+        raise ValueError(
+            "`test_split_size` splits what `datasets` lists, and would have no effect on `dataset_name`: name a split "
+            "with `dataset_test_split`, or list the dataset as `datasets` in the file of `--config`."
+        )
+    return _one_dataset(script.dataset_name, script.dataset_config, script.dataset_streaming)
+
+
+def _one_dataset(name: str, config: str | None, streaming: bool) -> Splits:
+    path = Path(name)
+    if name in FORMATS.values():
+        raise ValueError(
+            f"`dataset_name={name!r}` is a format: pass the path of a file or folder of that format; it would load "
+            "every file below the working directory."
+        )
+    if path.is_file() and path.suffix in FORMATS:
+        return load_dataset(FORMATS[path.suffix], data_files=name, name=config, streaming=streaming)
+    if not any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
+        return load_dataset(name, name=config, streaming=streaming)
+    if config is not None:
+        raise ValueError(
+            f"`dataset_config={config!r}`: {name!r} was written by `save_to_disk` and has only one: remove the option."
+        )
+    saved = load_from_disk(name)
+    splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
+    return {split: rows.to_iterable_dataset() if streaming else rows for split, rows in splits.items()}
+
+
+def split(data: Splits, option: str, name: str) -> Dataset | IterableDataset:
+    """One split of a dataset.
+
+    Args:
+        data (`Mapping`):
+            All splits by name.
+        option (`str`):
+            The option that names the split, for the message.
+        name (`str`):
+            Its value.
+
+    Raises:
+        ValueError: There is no such split; the message lists those there are.
+    """
+    if name in data:
+        return data[name]
+    close = difflib.get_close_matches(name, data, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    if option == "dataset_test_split":
+        hint += " It is needed because `eval_strategy` is set."
+    raise ValueError(f"`{option}={name!r}`: expected a split of the dataset, {' or '.join(map(repr, data))}.{hint}")

@@ -1,0 +1,159 @@
+"""The options of `train.py`, from the command line and a YAML file; refuses unknown ones, with the nearest names."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_type_hints
+
+import yaml
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+from trl.scripts.utils import DatasetConfig
+
+from trl_opsd import OPSDConfig
+from trl_opsd.run.failure import ends_first, share_tracebacks
+
+TASKS = {"arithmetic": Path(__file__).parent / "arithmetic.yaml"}
+"""The built-in tasks, and a file with the options of each."""
+
+DTYPES = ["auto", "bfloat16", "float16", "float32"]
+
+
+@dataclass
+class ExtraArguments:
+    """What TRL's configs have no options for."""
+
+    task: str | None = field(
+        default=None,
+        metadata={"choices": list(TASKS), "help": "Train on a built-in task, with its models, data and options."},
+    )
+    teacher_dtype: str = field(
+        default="auto",
+        metadata={"choices": DTYPES, "help": "dtype of the teacher's weights; 'auto' is that of its checkpoint."},
+    )
+    teacher_attn_implementation: str | None = field(
+        default=None,
+        metadata={"help": "Attention implementation of the teacher. If not set, `attn_implementation`."},
+    )
+
+
+GROUPS = (ExtraArguments, ScriptArguments, OPSDConfig, ModelConfig, DatasetMixtureConfig)
+"""The dataclasses whose fields are the options."""
+
+
+class OptionParser(TrlParser):
+    """TRL's parser, which ends the program on an option that it does not know, also on one in the YAML file.
+
+    Abbreviations of options are unknown. In a launch of several processes, help and errors are printed once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(GROUPS, allow_abbrev=False)
+        self._file = ""
+
+    def parse_args_and_config(self, args: Iterable[str]) -> tuple[Any, ...]:
+        """One object for each of `GROUPS`.
+
+        The command line goes before the file of `--config`, that before the options of a built-in task, and those
+        before the defaults.
+        """
+        share_tracebacks()
+        own = ArgumentParser(add_help=False, allow_abbrev=False)
+        own.error = self.error  # type: ignore[method-assign]
+        own.add_argument("--config", action="append", default=[])
+        own.add_argument("--task")
+        given, _ = own.parse_known_args(args := list(args))
+        if len(given.config) > 1:
+            self.error(f"--config is given {len(given.config)} times, but only one file is read")
+        config = self._read(given.config[0]) if given.config else {}
+        if (task := given.task or config.get("task")) in TASKS:
+            self.set_defaults_with_config(**yaml.safe_load(TASKS[task].read_text(encoding="utf-8")))
+        return super().parse_args_and_config(_split(args, "--config"))
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            named = [one.partition("=")[0] for one in unknown if one.startswith("--")]
+            self.error(_unknown("option", named) if named else f"unexpected argument {unknown[0]!r}")
+        return found, []
+
+    def set_defaults_with_config(self, **config: Any) -> list[str]:
+        """Numbers are set as they are written, so that they are converted as on the command line."""
+        return super().set_defaults_with_config(
+            **{name: str(value) if type(value) in (int, float) else value for name, value in config.items()}
+        )
+
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            super().print_help(file)
+
+    def error(self, message: str) -> NoReturn:
+        if ends_first():
+            print(f"{self.prog}: error: {message}\n`{self.prog} --help` lists all options.", file=sys.stderr)
+        raise SystemExit(2)
+
+    def _read(self, path: str) -> dict[str, Any]:
+        """The options of a YAML file; ends the program on one that is unknown or of the wrong kind."""
+        try:
+            config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            self.error(f"--config {path}: {error}")
+        if not isinstance(config, dict):
+            self.error(f"--config {path}: expected a mapping of options to values, got {type(config).__name__}")
+        hints = {name: hint for group in GROUPS for name, hint in get_type_hints(group).items()}
+        allowed = {action.dest: action.choices for action in self._actions}
+        options = {str(name): value for name, value in config.items() if name != "env"}
+        problems = [
+            _problem(name, value, hints[name], allowed[name]) for name, value in options.items() if name in allowed
+        ]
+        problems += [_nested(name, value) for name, value in options.items() if name not in allowed]
+        problems += [
+            _unknown("key", set(one) - {each.name for each in fields(DatasetConfig)}, [DatasetConfig], " of `datasets`")
+            for one in options.get("datasets") or ()
+            if isinstance(one, dict)
+        ]
+        if found := [problem for problem in problems if problem]:
+            self.error(f"--config {path}: {'; '.join(found)}")
+        return config
+
+
+def _split(args: Sequence[str], option: str) -> list[str]:
+    """Arguments with `--option=value` in two; TRL's parser looks for `--config` alone."""
+    return [part for one in args for part in (one.split("=", 1) if one.startswith(f"{option}=") else [one])]
+
+
+def _nested(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return f"unknown key {name!r}; options are not nested: write {', '.join(map(repr, value))} at the top level"
+    return _unknown("key", [name])
+
+
+def _unknown(what: str, names: Iterable[str], groups: Iterable[Any] = GROUPS, where: str = "") -> str:
+    """Says which names are unknown, each with up to three that it may stand for."""
+    known = [one.name for group in groups for one in fields(group)]
+    said = []
+    for name in names:
+        plain = name.removeprefix("--").replace("-", "_")
+        longer = [one for one in known if one.startswith(plain)] or [one for one in known if plain in one]
+        close = (longer or difflib.get_close_matches(plain, known, n=1))[:3]
+        dashes = "--" if name.startswith("--") else ""
+        hint = f", did you mean {' or '.join(repr(dashes + one) for one in close)}?" if close else ""
+        said.append(f"unknown {what} {name!r}{where}{hint}")
+    return "; ".join(said)
+
+
+def _problem(name: str, value: Any, hint: Any, choices: Iterable[Any] | None) -> str:
+    """What is wrong with the kind of a value, or an empty string."""
+    kinds = {getattr(kind, "__origin__", kind) for kind in (get_args(hint) or (hint,))}
+    if isinstance(value, Mapping) and dict not in kinds:
+        return f"{name!r} is not a group of options: write {', '.join(map(repr, value))} at the top level"
+    if isinstance(value, list) and getattr(hint, "__origin__", None) is not list and list not in kinds:
+        return f"{name!r} takes one value, got a list of {len(value)}"
+    if value is not None and choices is not None and value not in choices:
+        return f"{name!r}: invalid choice {value!r}, choose from {', '.join(map(repr, choices))}"
+    return ""

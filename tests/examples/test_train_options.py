@@ -1,0 +1,243 @@
+"""What `train.py` trains is what its user asked for; anything it does not know or cannot find is refused by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import tiny
+import torch
+import train
+import yaml
+from train_data import loaded
+from trl import DatasetMixtureConfig, ScriptArguments
+
+
+@pytest.fixture
+def options(tmp_path):
+    """One quick step, as on a command line."""
+    given = tiny.options(tmp_path / "out", max_steps=1, max_completion_length=8)
+    return [part for name, value in given.items() for part in (f"--{name}", str(value))]
+
+
+@pytest.fixture
+def models(disk):
+    return ["--model_name_or_path", disk.student, "--teacher_model_name_or_path", disk.teacher]
+
+
+@pytest.fixture
+def config(tmp_path, disk):
+    """The arguments for a YAML file of these options, added to both models."""
+
+    def config(**given):
+        both = {"model_name_or_path": disk.student, "teacher_model_name_or_path": disk.teacher}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump({**both, **given}))
+        return ["--config", str(tmp_path / "run.yaml")]
+
+    return config
+
+
+@pytest.fixture
+def refused(capsys):
+    """The message with which the script ends, before any model is loaded."""
+
+    def refused(*arguments):
+        with pytest.raises((SystemExit, ValueError)) as caught:
+            train.main([*arguments, "--bf16", "False"])
+        if caught.type is SystemExit:
+            assert caught.value.code == 2
+            return capsys.readouterr().err
+        return str(caught.value)
+
+    return refused
+
+
+def check_trained(trainer, disk):
+    """Asserts that the models on disk were trained on some of the 16 chats, and not the built-in ones."""
+    assert trainer.state.global_step == 1
+    assert trainer.model.config._name_or_path == disk.student
+    assert trainer.teacher.model.config._name_or_path == disk.teacher
+    chats = {row["prompt"][0]["content"] for row in trainer.train_dataset}
+    assert chats
+    assert chats <= set(tiny.PROMPTS)
+
+
+def test_options_with_dashes_train_the_named_models_on_the_named_data(disk, options):
+    dashed = ["--model-name-or-path", disk.student, "--teacher-model-name-or-path", disk.teacher]
+    check_trained(train.main([*dashed, "--dataset-name", disk.data, *options]), disk)
+
+
+def test_a_file_after_an_equals_sign_is_read(disk, options, config):
+    name, path = config(dataset_name=disk.data, learning_rate="1e-5", max_completion_length=4)
+    trainer = train.main([f"{name}={path}", *options])
+    check_trained(trainer, disk)
+    assert trainer.args.learning_rate == 1e-4, "the command line overrides the file"
+
+
+@pytest.mark.parametrize("written", [1e-5, "1e-5"], ids=["a number", "what YAML reads as text"])
+def test_a_learning_rate_from_a_file_is_a_number(config, disk, written, options):
+    at = options.index("--learning_rate")
+    trainer = train.main([*config(dataset_name=disk.data, learning_rate=written), *options[:at], *options[at + 2 :]])
+    assert trainer.args.learning_rate == 1e-5
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((), "A student model is required .* `--model_name_or_path`; .* `--task arithmetic`"),
+        (("dataset",), "A student model is required"),
+        (("teacher", "dataset"), "A student model is required"),
+        (
+            ("student", "dataset"),
+            "A teacher model is required .* `--teacher_model_name_or_path`; .* `--teacher_model_k",
+        ),
+        (("student", "teacher"), "Either `datasets` or `dataset_name` must be provided. Set `--dataset_name`"),
+    ],
+    ids=lambda given: " and ".join(given) or "nothing" if isinstance(given, tuple) else "",
+)
+def test_what_is_missing_is_named_and_nothing_else_is_trained(disk, refused, given, message):
+    option = {"student": "model_name_or_path", "teacher": "teacher_model_name_or_path", "dataset": "dataset_name"}
+    path = {"student": disk.student, "teacher": disk.teacher, "dataset": disk.data}
+    arguments = [part for one in given for part in (f"--{option[one]}", path[one])]
+    assert re.match(message, refused(*arguments))
+
+
+COMMAND_LINE = {
+    "misspelt": (["--learning_rat", "1"], "unknown option '--learning_rat', did you mean '--learning_rate'?"),
+    "misspelt, with dashes": (["--learning-rat=1"], "unknown option '--learning-rat', did you mean '--learning_rate'?"),
+    "a part of a name": (["--batch_size", "4"], "did you mean '--per_device_train_batch_size' or '"),
+    "TRL's old name": (["--teacher_revision", "x"], "did you mean '--teacher_model_revision'?"),
+    "nothing like it": (["--qqq"], "error: unknown option '--qqq'\n"),
+    "two": (["--qqq", "--modle_revision", "x"], "'--qqq'; unknown option '--modle_revision', did you mean '--model_r"),
+    "no option": (["stray"], "unexpected argument 'stray'"),
+    "wrong type": (["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
+    "wrong choice": (["--teacher_dtype", "bf16"], "argument --teacher_dtype/--teacher-dtype: invalid choice: 'bf16'"),
+    "wrong task": (["--task", "arithmetix"], "argument --task: invalid choice: 'arithmetix'"),
+    "two files": (["--config", "a", "--config=b"], "--config is given 2 times"),
+    "no file": (["--config", "nowhere.yaml"], "--config nowhere.yaml: [Errno 2] No such file"),
+    "JSON": (["--model_init_kwargs", "{bad"], "`model_init_kwargs='{bad'` is not valid JSON"),
+    "JSON in single quotes": (["--teacher_model_init_kwargs", "{'dtype': 1}"], "write an object with double quotes"),
+    "JSON of a list": (["--model_init_kwargs", "[1]"], "`model_init_kwargs='[1]'`: expected a dict of options"),
+    "a split that is not there": (
+        ["--dataset_train_split", "train_"],
+        "`dataset_train_split='train_'`: expected a split of the dataset, 'train'. Did you mean 'train'?",
+    ),
+    "no split to evaluate on": (
+        ["--eval_strategy", "epoch"],
+        "`dataset_test_split='test'`: expected a split of the dataset, 'train'. It is needed because `eval_strategy`",
+    ),
+    "streaming of `datasets`": (["--streaming"], "with `dataset_name` set `dataset_streaming`"),
+    "test split of `datasets`": (["--test_split_size", "0.1"], "and would have no effect on `dataset_name`"),
+    "a task and a dataset": (["--task", "arithmetic"], "`task='arithmetic'` has a dataset of its own"),
+}
+
+
+@pytest.mark.parametrize("case", COMMAND_LINE)
+def test_a_mistake_on_the_command_line_is_refused_with_the_nearest_name(models, disk, refused, case):
+    arguments, message = COMMAND_LINE[case]
+    assert message in refused(*models, "--dataset_name", disk.data, *arguments)
+
+
+FILE = {
+    "misspelt": ({"learning_rat": 1}, "unknown key 'learning_rat', did you mean 'learning_rate'?"),
+    "with dashes": ({"dataset-config": "x"}, "unknown key 'dataset-config', did you mean 'dataset_config'?"),
+    "nested": ({"training": {"seed": 1}}, "unknown key 'training'; options are not nested: write 'seed' at the top"),
+    "nested under an option": ({"seed": {"value": 1}}, "'seed' is not a group of options: write 'value' at the top"),
+    "a list": ({"dataset_name": ["a", "b"]}, "'dataset_name' takes one value, got a list of 2"),
+    "wrong choice": ({"dtype": "bf16"}, "'dtype': invalid choice 'bf16', choose from 'auto', 'bfloat16', 'float16', "),
+    "wrong type": ({"max_steps": 2.5}, "argument --max_steps/--max-steps: invalid int value: '2.5'"),
+    "misspelt in `datasets`": ({"datasets": [{"pth": "x"}]}, "unknown key 'pth' of `datasets`, did you mean 'path'?"),
+}
+
+
+@pytest.mark.parametrize("case", FILE)
+def test_a_mistake_in_the_file_is_refused_with_the_nearest_name(config, refused, tmp_path, case):
+    given, message = FILE[case]
+    assert message in refused(*config(**given))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected a mapping of options to values, got NoneType"),
+        ("a: [1\nb: }", "expected ',' or ']', but got ':'"),
+    ],
+    ids=["empty", "not YAML"],
+)
+def test_a_file_that_is_no_mapping_is_refused(refused, tmp_path, text, message):
+    (tmp_path / "run.yaml").write_text(text)
+    assert message in refused("--config", str(tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize("form", ["data", "jsonl", "parquet", "one_saved", "splits_saved"])
+@pytest.mark.parametrize("streaming", [False, True], ids=["rows", "a stream"])
+def test_a_local_dataset_is_read_in_every_form(disk, form, streaming):
+    script = ScriptArguments(dataset_name=getattr(disk, form), dataset_streaming=streaming)
+    splits = loaded(script, DatasetMixtureConfig())
+    assert set(splits) == ({"train", "validation"} if form == "splits_saved" else {"train"})
+    assert [row["prompt"][0]["content"] for row in splits["train"]] == tiny.rows(16)["prompt"]
+
+
+def test_a_format_is_no_dataset(models, refused):
+    assert "`dataset_name='json'` is a format" in refused(*models, "--dataset_name", "json")
+
+
+def test_saved_rows_have_no_configurations(models, disk, refused):
+    saved = ["--dataset_name", disk.one_saved, "--dataset_config", "main"]
+    assert "was written by `save_to_disk` and has only one" in refused(*models, *saved)
+
+
+def test_a_mixture_of_datasets_is_loaded_and_split_as_trl_does(config, disk, options):
+    mixture = {"datasets": [{"path": disk.data}, {"path": "parquet", "data_files": disk.parquet}]}
+    trainer = train.main([*config(**mixture, test_split_size=0.25, eval_strategy="steps", eval_steps=1), *options])
+    check_trained(trainer, disk)
+    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (24, 8)
+    assert any("eval_loss" in row for row in trainer.state.log_history)
+
+
+def test_what_a_mixture_makes_void_is_warned_of(config, disk, options):
+    given = config(datasets=[{"path": disk.data}], dataset_name="nobody/nothing")
+    with pytest.warns(UserWarning, match="`datasets` is loaded; `dataset_name` is ignored"):
+        check_trained(train.main([*given, *options]), disk)
+
+
+def test_the_named_split_is_evaluated(models, disk, options):
+    splits = ["--dataset_name", disk.splits_saved, "--dataset_test_split", "validation"]
+    trainer = train.main([*models, *splits, "--eval_strategy", "steps", "--eval_steps", "1", *options])
+    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (16, 4)
+    assert any("eval_loss" in row for row in trainer.state.log_history)
+
+
+@pytest.mark.parametrize(
+    ("given", "student", "teacher"),
+    [
+        ([], torch.float32, torch.bfloat16),
+        (["--teacher_dtype", "float32"], torch.float32, torch.float32),
+        (["--teacher_model_init_kwargs", '{"dtype": "float32"}'], torch.float32, torch.float32),
+        (["--teacher_offload", "stream"], torch.float32, torch.bfloat16),
+        (["--dtype", "auto", "--learning_rate", "1e-2"], torch.bfloat16, torch.bfloat16),
+        (["--model_init_kwargs", '{"dtype": "bfloat16"}', "--learning_rate", "1e-2"], torch.bfloat16, torch.bfloat16),
+    ],
+    ids=["by default", "a dtype", "as JSON", "in host memory", "that of the checkpoint", "as JSON, of the student"],
+)
+def test_each_model_is_loaded_in_a_dtype_of_its_own(models, disk, options, given, student, teacher):
+    trainer = train.main([*models, "--dataset_name", disk.data, *options, "--bf16", "True", *given])
+    assert {one.dtype for one in trainer.model.parameters()} == {student}
+    assert {one.dtype for one in trainer.teacher.model.parameters()} == {teacher}
+    size = sum(one.numel() for one in trainer.teacher.model.parameters())
+    assert trainer.teacher.model.get_memory_footprint() == pytest.approx(size * teacher.itemsize, rel=0.01)
+
+
+def test_a_student_in_bfloat16_is_warned_of_at_a_rate_it_cannot_hold(models, disk, options):
+    with pytest.warns(UserWarning, match="98% of the student's trained weights would not move .*`dtype='float32'`"):
+        train.main([*models, "--dataset_name", disk.data, *options, "--dtype", "auto", "--learning_rate", "1e-6"])
+
+
+@pytest.mark.parametrize("teacher", [None, "eager"])
+def test_each_model_may_have_an_attention_implementation_of_its_own(models, disk, options, teacher):
+    own = [] if teacher is None else ["--teacher_attn_implementation", teacher]
+    given = [*models, "--dataset_name", disk.data, "--attn_implementation", "sdpa", *own]
+    trainer = train.main([*given, *options])
+    assert trainer.model.config._attn_implementation == "sdpa"
+    assert trainer.teacher.model.config._attn_implementation == (teacher or "sdpa")
