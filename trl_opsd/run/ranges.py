@@ -21,6 +21,12 @@ def at_least_one(option: str, value: Any) -> None:
         raise ValueError(f"`{option}={value!r}`: expected an integer of at least 1.")
 
 
+def at_least(option: str, value: Any, bound: float) -> None:
+    """Raises `ValueError` unless the value is a finite number of at least the bound."""
+    if not (_is_number(value) and math.isfinite(value) and value >= bound):
+        raise ValueError(f"`{option}={value!r}`: expected a finite number of at least {bound:g}.")
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
