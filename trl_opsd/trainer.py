@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -36,9 +37,11 @@ from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.returned import checked_completions
 from trl_opsd.run.failure import share_tracebacks
+from trl_opsd.run.foreign_options import explained_argument
 from trl_opsd.run.memory import explained
 from trl_opsd.run.precision import autocast, warn_of_lost_updates
 from trl_opsd.run.rng import preserved_rng
+from trl_opsd.run.strict_names import StrictNames
 from trl_opsd.run.uniform import check_not_uniform
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.comparison import compared
@@ -46,7 +49,7 @@ from trl_opsd.teacher.teacher_checks import TeacherLike
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 
-class OPSDTrainer(SeamTrainer):
+class OPSDTrainer(StrictNames, SeamTrainer):
     """Trainer for on-policy distillation: the student writes completions, a frozen teacher scores each token, and the
     student moves toward the teacher's next-token distribution.
 
@@ -201,6 +204,11 @@ class OPSDTrainer(SeamTrainer):
         with explained("start", partial(self.footprint, "start")):
             rollout.bind(self)
         self.add_callback(Banner(lambda: self._described.text(reads_stream=True)))
+
+    @classmethod
+    def explain(cls, name: str, known: Collection[str]) -> str:
+        """What an argument of another trainer is called here, or the closest name."""
+        return explained_argument(name, known, [one.name for one in fields(OPSDConfig)])
 
     def _prove(self) -> None:
         self.reading = prove_student(self.model, self.in_student, self.args, self.accelerator)

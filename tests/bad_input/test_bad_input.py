@@ -7,6 +7,8 @@ from pathlib import Path
 
 import bad_engines
 import bad_models
+import bad_names
+import bad_numbers
 import bad_options
 import bad_resuming
 import bad_rows
@@ -66,11 +68,23 @@ PHRASES = (
     "resume path missing",
     "resume path torn",
     "resume path with another fingerprint",
+    "learning_rate",
+    "weight_decay",
+    "batch size",
+    "steps",
+    "seed",
+    "a word for a boolean",
+    "a word for a number",
+    "malformed JSON",
+    "unknown option",
+    "unknown argument",
 )
 """The bad inputs that must be refused, in the order in which they were listed."""
 
+FILES = (bad_options, bad_numbers, bad_names, bad_rows, bad_models, bad_engines, bad_resuming)
+
 CASES: list[Case] = sorted(
-    (case for file in (bad_options, bad_rows, bad_models, bad_engines, bad_resuming) for case in file.CASES),
+    (case for file in FILES for case in file.CASES),
     key=lambda case: PHRASES.index(case.phrase),
 )
 

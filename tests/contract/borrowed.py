@@ -238,6 +238,8 @@ OWNERS = (
         only_taken=True,
         names={
             "_VALID_DICT_FIELDS": "options that may come as JSON",
+            "bf16": "off without an accelerator",
+            "dataloader_pin_memory": "off without an accelerator",
             "ddp_find_unused_parameters": "set for a student of which some weights get no gradient",
             "device": "the CPU without a number",
             "enable_jit_checkpoint": "hidden while transformers would begin to listen for a SIGTERM",

@@ -116,8 +116,8 @@ COMMAND_LINE = {
     "wrong task": (["--task", "arithmetix"], "argument --task: invalid choice: 'arithmetix'"),
     "two files": (["--config", "a", "--config=b"], "--config is given 2 times"),
     "no file": (["--config", "nowhere.yaml"], "--config nowhere.yaml: [Errno 2] No such file"),
-    "JSON": (["--model_init_kwargs", "{bad"], "`model_init_kwargs='{bad'` is not valid JSON"),
-    "JSON in single quotes": (["--teacher_model_init_kwargs", "{'dtype': 1}"], "write an object with double quotes"),
+    "JSON": (["--model_init_kwargs", "{bad"], "`model_init_kwargs='{bad'` is not JSON"),
+    "JSON in single quotes": (["--teacher_model_init_kwargs", "{'dtype': 1}"], "put names and texts in double quotes"),
     "JSON of a list": (["--model_init_kwargs", "[1]"], "`model_init_kwargs='[1]'`: expected a dict of options"),
     "a split that is not there": (
         ["--dataset_train_split", "train_"],
