@@ -13,7 +13,8 @@ from transformers import Trainer
 from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.loop import loaders, saving, seams, steps, wrapping
+from trl_opsd.loop import finished, loaders, saving, seams, steps, wrapping
+from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.seams import SeamTrainer
@@ -29,6 +30,7 @@ CUTS = [
         (Trainer, SafeCheckpoints, saving.SEAMS),
         (Trainer, GuardedSteps, steps.SEAMS),
         (Trainer, EachRowOnce, loaders.SEAMS),
+        (Trainer, FinishedRuns, finished.SEAMS),
         (Trainer, WrappedToTrain, wrapping.SEAMS),
     )
     for name in seams
@@ -54,6 +56,7 @@ def test_the_override_has_the_parameters_of_the_original(theirs, ours, seams, na
         (SafeCheckpoints, saving.SEAMS),
         (GuardedSteps, steps.SEAMS),
         (EachRowOnce, loaders.SEAMS),
+        (FinishedRuns, finished.SEAMS),
         (WrappedToTrain, wrapping.SEAMS),
     ],
 )

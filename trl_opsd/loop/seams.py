@@ -18,6 +18,7 @@ from trl_opsd._compat.deepspeed import recompute_buffers
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_output_dtype
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.hosting import Hosting
 from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.sampler import EpochCount, EpochSampler
@@ -56,7 +57,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
 """TRL's methods that are overridden here, with their parameters; a test checks them against the installed TRL."""
 
 
-class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, Hosting):
+class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, FinishedRuns, EachRowOnce, WrappedToTrain, Hosting):
     """TRL's trainer with four hooks in its loop: `complete`, `teach`, `weigh` and `compare`.
 
     A subclass implements all of them but `weigh`, and three checks; it is given our own types only. TRL builds neither
