@@ -13,7 +13,9 @@ from transformers import Trainer
 from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.loop import finished, loaders, saving, seams, steps, wrapping
+from trl_opsd.loop import card, evaluation, finished, loaders, saving, seams, steps, wrapping
+from trl_opsd.loop.card import Cards
+from trl_opsd.loop.evaluation import Evaluations
 from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.saving import SafeCheckpoints
@@ -27,6 +29,8 @@ CUTS = [
     pytest.param(theirs, ours, seams, name, id=f"{theirs.__name__}.{name}")
     for theirs, ours, seams in (
         (DistillationTrainer, SeamTrainer, seams.SEAMS),
+        (DistillationTrainer, Cards, card.SEAMS),
+        (DistillationTrainer, Evaluations, evaluation.SEAMS),
         (Trainer, SafeCheckpoints, saving.SEAMS),
         (Trainer, GuardedSteps, steps.SEAMS),
         (Trainer, EachRowOnce, loaders.SEAMS),
@@ -53,6 +57,8 @@ def test_the_override_has_the_parameters_of_the_original(theirs, ours, seams, na
     ("ours", "seams"),
     [
         (SeamTrainer, seams.SEAMS),
+        (Cards, card.SEAMS),
+        (Evaluations, evaluation.SEAMS),
         (SafeCheckpoints, saving.SEAMS),
         (GuardedSteps, steps.SEAMS),
         (EachRowOnce, loaders.SEAMS),
