@@ -46,6 +46,7 @@ from trl_opsd.run.uniform import check_not_uniform
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.comparison import compared
 from trl_opsd.teacher.teacher_checks import TeacherLike
+from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 
@@ -129,6 +130,7 @@ class OPSDTrainer(StrictNames, SeamTrainer):
     row_columns = COLUMNS
     hidden_columns = IMAGE_COLUMNS  # TRL would treat them as images even when they are empty
     args: OPSDConfig
+    teachers: Teachers
     train_dataset: AnyDataset | None
     eval_dataset: EvalDatasets
 

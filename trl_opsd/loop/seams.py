@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 from accelerate.logging import get_logger
-from accelerate.utils import set_seed
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import ProcessorMixin
@@ -18,6 +17,9 @@ from trl_opsd._compat.deepspeed import recompute_buffers
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_output_dtype
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.loop.card import Cards
+from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
+from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.hosting import Hosting
 from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.sampler import EpochCount, EpochSampler
@@ -48,7 +50,6 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_compute_loss": ("self", "unwrapped_student", "inputs", "num_items_in_batch"),
     "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
-    "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
     "_save_checkpoint": ("self", "model", "trial"),
     "log": ("self", "logs", "start_time"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
@@ -56,7 +57,9 @@ SEAMS: dict[str, tuple[str, ...]] = {
 """TRL's methods that are overridden here, with their parameters; a test checks them against the installed TRL."""
 
 
-class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, Hosting):
+class SeamTrainer(
+    Verbs, Cards, Evaluations, GuardedSteps, SafeCheckpoints, FinishedRuns, EachRowOnce, WrappedToTrain, Hosting
+):
     """TRL's trainer with four hooks in its loop: `complete`, `teach`, `weigh` and `compare`.
 
     A subclass implements all of them but `weigh`, and three checks; it is given our own types only. TRL builds neither
@@ -69,7 +72,6 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
     """Columns that TRL would read, and must not."""
     handed_in: Samples | None
     """Samples of the weights under an adapter, taken before it is added if that happens here; `None` without one."""
-    _name = "OPSD"
     _step: int
     _signature_columns: list[str] | None
 
@@ -105,7 +107,7 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
     # ---- What a subclass may use --------------------------------------------------------------------------------
 
     def record(self, name: str, value: float) -> None:
-        """Adds a number of this process to the next log, which shows the mean; in an evaluation as `eval_<name>`."""
+        """Adds a number of this process to the next log, which shows the mean; in an evaluation, to its metrics."""
         self._metrics[self._mode][name].append(value)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -196,6 +198,7 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
             sums = self.accelerator.reduce(parts.rows.sum(0), "sum")
         else:
             sums = self.gather_distinct_rows(parts.rows).sum(0)
+            self._written = inputs["completion_ids"].masked_fill(inputs["completion_mask"] == 0, NO_TOKEN)
         named = dict(zip(LossParts.ROW_NAMES, sums.tolist(), strict=True))
         if not self.is_finite_loss(named, parts):
             return self.with_nan_gradient(output)
@@ -215,12 +218,6 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
         with self._accounts["train"].clock("save"):
             super()._save_checkpoint(model, trial)
 
-    def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple:
-        with self._accounts["eval"].clock("compare"):
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -234,32 +231,10 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
         with explained("step", partial(self.footprint, "step")):  # outside the phases, memory is the optimizer's
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        """As TRL's, but with a fixed seed, training's random state untouched, and the loss a mean over tokens."""
-        self._metrics["eval"].clear()  # left by an interrupted evaluation
-        self._accounts["eval"].clear()
-        with preserved_rng(self.accelerator.device):
-            set_seed(self.args.seed, device_specific=True)
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        loss = self._accounts["eval"].loss
-        if loss is not None:
-            output.metrics[f"{metric_key_prefix}_loss"] = loss
-        return output
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode
-        if found := self._accounts[mode].metrics(per_batch=mode == "train"):
-            prefix = "eval_" if mode == "eval" else ""
-            logs.update({prefix + name: value for name, value in found.items()})
+        if mode == "train" and (found := self._accounts[mode].metrics(per_batch=True)):
+            logs.update(found)
             self._accounts[mode].clear()
         if mode == "train" and "loss" in logs and self._guard.counts:
             logs["nonfinite/skipped_steps"] = self._guard.skipped
