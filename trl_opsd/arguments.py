@@ -112,12 +112,15 @@ def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) ->
         ValueError: A model cannot be found or is not a causal language model, or the student adds an auxiliary loss in
             its forward, or is not in memory.
     """
-    config = language_config(student, "model", args.model_init_kwargs or {})
+    own_code = {"trust_remote_code": args.trust_remote_code}
+    config = language_config(student, "model", {**own_code, **(args.model_init_kwargs or {})})
     check_own_loss({**config, **(args.model_init_kwargs or {})})
     check_in_memory(student)
-    place = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
+    own_code = {"trust_remote_code": args.teacher_trust_remote_code}
+    loading = {**own_code, "revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
     for name, teacher in teachers.items():
-        language_config(teacher, "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]", place)
+        called = "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]"
+        language_config(teacher, called, loading, trust="teacher_trust_remote_code")
 
 
 def check_datasets(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import AutoConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils import CONFIG_NAME, cached_file
 
@@ -19,7 +20,39 @@ LOCATION_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
 """Loading options that locate a model."""
 
 
-def language_config(model: Any, called: str, loading: Mapping[str, Any]) -> Mapping[str, Any]:
+@contextmanager
+def naming_trust(what: str, option: str, tokenizer_of: str | None = None) -> Iterator[None]:
+    """Replaces transformers' refusal of a repository's own code, which asks for an argument that nobody can pass.
+
+    Args:
+        what (`str`):
+            The model or tokenizer, for the message.
+        option (`str`):
+            The option that allows its code, and is not set.
+        tokenizer_of (`str`, *optional*):
+            A path or model id whose tokenizer is loaded: transformers tries a class of its own first, and then says
+            nothing of the code.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if "trust_remote_code" not in str(error) and not (tokenizer_of and _has_own_tokenizer(tokenizer_of)):
+            raise
+        of_student = option == "trust_remote_code"
+        raise ValueError(
+            f"{what} comes with Python code of its own, which is run only if you allow it: read that code, then set "
+            f"`{option}=True` in `OPSDConfig`, which covers {'the student' if of_student else 'teachers'} alone."
+        ) from error
+
+
+def _has_own_tokenizer(path: str) -> bool:
+    found = cached_file(path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+    return found is not None and "auto_map" in json.loads(Path(found).read_text(encoding="utf-8"))
+
+
+def language_config(
+    model: Any, called: str, loading: Mapping[str, Any], trust: str = "trust_remote_code"
+) -> Mapping[str, Any]:
     """The config of a causal language model, with its `text_config` merged in; empty for anything but a model.
 
     Args:
@@ -29,9 +62,11 @@ def language_config(model: Any, called: str, loading: Mapping[str, Any]) -> Mapp
             The argument it was passed as, for the message.
         loading (`Mapping[str, Any]`):
             Options for loading it.
+        trust (`str`, *optional*, defaults to `"trust_remote_code"`):
+            The option that allows Python code of its own.
 
     Raises:
-        ValueError: It cannot be found, or is not a causal language model.
+        ValueError: It cannot be found, is not a causal language model, or has code of its own that is not allowed.
     """
     if isinstance(model, str):
         place = {name: loading[name] for name in LOCATION_OPTIONS if loading.get(name) is not None}
@@ -46,6 +81,9 @@ def language_config(model: Any, called: str, loading: Mapping[str, Any]) -> Mapp
                 f"access to: correct it, or log in. {why}"
             )
         config = json.loads(Path(found).read_text(encoding="utf-8"))
+        if "auto_map" in config:
+            with naming_trust(f"`{called}={model!r}`", trust):
+                AutoConfig.from_pretrained(model, trust_remote_code=loading.get("trust_remote_code", False), **place)
         causal, kind = not config.get("is_encoder_decoder", False), (config.get("architectures") or ["model"])[0]
     elif isinstance(model, PreTrainedModel) or (isinstance(model, nn.Module) and is_peft(model)):
         inner = without_peft(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 from accelerate.logging import get_logger
@@ -13,6 +14,7 @@ from transformers.utils import cached_file
 from trl_opsd._compat.peft import is_peft
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.vocabulary import check_token_maps
+from trl_opsd.models.model_checks import naming_trust
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.sharing import share_memory
 
@@ -143,5 +145,8 @@ def _tokenizer_beside(teacher_model: Any, args: OPSDConfig) -> PreTrainedTokeniz
     ):
         logger.warning(f"{teacher_model} has no tokenizer; the student's is assumed.")
         return None
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(teacher_model, **options)
+    what = f"The tokenizer of the teacher ({teacher_model})"
+    code = naming_trust(what, "teacher_trust_remote_code", tokenizer_of=teacher_model)
+    with nullcontext() if options.get("trust_remote_code") else code:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(teacher_model, **options)
     return tokenizer
