@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from trl_opsd._compat.peft import CausalLM, is_peft
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.admission import look_ahead
+from trl_opsd.data.admission import Rows, look_ahead
 from trl_opsd.data.datasets import AnyDataset, columns_of, describe_rows
 from trl_opsd.data.intake import Intake
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits, check_columns, check_no_images
 from trl_opsd.data.row_sharding import check_alike
-from trl_opsd.data.teacher_prompts import TeacherPrompts
+from trl_opsd.data.teacher_prompts import COLUMNS, TeacherPrompts
 from trl_opsd.models.backbone import context_of
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.model_checks import check_in_memory, check_own_loss, language_config
@@ -32,6 +32,8 @@ class Prepared:
 
     models: dict[str, Any]
     """Teacher models, paths or model ids by name; `None` is the student itself."""
+    rows: dict[str, Rows]
+    """The datasets by their names in messages."""
     intake: Intake
     """Parses rows, with the names of these teachers."""
     processing_class: Any
@@ -77,15 +79,17 @@ def prepared(
     check_models(model, models, args)
     prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
     intake = Intake(teachers=tuple(models), prompts=prompts)
-    for name, dataset in datasets.items():
-        if dataset is not None:
-            look_ahead(dataset, name, intake)
+    columns = [name for name in COLUMNS if several or name != "teacher"]  # each is of one shape with its teacher's name
+    progress = args.process_index == 0 and not args.disable_tqdm
+    rows = {name: Rows.of(one, name, columns, progress) for name, one in datasets.items() if one is not None}
+    for one in rows.values():
+        look_ahead(one, intake)
     if args.world_size > 1:
         check_alike(gather_object([{name: describe_rows(one, row_columns) for name, one in datasets.items()}]))
     if processing_class is None:
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
         check_processing_class(processing_class)
-    found = Prepared(models=models, intake=intake, processing_class=processing_class)
+    found = Prepared(models=models, rows=rows, intake=intake, processing_class=processing_class)
     ensure_special_tokens(found.tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
     check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
     return found

@@ -18,6 +18,7 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig, checked_args
+from trl_opsd.data.admission import Rows
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name, columns_of, describe_rows
 from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
@@ -197,11 +198,14 @@ class OPSDTrainer(StrictNames, SeamTrainer):
                 intake=given.intake,
                 tokenize=self.tokenize,
                 template=args.teacher_template_kwargs,
-                has_template=bool(self.processing_class.chat_template),
+                tokenizer=self.processing_class,
+                settings=(self.chat_template_kwargs, [tool.__name__ for tool in self.tools or ()]),
                 student_limits=arguments.student_limits(self.model, args),
             )
-            self._admit_datasets(self.readers.student)
+            rows = self._admit_datasets(given.rows, self.readers.student)
             self._set_up_teachers(given.models)
+            self._admit_datasets(rows, self.readers.teacher)
+            self.readers = self.readers.bounded_by_teacher(columns_of(self.train_dataset) or ())
         self.rollout = rollout
         with explained("start", partial(self.footprint, "start")):
             rollout.bind(self)
@@ -236,14 +240,20 @@ class OPSDTrainer(StrictNames, SeamTrainer):
         # Known only once they are built: their vocabularies and contexts.
         self._vocabulary = shared_vocabulary(self.limits.vocabulary, self.teachers.vocabularies, self.processing_class)
         self.readers = self.readers.with_teachers(self._vocabulary, self.teachers.contexts)
-        self._admit_datasets(self.readers.teacher)
-        self.readers = self.readers.bounded_by_teacher(columns_of(self.train_dataset) or ())
 
-    def _admit_datasets(self, reader: Reader) -> None:
+    def _admit_datasets(self, rows: dict[str, Rows], reader: Reader) -> dict[str, Rows]:
         dropped = self.dropped_prompts if self.args.overlong_prompts == "drop" else None
-        self.train_dataset, self.eval_dataset = admit_all(self.train_dataset, self.eval_dataset, reader, dropped)
+        rows = admit_all(rows, reader, dropped)
+        datasets = {name: one.dataset for name, one in rows.items()}
+        self.train_dataset = datasets.get("train_dataset")
+        if isinstance(self.eval_dataset, dict):
+            names = zip(self.eval_dataset, by_name(self.eval_dataset), strict=True)
+            self.eval_dataset = {name: datasets.get(where) for name, where in names}
+        else:
+            self.eval_dataset = datasets.get("eval_dataset")
         if self.train_dataset is not None:
             arguments.check_train_size(self.train_dataset, self.args)
+        return rows
 
     # ---- The verbs ----------------------------------------------------------------------------------------------
 

@@ -319,6 +319,11 @@ OWNERS = (
     ),
     Owner(
         kind=ANYWHERE,
+        where=("datasets/arrow_dataset.py:Dataset",),
+        names={"_indices": "which stored rows are selected, in which order"},
+    ),
+    Owner(
+        kind=ANYWHERE,
         where=("accelerate/accelerator.py:Accelerator",),
         names={"_models": "lists the student while an evaluation wraps nothing, so that it is not prepared"},
     ),

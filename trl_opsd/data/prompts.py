@@ -157,13 +157,22 @@ class PromptLimits:
     completion: int
     """Tokens reserved for the completion: `max_completion_length`."""
 
-    def fits(self, prompt_ids: list[int]) -> bool:
-        """Whether the prompt leaves room for a whole completion."""
-        return self.room(len(prompt_ids)) == self.completion
+    def fits(self, prompt_tokens: int) -> bool:
+        """Whether a prompt of this length leaves room for a whole completion."""
+        return self.room(prompt_tokens) == self.completion
+
+    def admits(self, prompt_tokens: int, largest_id: int) -> bool:
+        """Whether a prompt of this length and with this largest token id passes [`check`]."""
+        return bool(prompt_tokens) and self.fits(prompt_tokens) and largest_id < self.vocabulary
 
     def room(self, prompt_tokens: int) -> int:
         """Tokens that may follow a prompt of this length, limited by `completion` and the context."""
         return self.completion if self.context is None else min(self.completion, self.context - prompt_tokens)
+
+    @property
+    def room_for_prompt(self) -> int | None:
+        """The maximum number of tokens of a prompt; `None` for no limit."""
+        return None if self.context is None else self.context - self.completion
 
     def covers(self, other: PromptLimits) -> bool:
         """Whether every prompt within the other limits is within these."""
@@ -178,23 +187,23 @@ class PromptLimits:
                 f"{self.context} tokens: lower it."
             )
 
-    def check(self, prompt_ids: list[int], where: str) -> None:
+    def check(self, prompt_tokens: int, largest_id: int, where: str) -> None:
         """Raises `ValueError` when the prompt is empty, does not fit, or has a token id outside the vocabulary."""
-        if not prompt_ids:
+        if not prompt_tokens:
             raise ValueError(
                 f"{where} has no tokens after tokenization: give the model something to answer, or remove the row."
             )
-        if not self.fits(prompt_ids):
+        if not self.fits(prompt_tokens):
             raise ValueError(
-                f"{where} has {len(prompt_ids)} tokens; with a completion of {self.completion} that is more than the "
+                f"{where} has {prompt_tokens} tokens; with a completion of {self.completion} that is more than the "
                 f"context of {self.context}: shorten it, lower max_completion_length, or set overlong_prompts='drop'."
             )
-        self._check_known(max(prompt_ids), where)
+        self._check_known(largest_id, where)
 
     def check_batch(self, prompt_ids: list[list[int]]) -> None:
         """As [`check`], for the prompts of a generation batch."""
         for number, ids in enumerate(prompt_ids):
-            self.check(ids, f"The prompt in row {number} of this batch")
+            self.check(len(ids), max(ids, default=0), f"The prompt in row {number} of this batch")
 
     def check_completion(self, prompt_ids: list[int], completion_ids: list[int], backend: str) -> None:
         """Raises `ValueError` when a completion exceeds the context or has token ids outside the vocabulary."""

@@ -6,8 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from trl_opsd.data.bounds import at_most_one_token_per_byte
 from trl_opsd.data.intake import Intake, Request
 from trl_opsd.data.prompts import Prompt, PromptLimits, common_kind
+from trl_opsd.data.vocabulary import largest_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +25,38 @@ class Reader:
     """Selects the prompt of a row."""
     tokenize: Callable[[list[Any]], list[list[int]]]
     """Turns prompts of one kind into token ids, chat template included."""
-    limits_of: Callable[[Request], PromptLimits]
-    """Limits of the prompt of a row."""
-    has_template: bool
-    """Whether the tokenizer has a chat template."""
+    tokenizer: PreTrainedTokenizerBase
+    """What `tokenize` uses."""
+    settings: tuple[Any, ...]
+    """All else on which the token ids depend; the same in every run that has the same options."""
+    limits: Mapping[str, PromptLimits]
+    """Limits of the prompts, by the name of the row's teacher."""
+    columns: tuple[str, ...] = ("prompt",)
+    """The columns from which prompts are made."""
+    copies: int = 1
+    """How often a prompt may contain what is in the columns."""
     is_needed: Callable[[list[str] | None], bool] = lambda columns: True
     """Whether the rows of a dataset with these columns need checking; `None` stands for unknown columns."""
+
+    def limits_of(self, request: Request) -> PromptLimits:
+        """Limits of the prompt of a row."""
+        return self.limits[request.teacher]
+
+    @property
+    def strictest(self) -> PromptLimits:
+        """Limits of which a prompt that is within them is within those of every row."""
+        limits = list(self.limits.values())
+        contexts = [one.context for one in limits if one.context is not None]
+        return PromptLimits(
+            vocabulary=min(one.vocabulary for one in limits),
+            context=min(contexts, default=None),
+            completion=max(one.completion for one in limits),
+        )
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a prompt has at most one token for each byte, and only tokens that the models know."""
+        return at_most_one_token_per_byte(self.tokenizer) and largest_id(self.tokenizer) < self.strictest.vocabulary
 
     def check_kind(self, prompts: Sequence[Prompt], kind: str | None = None) -> str | None:
         """Checks that all prompts, and those before them of the given kind, are of one kind, and returns it.
@@ -34,7 +65,7 @@ class Reader:
             ValueError: They are of two kinds, or messages without a chat template.
         """
         kind = common_kind(prompts, kind)
-        if kind == "messages" and not self.has_template:
+        if kind == "messages" and not self.tokenizer.chat_template:
             raise ValueError(
                 f"{prompts[0].where} is messages, but the tokenizer has no chat template: set "
                 "`tokenizer.chat_template`, or give the prompts as text."
@@ -42,8 +73,17 @@ class Reader:
         return kind
 
     def token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The token ids of prompts whose kind was checked."""
-        return self.tokenize([prompt.value for prompt in prompts])
+        """The token ids of prompts whose kind was checked.
+
+        Raises:
+            ValueError: The chat template refuses one; the message names its row.
+        """
+        try:
+            return self.tokenize([prompt.value for prompt in prompts])
+        except TemplateError as error:
+            if len(prompts) > 1:
+                return [ids for prompt in prompts for ids in self.token_ids([prompt])]
+            raise ValueError(f"{prompts[0].where}: the chat template of the tokenizer refuses it: {error}.") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +96,10 @@ class Readers:
     """Turns prompts of one kind into token ids; takes chat template arguments."""
     template: Mapping[str, Any]
     """Chat template arguments that differ for the teacher."""
-    has_template: bool
-    """Whether the tokenizer has a chat template."""
+    tokenizer: PreTrainedTokenizerBase
+    """What `tokenize` uses."""
+    settings: tuple[Any, ...]
+    """The chat template arguments of both, and whatever else `tokenize` depends on."""
     student_limits: PromptLimits
     """Limits of the student's prompts."""
     teacher_limits: Mapping[str, PromptLimits] = field(default_factory=dict)
@@ -70,8 +112,9 @@ class Readers:
             intake=self.intake,
             prompt_of=lambda request: request.student,
             tokenize=self.tokenize,
-            limits_of=lambda request: self.student_limits,
-            has_template=self.has_template,
+            tokenizer=self.tokenizer,
+            settings=self.settings,
+            limits=dict.fromkeys(self.intake.teachers, self.student_limits),
         )
 
     @property
@@ -81,8 +124,11 @@ class Readers:
             intake=self.intake,
             prompt_of=lambda request: request.of_teacher,
             tokenize=self._tokenize_for_teacher,
-            limits_of=lambda request: self.teacher_limits[request.teacher],
-            has_template=self.has_template,
+            tokenizer=self.tokenizer,
+            settings=(*self.settings, dict(self.template), self.intake.prompts.template),
+            limits=self.teacher_limits,
+            columns=("prompt", "teacher_prompt", "privileged_context"),
+            copies=self.intake.prompts.copies,
             is_needed=self._may_differ,
         )
 
@@ -191,7 +237,9 @@ class Readers:
                     f"{request.where}, but its context is {limits.context} tokens: shorten its prompt, or the output "
                     "of tools."
                 )
-            replace(limits, completion=0).check(ids, f"What the teacher reads for {request.where}")
+            replace(limits, completion=0).check(
+                len(ids), max(ids, default=0), f"What the teacher reads for {request.where}"
+            )
 
     def _tokenize_for_teacher(self, prompts: list[Any]) -> list[list[int]]:
         if self.template and isinstance(prompts[0], str):

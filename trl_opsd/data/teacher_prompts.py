@@ -44,6 +44,11 @@ class TeacherPrompts:
     prompt_fn: Callable[[dict[str, Any], str], Any] | None = None
     """Makes the prompt from a row and the text of the completion; takes precedence over the columns."""
 
+    @property
+    def copies(self) -> int:
+        """How often `template` repeats what is put into it."""
+        return max(self.template.count("{" + name + "}") for name in ("prompt", "privileged_context"))
+
     def in_row(self, columns: Iterable[str]) -> bool:
         """Whether the columns give the teacher a prompt other than the student's."""
         return not {"teacher_prompt", "privileged_context"}.isdisjoint(columns)
