@@ -16,6 +16,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from trl_opsd._compat.peft import is_peft, without_peft
+from trl_opsd._compat.sharding import class_of
 from trl_opsd._compat.trl import DistillationTrainer, get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence
@@ -129,7 +130,7 @@ def _shown(model: Any) -> str:
     path = _path(model)
     if (known := _hub_id(path)) is not None:
         return f"[{known}](https://huggingface.co/{known})"
-    kind = type(without_peft(model)).__name__
+    kind = class_of(without_peft(model)).__name__
     return f"`{Path(path).name}` (a local `{kind}`)" if path else f"a `{kind}` that has no name"
 
 
