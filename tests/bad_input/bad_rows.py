@@ -116,7 +116,7 @@ DATASETS = [
         Dataset.from_dict({"question": ["a", "b"]}),
         before_loading=True,
     ),
-    streamed("dataset without prompt", "row 0 of this batch has no column 'prompt'", {"question": "a"}),
+    streamed("dataset without prompt", "row 0 of train_dataset has no column 'prompt'", {"question": "a"}),
     Case(
         "dataset without the privileged column",
         "a student that teaches itself",
@@ -168,7 +168,7 @@ ROWS = [
         TypeError,
         before_loading=True,
     ),
-    streamed("row None", "row 0 of this batch is None", {"prompt": None}, TypeError),
+    streamed("row None", "row 0 of train_dataset is None", {"prompt": None}, TypeError),
     Case(
         "row None",
         "to evaluate on",

@@ -222,7 +222,7 @@ OWNERS = (
     Owner(
         kind="backend",
         where=("trl/distributed.py:DistributedBackend",),
-        names={"fsdp_version": "", "gather_params": "", "is_fsdp": "", "summon_full_params": ""},
+        names={"fsdp_version": "", "gather_params": "", "is_fsdp": "", "summon_full_params": "", "zero_stage": ""},
     ),
     Owner(
         kind="config",
