@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -17,13 +18,19 @@ from trl_opsd.data.datasets import AnyDataset, columns_of, describe_rows
 from trl_opsd.data.intake import Intake
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits, check_columns, check_no_images
 from trl_opsd.data.row_sharding import check_alike
-from trl_opsd.data.teacher_prompts import COLUMNS, TeacherPrompts
+from trl_opsd.data.teacher_prompts import COLUMNS, TEMPLATE, TeacherPrompts
 from trl_opsd.models.backbone import context_of
 from trl_opsd.models.head import model_shape
-from trl_opsd.models.model_checks import check_in_memory, check_own_loss, language_config
+from trl_opsd.models.model_checks import check_in_memory, check_own_loss, language_config, same_weights
 from trl_opsd.models.processing import check_processing_class, loaded_processing_class, text_tokenizer
 from trl_opsd.models.special_tokens import configured_vocabulary, ensure_special_tokens
-from trl_opsd.teacher.teacher_checks import check_teachers, check_tokenizers
+from trl_opsd.run.without_effect import described, without_effect
+from trl_opsd.teacher.teacher_checks import check_named_once, check_teachers, check_tokenizers
+
+logger = get_logger(__name__)
+
+PRIVILEGED = ("teacher_prompt", "privileged_context")
+"""Columns that only a teacher reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +66,7 @@ def prepared(
     teacher_processing_class: Any,
     teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None,
     row_columns: Collection[str],
+    quantization_config: Any = None,
 ) -> Prepared:
     """Runs every check that needs no loaded model; the arguments are the trainer's.
 
@@ -66,6 +74,7 @@ def prepared(
         ValueError: Arguments contradict each other; the message says what to change.
         TypeError: An argument has an unsupported type.
     """
+    check_named_once(teacher_model, args)
     teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
     check_teachers(teacher_model, model, args)
     models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {"teacher": teacher_model}
@@ -77,6 +86,9 @@ def prepared(
     several = tuple(models) if len(models) > 1 else ()
     check_datasets(datasets, args, several, needs_privilege=_teaches_itself(model, args) and not tells_more)
     check_models(model, models, args)
+    warn_of_template(args, datasets, teacher_prompt_fn is not None)
+    if quantization_config is None:
+        warn_of_same_model(model, models, args, datasets, tells_more)
     prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
     intake = Intake(teachers=tuple(models), prompts=prompts)
     columns = [name for name in COLUMNS if several or name != "teacher"]  # each is of one shape with its teacher's name
@@ -95,10 +107,133 @@ def prepared(
     return found
 
 
+def check_that_it_learns(args: OPSDConfig, train_dataset: Any, optimizers: tuple[Any, Any]) -> None:
+    """Refuses options with which a training would change nothing, or last as long as nobody asked for.
+
+    Args:
+        args ([`OPSDConfig`]):
+            The options.
+        train_dataset (`Any`):
+            `None` for a trainer that only evaluates, which may have any of them.
+        optimizers (`tuple`):
+            Optimizer and scheduler as they were passed.
+
+    Raises:
+        ValueError: The rate or the number of steps is 0.
+    """
+    if train_dataset is None:
+        return
+    if args.max_steps == 0:
+        raise ValueError(
+            "`max_steps=0` means that it is not set, as -1 does, and training would last "
+            f"`num_train_epochs={args.num_train_epochs}`: set the number of optimizer steps, or leave `train_dataset` "
+            "out to evaluate only."
+        )
+    if args.max_steps < 0 and args.num_train_epochs == 0:
+        raise ValueError(
+            f"`num_train_epochs={args.num_train_epochs}`: training would end after 0 steps: set more, or `max_steps`; "
+            "to evaluate only, leave `train_dataset` out."
+        )
+    optimizer, _ = optimizers
+    groups = [] if optimizer is None else getattr(optimizer, "param_groups", [])
+    rates = [group.get("initial_lr", group.get("lr")) for group in groups]  # a warmup begins at 0
+    if optimizer is None and args.learning_rate == 0:
+        raise ValueError(
+            f"`learning_rate={args.learning_rate}`: no weight would change: set a rate, 1e-6 to 1e-5 for most models "
+            "and about ten times as much for LoRA; to evaluate only, leave `train_dataset` out."
+        )
+    if rates and all(rate == 0 for rate in rates):
+        raise ValueError(
+            "All parameters of the optimizer have a learning rate of 0, so no weight would change: set `lr`."
+        )
+
+
+def warn_of_options(
+    args: OPSDConfig, teachers: Mapping[str, Any], own_rollout: bool, optimizers: tuple[Any, Any], tools: Any
+) -> None:
+    """Says which options are set and have no effect.
+
+    Args:
+        args ([`OPSDConfig`]):
+            The options.
+        teachers (`Mapping[str, Any]`):
+            As the user passed them; `None` is the student itself.
+        own_rollout (`bool`):
+            Whether a rollout was passed.
+        optimizers, tools:
+            As they were passed.
+    """
+    found = without_effect(
+        args, own_rollout=own_rollout, teachers=list(teachers.values()), optimizers=optimizers, tools=tools
+    )
+    if found:
+        logger.warning(described(args, found))
+
+
 def _teaches_itself(student: Any, args: OPSDConfig) -> bool:
     """Whether teacher and student start as the same model; without the adapter it came with, a student is another."""
     kind = args.teacher_model_kind
     return kind is not None and not (kind == "base" and not isinstance(student, str) and is_peft(student))
+
+
+def warn_of_same_model(
+    student: Any,
+    teachers: Mapping[str, Any],
+    args: OPSDConfig,
+    datasets: Mapping[str, AnyDataset | None],
+    tells_more: bool,
+) -> None:
+    """Says that a teacher is the student, if it reads nothing more: the divergence is 0, and stays 0.
+
+    Args:
+        student (`Any`):
+            A path, a model id or a model.
+        teachers (`Mapping[str, Any]`):
+            As the user passed them.
+        args ([`OPSDConfig`]):
+            Contains the options for loading them.
+        datasets (`Mapping`):
+            By name; those whose columns are not known may have any.
+        tells_more (`bool`):
+            Whether the teacher's prompts differ without a column for them.
+    """
+    if tells_more or _may_have(datasets, PRIVILEGED):
+        return
+    loading = args.model_init_kwargs or {}
+    theirs = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
+    for teacher in teachers.values():
+        if same_weights(student, loading, teacher, theirs):
+            logger.warning(
+                f"The teacher and the student are the same model, {teacher!r}, and read the same prompts: the "
+                "divergence is 0 and stays 0, so nothing is learned. Pass another teacher, or a column "
+                "'privileged_context' that only the teacher reads."
+            )
+
+
+def warn_of_template(args: OPSDConfig, datasets: Mapping[str, AnyDataset | None], has_function: bool) -> None:
+    """Says that a template for the teacher's prompts is not used.
+
+    Args:
+        args ([`OPSDConfig`]):
+            Contains the template.
+        datasets (`Mapping`):
+            By name; those whose columns are not known may have any.
+        has_function (`bool`):
+            Whether `teacher_prompt_fn` was passed, which writes the prompts instead.
+    """
+    if args.teacher_prompt_template == TEMPLATE:
+        return
+    given = f"`teacher_prompt_template={args.teacher_prompt_template!r}` has no effect"
+    if has_function:
+        logger.warning(f"{given}: `teacher_prompt_fn` writes the teacher's prompts. Remove one of them.")
+    elif not _may_have(datasets, ("privileged_context",)):
+        logger.warning(f"{given}: no dataset has a column 'privileged_context'. Add one, or remove the template.")
+
+
+def _may_have(datasets: Mapping[str, AnyDataset | None], names: Collection[str]) -> bool:
+    """Whether a dataset has one of these columns, or has columns that are not known."""
+    columns = [columns_of(one) for one in datasets.values() if one is not None]
+    return any(one is None or not set(names).isdisjoint(one) for one in columns)
 
 
 def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) -> None:
@@ -162,7 +297,7 @@ def check_datasets(
         columns = columns_of(dataset)
         check_columns(columns, where, teachers)
         _check_stored_images(dataset, where)
-        if needs_privilege and columns is not None and not {"teacher_prompt", "privileged_context"} & set(columns):
+        if needs_privilege and columns is not None and not set(PRIVILEGED) & set(columns):
             raise ValueError(
                 f"The student is its own teacher (`teacher_model_kind={args.teacher_model_kind!r}`), but {where} has "
                 f"no context for the teacher that the student does not see; it has only {columns}. Add a column "

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from transformers import TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import is_torch_xla_available
 
@@ -21,7 +22,7 @@ from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import explained_option
 from trl_opsd.run.option_types import check_json, convert_text
 from trl_opsd.run.precision import check_scaler
-from trl_opsd.run.ranges import above, at_least_one, in_range, one_of
+from trl_opsd.run.ranges import above, at_least, at_least_one, in_range, one_of
 from trl_opsd.run.sampling_options import check_generation_kwargs, check_sampling
 from trl_opsd.run.strict_names import StrictNames
 from trl_opsd.run.training_options import check_training
@@ -311,7 +312,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         one_of("vllm_weight_sync", self.vllm_weight_sync, ("auto", "adapter", "full"))
         one_of("vllm_sync_check", self.vllm_sync_check, ("every", "first", "never"))
         in_range("vllm_gpu_memory_utilization", self.vllm_gpu_memory_utilization, 0.0, 1.0, open_below=True)
-        above("vllm_server_timeout", self.vllm_server_timeout, 0.0)
+        at_least("vllm_server_timeout", self.vllm_server_timeout, 0)
         for name in ("vllm_server_port", "vllm_group_port"):
             in_range(name, getattr(self, name), 1, 65535)
         at_least_one("vllm_tensor_parallel_size", self.vllm_tensor_parallel_size)
@@ -383,8 +384,10 @@ def checked_args(args: DistillationConfig | None, model: Any, divergence: Diverg
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         return OPSDConfig(f"{name.split('/')[-1]}-OPSD")
     if not isinstance(args, OPSDConfig):
-        raise TypeError(
-            f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`, which has every field of TRL's "
-            "`DistillationConfig`; change the class name."
+        remedy = (
+            "which has every field of TRL's `DistillationConfig`; change the class name"
+            if isinstance(args, TrainingArguments)
+            else "which comes third, after the teacher; pass arguments by name"
         )
+        raise TypeError(f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`, {remedy}.")
     return args

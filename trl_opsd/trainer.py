@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import is_fsdp_enabled
@@ -17,7 +18,7 @@ from trl_opsd import arguments, fingerprint
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.banner import Banner, Described
-from trl_opsd.config import OPSDConfig, checked_args
+from trl_opsd.config import OPSDConfig, check_divergence, checked_args
 from trl_opsd.data.admission import Rows
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name, columns_of, describe_rows
 from trl_opsd.data.intake import Request
@@ -31,14 +32,16 @@ from trl_opsd.losses import Divergence
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.head import whole_head
-from trl_opsd.models.model_checks import check_student
+from trl_opsd.models.model_checks import check_student, check_trainable
 from trl_opsd.models.padding import PADDED
 from trl_opsd.models.proofs import prove_student
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.returned import checked_completions
+from trl_opsd.run.agreement import agree
 from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import explained_argument
+from trl_opsd.run.given import check_given
 from trl_opsd.run.memory import explained
 from trl_opsd.run.precision import autocast, warn_of_lost_updates
 from trl_opsd.run.rng import preserved_rng
@@ -49,6 +52,8 @@ from trl_opsd.teacher.comparison import compared
 from trl_opsd.teacher.teacher_checks import TeacherLike
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
+
+logger = get_logger(__name__)
 
 
 class OPSDTrainer(StrictNames, SeamTrainer):
@@ -155,7 +160,25 @@ class OPSDTrainer(StrictNames, SeamTrainer):
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
     ) -> None:
         share_tracebacks()
+        check_given(
+            model=model,
+            teacher_model=teacher_model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout=rollout,
+            teacher_processing_class=teacher_processing_class,
+        )
         args = checked_args(args, model, divergence)
+        fingerprint.check_accepted(args.resume_with_changes)
+        arguments.check_that_it_learns(args, train_dataset, optimizers)
+        own_rollout = rollout is not None
         rollout = chosen_rollout(rollout, args)
         given = arguments.prepared(
             model,
@@ -166,7 +189,9 @@ class OPSDTrainer(StrictNames, SeamTrainer):
             teacher_processing_class,
             teacher_prompt_fn,
             self.row_columns,
+            quantization_config,
         )
+        arguments.warn_of_options(args, given.models, own_rollout, optimizers, tools)
 
         super().__init__(
             model=model,
@@ -183,12 +208,13 @@ class OPSDTrainer(StrictNames, SeamTrainer):
         )
         check_student(self.model, args)
         if train_dataset is not None:
+            check_trainable(self.model, optimizers)
             warn_of_lost_updates(self.model, self.accelerator, args.learning_rate, self.optimizer)
         self.use_special_tokens()
         self._identity = fingerprint.Identity(args, self.model, self.handed_in, self.optimizer)
-        self.divergence = args.build_divergence() if divergence is None else divergence_of(divergence, args.beta)
+        self.divergence = args.divergence if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not args.disable_tqdm
-        self._student_is_proved, self.reading = False, PADDED
+        self._student_is_proved, self.reading, self._has_compared = False, PADDED, False
         self.dropped_prompts: Counter[str] = Counter()
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
@@ -298,6 +324,12 @@ class OPSDTrainer(StrictNames, SeamTrainer):
 
     def check_sums(self, sums: dict[str, float]) -> None:
         check_not_uniform(sums, self.limits.vocabulary, self.temperature)
+        if not self._has_compared and agree(sums):
+            logger.warning(
+                "The first divergence is 0: the teacher says the same as the student about every token, and nothing is "
+                "learned from it. Is it the same model, without context that only the teacher reads?"
+            )
+        self._has_compared = True
 
     def __repr__(self) -> str:
         return self._described.text() if hasattr(self, "rollout") else super().__repr__()
@@ -310,6 +342,16 @@ class OPSDTrainer(StrictNames, SeamTrainer):
 
     def footprint(self, phase: str) -> dict[str, int]:
         return footprint(self, phase, self.teachers.models, self.teachers.heads)
+
+    @property
+    def divergence(self) -> Divergence:
+        """What `compare` minimises. May be set, also by name; `None` is the one that TRL's `beta` selects."""
+        return self._divergence
+
+    @divergence.setter
+    def divergence(self, divergence: Divergence | str | None) -> None:
+        check_divergence(divergence)
+        self._divergence = divergence_of(divergence, self.args.beta)
 
     @property
     def limits(self) -> PromptLimits:

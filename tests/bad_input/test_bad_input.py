@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import bad_arguments
 import bad_engines
 import bad_models
 import bad_names
@@ -78,10 +79,19 @@ PHRASES = (
     "malformed JSON",
     "unknown option",
     "unknown argument",
+    "a class for an object",
+    "wrong kind",
+    "wrong order",
+    "nothing would be learned",
+    "optimizer of another model",
+    "teacher given twice",
+    "rollout given twice",
+    "resume with unknown changes",
+    "divergence assigned",
 )
 """The bad inputs that must be refused, in the order in which they were listed."""
 
-FILES = (bad_options, bad_numbers, bad_names, bad_rows, bad_models, bad_engines, bad_resuming)
+FILES = (bad_arguments, bad_options, bad_numbers, bad_names, bad_rows, bad_models, bad_engines, bad_resuming)
 
 CASES: list[Case] = sorted(
     (case for file in FILES for case in file.CASES),

@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
+from trl_opsd.banner import Banner
 
 TEXTS = ["2+2=", "The sky is"]
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
@@ -166,6 +167,7 @@ def test_teacher_columns_survive_the_removal_of_unused_ones(tmp_path):
 def test_the_privileged_context_is_not_logged(tmp_path, caplog, capsys):
     with caplog.at_level(logging.DEBUG):
         trainer = make(tmp_path, [{"privileged_context": "SECRET"}] * 2, log_completions=True)
+        trainer.remove_callback(Banner)  # on standard output it shows the first prompt of each
         trainer.train()
     printed = capsys.readouterr()
     assert "SECRET" not in caplog.text + printed.out + printed.err + repr(trainer.state.log_history)
@@ -292,7 +294,7 @@ def test_a_stream_is_checked_row_by_row(tmp_path):
         train_dataset=stream,
         processing_class=tiny.tokenizer(),
     )
-    with pytest.raises(TypeError, match="The privileged_context in row 0 of this batch is None"):
+    with pytest.raises(TypeError, match="The privileged_context in row 0 of train_dataset is None"):
         trainer.train()
 
 

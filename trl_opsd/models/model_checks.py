@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from accelerate.logging import get_logger
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations import is_fsdp_enabled
@@ -16,8 +17,20 @@ from transformers.utils import CONFIG_NAME, cached_file
 from trl_opsd._compat.peft import is_peft, without_peft
 from trl_opsd.run.precision import check_trained_dtypes
 
+logger = get_logger(__name__)
+
 LOCATION_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
 """Loading options that locate a model."""
+
+_OF_NO_CONSEQUENCE = (
+    "dtype",
+    "torch_dtype",
+    "attn_implementation",
+    "device_map",
+    "trust_remote_code",
+    "use_safetensors",
+)
+"""Loading options that leave the weights as they are, up to rounding."""
 
 
 @contextmanager
@@ -69,12 +82,7 @@ def language_config(
         ValueError: It cannot be found, is not a causal language model, or has code of its own that is not allowed.
     """
     if isinstance(model, str):
-        place = {name: loading[name] for name in LOCATION_OPTIONS if loading.get(name) is not None}
-        found, why = None, "There is none."
-        try:
-            found = cached_file(model, CONFIG_NAME, **place)
-        except OSError as error:
-            why = str(error).splitlines()[0]
+        found, why = _config_file(model, loading)
         if found is None:
             raise ValueError(
                 f"`{called}={model!r}` is neither a folder with a `{CONFIG_NAME}` nor a model that the Hub gives "
@@ -97,6 +105,35 @@ def language_config(
             "instance one loaded with `AutoModelForCausalLM`."
         )
     return {**config, **(config.get("text_config") or {})}
+
+
+def _config_file(path: str, loading: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The config of a model that is loaded with these options, or `None` and why."""
+    place = {name: loading[name] for name in LOCATION_OPTIONS if loading.get(name) is not None}
+    try:
+        return cached_file(path, CONFIG_NAME, **place), "There is none."
+    except OSError as error:
+        return None, str(error).splitlines()[0]
+
+
+def same_weights(one: Any, its_loading: Mapping[str, Any], other: Any, other_loading: Mapping[str, Any]) -> bool:
+    """Whether two paths or model ids lead to the same weights, loaded alike up to their dtype and placement.
+
+    A model id and the folder of its snapshot are the same, as are two revisions that name one commit.
+    """
+    if not isinstance(one, str) or not isinstance(other, str):
+        return False
+    of_place = {*LOCATION_OPTIONS, *_OF_NO_CONSEQUENCE}
+    altering = [
+        {name: value for name, value in loading.items() if name not in of_place and value is not None}
+        for loading in (its_loading, other_loading)
+    ]
+    folders = [
+        Path(found).absolute().parent.resolve()
+        for path, loading in ((one, its_loading), (other, other_loading))
+        if (found := _config_file(path, loading)[0])
+    ]
+    return altering[0] == altering[1] and len(folders) == 2 and folders[0] == folders[1]
 
 
 def check_own_loss(config: Mapping[str, Any]) -> None:
@@ -138,6 +175,54 @@ def check_student(student: nn.Module, args: TrainingArguments) -> None:
     _check_quantization(student)
     if not args.deepspeed_plugin:  # DeepSpeed steps on master weights of its own
         check_trained_dtypes(student)
+
+
+def check_trainable(student: nn.Module, optimizers: tuple[Any, Any]) -> None:
+    """Refuses a student of which no weight would be stepped: frozen, or unknown to the optimizer that was passed.
+
+    Args:
+        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The student, with its adapter.
+        optimizers (`tuple`):
+            Optimizer and scheduler as they were passed.
+
+    Raises:
+        ValueError: Nothing would be trained.
+    """
+    trained = {id(one): name for name, one in student.named_parameters() if one.requires_grad}
+    if not trained:
+        remedy = (
+            "load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`"
+            if is_peft(student)
+            else "call `model.requires_grad_(True)`, or pass a `peft_config`"
+        )
+        raise ValueError(
+            "The student is frozen: none of its parameters has `requires_grad=True`, so nothing would be "
+            f"learned: {remedy}; to evaluate only, leave `train_dataset` out."
+        )
+    optimizer, scheduler = optimizers
+    if scheduler is not None and getattr(scheduler, "optimizer", None) not in (None, optimizer):
+        raise ValueError(
+            "The scheduler in `optimizers` belongs to another optimizer, so it would not change this one's rate: pass "
+            "`(optimizer, scheduler)` with the optimizer it was made for."
+        )
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:  # none was passed, or the launcher makes it
+        return
+    held = {id(one) for group in groups for one in group["params"]}
+    left_out = [name for place, name in trained.items() if place not in held]
+    if len(left_out) == len(trained):
+        raise ValueError(
+            "The optimizer in `optimizers` has no trained parameter of the student: it was made for another model, or "
+            "before the adapter was added. Make it from `model.parameters()` of the student that is passed, with its "
+            "adapter, or set `optim` in `OPSDConfig`."
+        )
+    if left_out:
+        logger.warning(
+            f"The optimizer in `optimizers` steps {len(trained) - len(left_out)} of the {len(trained)} trained "
+            f"parameters of the student; {left_out[0]!r} is the first that stays as it is. Freeze those "
+            "(`requires_grad_(False)`) if that is meant: their gradients are computed."
+        )
 
 
 def check_in_memory(student: Any) -> None:

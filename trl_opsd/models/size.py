@@ -9,12 +9,13 @@ from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM, is_peft, without_peft
 from trl_opsd._compat.sharding import class_of, whole_numel
+from trl_opsd._compat.trl import get_config_model_id
 
 
 def described(model: CausalLM) -> str:
     """The class of a model, the path or id it was loaded from, and the size of its weights in each dtype."""
     inner = without_peft(model)
-    path = getattr(inner.config, "_name_or_path", "")
+    path = get_config_model_id(inner.config)
     adapter = " with an adapter" if is_peft(model) else ""
     return f"{class_of(inner).__name__}{f' {path!r}' if path else ''}{adapter}, {sizes(model.parameters())}"
 

@@ -73,11 +73,6 @@ def build_teacher(
         return teacher_model
     if isinstance(teacher_model, str):
         teacher_model = _loaded(teacher_model, args, device)
-    elif args.teacher_model_init_kwargs:
-        raise ValueError(
-            "`teacher_model_init_kwargs` says how to load a teacher, but the teacher is given as an object: remove it, "
-            "or pass the path of the teacher."
-        )
     elif in_zero3_model(teacher_model):
         raise ValueError(
             "The teacher was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
