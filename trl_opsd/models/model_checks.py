@@ -22,6 +22,8 @@ logger = get_logger(__name__)
 LOCATION_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
 """Loading options that locate a model."""
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""Where PEFT describes an adapter."""
 _OF_NO_CONSEQUENCE = (
     "dtype",
     "torch_dtype",
@@ -91,7 +93,8 @@ def language_config(
         config = json.loads(Path(found).read_text(encoding="utf-8"))
         if "auto_map" in config:
             with naming_trust(f"`{called}={model!r}`", trust):
-                AutoConfig.from_pretrained(model, trust_remote_code=loading.get("trust_remote_code", False), **place)
+                trusted = loading.get("trust_remote_code", False)
+                AutoConfig.from_pretrained(model, trust_remote_code=trusted, **_place(loading))
         causal, kind = not config.get("is_encoder_decoder", False), (config.get("architectures") or ["model"])[0]
     elif isinstance(model, PreTrainedModel) or (isinstance(model, nn.Module) and is_peft(model)):
         inner = without_peft(model)
@@ -107,11 +110,23 @@ def language_config(
     return {**config, **(config.get("text_config") or {})}
 
 
+def _place(loading: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: loading[name] for name in LOCATION_OPTIONS if loading.get(name) is not None}
+
+
+def _other_contents(path: str) -> str:
+    if (Path(path) / ADAPTER_CONFIG).is_file():
+        return (
+            "It has an adapter alone: load its base model, and pass `PeftModel.from_pretrained(base, path, "
+            "is_trainable=True)`; a teacher needs no `is_trainable`."
+        )
+    return "There is none."
+
+
 def _config_file(path: str, loading: Mapping[str, Any]) -> tuple[str | None, str]:
     """The config of a model that is loaded with these options, or `None` and why."""
-    place = {name: loading[name] for name in LOCATION_OPTIONS if loading.get(name) is not None}
     try:
-        return cached_file(path, CONFIG_NAME, **place), "There is none."
+        return cached_file(path, CONFIG_NAME, **_place(loading)), _other_contents(path)
     except OSError as error:
         return None, str(error).splitlines()[0]
 
