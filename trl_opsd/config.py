@@ -20,6 +20,7 @@ from trl_opsd.losses.registry import BETAS, divergence_of
 from trl_opsd.run import versions
 from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import explained_option
+from trl_opsd.run.option_changes import option_values
 from trl_opsd.run.option_types import check_json, convert_text
 from trl_opsd.run.precision import check_scaler
 from trl_opsd.run.ranges import above, at_least, at_least_one, in_range, one_of
@@ -223,6 +224,16 @@ class OPSDConfig(StrictNames, DistillationConfig):
         check_scaler(self)
         if not isinstance(self.resume_with_changes, list | None):
             raise ValueError(f"`resume_with_changes={self.resume_with_changes!r}`: expected a list of names.")
+        self._checked = option_values(self)
+
+    def check_again(self) -> None:
+        """Checks the options again, if some were changed since, as if the config was made with these values.
+
+        Raises:
+            ValueError: An option is out of range, unknown, or contradicts another.
+        """
+        if option_values(self) != self._checked:
+            OPSDConfig.__post_init__(self)  # a subclass has extended what the user asked for already
 
     @classmethod
     def explain(cls, name: str, known: Collection[str]) -> str:
@@ -376,7 +387,8 @@ def checked_args(args: DistillationConfig | None, model: Any, divergence: Diverg
 
     Raises:
         TypeError: `args` is not an [`OPSDConfig`].
-        ValueError: `divergence` is neither a divergence nor the name of one.
+        ValueError: `divergence` is neither a divergence nor the name of one, or an option was changed to a value that
+            is refused.
     """
     versions.warn_of_newer()
     check_divergence(divergence)
@@ -390,4 +402,5 @@ def checked_args(args: DistillationConfig | None, model: Any, divergence: Diverg
             else "which comes third, after the teacher; pass arguments by name"
         )
         raise TypeError(f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`, {remedy}.")
+    args.check_again()
     return args

@@ -17,6 +17,7 @@ from trl_opsd._compat.deepspeed import recompute_buffers
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_output_dtype
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.config import OPSDConfig
 from trl_opsd.loop.card import Cards
 from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
 from trl_opsd.loop.finished import FinishedRuns
@@ -33,8 +34,11 @@ from trl_opsd.run.accounts import Accounts
 from trl_opsd.run.groups import set_group_timeout
 from trl_opsd.run.known import set_known
 from trl_opsd.run.memory import explained
+from trl_opsd.run.option_changes import ReadOnce
+from trl_opsd.run.option_types import convert_text
 from trl_opsd.run.precision import autocast
 from trl_opsd.run.rng import preserved_rng
+from trl_opsd.run.training_options import check_training
 from trl_opsd.run.watchdog import Watchdog
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
@@ -101,6 +105,7 @@ class SeamTrainer(
         self._first_turn = False
         self._unwritten_rows: list[int] = []
         self._loss_parts: LossParts | None = None
+        self._read_once = ReadOnce(self.args, OPSDConfig)
         self._watchdog = Watchdog(self.args.phase_timeout, self.accelerator.process_index)
         self._accounts = {mode: Accounts(self._watched) for mode in ("train", "eval")}
 
@@ -160,6 +165,7 @@ class SeamTrainer(
         return completions
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self._read_once.check(self.args)
         set_group_timeout(self.args.ddp_timeout_delta)
         self.check_same_rows(self._mode)
         rows = self.read_rows(inputs)
@@ -224,7 +230,10 @@ class SeamTrainer(
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As TRL's, but discards what an interrupted run has left behind."""
+        """As TRL's, but discards what an interrupted run has left behind, and refuses options changed too late."""
+        self._read_once.check(self.args)
+        convert_text(self.args)
+        check_training(self.args)
         set_known(self, _buffered_inputs=None, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
         self._accounts["train"].clear()
