@@ -319,6 +319,16 @@ class OPSDTrainer(StrictNames, SeamTrainer):
     def read_rows(self, rows: Sequence[Row]) -> list[Request]:
         return self.readers.read_batch(rows)
 
+    def rows_of(self, rollout: Rollout) -> list[Row]:
+        if len(self.teachers) > 1 or not self.readers.are_alike(columns_of(self.train_dataset) or ()):
+            raise ValueError(
+                "`compute_loss` was given a batch that no teacher has read, without its dataset rows, but what the "
+                "teacher reads depends on those: pass what `trainer._generate_and_score_completions(rows)` returns, or "
+                "put them into the batch, aligned with it, as `batch['rows']`."
+            )
+        texts = self.processing_class.batch_decode(rollout.prompt_lists())
+        return [{"prompt": text} for text in texts]
+
     def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
         self.limits.check_batch(prompt_ids)
 

@@ -25,9 +25,8 @@ from trl_opsd.loop.hosting import Hosting
 from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.sampler import EpochCount, EpochSampler
 from trl_opsd.loop.saving import SafeCheckpoints
+from trl_opsd.loop.scoring import Scoring
 from trl_opsd.loop.steps import GuardedSteps
-from trl_opsd.loop.verbs import Verbs
-from trl_opsd.loop.weights import checked_weights
 from trl_opsd.loop.wrapping import WrappedToTrain
 from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.run.accounts import Accounts
@@ -62,7 +61,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 
 class SeamTrainer(
-    Verbs, Cards, Evaluations, GuardedSteps, SafeCheckpoints, FinishedRuns, EachRowOnce, WrappedToTrain, Hosting
+    Scoring, Cards, Evaluations, GuardedSteps, SafeCheckpoints, FinishedRuns, EachRowOnce, WrappedToTrain, Hosting
 ):
     """TRL's trainer with four hooks in its loop: `complete`, `teach`, `weigh` and `compare`.
 
@@ -172,11 +171,7 @@ class SeamTrainer(
         text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]
         batch = super()._generate_and_score_completions(text)
         batch["completion_mask"][self._unwritten_rows] = 0
-        rollout = Rollout.unpack(batch)
-        with self.phase("teach"), autocast(self.accelerator):
-            targets = self.teach(rollout, rows)
-        batch.update(targets.pack())
-        batch["loss_weights"] = checked_weights(self.weigh(rollout, rows, targets), rollout)
+        batch.update(self.score(batch, rows))
         batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
         self._accounts[self._mode].count_batch()
         return batch
@@ -196,6 +191,7 @@ class SeamTrainer(
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        inputs = self.scored(inputs)
         output = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         # No collective may run inside the wrapper's forward, so the sums of this process are reduced here.
         parts, self._loss_parts = self._loss_parts, None
