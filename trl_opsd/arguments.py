@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -14,11 +15,13 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl_opsd._compat.peft import CausalLM, is_peft
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows, look_ahead
+from trl_opsd.data.chat_templates import check_template_arguments, warn_of_bare_text
 from trl_opsd.data.datasets import AnyDataset, columns_of, describe_rows
 from trl_opsd.data.intake import Intake
-from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits, check_columns, check_no_images
+from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits, check_columns, refuse_images
 from trl_opsd.data.row_sharding import check_alike
-from trl_opsd.data.teacher_prompts import COLUMNS, TEMPLATE, TeacherPrompts
+from trl_opsd.data.survey import has_values
+from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED, TEMPLATE, TeacherPrompts, check_prompt_fn
 from trl_opsd.models.backbone import context_of
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.model_checks import check_in_memory, check_own_loss, language_config, same_weights
@@ -28,9 +31,6 @@ from trl_opsd.run.without_effect import described, without_effect
 from trl_opsd.teacher.teacher_checks import check_named_once, check_teachers, check_tokenizers
 
 logger = get_logger(__name__)
-
-PRIVILEGED = ("teacher_prompt", "privileged_context")
-"""Columns that only a teacher reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +80,16 @@ def prepared(
     models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {"teacher": teacher_model}
     if processing_class is not None:
         check_processing_class(processing_class)
-    if teacher_prompt_fn is not None and args.remove_unused_columns:
-        raise ValueError("`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: leave it at False.")
+    if teacher_prompt_fn is not None:
+        check_prompt_fn(teacher_prompt_fn)
+        if args.remove_unused_columns:
+            raise ValueError(
+                "`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: leave it at False."
+            )
     tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
     several = tuple(models) if len(models) > 1 else ()
-    check_datasets(datasets, args, several, needs_privilege=_teaches_itself(model, args) and not tells_more)
+    optional = PRIVILEGED if teacher_prompt_fn is None else ()  # a function may read columns of any name
+    check_datasets(datasets, args, several, optional, _teaches_itself(model, args) and not tells_more)
     check_models(model, models, args)
     warn_of_template(args, datasets, teacher_prompt_fn is not None)
     if quantization_config is None:
@@ -102,6 +107,7 @@ def prepared(
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
         check_processing_class(processing_class)
     found = Prepared(models=models, rows=rows, intake=intake, processing_class=processing_class)
+    check_template(found, args)
     ensure_special_tokens(found.tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
     check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
     return found
@@ -168,6 +174,24 @@ def warn_of_options(
     )
     if found:
         logger.warning(described(args, found))
+
+
+def check_template(given: Prepared, args: OPSDConfig) -> None:
+    """Checks what the chat template is given: its arguments, and whether prompts are meant for it.
+
+    Raises:
+        ValueError: The template does not read an argument that the teacher's prompts are to differ in.
+    """
+    tokenizer = given.tokenizer
+    if wrong := check_template_arguments(tokenizer, "teacher_chat_template_kwargs", args.teacher_template_kwargs):
+        raise ValueError(wrong)
+    if wrong := check_template_arguments(tokenizer, "chat_template_kwargs", args.chat_template_kwargs or {}):
+        logger.warning(wrong)
+    for rows in given.rows.values():
+        some = rows.first_prompts()
+        if some and all(isinstance(prompt, str) for prompt in some):
+            warn_of_bare_text(tokenizer, rows.where, some)
+            break
 
 
 def _teaches_itself(student: Any, args: OPSDConfig) -> bool:
@@ -266,6 +290,7 @@ def check_datasets(
     datasets: Mapping[str, AnyDataset | None],
     args: OPSDConfig,
     teachers: Collection[str] = (),
+    optional: Collection[str] = (),
     needs_privilege: bool = False,
 ) -> None:
     """Checks types, columns and sizes; the rows are read later, when the tokenizer is loaded.
@@ -277,6 +302,8 @@ def check_datasets(
             Determines the rows of a batch.
         teachers (`Collection[str]`, *optional*):
             Names of the teachers, when there are several.
+        optional (`Collection[str]`, *optional*):
+            Columns of which a misspelt one is refused.
         needs_privilege (`bool`, *optional*, defaults to `False`):
             Whether the columns must contain context for the teacher that the student does not see.
 
@@ -290,12 +317,9 @@ def check_datasets(
         if dataset is None:
             continue
         if not isinstance(dataset, Dataset | IterableDataset):
-            raise TypeError(
-                f"`{where}` is a {type(dataset).__name__}: expected a `datasets.Dataset` or `IterableDataset`, for "
-                "instance `Dataset.from_list(rows)`."
-            )
+            raise TypeError(f"`{where}` is {_what_to_pass(dataset, where)}.")
         columns = columns_of(dataset)
-        check_columns(columns, where, teachers)
+        check_columns(columns, where, teachers, optional)
         _check_stored_images(dataset, where)
         if needs_privilege and columns is not None and not set(PRIVILEGED) & set(columns):
             raise ValueError(
@@ -309,15 +333,30 @@ def check_datasets(
             raise ValueError(f"`{where}` has no rows: add some, or leave it out.")
 
 
+def _what_to_pass(given: Any, where: str) -> str:
+    """What was given for a dataset, and what to give instead."""
+    kind = type(given).__name__
+    if isinstance(given, Mapping) and all(isinstance(part, Dataset | IterableDataset) for part in given.values()):
+        some = next((name for name in ("train", "test", "validation") if name in given), next(iter(given), "train"))
+        whole = f"; for all of them, `{where}=dict(...)`" if where == "eval_dataset" else ""
+        return f"a {kind} of {sorted(given)}: pass one of them, `{where}=...[{some!r}]`{whole}"
+    if isinstance(given, str | Path):
+        suffix = Path(given).suffix.lstrip(".").removesuffix("l")
+        files = f"{suffix!r}, data_files={str(given)!r}" if suffix in ("json", "csv", "parquet") else repr(str(given))
+        return f"a {kind}: pass what it names, `load_dataset({files}, split='train')`"
+    makers = {"list": "from_list(rows)", "dict": "from_dict(columns)", "DataFrame": "from_pandas(frame)"}
+    return (
+        f"a {kind}: expected a `datasets.Dataset` or `IterableDataset`, for instance "
+        f"`Dataset.{makers.get(kind, 'from_list(rows)')}`"
+    )
+
+
 def _check_stored_images(dataset: AnyDataset, where: str) -> None:
     """Refuses images in the rows of a map-style dataset; the rows of a stream are checked when they are used."""
-    if isinstance(dataset, IterableDataset):
-        return
-    stored = dataset.with_format("arrow")  # no image is decoded
-    for name in IMAGE_COLUMNS:
-        if name in stored.column_names:
-            for table in stored.select_columns([name]).iter(batch_size=100):
-                check_no_images({name: table.column(name).to_pylist()}, where)
+    if isinstance(dataset, Dataset):
+        for name in IMAGE_COLUMNS:
+            if name in dataset.column_names and has_values(dataset, name):
+                refuse_images(name, where)
 
 
 def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:

@@ -330,7 +330,7 @@ class OPSDTrainer(StrictNames, SeamTrainer):
         return [{"prompt": text} for text in texts]
 
     def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
-        self.limits.check_batch(prompt_ids)
+        self.readers.check_batch(prompt_ids)
 
     def check_sums(self, sums: dict[str, float]) -> None:
         check_not_uniform(sums, self.limits.vocabulary, self.temperature)

@@ -18,9 +18,13 @@ CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
 ANSWERS = ["4<|im_end|>", " blue today<|im_end|>"]
 
 
+THINKING = "{% if enable_thinking %}<think>{% endif %}"
+
+
 def make(tmp_path, rows, conversational=False, teacher=None, **given):
     """A trainer of two rows, each answered with a recorded completion."""
     words = tiny.tokenizer()
+    words.chat_template += THINKING
     prompts = CHATS if conversational else TEXTS
     ids_of = partial(words.apply_chat_template, add_generation_prompt=True) if conversational else words
     asked = [ids_of(prompt)["input_ids"] for prompt in prompts]
@@ -103,13 +107,14 @@ def test_the_context_is_added_to_the_last_user_message_only(tmp_path):
         {"role": "user", "content": "first"},
         {"role": "user", "content": [{"type": "text", "text": "last"}]},
         {"role": "assistant", "content": "so"},
+        {"role": "tool", "content": "on"},
     ]
     trainer = make(tmp_path, [{}, {}])
     row = {"prompt": prompt, "privileged_context": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}
     assert trainer.readers.intake.read(row, "it").of_teacher.value == [
         prompt[0],
         {"role": "user", "content": [{"type": "text", "text": "last\n\na\nb"}]},
-        prompt[2],
+        *prompt[2:],
     ]
     assert prompt[1]["content"][0]["text"] == "last"
 
@@ -129,12 +134,9 @@ def test_a_function_builds_the_prompt_from_row_and_completion(tmp_path):
 
 
 def test_the_chat_template_may_have_other_arguments_for_the_teacher(tmp_path):
-    words = tiny.tokenizer()
-    words.chat_template += "{% if enable_thinking %}<think>{% endif %}"
     given = {"teacher_chat_template_kwargs": '{"enable_thinking": true}', "conversational": True}
     trainer = make(tmp_path, [{}, {}], **given)
-    trainer.processing_class.chat_template = words.chat_template
-    trainer.chat_template = words.chat_template
+    words = trainer.processing_class
     plain = words.apply_chat_template(CHATS, add_generation_prompt=True)["input_ids"]
     thinking = words.apply_chat_template(CHATS, add_generation_prompt=True, enable_thinking=True)["input_ids"]
     assert len(thinking[0]) == len(plain[0]) + len("<think>")

@@ -31,6 +31,8 @@ logger = get_logger(__name__)
 
 _BATCH = 1000
 """Rows that are tokenized at once."""
+_SOME = 100
+"""Rows of which a warning judges the others."""
 _FEW = 1000
 """Rows that take a moment: no progress bar, and no cache."""
 
@@ -62,6 +64,12 @@ class Rows:
     def one_of_each_shape(self) -> Numbers:
         """Numbers of rows that stand for all in a check of their form: the first of each shape, in order."""
         return np.arange(len(self.dataset)) if self.survey is None else self.survey.first_of_each_shape
+
+    def first_prompts(self) -> list[Any]:
+        """Some prompts, as they are; none of a stream, and none that a transform computes."""
+        if _is_stream(self.dataset) or has_transform(self.dataset):
+            return []
+        return list(self.dataset.with_format(None)[:_SOME]["prompt"])
 
 
 def look_ahead(rows: Rows, intake: Intake) -> None:

@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.data.bounds import at_most_one_token_per_byte
+from trl_opsd.data.chat_templates import added_at_end
 from trl_opsd.data.intake import Intake, Request
 from trl_opsd.data.prompts import Prompt, PromptLimits, common_kind
 from trl_opsd.data.vocabulary import largest_id
@@ -70,20 +71,38 @@ class Reader:
                 f"{prompts[0].where} is messages, but the tokenizer has no chat template: set "
                 "`tokenizer.chat_template`, or give the prompts as text."
             )
+        if kind == "text" and (added := added_at_end(self.tokenizer)):
+            raise ValueError(
+                f"{prompts[0].where} is text, after which the tokenizer writes {added!r}, so that the completion would "
+                "come after an end: give messages, load the tokenizer with `add_eos_token=False`, or set "
+                "`tokenizer.backend_tokenizer.post_processor` to one that adds nothing at the end."
+            )
         return kind
 
     def token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The token ids of prompts whose kind was checked.
 
         Raises:
-            ValueError: The chat template refuses one; the message names its row.
+            ValueError: The chat template refuses one, or it has two start tokens; the message names its row.
         """
         try:
-            return self.tokenize([prompt.value for prompt in prompts])
+            found = self.tokenize([prompt.value for prompt in prompts])
         except TemplateError as error:
             if len(prompts) > 1:
                 return [ids for prompt in prompts for ids in self.token_ids([prompt])]
             raise ValueError(f"{prompts[0].where}: the chat template of the tokenizer refuses it: {error}.") from error
+        for prompt, ids in zip(prompts, found, strict=True):
+            self.check_start(ids, prompt.where)
+        return found
+
+    def check_start(self, prompt_ids: list[int], where: str) -> None:
+        """Raises `ValueError` when a prompt has two start tokens."""
+        start = self.tokenizer.bos_token_id
+        if start is not None and prompt_ids[:2] == [start, start]:
+            raise ValueError(
+                f"{where} has two start tokens {self.tokenizer.bos_token!r}, one of its own and one that the tokenizer "
+                "adds to text: remove the first from the text, or give messages, to which only the chat template adds."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +190,14 @@ class Readers:
         requests = self.intake.read_batch(rows)
         self.student.check_kind([request.student for request in requests])
         return requests
+
+    def check_batch(self, prompt_ids: Sequence[list[int]]) -> None:
+        """Raises `ValueError` when the student cannot read a prompt of a generation batch."""
+        student = self.student
+        for number, ids in enumerate(prompt_ids):
+            where = f"The prompt in row {number} of this batch"
+            self.student_limits.check(len(ids), max(ids, default=0), where)
+            student.check_start(ids, where)
 
     def are_alike(self, columns: Iterable[str]) -> bool:
         """Whether the teacher reads the same prompts as the student."""

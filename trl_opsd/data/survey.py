@@ -88,10 +88,27 @@ class Survey:
         return sum((self.sizes[name] for name in columns if name in self.sizes), np.zeros(len(self.shapes), np.int64))
 
 
+def has_values(dataset: Dataset, column: str) -> bool:
+    """Whether a column has anything but `None` and lists of `None`."""
+    table, rows = _stored(dataset, [column])
+    for start in range(0, len(dataset), _ROWS):
+        values = _part(table, rows, start).column(column)
+        while _is_list(values.type):
+            values = pc.list_flatten(values)
+        if values.null_count < len(values):
+            return True
+    return False
+
+
 def _stored(dataset: Dataset, names: list[str]) -> tuple[pa.Table, Numbers | None]:
     """The columns as stored, and the numbers of the selected rows in their order; `None` for all of them."""
     rows = dataset._indices
     return dataset.data.table.select(names), None if rows is None else rows.column(0).to_numpy()
+
+
+def _part(table: pa.Table, rows: Numbers | None, start: int) -> pa.Table:
+    """The rows from `start` on that are read at once."""
+    return table.slice(start, _ROWS) if rows is None else table.take(rows[start : start + _ROWS])
 
 
 # ---- Shapes and sizes ------------------------------------------------------------------------------------------------
@@ -201,8 +218,7 @@ def digest(dataset: Dataset, columns: Collection[str] | None) -> str:
     streams: defaultdict[str, Any] = defaultdict(hashlib.sha256)
     table, rows = _stored(dataset, names)
     for start in range(0, len(dataset), _ROWS):
-        stop = start + _ROWS
-        part = table.slice(start, _ROWS) if rows is None else table.take(rows[start:stop])
+        part = _part(table, rows, start)
         for name in names:
             _feed(streams, name, part.column(name).combine_chunks())
     return hashlib.sha256(
