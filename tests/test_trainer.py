@@ -28,6 +28,13 @@ def logged(trainer: OPSDTrainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+def test_a_trainer_without_rows_to_train_on_says_so(make_trainer):
+    trainer = make_trainer(train_dataset=None, eval_dataset=tiny.rows(2))
+    assert "eval_loss" in trainer.evaluate()
+    with pytest.raises(ValueError, match="`train` without a `train_dataset`: this trainer was built to evaluate"):
+        trainer.train()
+
+
 @pytest.mark.quick
 class TestTeacher:
     def test_training_does_not_change_the_teacher(self, make_trainer):

@@ -26,7 +26,7 @@ from trl_opsd.run.precision import check_scaler
 from trl_opsd.run.ranges import above, at_least, at_least_one, in_range, one_of
 from trl_opsd.run.sampling_options import check_generation_kwargs, check_sampling
 from trl_opsd.run.strict_names import StrictNames
-from trl_opsd.run.training_options import check_training
+from trl_opsd.run.training_options import check_accumulation, check_training, check_unsupported
 
 TEACHER_OFFLOADS = ("none", "cpu", "stream", "zero3")
 
@@ -218,8 +218,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
         check_generation_kwargs(self)
         self._check_vllm()
         self._check_failure_handling()
-        self._check_without_effect()
-        self._check_accumulation()
+        check_unsupported(self)
+        check_accumulation(self)
         check_sharing(self)
         check_scaler(self)
         if not isinstance(self.resume_with_changes, list | None):
@@ -340,34 +340,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
         at_least_one("nonfinite_skip_limit", self.nonfinite_skip_limit)
         if self.phase_timeout is not None:
             above("phase_timeout", self.phase_timeout, 0.0)
-
-    def _check_without_effect(self) -> None:
-        if self.auto_find_batch_size:
-            raise ValueError(
-                "`auto_find_batch_size=True` would restart with another generation batch after an out-of-memory error: "
-                "set `per_device_train_batch_size` and `gradient_accumulation_steps` to what fits."
-            )
-        if self.label_smoothing_factor:
-            raise ValueError(
-                f"`label_smoothing_factor={self.label_smoothing_factor}` has no effect: there are no labels; remove it."
-            )
-        if self.train_sampling_strategy != "random":
-            raise ValueError(
-                f"`train_sampling_strategy={self.train_sampling_strategy!r}` has no effect: the length of a completion "
-                "is not known before it is generated, and `shuffle_dataset=False` keeps the order; remove it."
-            )
-        if self.data_seed is not None:
-            warnings.warn(f"`data_seed={self.data_seed}` is ignored: `seed` decides the order.", stacklevel=4)
-
-    def _check_accumulation(self) -> None:
-        """Fails before the student is loaded; transformers makes the same check after that."""
-        theirs = self.deepspeed_plugin.deepspeed_config if self.deepspeed_plugin else {}
-        steps = theirs.get("gradient_accumulation_steps", "auto")
-        if steps not in ("auto", self.gradient_accumulation_steps):
-            raise ValueError(
-                f"`gradient_accumulation_steps` is {steps} in the accelerate or DeepSpeed file and "
-                f"{self.gradient_accumulation_steps} in `OPSDConfig`: remove it from the file."
-            )
 
 
 def check_divergence(divergence: Any) -> None:

@@ -103,6 +103,26 @@ CLASSES = [
     untouched(
         "wrong kind", "one tool", "`tools` is a function: expected a list of functions", TypeError, tools=lambda: None
     ),
+    untouched(
+        "wrong kind",
+        "a wrapped model",
+        "`model` is a DataParallel around a model: pass the model itself, `model.module`",
+        TypeError,
+        model=torch.nn.DataParallel(torch.nn.Linear(1, 1)),
+    ),
+    untouched(
+        "wrong kind",
+        "a compiled teacher",
+        "`teacher_model` is a OptimizedModule around a model: .* `teacher_model._orig_mod`",
+        TypeError,
+        teacher_model=torch.compile(torch.nn.Linear(1, 1)),
+    ),
+    untouched(
+        "wrong kind",
+        "an adapter for another task",
+        "`peft_config.task_type` is .*SEQ_CLS",
+        peft_config=LoraConfig(task_type="SEQ_CLS"),
+    ),
     placed(
         "options for the teacher", "the teacher comes second, and the options third: pass `args=`", "student", OPTIONS
     ),

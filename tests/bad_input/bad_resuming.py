@@ -183,6 +183,7 @@ FINGERPRINT = [
 
 CASES: list[Case] = [
     missing("the last of none", lambda lab: True, "There is no complete checkpoint"),
+    missing("True as text", lambda lab: "True", "is text: pass `True` for the newest checkpoint"),
     missing("no folder", lambda lab: "no/where", "There is no checkpoint no/where"),
     missing(
         "no folder among checkpoints",

@@ -268,7 +268,7 @@ ROWS = [
         prompts(GOOD, GOOD).add_column("teacher_prompt", [GOOD, [*GOOD, ANSWER]]),
         before_loading=True,
     ),
-    streamed("row that ends with the assistant", "row 0 of this batch ends with", {"prompt": [*GOOD, ANSWER]}),
+    streamed("row that ends with the assistant", "row 0 of train_dataset ends with", {"prompt": [*GOOD, ANSWER]}),
     Case(
         "row that ends with the assistant",
         "from `teacher_prompt_fn`",
@@ -297,7 +297,7 @@ ROWS = [
     trained_on(
         "row of a wrong type",
         "a number for content",
-        "row 0 of train_dataset: message 0 has of type int as its content: expected text",
+        "row 0 of train_dataset: message 0: its content is of type int: expected text",
         prompts(*[[{"role": "user", "content": 5}]] * 2),
         before_loading=True,
     ),
@@ -360,7 +360,7 @@ ROWS = [
     ),
     streamed(
         "tokens that the tokenizer adds",
-        "The prompt in row 0 of this batch has two start tokens",
+        "The prompt in row 0 of train_dataset has two start tokens",
         {"prompt": "<|endoftext|>a"},
         processing_class=adding(add_bos_token=True),
     ),

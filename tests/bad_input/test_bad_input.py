@@ -70,6 +70,8 @@ PHRASES = (
     "vLLM of an unsupported version",
     "vLLM and a student without a checkpoint",
     "auto_find_batch_size",
+    "torch_compile",
+    "output_dir",
     "label_smoothing_factor",
     "train_sampling_strategy",
     "resume path missing",

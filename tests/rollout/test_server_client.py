@@ -322,10 +322,10 @@ def test_a_prefix_cache_that_was_not_reset_is_an_error(faults):
 def test_a_dropped_connection_is_an_error(faults):
     speaker = client(faults.server_port)
     faults.answers[ASKED] = lambda handler: handler.connection.shutdown(socket.SHUT_RDWR)
-    with pytest.raises(ServerError, match=r"failed: ServerDisconnectedError"):
+    with pytest.raises(ServerError, match=r"failed, see its log: ServerDisconnectedError"):
         speaker.write([[5]], {})
     faults.answers[ASKED] = lambda handler: handler.send(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}")
-    with pytest.raises(ServerError, match=r"failed: ClientPayloadError"):
+    with pytest.raises(ServerError, match=r"failed, see its log: ClientPayloadError"):
         speaker.write([[5]], {})
     assert faults.asked.count(ASKED) == 2
 

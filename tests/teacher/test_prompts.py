@@ -286,6 +286,14 @@ def test_a_row_beyond_the_context_of_the_teacher_is_refused(tmp_path):
         trainer._generate_and_score_completions([{"prompt": trainer.processing_class.decode([40] * 60)}])
 
 
+def test_an_error_of_the_prompt_function_says_for_which_row(tmp_path):
+    trainer = make(tmp_path, [{"answer": 4}] * 2, teacher_prompt_fn=lambda row, text: row["solution"])
+    with pytest.raises(KeyError, match="solution") as raised:
+        trainer.train()
+    (note,) = raised.value.__notes__
+    assert note.startswith("`teacher_prompt_fn` raised this for row 0 of this batch, which has the columns ['answer', ")
+
+
 @pytest.mark.refusal
 def test_a_stream_is_checked_row_by_row(tmp_path):
     stream = IterableDataset.from_generator(lambda: iter([{"prompt": "a", "privileged_context": None}] * 4))

@@ -179,7 +179,7 @@ def _check_message(message: Any, where: str) -> None:
             f"{where} has parts of type {sorted(map(str, kinds))}, but only text is supported so far: "
             "use `trl.DistillationTrainer` for prompts with images."
         )
-    raise ValueError(f"{where} has {_kind(content)} as its content: expected text.")
+    raise ValueError(f"{where}: its content is {_kind(content)}: expected text.")
 
 
 def _kind(value: Any) -> str:

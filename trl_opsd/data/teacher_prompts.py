@@ -93,7 +93,7 @@ class TeacherPrompts:
             TypeError: The prompt is neither text nor messages.
         """
         if self.prompt_fn is not None and completion_text is not None:
-            prompt, source = self.prompt_fn(dict(row), completion_text), "What `teacher_prompt_fn` returned for"
+            prompt, source = self._called(dict(row), completion_text, where), "What `teacher_prompt_fn` returned for"
         elif "teacher_prompt" in row and "privileged_context" in row and self.prompt_fn is None:
             raise ValueError(
                 f"{where} has both a 'teacher_prompt' and a 'privileged_context', but the teacher reads only one of "
@@ -106,6 +106,14 @@ class TeacherPrompts:
         else:
             prompt, source = row["prompt"], "The prompt in"
         return Prompt.of(prompt, f"{source} {where}")
+
+    def _called(self, row: dict[str, Any], completion_text: str, where: str) -> Any:
+        assert self.prompt_fn is not None, "there is one"
+        try:
+            return self.prompt_fn(row, completion_text)
+        except Exception as error:
+            error.add_note(f"`teacher_prompt_fn` raised this for {where}, which has the columns {sorted(row)}.")
+            raise
 
     def _with_context(self, prompt: Any, context: Any, where: str) -> Any:
         kind = check_prompt(prompt, f"The prompt in {where}")

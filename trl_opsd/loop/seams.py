@@ -227,6 +227,10 @@ class SeamTrainer(
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """As TRL's, but discards what an interrupted run has left behind, and refuses options changed too late."""
+        if self.train_dataset is None:
+            raise ValueError(
+                "`train` without a `train_dataset`: this trainer was built to evaluate; pass the rows to train on."
+            )
         self._read_once.check(self.args)
         convert_text(self.args)
         check_training(self.args)

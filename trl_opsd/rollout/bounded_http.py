@@ -112,7 +112,7 @@ class BoundedSession:
             origin = "" if seconds else self._origin
             raise ServerError(f"{asked} did not answer within {within:g} seconds{origin}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ServerError(f"{asked} failed: {type(error).__name__}: {error}. See its log.") from error
+            raise ServerError(f"{asked} failed, see its log: {type(error).__name__}: {error}") from error
 
     async def _ask(
         self, asked: str, method: str, url: str, within: float, max_bytes: int, options: dict[str, Any]

@@ -113,6 +113,8 @@ def checkpoint_to_resume(asked: str | bool, run_dir: Path) -> tuple[Path, list[s
         return newest, [f"Resuming from {newest}, the newest complete checkpoint.{_listed(torn)}"] if torn else []
     folder = Path(str(asked))
     if not folder.is_dir():
+        if str(asked).lower() == "true":
+            raise ValueError(f"`resume_from_checkpoint={asked!r}` is text: pass `True` for the newest checkpoint.")
         raise ValueError(f"There is no checkpoint {folder}.{_alternative(folder.parent)} {_REMEDY}")
     if _is_foreign(folder):
         return folder, [f"Resuming from {folder}, which has no {MANIFEST}: whether it is complete cannot be checked."]

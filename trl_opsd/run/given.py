@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainerCallback, TrainingArguments
@@ -25,6 +26,7 @@ def check_given(
 
     Raises:
         TypeError: An argument is of a kind that cannot be used; the message says what is expected.
+        ValueError: The adapter is for another task.
     """
     for name, value in {**given, "peft_config": peft_config}.items():
         _check_no_class(name, value)
@@ -37,6 +39,8 @@ def check_given(
             "third: pass `args=`."
         )
     _check_model(given.get("model"))
+    _check_not_wrapped("model", given.get("model"))
+    _check_not_wrapped("teacher_model", given.get("teacher_model"))
     _check_optimizers(optimizers)
     _check_list("callbacks", callbacks, "`TrainerCallback`s", _is_callback)
     _check_list("tools", tools, "functions", callable)
@@ -44,6 +48,8 @@ def check_given(
         raise TypeError(
             f"`peft_config` is a {type(peft_config).__name__}: expected a `PeftConfig`, such as `LoraConfig(r=16)`."
         )
+    if (task := getattr(peft_config, "task_type", None)) not in (None, "CAUSAL_LM"):
+        raise ValueError(f"`peft_config.task_type` is {task}: the student is a causal language model, 'CAUSAL_LM'.")
 
 
 def _check_no_class(name: str, value: Any) -> None:
@@ -59,6 +65,16 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, str | nn.Module):
         raise TypeError(
             f"`model` is a {type(model).__name__}: expected a path, a model id, a `PreTrainedModel` or a `PeftModel`."
+        )
+
+
+def _check_not_wrapped(name: str, model: Any) -> None:
+    kind = type(model).__name__
+    is_compiled = kind == "OptimizedModule"  # of `torch.compile`; importing its module takes seconds
+    if is_compiled or isinstance(model, nn.DataParallel | DistributedDataParallel):
+        inside = f"`{name}.{'_orig_mod' if is_compiled else 'module'}`"
+        raise TypeError(
+            f"`{name}` is a {kind} around a model: pass the model itself, {inside}; the launch wraps it as it needs."
         )
 
 

@@ -1,10 +1,12 @@
-"""Checks the options of the training loop that transformers accepts as they are; zeros are for `arguments.py`.
+"""Checks the options of transformers' training loop; zeros are for `arguments.py`.
 
 A rate or a number of epochs of 0 is of no concern to a trainer that only evaluates.
 """
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 from trl_opsd._compat.trl import DistillationConfig
@@ -35,6 +37,9 @@ def check_training(args: DistillationConfig) -> None:
     Raises:
         ValueError: An option is out of range.
     """
+    folder = Path(args.output_dir or ".").absolute()
+    if file := next((one for one in (folder, *folder.parents) if one.is_file()), None):
+        raise ValueError(f"`output_dir={args.output_dir!r}`: {str(file)!r} is a file: name a folder.")
     for name in _COUNTS:
         at_least_one(name, getattr(args, name))
     for name in _AT_LEAST_0:
@@ -75,3 +80,55 @@ def _check_seed(seed: Any) -> None:
 def _word(strategy: Any) -> str:
     """The name of a strategy, which is a text before transformers has read it and an enum after."""
     return str(getattr(strategy, "value", strategy))
+
+
+def check_unsupported(args: DistillationConfig) -> None:
+    """Refuses options that have no effect here, or another than their name says.
+
+    Args:
+        args ([`~trl.DistillationConfig`]):
+            The options.
+
+    Raises:
+        ValueError: Such an option is set.
+    """
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "`auto_find_batch_size=True` would restart with another generation batch after an out-of-memory error: "
+            "set `per_device_train_batch_size` and `gradient_accumulation_steps` to what fits."
+        )
+    if args.label_smoothing_factor:
+        raise ValueError(
+            f"`label_smoothing_factor={args.label_smoothing_factor}` has no effect: there are no labels; remove it."
+        )
+    if args.train_sampling_strategy != "random":
+        raise ValueError(
+            f"`train_sampling_strategy={args.train_sampling_strategy!r}` has no effect: the length of a completion "
+            "is not known before it is generated, and `shuffle_dataset=False` keeps the order; remove it."
+        )
+    if args.torch_compile:
+        raise ValueError(
+            "`torch_compile=True` compiles a `forward` that is not called, neither to write completions nor in the "
+            "loss, which form no logits there: remove it; `rollout=HFRollout(compile=True)` compiles decoding."
+        )
+    if args.data_seed is not None:
+        warnings.warn(f"`data_seed={args.data_seed}` is ignored: `seed` decides the order.", stacklevel=5)
+
+
+def check_accumulation(args: DistillationConfig) -> None:
+    """Compares the accumulation steps with those of the launch before the student is loaded; transformers does after.
+
+    Args:
+        args ([`~trl.DistillationConfig`]):
+            The options.
+
+    Raises:
+        ValueError: They differ.
+    """
+    theirs = args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
+    steps = theirs.get("gradient_accumulation_steps", "auto")
+    if steps not in ("auto", args.gradient_accumulation_steps):
+        raise ValueError(
+            f"`gradient_accumulation_steps` is {steps} in the accelerate or DeepSpeed file and "
+            f"{args.gradient_accumulation_steps} in `OPSDConfig`: remove it from the file."
+        )
