@@ -16,6 +16,7 @@ from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
 from trl_opsd.losses.registry import BETAS, divergence_of
 from trl_opsd.run import versions
 from trl_opsd.run.failure import share_tracebacks
+from trl_opsd.run.launch_file import check_nested_keys
 from trl_opsd.run.precision import check_scaler
 from trl_opsd.run.ranges import above, at_least_one, in_range, one_of, readable_json
 from trl_opsd.run.sampling_options import check_generation_kwargs, check_sampling
@@ -188,6 +189,7 @@ class OPSDConfig(DistillationConfig):
 
     def __post_init__(self) -> None:
         share_tracebacks()
+        check_nested_keys()
         in_range("beta", self.beta, 0.0, 1.0)  # TRL accepts NaN
         for name in self._VALID_DICT_FIELDS:
             readable_json(name, getattr(self, name))
