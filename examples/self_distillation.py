@@ -40,9 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         warmup_steps=10,
         adam_beta2=0.98,
         logging_steps=20,
-        bf16=False,
-        dataloader_pin_memory=False,
-        gradient_checkpointing=False,
         save_strategy="no",
         report_to="none",
     )

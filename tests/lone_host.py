@@ -38,7 +38,7 @@ class LoneHost:
         **options: Any,
     ) -> None:
         on_cpu = model.device.type == "cpu"
-        self.args = OPSDConfig(output_dir="nothing is written", use_cpu=on_cpu, bf16=False, report_to="none", **options)
+        self.args = OPSDConfig(output_dir="nothing is written", use_cpu=on_cpu, report_to="none", **options)
         self.model, self.limits = model, limits
         self.accelerator = Accelerator(cpu=on_cpu)
         self.state = TrainerState()

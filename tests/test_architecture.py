@@ -26,6 +26,7 @@ FLOORS = {
     "teacher": 6,
     "rollout": 6,
     "arguments": 7,
+    "banner": 7,
     "fingerprint": 7,
     "trainer": 8,
     "__init__": 10,

@@ -8,8 +8,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import CohereConfig, GraniteConfig
 
-from trl_opsd.models.backbone import completion_hidden
+from trl_opsd.models.backbone import completion_hidden, positions
 from trl_opsd.models.head import prove_head
+from trl_opsd.models.padding import Reading
 from trl_opsd.types import OutputHead, Rollout
 
 FAMILIES = [tiny.qwen2, tiny.llama, tiny.gemma2, tiny.gpt2]
@@ -46,6 +47,22 @@ def test_a_padded_row_has_the_hidden_states_it_has_alone(make, padding):
             alone = model.base_model(input_ids=torch.cat([prompt, completion])[None]).last_hidden_state[0]
             expected = alone[len(prompt) - 1 : -1]
             torch.testing.assert_close(hidden[row, : len(completion)], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_positions_leave_out_the_padding_around_a_row_only():
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
+    assert positions(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 1, 1, 1], [0, 0, 1, 2, 2], [0] * 5, [0, 1, 2, 3, 4]]
+
+
+def test_a_masked_token_between_others_is_refused_where_rows_are_read_without_padding():
+    holed = rollout()
+    holed.completion_mask[0, 1] = 0
+    hidden = completion_hidden(tiny.qwen2().eval(), holed)
+    assert hidden.isfinite().all()
+    for reading in (Reading(0), Reading(0, batches_equal_lengths=False)):
+        completion_hidden(tiny.qwen2().eval(), rollout(3), reading)
+        with pytest.raises(ValueError, match=r"masked tokens between others.*set their weights to 0, in `weigh`"):
+            completion_hidden(tiny.qwen2().eval(), holed, reading)
 
 
 @pytest.mark.parametrize("make", FAMILIES)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
+import re
 import warnings
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import pytest
 import tiny
-from transformers import Qwen2ForCausalLM
+import torch
+from transformers import HfArgumentParser, Qwen2ForCausalLM
 from trl import DistillationConfig
 
-from trl_opsd import OPSDConfig
+from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd.run.foreign_options import ARGUMENTS, OPTIONS, TRAINER_ARGUMENTS
 
 
 @pytest.mark.parametrize(
@@ -122,3 +128,108 @@ def test_fsdp_that_shards_nothing_is_warned_about(make_trainer, monkeypatch, cap
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     make_trainer()
     assert "nothing is sharded, this is plain data parallelism" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"learning_rate": "1e-5"}, 1e-5),  # what PyYAML makes of `1e-5`
+        ({"num_train_epochs": "3"}, 3.0),
+        ({"max_steps": "4"}, 4),
+        ({"max_steps": 1e3}, 1000),
+        ({"per_device_train_batch_size": np.int64(4)}, 4),
+        ({"temperature": np.float32(0.5)}, 0.5),
+        ({"teacher_update_rate": " 0.1 "}, 0.1),
+        ({"top_k": "0"}, 0),
+        ({"use_vllm": "False"}, False),
+        ({"shuffle_dataset": "no"}, False),
+        ({"log_completions": "True"}, True),
+        ({"min_p": None}, None),
+        ({"report_to": "none"}, []),
+        ({"model_init_kwargs": '{"revision": "main"}'}, {"revision": "main"}),
+    ],
+)
+def test_options_given_as_text_become_what_they_mean(tmp_path, option, expected):
+    ((name, _),) = option.items()
+    value = getattr(tiny.config(tmp_path, **option), name)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.quick
+def test_a_rate_without_a_dot_in_a_yaml_file_is_a_number(tmp_path):
+    (tmp_path / "options.yaml").write_text("output_dir: out\nlearning_rate: 1e-5\nuse_cpu: true\n")
+    (config,) = HfArgumentParser(OPSDConfig).parse_yaml_file(str(tmp_path / "options.yaml"))
+    assert config.learning_rate == 1e-5
+
+
+@dataclass
+class _Extended(OPSDConfig):
+    margin: float = 0.5
+
+
+class _Taking(OPSDConfig):
+    def __init__(self, *args, margin=0.5, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.margin = margin
+
+
+@pytest.mark.quick
+def test_a_config_that_checks_names_is_still_a_dataclass(tmp_path):
+    config = tiny.config(tmp_path, learning_rate=3e-6)
+    for copied in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)), replace(config)):
+        assert (type(copied), copied.learning_rate) == (OPSDConfig, 3e-6)
+    assert replace(config, learning_rate=1e-6).learning_rate == 1e-6
+    assert list(inspect.signature(OPSDConfig).parameters) == [one.name for one in fields(OPSDConfig)]
+    (parsed,) = HfArgumentParser(_Extended).parse_args_into_dataclasses(["--margin", "2", "--use_cpu"])
+    assert parsed.margin == 2.0
+    assert _Extended(**tiny.options(tmp_path), margin="3").margin == 3.0
+    assert _Taking(**tiny.options(tmp_path), margin=4).margin == 4
+    with pytest.raises(TypeError, match=r"`_Extended` has no option 'margn'. Did you mean 'margin'"):
+        _Extended(**tiny.options(tmp_path), margn=1)
+
+
+@pytest.mark.parametrize(
+    ("option", "bf16", "computes_in"),
+    [
+        ({}, False, "no"),
+        ({"use_cpu": True}, False, "no"),
+        ({"use_cpu": True, "bf16": True}, True, "bf16"),
+        ({"bf16": False}, False, "no"),
+    ],
+)
+@pytest.mark.quick
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+def test_without_an_accelerator_nobody_needs_to_know_about_bf16(tmp_path, option, bf16, computes_in):
+    config = OPSDConfig(str(tmp_path), **option)
+    assert (config.bf16, config.mixed_precision, config.dataloader_pin_memory) == (bf16, computes_in, False)
+
+
+def test_without_an_accelerator_the_launch_decides_about_bf16(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    config = OPSDConfig(str(tmp_path), use_cpu=True)
+    assert (config.bf16, config.mixed_precision) == (False, "bf16")
+
+
+def test_with_an_accelerator_bf16_is_the_default_as_in_trl(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    config = OPSDConfig(str(tmp_path))
+    assert (config.bf16, config.mixed_precision, config.dataloader_pin_memory) == (True, "bf16", True)
+    assert OPSDConfig(str(tmp_path), bf16=False).bf16 is False
+
+
+def test_parameters_of_the_trainer_are_told_from_options():
+    arguments = set(inspect.signature(OPSDTrainer.__init__).parameters) - {"self"}
+    assert set(TRAINER_ARGUMENTS) == arguments - {one.name for one in fields(OPSDConfig)} - {"teacher_model"}
+
+
+@pytest.mark.parametrize("table", [OPTIONS, ARGUMENTS], ids=["options", "arguments"])
+def test_what_is_said_about_names_of_other_trainers_is_true(table):
+    """No name exists here, and each option that is recommended does."""
+    options = {one.name for one in fields(OPSDConfig)}
+    known = {*options, *inspect.signature(OPSDTrainer.__init__).parameters, *vars(OPSDTrainer)}
+    assert not table.keys() & (options if table is OPTIONS else set(inspect.signature(OPSDTrainer.__init__).parameters))
+    for advice in table.values():
+        for name in re.findall(r"(?:called|see|set) `(\w+)`", advice):
+            assert name in known | {"eval_loss"}, advice

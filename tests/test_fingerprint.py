@@ -29,7 +29,7 @@ def test_each_checkpoint_has_the_fingerprint_as_json(checkpoint):
     said = json.loads((checkpoint / FILE).read_text())
     assert said["divergence"] == "ReverseKL()"
     assert said["teachers"] == {"teacher": "Qwen2ForCausalLM [259, 48]"}
-    assert said["train_dataset"].startswith("8 rows, sha256 ")
+    assert said["train_dataset"].startswith("8 rows, digest ")
     assert said["chat_template"].startswith("sha256 ")
     assert said["teacher_weights"]["teacher"].startswith("sha256 ")
     assert (said["student"], said["adapter"]) == ("Qwen2ForCausalLM [259, 32]", None), "all of it is in the checkpoint"

@@ -14,7 +14,7 @@ from peft import LoraConfig
 from trl import DistillationConfig, DistillationTrainer
 
 import trl_opsd
-from trl_opsd import OPSDTrainer
+from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.run.metrics import METRICS
 from trl_opsd.types import Completion
@@ -178,9 +178,63 @@ def test_every_metric_in_the_source_has_a_row_in_the_table():
     assert recorded == {name for name in METRICS if name.startswith(("sync/", "rollout/", "nonfinite/"))}
 
 
-def test_each_evaluation_dataset_has_its_own_log(make_trainer):
-    sets = {"short": tiny.rows(4), "long": tiny.rows(2)}
-    trainer = make_trainer(eval_dataset=sets, eval_strategy="steps", eval_steps=1, max_steps=1)
+class Counting(OPSDTrainer):
+    """Records a number of its own."""
+
+    def complete(self, prompt_ids):
+        self.record("prompts", float(len(prompt_ids)))
+        return super().complete(prompt_ids)
+
+
+def test_each_evaluation_dataset_has_names_of_its_own(make_trainer):
+    sets = {"short": tiny.rows(4), "long": tiny.rows(6)}
+    trainer = make_trainer(cls=Counting, eval_dataset=sets, eval_strategy="steps", eval_steps=1, max_steps=1)
     trainer.train()
-    rows = [row for row in trainer.state.log_history if "eval_divergence/mean" in row]
-    assert [row["eval_divergence/mean"] for row in rows] == [rows[0]["eval_short_loss"], rows[1]["eval_long_loss"]]
+    logs = [row for row in trainer.state.log_history if any(name.startswith("eval_") for name in row)]
+    for row, (name, other) in zip(logs, [("short", "long"), ("long", "short")], strict=True):
+        assert {"epoch", "step"} == {key for key in row if not key.startswith(f"eval_{name}_")}
+        own = {
+            "loss",
+            "runtime",
+            "divergence/mean",
+            "entropy/teacher",
+            "time/complete",
+            "entropy",
+            "num_tokens",
+            "prompts",
+        }
+        assert {f"eval_{name}_{one}" for one in own} <= row.keys()
+        assert row[f"eval_{name}_divergence/mean"] == row[f"eval_{name}_loss"]
+        alone = trainer.evaluate(sets[name])
+        assert row[f"eval_{name}_entropy"] != trainer.evaluate(sets[other])["eval_entropy"]
+        assert alone.keys() == {key.replace(f"_{name}_", "_") for key in row.keys() - {"step"}}
+
+
+def test_the_metrics_of_an_evaluation_begin_with_its_prefix(make_trainer):
+    trainer = make_trainer(cls=Counting, eval_dataset=tiny.rows(4))
+    found = trainer.evaluate(metric_key_prefix="held_out")
+    assert [name for name in found if not name.startswith("held_out_")] == ["epoch"]
+    assert found["held_out_prompts"] == 4.0
+    assert {f"held_out_{name}" for name in ("entropy", "loss", "divergence/mean", "time/teach")} <= found.keys()
+    assert trainer.evaluate(metric_key_prefix="held_out")["held_out_entropy"] == found["held_out_entropy"]
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_predict_returns_the_completions_in_the_order_of_the_rows(make_trainer, kind):
+    rows, words = tiny.rows(7), tiny.tokenizer()
+    recorded = {**tiny.recorded(words), tuple(words("a")["input_ids"]): []}
+    trainer = make_trainer(rollout=FixedRollout(recorded), per_device_eval_batch_size=4)
+    output = trainer.predict(rows if kind == "map" else rows.to_iterable_dataset())
+    written = [recorded[tuple(words(row["prompt"])["input_ids"])] for row in rows]
+    longest = max(map(len, written))
+    assert output.predictions.tolist() == [ids + [-100] * (longest - len(ids)) for ids in written]
+    assert output.label_ids is None
+    evaluated = trainer.evaluate(rows, metric_key_prefix="test")
+    assert output.metrics.keys() == evaluated.keys() - {"epoch"}
+    assert output.metrics["test_loss"] == pytest.approx(evaluated["test_loss"], rel=1e-6) != 0
+    assert trainer.state.log_history[0].keys() == evaluated.keys() | {"step"}, "`predict` logs nothing"
+
+
+def test_predict_of_several_datasets_says_what_to_do(make_trainer):
+    with pytest.raises(TypeError, match=r"`test_dataset` is a dict: .* call `predict` once for each"):
+        make_trainer().predict({"a": tiny.rows(2)})

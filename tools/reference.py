@@ -39,7 +39,12 @@ Values of `divergence` by name, and the objects they stand for at each `beta`. [
 your own."""
 
 _NARROWER = """\
-`trust_remote_code` covers the student alone; `teacher_trust_remote_code` is the teacher's."""
+`trust_remote_code` covers the student alone; `teacher_trust_remote_code` is the teacher's. Without an accelerator,
+`bf16` is off unless it is set, and memory is not pinned; TRL's default is refused there.
+
+Options may be given as text, as a YAML file or a shell gives them (`"1e-5"`, `"False"`), and those that take a dict as
+JSON. A name that does not exist is refused with what it is called here, if it comes from another trainer, or with the
+closest name."""
 
 _CHECKED = """\
 These come from TRL and mean what they mean there. `OPSDConfig` checks their values, which TRL mostly does not;
@@ -54,8 +59,10 @@ Of `OPSDTrainer`; from `rollout` on they are given by name. Those up to `tools` 
 
 _METRICS = """\
 Added to what TRL logs (`loss`, `entropy`, `num_tokens`, `step_time`, `completions/…`). An evaluation logs its metrics
-as `eval_<metric>`, also where `eval_dataset` is a dict: there is then one log for each dataset, and
-`eval_<dataset>_loss` tells which. `eval_loss` differs from TRL's: it is the mean over the tokens of the whole
+as `eval_<metric>`; where `eval_dataset` is a dict there is one log for each dataset, with all metrics, TRL's too, as
+`eval_<dataset>_<metric>`. `evaluate(metric_key_prefix="held_out")` puts `held_out` in place of `eval`. `predict(rows)`
+logs nothing and returns the token ids of the completions, in the order of the rows and padded with -100, with the same
+metrics as `test_<metric>`. `eval_loss` differs from TRL's: it is the mean over the tokens of the whole
 evaluation, which is also `eval_divergence/mean`.
 
 *Main process*: each process has a value of its own, and loggers get that of the main process. Means cover what happened
@@ -63,7 +70,7 @@ since the last log; what a log without a token in the loss leaves out is in the 
 
 
 def _config(**options: Any) -> OPSDConfig:
-    return OPSDConfig("out", use_cpu=True, bf16=False, **options)
+    return OPSDConfig("out", use_cpu=True, **options)
 
 
 def _rollout(**options: Any) -> None:
@@ -104,6 +111,10 @@ OF_OTHERS: list[Callable[[], Any]] = [
     lambda: _config(generation_kwargs={"disable_compile": True}),
 ]
 """The same for options of TRL and transformers."""
+
+
+_TYPES = {"True or False", "a number", "an integer"}
+"""What is expected where every value of a type is taken."""
 
 
 def document() -> str:
@@ -201,7 +212,7 @@ def expected(option: str) -> str:
             _config(**{option: value})
         except ValueError as error:
             if found := re.search(r": expected (.*?)(?: \(expected .*\))?\.?$", str(error)):
-                return found[1]
+                return "" if found[1] in _TYPES else found[1]
         except (AttributeError, TypeError):  # TRL, transformers or a check of several options fails on it first
             continue
     return ""

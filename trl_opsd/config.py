@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from transformers import TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.utils import is_torch_xla_available
 
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
 from trl_opsd.data.row_sharding import check_sharing
@@ -16,10 +19,15 @@ from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
 from trl_opsd.losses.registry import BETAS, divergence_of
 from trl_opsd.run import versions
 from trl_opsd.run.failure import share_tracebacks
+from trl_opsd.run.foreign_options import explained_option
 from trl_opsd.run.launch_file import check_nested_keys
+from trl_opsd.run.option_changes import option_values
+from trl_opsd.run.option_types import check_json, convert_text
 from trl_opsd.run.precision import check_scaler
-from trl_opsd.run.ranges import above, at_least_one, in_range, one_of, readable_json
+from trl_opsd.run.ranges import above, at_least, at_least_one, in_range, one_of
 from trl_opsd.run.sampling_options import check_generation_kwargs, check_sampling
+from trl_opsd.run.strict_names import StrictNames
+from trl_opsd.run.training_options import check_training
 
 TEACHER_OFFLOADS = ("none", "cpu", "stream", "zero3")
 
@@ -32,11 +40,12 @@ _ONLY_RESIDENT = {
 
 
 @dataclass
-class OPSDConfig(DistillationConfig):
+class OPSDConfig(StrictNames, DistillationConfig):
     r"""Configuration of [`OPSDTrainer`]: every field of [`~trl.DistillationConfig`], with its name, default and
     meaning, and the fields below.
 
     Two defaults differ, for safety: `vllm_server_host` is loopback, and `trust_remote_code` does not cover the teacher.
+    Without an accelerator, `bf16` is off unless it is set; TRL's default is refused there.
 
     Parameters:
         divergence (`str` or [`~losses.Divergence`], *optional*):
@@ -103,11 +112,18 @@ class OPSDConfig(DistillationConfig):
 
     ```python
     >>> from trl_opsd import OPSDConfig
-    >>> OPSDConfig("out", divergence="forward_kl", bf16=False).build_divergence()
+    >>> OPSDConfig("out", divergence="forward_kl").build_divergence()
     ForwardKL()
     ```
     """
 
+    bf16: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether to compute in bfloat16, with weights in float32. If not set, where there is an accelerator"
+            " and no `fp16`."
+        },
+    )
     divergence: Divergence | str | None = field(
         default=None,
         metadata={"help": f"Objective: {', '.join(map(repr, DIVERGENCES))}. If not set, `beta` decides, as in TRL."},
@@ -190,9 +206,11 @@ class OPSDConfig(DistillationConfig):
     def __post_init__(self) -> None:
         share_tracebacks()
         check_nested_keys()
+        convert_text(self)
+        check_json(self)
+        check_training(self)
+        self._choose_for_cpu()
         in_range("beta", self.beta, 0.0, 1.0)  # TRL accepts NaN
-        for name in self._VALID_DICT_FIELDS:
-            readable_json(name, getattr(self, name))
         super().__post_init__()
         self._check_dicts()
         self._check_objective()
@@ -208,6 +226,21 @@ class OPSDConfig(DistillationConfig):
         check_scaler(self)
         if not isinstance(self.resume_with_changes, list | None):
             raise ValueError(f"`resume_with_changes={self.resume_with_changes!r}`: expected a list of names.")
+        self._checked = option_values(self)
+
+    def check_again(self) -> None:
+        """Checks the options again, if some were changed since, as if the config was made with these values.
+
+        Raises:
+            ValueError: An option is out of range, unknown, or contradicts another.
+        """
+        if option_values(self) != self._checked:
+            OPSDConfig.__post_init__(self)  # a subclass has extended what the user asked for already
+
+    @classmethod
+    def explain(cls, name: str, known: Collection[str]) -> str:
+        """What an option of another trainer is called here, or the closest name."""
+        return explained_option(name, known)
 
     @property
     def device(self) -> torch.device:
@@ -231,6 +264,12 @@ class OPSDConfig(DistillationConfig):
         """Chat template arguments that differ for the teacher; none by default."""
         assert not isinstance(self.teacher_chat_template_kwargs, str), "parsed and checked at construction"
         return dict(self.teacher_chat_template_kwargs or {})
+
+    def _choose_for_cpu(self) -> None:
+        """Without an accelerator, float32 unless the options or the launch ask for less, and no pinned memory."""
+        if self.use_cpu or not (torch.accelerator.is_available() or is_torch_xla_available()):
+            self.bf16 = bool(self.bf16)
+            self.dataloader_pin_memory = False
 
     def _check_dicts(self) -> None:
         for name in self._VALID_DICT_FIELDS:
@@ -286,6 +325,10 @@ class OPSDConfig(DistillationConfig):
         one_of("vllm_weight_sync", self.vllm_weight_sync, ("auto", "adapter", "full"))
         one_of("vllm_sync_check", self.vllm_sync_check, ("every", "first", "never"))
         in_range("vllm_gpu_memory_utilization", self.vllm_gpu_memory_utilization, 0.0, 1.0, open_below=True)
+        at_least("vllm_server_timeout", self.vllm_server_timeout, 0)
+        for name in ("vllm_server_port", "vllm_group_port"):
+            in_range(name, getattr(self, name), 1, 65535)
+        at_least_one("vllm_tensor_parallel_size", self.vllm_tensor_parallel_size)
         if self.vllm_max_model_length is not None:
             at_least_one("vllm_max_model_length", self.vllm_max_model_length)
         if self.use_vllm and not self.ds3_gather_for_generation:
@@ -346,7 +389,8 @@ def checked_args(args: DistillationConfig | None, model: Any, divergence: Diverg
 
     Raises:
         TypeError: `args` is not an [`OPSDConfig`].
-        ValueError: `divergence` is neither a divergence nor the name of one.
+        ValueError: `divergence` is neither a divergence nor the name of one, or an option was changed to a value that
+            is refused.
     """
     versions.warn_of_newer()
     check_divergence(divergence)
@@ -354,8 +398,11 @@ def checked_args(args: DistillationConfig | None, model: Any, divergence: Diverg
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         return OPSDConfig(f"{name.split('/')[-1]}-OPSD")
     if not isinstance(args, OPSDConfig):
-        raise TypeError(
-            f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`, which has every field of TRL's "
-            "`DistillationConfig`; change the class name."
+        remedy = (
+            "which has every field of TRL's `DistillationConfig`; change the class name"
+            if isinstance(args, TrainingArguments)
+            else "which comes third, after the teacher; pass arguments by name"
         )
+        raise TypeError(f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`, {remedy}.")
+    args.check_again()
     return args

@@ -15,9 +15,11 @@ from transformers.training_args import OptimizerNames
 from trl_opsd._compat.peft import CausalLM, describe_adapters, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
+from trl_opsd.data.datasets import DIGEST
 from trl_opsd.losses import Divergence
 from trl_opsd.models.head import model_shape, shape_of
 from trl_opsd.models.samples import Samples, digest, sampled
+from trl_opsd.run.ranges import one_of
 from trl_opsd.teacher import FrozenTeacher, Teacher
 
 logger = get_logger(__name__)
@@ -49,6 +51,19 @@ OPTIONS = (
 
 EMA_OPTIONS = ("teacher_update_rate", "teacher_sync_steps")
 """Options that have an effect only with `teacher_model_kind="ema"`."""
+
+OTHERS = (
+    "divergence",
+    "train_dataset",
+    "teachers",
+    "teacher_weights",
+    "student",
+    "adapter",
+    "optimizer",
+    "tools",
+    "chat_template",
+)
+"""Names of the entries that are no options."""
 
 NESTED = ("adapter",)
 """Entries that are compared key by key, over the keys both sides have: a newer version of a library may add some."""
@@ -119,6 +134,16 @@ def fingerprint(args: OPSDConfig, **more: Any) -> Fingerprint:
     names = (*OPTIONS, *(EMA_OPTIONS if args.teacher_model_kind == "ema" else ()))
     values = {**more, **{name: getattr(args, name) for name in names}}
     return dict(json.loads(json.dumps(values, default=str)))
+
+
+def check_accepted(names: Sequence[str] | None) -> None:
+    """Refuses names in `resume_with_changes` that no fingerprint has.
+
+    Raises:
+        ValueError: A name is unknown; the message has the closest one.
+    """
+    for name in names or ():
+        one_of("resume_with_changes", name, (*OPTIONS, *EMA_OPTIONS, *OTHERS))
 
 
 def describe_student(student: CausalLM, handed_in: Samples | None) -> str:
@@ -225,7 +250,10 @@ def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str
 
 
 def _compared(name: str, then: Any, now: Any) -> tuple[Any, Any]:
-    """Both values; of nested ones, only the shared keys that differ."""
+    """Both values; of nested ones, only the shared keys that differ; of rows digested in another way, their number."""
+    if name == "train_dataset" and DIGEST not in str(then) and DIGEST in str(now):
+        logger.warning("The checkpoint has an older digest of the rows, so that only their number could be compared.")
+        return str(then).partition(",")[0], str(now).partition(",")[0]
     if not (name in NESTED and isinstance(then, dict) and isinstance(now, dict) and then.keys() & now.keys()):
         return then, now
     parts = [part for part in then if part in now and then[part] != now[part]]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import is_fsdp_enabled
@@ -15,7 +17,9 @@ from transformers.integrations import is_fsdp_enabled
 from trl_opsd import arguments, fingerprint
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
-from trl_opsd.config import OPSDConfig, checked_args
+from trl_opsd.banner import Banner, Described
+from trl_opsd.config import OPSDConfig, check_divergence, checked_args
+from trl_opsd.data.admission import Rows
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name, columns_of, describe_rows
 from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
@@ -28,24 +32,31 @@ from trl_opsd.losses import Divergence
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.head import whole_head
-from trl_opsd.models.model_checks import check_student
+from trl_opsd.models.model_checks import check_student, check_trainable
 from trl_opsd.models.padding import PADDED
 from trl_opsd.models.proofs import prove_student
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.returned import checked_completions
+from trl_opsd.run.agreement import agree
 from trl_opsd.run.failure import share_tracebacks
+from trl_opsd.run.foreign_options import explained_argument
+from trl_opsd.run.given import check_given
 from trl_opsd.run.memory import explained
 from trl_opsd.run.precision import autocast, warn_of_lost_updates
 from trl_opsd.run.rng import preserved_rng
+from trl_opsd.run.strict_names import StrictNames
 from trl_opsd.run.uniform import check_not_uniform
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.comparison import compared
 from trl_opsd.teacher.teacher_checks import TeacherLike
+from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
+logger = get_logger(__name__)
 
-class OPSDTrainer(SeamTrainer):
+
+class OPSDTrainer(StrictNames, SeamTrainer):
     """Trainer for on-policy distillation: the student writes completions, a frozen teacher scores each token, and the
     student moves toward the teacher's next-token distribution.
 
@@ -125,6 +136,7 @@ class OPSDTrainer(SeamTrainer):
     row_columns = COLUMNS
     hidden_columns = IMAGE_COLUMNS  # TRL would treat them as images even when they are empty
     args: OPSDConfig
+    teachers: Teachers
     train_dataset: AnyDataset | None
     eval_dataset: EvalDatasets
 
@@ -148,7 +160,25 @@ class OPSDTrainer(SeamTrainer):
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
     ) -> None:
         share_tracebacks()
+        check_given(
+            model=model,
+            teacher_model=teacher_model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout=rollout,
+            teacher_processing_class=teacher_processing_class,
+        )
         args = checked_args(args, model, divergence)
+        fingerprint.check_accepted(args.resume_with_changes)
+        arguments.check_that_it_learns(args, train_dataset, optimizers)
+        own_rollout = rollout is not None
         rollout = chosen_rollout(rollout, args)
         given = arguments.prepared(
             model,
@@ -159,7 +189,9 @@ class OPSDTrainer(SeamTrainer):
             teacher_processing_class,
             teacher_prompt_fn,
             self.row_columns,
+            quantization_config,
         )
+        arguments.warn_of_options(args, given.models, own_rollout, optimizers, tools)
 
         super().__init__(
             model=model,
@@ -176,12 +208,13 @@ class OPSDTrainer(SeamTrainer):
         )
         check_student(self.model, args)
         if train_dataset is not None:
+            check_trainable(self.model, optimizers)
             warn_of_lost_updates(self.model, self.accelerator, args.learning_rate, self.optimizer)
         self.use_special_tokens()
         self._identity = fingerprint.Identity(args, self.model, self.handed_in, self.optimizer)
-        self.divergence = args.build_divergence() if divergence is None else divergence_of(divergence, args.beta)
+        self.divergence = args.divergence if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not args.disable_tqdm
-        self._student_is_proved, self.reading = False, PADDED
+        self._student_is_proved, self.reading, self._has_compared = False, PADDED, False
         self.dropped_prompts: Counter[str] = Counter()
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
@@ -191,14 +224,23 @@ class OPSDTrainer(SeamTrainer):
                 intake=given.intake,
                 tokenize=self.tokenize,
                 template=args.teacher_template_kwargs,
-                has_template=bool(self.processing_class.chat_template),
+                tokenizer=self.processing_class,
+                settings=(self.chat_template_kwargs, [tool.__name__ for tool in self.tools or ()]),
                 student_limits=arguments.student_limits(self.model, args),
             )
-            self._admit_datasets(self.readers.student)
+            rows = self._admit_datasets(given.rows, self.readers.student)
             self._set_up_teachers(given.models)
+            self._admit_datasets(rows, self.readers.teacher)
+            self.readers = self.readers.bounded_by_teacher(columns_of(self.train_dataset) or ())
         self.rollout = rollout
         with explained("start", partial(self.footprint, "start")):
             rollout.bind(self)
+        self.add_callback(Banner(lambda: self._described.text(reads_stream=True)))
+
+    @classmethod
+    def explain(cls, name: str, known: Collection[str]) -> str:
+        """What an argument of another trainer is called here, or the closest name."""
+        return explained_argument(name, known, [one.name for one in fields(OPSDConfig)])
 
     def _prove(self) -> None:
         self.reading = prove_student(self.model, self.in_student, self.args, self.accelerator)
@@ -224,14 +266,20 @@ class OPSDTrainer(SeamTrainer):
         # Known only once they are built: their vocabularies and contexts.
         self._vocabulary = shared_vocabulary(self.limits.vocabulary, self.teachers.vocabularies, self.processing_class)
         self.readers = self.readers.with_teachers(self._vocabulary, self.teachers.contexts)
-        self._admit_datasets(self.readers.teacher)
-        self.readers = self.readers.bounded_by_teacher(columns_of(self.train_dataset) or ())
 
-    def _admit_datasets(self, reader: Reader) -> None:
+    def _admit_datasets(self, rows: dict[str, Rows], reader: Reader) -> dict[str, Rows]:
         dropped = self.dropped_prompts if self.args.overlong_prompts == "drop" else None
-        self.train_dataset, self.eval_dataset = admit_all(self.train_dataset, self.eval_dataset, reader, dropped)
+        rows = admit_all(rows, reader, dropped)
+        datasets = {name: one.dataset for name, one in rows.items()}
+        self.train_dataset = datasets.get("train_dataset")
+        if isinstance(self.eval_dataset, dict):
+            names = zip(self.eval_dataset, by_name(self.eval_dataset), strict=True)
+            self.eval_dataset = {name: datasets.get(where) for name, where in names}
+        else:
+            self.eval_dataset = datasets.get("eval_dataset")
         if self.train_dataset is not None:
             arguments.check_train_size(self.train_dataset, self.args)
+        return rows
 
     # ---- The verbs ----------------------------------------------------------------------------------------------
 
@@ -271,14 +319,49 @@ class OPSDTrainer(SeamTrainer):
     def read_rows(self, rows: Sequence[Row]) -> list[Request]:
         return self.readers.read_batch(rows)
 
+    def rows_of(self, rollout: Rollout) -> list[Row]:
+        if len(self.teachers) > 1 or not self.readers.are_alike(columns_of(self.train_dataset) or ()):
+            raise ValueError(
+                "`compute_loss` was given a batch that no teacher has read, without its dataset rows, but what the "
+                "teacher reads depends on those: pass what `trainer._generate_and_score_completions(rows)` returns, or "
+                "put them into the batch, aligned with it, as `batch['rows']`."
+            )
+        texts = self.processing_class.batch_decode(rollout.prompt_lists())
+        return [{"prompt": text} for text in texts]
+
     def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
-        self.limits.check_batch(prompt_ids)
+        self.readers.check_batch(prompt_ids)
 
     def check_sums(self, sums: dict[str, float]) -> None:
         check_not_uniform(sums, self.limits.vocabulary, self.temperature)
+        if not self._has_compared and agree(sums):
+            logger.warning(
+                "The first divergence is 0: the teacher says the same as the student about every token, and nothing is "
+                "learned from it. Is it the same model, without context that only the teacher reads?"
+            )
+        self._has_compared = True
+
+    def __repr__(self) -> str:
+        return self._described.text() if hasattr(self, "rollout") else super().__repr__()
+
+    @property
+    def _described(self) -> Described:
+        return Described(
+            trainer=self, teachers=self.teachers, rollout=self.rollout, divergence=self.divergence, readers=self.readers
+        )
 
     def footprint(self, phase: str) -> dict[str, int]:
         return footprint(self, phase, self.teachers.models, self.teachers.heads)
+
+    @property
+    def divergence(self) -> Divergence:
+        """What `compare` minimises. May be set, also by name; `None` is the one that TRL's `beta` selects."""
+        return self._divergence
+
+    @divergence.setter
+    def divergence(self, divergence: Divergence | str | None) -> None:
+        check_divergence(divergence)
+        self._divergence = divergence_of(divergence, self.args.beta)
 
     @property
     def limits(self) -> PromptLimits:

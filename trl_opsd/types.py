@@ -37,7 +37,7 @@ class Rollout:
         mask, tool_mask = batch["completion_mask"], batch.get("tool_mask")
         weights = batch.get("loss_weights")
         if weights is None:
-            weights = (mask if tool_mask is None else mask * tool_mask).float()
+            weights = ((mask if tool_mask is None else mask * tool_mask) != 0).float()
         return cls(
             prompt_ids=batch["prompt_ids"],
             prompt_mask=batch["prompt_mask"],

@@ -301,7 +301,7 @@ OTHERS = [
     Case(
         "at least",
         "how to load a teacher that is loaded",
-        "the teacher is given as an object",
+        "`teacher_model` is given as an object",
         lambda lab: lab.make(teacher_model_init_kwargs={"dtype": "float32"}),
     ),
 ]

@@ -152,7 +152,7 @@ FINGERPRINT = [
     ),
     another(
         "fewer rows",
-        r"train_dataset: '8 rows, sha256 \w+' in the checkpoint, '7 rows, ",
+        r"train_dataset: '8 rows, digest \w+' in the checkpoint, '7 rows, ",
         lambda: {"train_dataset": tiny.rows(7)},
     ),
     another(

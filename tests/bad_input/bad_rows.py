@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pandas
 import tiny
 from cases import Case, Lab, untouched
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd.data.prompts import Prompt, common_kind
 
+ANSWER = {"role": "assistant", "content": "ho"}
 GOOD = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image", "text": "x"}]}]
 
@@ -58,11 +61,20 @@ def trained_on(
     )
 
 
-def streamed(phrase: str, message: str, row: dict[str, Any], error: type[Exception] = ValueError) -> Case:
+def adding(**options: bool) -> PreTrainedTokenizerFast:
+    """A tokenizer that adds special tokens to text, as Llama's does."""
+    words = tiny.tokenizer()
+    words.bos_token = "<|endoftext|>"
+    for name, value in options.items():
+        setattr(words, name, value)
+    return words
+
+
+def streamed(phrase: str, message: str, row: dict[str, Any], error: type[Exception] = ValueError, **given: Any) -> Case:
     """Refused in training: a stream cannot be read ahead, so its rows are checked before they are completed."""
 
     def provoke(lab: Lab) -> None:
-        lab.make(train_dataset=IterableDataset.from_generator(lambda: iter([row] * 8))).train()
+        lab.make(train_dataset=IterableDataset.from_generator(lambda: iter([row] * 8)), **given).train()
 
     return Case(phrase, "in a stream", message, provoke, error)
 
@@ -116,7 +128,7 @@ DATASETS = [
         Dataset.from_dict({"question": ["a", "b"]}),
         before_loading=True,
     ),
-    streamed("dataset without prompt", "row 0 of this batch has no column 'prompt'", {"question": "a"}),
+    streamed("dataset without prompt", "row 0 of train_dataset has no column 'prompt'", {"question": "a"}),
     Case(
         "dataset without the privileged column",
         "a student that teaches itself",
@@ -124,13 +136,71 @@ DATASETS = [
         lambda lab: lab.make(teacher_model=None, teacher_model_kind="base"),
         before_loading=True,
     ),
-    trained_on(
-        "at least",
-        "a list for a dataset",
-        "`train_dataset` is a list: expected a `datasets.Dataset`",
-        [{"prompt": "a"}],
+    *(
+        trained_on("not a dataset", type(given).__name__ + str(number), message, given, TypeError, before_loading=True)
+        for number, (given, message) in enumerate(
+            [
+                ([{"prompt": "a"}], r"is a list: expected a .* `Dataset\.from_list\(rows\)`"),
+                ({"prompt": ["a"]}, r"is a dict: expected .* `Dataset\.from_dict\(columns\)`"),
+                (pandas.DataFrame({"prompt": ["a"]}), r"is a DataFrame: .* `Dataset\.from_pandas\(frame\)`"),
+                (iter([{"prompt": "a"}]), r"is a list_iterator: expected a `datasets\.Dataset`"),
+                ("trl-lib/tldr", r"is a str: pass what it names, `load_dataset\('trl-lib/tldr', split='train'\)`"),
+                ("rows.jsonl", r"`load_dataset\('json', data_files='rows.jsonl', split='train'\)`"),
+                (Path("rows.parquet"), r"PosixPath: .*`load_dataset\('parquet', data_files='rows.parquet', split"),
+                (
+                    DatasetDict({"test": tiny.rows(), "train": tiny.rows()}),
+                    r"is a DatasetDict of \['test', 'train'\]: pass one of them, `train_dataset=...\['train'\]`",
+                ),
+                (IterableDatasetDict({"a": tiny.rows().to_iterable_dataset()}), r"an? IterableDatasetDict of \['a'\]"),
+                ({"easy": tiny.rows()}, r"is a dict of \['easy'\]: pass one of them, `train_dataset=...\['easy'\]`"),
+            ]
+        )
+    ),
+    Case(
+        "not a dataset",
+        "all splits to evaluate on",
+        r"`eval_dataset` is a DatasetDict of \['test', 'train'\]: .*; for all of them, `eval_dataset=dict",
+        lambda lab: lab.make(eval_dataset=DatasetDict({"test": tiny.rows(), "train": tiny.rows()})),
         TypeError,
         before_loading=True,
+    ),
+    Case(
+        "not a dataset",
+        "a list to evaluate on, by name",
+        r"`eval_dataset\['easy'\]` is a list: expected",
+        lambda lab: lab.make(eval_dataset={"easy": [{"prompt": "a"}]}),
+        TypeError,
+        before_loading=True,
+    ),
+    *(
+        trained_on(
+            "dataset without prompt",
+            f"but with {name}",
+            message,
+            Dataset.from_dict({name: ["a", "b"]}),
+            before_loading=True,
+        )
+        for name, message in [
+            ("prompts", r"`dataset.rename_column\('prompts', 'prompt'\)`"),
+            ("problem", r"`dataset.rename_column\('problem', 'prompt'\)`"),
+            ("text", r"`dataset.rename_column\('text', 'prompt'\)`"),
+            ("x", r"`dataset.rename_column\('question', 'prompt'\)`"),
+            ("messages", r"\{'prompt': row\['messages'\]\[:-1\]\}, remove_columns='messages'\)`"),
+        ]
+    ),
+    *(
+        trained_on(
+            "misspelt column",
+            name,
+            rf"train_dataset has a column '{name}', which is not read; did you mean '{meant}'\?",
+            tiny.rows().add_column(name, ["x"] * 8),
+            before_loading=True,
+        )
+        for name, meant in [
+            ("privileged_contex", "privileged_context"),
+            ("teacher_promt", "teacher_prompt"),
+            ("Teacher_prompt", "teacher_prompt"),
+        ]
     ),
     trained_on(
         "at least",
@@ -168,7 +238,7 @@ ROWS = [
         TypeError,
         before_loading=True,
     ),
-    streamed("row None", "row 0 of this batch is None", {"prompt": None}, TypeError),
+    streamed("row None", "row 0 of train_dataset is None", {"prompt": None}, TypeError),
     Case(
         "row None",
         "to evaluate on",
@@ -183,6 +253,31 @@ ROWS = [
         "row 1 of train_dataset is a list without messages",
         prompts(GOOD, []),
         before_loading=True,
+    ),
+    trained_on(
+        "row that ends with the assistant",
+        "an answer",
+        r"The prompt in row 2 of train_dataset ends with a message of the assistant.* `prompt = messages\[:-1\]`",
+        prompts(GOOD, GOOD, [*GOOD, ANSWER]),
+        before_loading=True,
+    ),
+    trained_on(
+        "row that ends with the assistant",
+        "for the teacher",
+        "The teacher_prompt in row 1 of train_dataset ends with a message of the assistant",
+        prompts(GOOD, GOOD).add_column("teacher_prompt", [GOOD, [*GOOD, ANSWER]]),
+        before_loading=True,
+    ),
+    streamed("row that ends with the assistant", "row 0 of this batch ends with", {"prompt": [*GOOD, ANSWER]}),
+    Case(
+        "row that ends with the assistant",
+        "from `teacher_prompt_fn`",
+        r"What `teacher_prompt_fn` returned for row \d of this batch ends with a message of the assistant",
+        lambda lab: lab.make(
+            train_dataset=prompts(GOOD, GOOD),
+            rollout=None,
+            teacher_prompt_fn=lambda row, completion: [*row["prompt"], ANSWER],
+        ).train(),
     ),
     trained_on(
         "row of a wrong type",
@@ -244,6 +339,32 @@ ROWS = [
         processing_class=without_template(),
     ),
     trained_on(
+        "tokens that the tokenizer adds",
+        "an end after text",
+        r"in row 0 of train_dataset is text, after which the tokenizer writes '<\|im_end\|>'.* `add_eos_token=False`",
+        prompts("a", "b"),
+        processing_class=adding(add_eos_token=True),
+    ),
+    streamed(
+        "tokens that the tokenizer adds",
+        "row 0 of this batch is text, after which the tokenizer writes",
+        {"prompt": "a"},
+        processing_class=adding(add_eos_token=True),
+    ),
+    trained_on(
+        "tokens that the tokenizer adds",
+        "a second start before text",
+        r"in row 0 of train_dataset has two start tokens '<\|endoftext\|>'",
+        prompts("<|endoftext|>a", "b"),
+        processing_class=adding(add_bos_token=True),
+    ),
+    streamed(
+        "tokens that the tokenizer adds",
+        "The prompt in row 0 of this batch has two start tokens",
+        {"prompt": "<|endoftext|>a"},
+        processing_class=adding(add_bos_token=True),
+    ),
+    trained_on(
         "overlong",
         "a prompt",
         "row 1 of train_dataset has 500 tokens; with a completion of 24",
@@ -258,4 +379,55 @@ ROWS = [
     ),
 ]
 
-CASES: list[Case] = [*DATASETS, *ROWS]
+
+async def asynchronous(row: dict[str, Any], completion: str) -> str:
+    return completion
+
+
+class Asynchronous:
+    async def __call__(self, row: dict[str, Any], completion: str) -> str:
+        return completion
+
+
+PROMPT_FUNCTIONS = [
+    ("text", "{prompt}", "is a str: expected a function of two arguments"),
+    ("a class", Asynchronous, "is the class Asynchronous: expected a function of two"),
+    ("one argument", lambda row: "a", "takes other arguments .*: expected a function of two arguments, the row"),
+    ("three arguments", lambda row, completion, ids: "a", "takes other arguments .*missing"),
+    ("by keyword only", lambda *, row, completion: "a", "takes other arguments"),
+    ("asynchronous", asynchronous, "is asynchronous, and nothing would await it"),
+    ("an asynchronous object", Asynchronous(), "is asynchronous"),
+]
+
+TEMPLATES = [
+    *(
+        untouched("teacher_prompt_fn", name, f"`teacher_prompt_fn` {message}", TypeError, teacher_prompt_fn=function)
+        for name, function, message in PROMPT_FUNCTIONS
+    ),
+    trained_on(
+        "chat template arguments",
+        "misspelt, for the teacher",
+        "`teacher_chat_template_kwargs` sets 'add_generation_promt', which .* never reads: did you mean 'add_.*prompt'",
+        prompts(GOOD, GOOD),
+        teacher_chat_template_kwargs={"add_generation_promt": False},
+        before_loading=True,
+    ),
+    trained_on(
+        "chat template arguments",
+        "of the trainer",
+        "`chat_template_kwargs` sets 'add_generation_prompt', which the trainer sets itself: remove it",
+        prompts(GOOD, GOOD),
+        chat_template_kwargs={"add_generation_prompt": False},
+        before_loading=True,
+    ),
+    trained_on(
+        "chat template arguments",
+        "of another template",
+        "`teacher_chat_template_kwargs` sets 'enable_thinking', which .* never reads: remove it, or use a template",
+        prompts(GOOD, GOOD),
+        teacher_chat_template_kwargs={"enable_thinking": False},
+        before_loading=True,
+    ),
+]
+
+CASES: list[Case] = [*DATASETS, *ROWS, *TEMPLATES]

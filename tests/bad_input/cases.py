@@ -83,8 +83,11 @@ def option(phrase: str, message: str, **options: Any) -> Case:
     return Case(phrase, name, message, lambda lab: lab.config(**options), before_loading=True)
 
 
-class MustNotLoad:
+class MustNotLoad(torch.nn.Module):
     """Fails on any use, which would mean a model was loaded too early."""
+
+    def __init__(self) -> None:
+        """Has no parts."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"the model was touched ({name}) before the arguments were checked")

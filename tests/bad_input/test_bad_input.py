@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import bad_arguments
 import bad_engines
 import bad_models
+import bad_names
+import bad_numbers
 import bad_options
 import bad_resuming
 import bad_rows
@@ -24,6 +27,10 @@ PHRASES = (
     "vocabulary mismatch",
     "tokenizer mismatch",
     "head rows unlike the config",
+    "not a dataset",
+    "misspelt column",
+    "teacher_prompt_fn",
+    "chat template arguments",
     "dataset None",
     "dataset empty",
     "dataset too small",
@@ -32,6 +39,8 @@ PHRASES = (
     "row ''",
     "row None",
     "row []",
+    "row that ends with the assistant",
+    "tokens that the tokenizer adds",
     "row of a wrong type",
     "rows of mixed kinds",
     "message without role or content",
@@ -66,11 +75,32 @@ PHRASES = (
     "resume path missing",
     "resume path torn",
     "resume path with another fingerprint",
+    "learning_rate",
+    "weight_decay",
+    "batch size",
+    "steps",
+    "seed",
+    "a word for a boolean",
+    "a word for a number",
+    "malformed JSON",
+    "unknown option",
+    "unknown argument",
+    "a class for an object",
+    "wrong kind",
+    "wrong order",
+    "nothing would be learned",
+    "optimizer of another model",
+    "teacher given twice",
+    "rollout given twice",
+    "resume with unknown changes",
+    "divergence assigned",
 )
 """The bad inputs that must be refused, in the order in which they were listed."""
 
+FILES = (bad_arguments, bad_options, bad_numbers, bad_names, bad_rows, bad_models, bad_engines, bad_resuming)
+
 CASES: list[Case] = sorted(
-    (case for file in (bad_options, bad_rows, bad_models, bad_engines, bad_resuming) for case in file.CASES),
+    (case for file in FILES for case in file.CASES),
     key=lambda case: PHRASES.index(case.phrase),
 )
 

@@ -48,7 +48,9 @@ KILLS = (
 
 
 def resume(make: Make, folder: Path) -> dict[str, Any]:
-    """For each variant an uninterrupted run, and two resumed from its checkpoints in another folder."""
+    """For each variant an uninterrupted run, and two resumed from its checkpoints in another folder; and one that had
+    already trained all its steps.
+    """
     seen: dict[str, Any] = {}
     for variant in VARIANTS:
         whole = make(folder / variant, variant, **EACH_STEP)
@@ -59,6 +61,9 @@ def resume(make: Make, folder: Path) -> dict[str, Any]:
             other = make(folder / "elsewhere", variant)
             other.train(resume_from_checkpoint=str(folder / variant / f"checkpoint-{step}"))
             seen[variant]["resumed"][step] = asdict(other.witness)
+    done = make(folder / "elsewhere", "full", max_steps=RESUMED_AT[0])
+    done.train(resume_from_checkpoint=str(folder / "full" / f"checkpoint-{RESUMED_AT[0]}"))
+    seen["finished"] = {"step": done.state.global_step, **asdict(done.witness)}
     seen["strategy"] = [str(whole.accelerator.distributed_type), whole.accelerator.num_processes]
     return seen
 

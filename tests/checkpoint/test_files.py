@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -144,8 +145,13 @@ def test_a_plain_transformers_checkpoint_is_accepted_only_by_path(tmp_path):
     found, [remark] = checkpoint_to_resume(str(folder), tmp_path)
     assert found == folder
     assert "whether it is complete cannot be checked" in remark
-    with pytest.raises(ValueError, match="There is no complete checkpoint in"):
+    how = re.escape(f"pass its path, `resume_from_checkpoint={str(folder)!r}`.")
+    with pytest.raises(ValueError, match=f"There is no complete checkpoint in .* has no {MANIFEST}.* {how}"):
         checkpoint_to_resume(True, tmp_path)
+    ours = saved(tmp_path, 2)
+    newest, [remark] = checkpoint_to_resume(True, tmp_path)
+    assert newest == ours
+    assert re.search(f"{folder} has no {MANIFEST}.* {how}", remark)
 
 
 def test_files_outside_the_checkpoint_are_not_read(tmp_path):

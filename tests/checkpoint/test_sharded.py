@@ -48,6 +48,12 @@ def test_a_resumed_run_of_two_processes_equals_an_uninterrupted_one(results, str
 
 
 @each_strategy
+def test_two_processes_train_no_step_of_a_finished_run(results, strategy):
+    for rank in ("0", "1"):
+        assert results[strategy][rank]["finished"] == {"step": 3, "written": [], "losses": [], "weights": []}
+
+
+@each_strategy
 def test_a_signal_to_one_process_stops_both_at_the_same_saved_step(results, folder, strategy):
     for rank in ("0", "1"):
         whole = results[strategy][rank]["full"]["whole"]

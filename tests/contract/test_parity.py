@@ -116,3 +116,22 @@ def test_each_epoch_has_the_row_order_of_trl(make_trainer):
             trainer.state.epoch = progress
             assert list(trainer._get_train_sampler()) == trls
     assert len({tuple(order) for _ in range(3)}) == 3
+
+
+def test_a_checkpoint_of_trl_is_resumed_by_its_path(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    whole = trained(Replaying, DistillationConfig(**tiny.options(tmp_path / "out", **saving)), lora=False)
+    ours = OPSDTrainer(
+        model=tiny.qwen2(32, seed=5),  # the checkpoint has the weights
+        teacher_model=tiny.qwen2(48, seed=1),
+        args=OPSDConfig(**tiny.options(tmp_path / "out", **saving)),
+        train_dataset=tiny.rows(),
+        processing_class=tiny.tokenizer(),
+        rollout=FixedRollout(tiny.recorded(tiny.tokenizer())),
+    )
+    with pytest.raises(ValueError, match=r"no complete checkpoint in .*pass its path, `resume_from_checkpoint='.*-3'`"):
+        ours.train(resume_from_checkpoint=True)
+    ours.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert max(largest_gaps(whole, ours)) <= TOLERANCE
+    kept = {path.name for path in (tmp_path / "out").iterdir()}
+    assert kept >= {"checkpoint-1", "checkpoint-2", "checkpoint-3", "replaced-checkpoint-2", "replaced-checkpoint-3"}

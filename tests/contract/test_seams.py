@@ -13,7 +13,10 @@ from transformers import Trainer
 from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.loop import loaders, saving, seams, steps, wrapping
+from trl_opsd.loop import card, evaluation, finished, loaders, saving, seams, steps, wrapping
+from trl_opsd.loop.card import Cards
+from trl_opsd.loop.evaluation import Evaluations
+from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.seams import SeamTrainer
@@ -26,9 +29,12 @@ CUTS = [
     pytest.param(theirs, ours, seams, name, id=f"{theirs.__name__}.{name}")
     for theirs, ours, seams in (
         (DistillationTrainer, SeamTrainer, seams.SEAMS),
+        (DistillationTrainer, Cards, card.SEAMS),
+        (DistillationTrainer, Evaluations, evaluation.SEAMS),
         (Trainer, SafeCheckpoints, saving.SEAMS),
         (Trainer, GuardedSteps, steps.SEAMS),
         (Trainer, EachRowOnce, loaders.SEAMS),
+        (Trainer, FinishedRuns, finished.SEAMS),
         (Trainer, WrappedToTrain, wrapping.SEAMS),
     )
     for name in seams
@@ -51,9 +57,12 @@ def test_the_override_has_the_parameters_of_the_original(theirs, ours, seams, na
     ("ours", "seams"),
     [
         (SeamTrainer, seams.SEAMS),
+        (Cards, card.SEAMS),
+        (Evaluations, evaluation.SEAMS),
         (SafeCheckpoints, saving.SEAMS),
         (GuardedSteps, steps.SEAMS),
         (EachRowOnce, loaders.SEAMS),
+        (FinishedRuns, finished.SEAMS),
         (WrappedToTrain, wrapping.SEAMS),
     ],
 )

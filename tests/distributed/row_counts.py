@@ -213,13 +213,17 @@ def resumed(folder: Path) -> dict[str, Any]:
 
 
 def short(folder: Path) -> dict[str, Any]:
-    """Evaluations of fewer rows than two processes read at once; and overlong rows of a stream, dropped in workers."""
+    """Evaluations and predictions of fewer rows than two processes read at once; and overlong rows of a stream, dropped
+    in workers.
+    """
     trainer = build(folder, Variant("map"), 2)
     found: dict[str, Any] = {}
     for kind, number in itertools.product(("map", "even"), (1, 2, 4, 5)):
         rows = make_rows("map").select(range(number))
         rows = rows if kind == "map" else rows.to_iterable_dataset(num_shards=min(3, number))
         found[f"{kind} {number}"] = trainer.evaluate(rows)["eval_loss"]
+        if number == 5:
+            found[f"{kind} predicted"] = trainer.predict(rows).predictions.tolist()
     long = [row(number) if number % 4 else {"prompt": "x" * 300} for number in range(ROWS)]
     workers = {"dataloader_persistent_workers": True, "dataloader_prefetch_factor": 2, "overlong_prompts": "drop"}
     stream = Dataset.from_list(long).to_iterable_dataset(num_shards=4)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import row_counts
+import tiny
 from processes import SECONDS, run
 from row_counts import EPOCHS, KINDS, ROWS, STEPS, Variant
 
@@ -80,6 +81,14 @@ def test_evaluating_few_rows_gives_the_same_loss_for_maps_and_streams(read, numb
     losses = read[0]["short"]
     assert losses[f"map {number}"] == pytest.approx(losses[f"even {number}"], rel=1e-6)
     assert len({losses[f"map {number}"] for number in (1, 2, 4, 5)}) == 4
+
+
+@pytest.mark.parametrize("kind", ["map", "even"])
+def test_two_processes_predict_each_row_once_and_in_order(read, kind):
+    prompts = tiny.tokenizer()([row_counts.row(number)["prompt"] for number in range(5)])["input_ids"]
+    written = row_counts.Unequal().complete(prompts, 0)
+    longest = max(map(len, written))
+    assert read[0]["short"][f"{kind} predicted"] == [ids + [-100] * (longest - len(ids)) for ids in written]
 
 
 def test_overlong_rows_of_a_stream_are_dropped_and_counted(read):

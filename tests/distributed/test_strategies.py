@@ -26,6 +26,13 @@ STRATEGIES = {
     "fsdp2": "FSDPQwen2ForCausalLM",
 }
 """The class that each wraps the student in, since a launch may silently use another strategy."""
+DESCRIBED = {
+    "ddp": "2, data parallelism (DDP), on cpu",
+    "zero2": "2, DeepSpeed ZeRO-2, on cpu",
+    "zero3": "2, DeepSpeed ZeRO-3, on cpu",
+    "fsdp2": "2, FSDP2, on cpu",
+}
+"""How the trainer describes each."""
 TOLERANCE = 1e-5
 """A tenth of one step of AdamW at a learning rate of 1e-4."""
 
@@ -39,13 +46,17 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(models):
-    """Results of one process, by variant: the student's weights and the losses of three steps."""
+    """Results of one process, by variant: the student's weights, the losses of three steps and the trainer in words."""
     found = {}
     for name, made_of in variants.ALONE.items():
         trainer = variants.build(models, made_of, processes=1)
         before = variants.weights(trainer)
         trainer.train()
-        found[name] = variants.weights(trainer), [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        found[name] = (
+            variants.weights(trainer),
+            [row["loss"] for row in trainer.state.log_history if "loss" in row],
+            repr(trainer),
+        )
         assert variants.largest_difference(before, found[name][0]) > 20 * TOLERANCE, f"{name} learns nothing"
     return found
 
@@ -68,7 +79,7 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
         **{name: same for name, (same, _) in variants.of(strategy).items()},
     }.items():
         mine = {key.removeprefix(f"{name}/"): tensor for key, tensor in trained.items() if key.startswith(f"{name}/")}
-        weights, losses = alone[same]
+        weights, losses, _ = alone[same]
         exact = variants.EXACT.get(same)
         # In another batch shape a half-precision teacher rounds differently: its error is as large as against float32,
         # and two such errors may add up.
@@ -86,11 +97,17 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
     assert (results["processes"], results["wrapper"]) == (2, STRATEGIES[strategy])
     assert set(results["split"].values()) == {strategy in ("zero3", "fsdp2")}
     assert all(sorted(empty) != [0, 0] for empty in results["empty"]), "a process had nothing to learn from"
+    for name, (same, _) in variants.of(strategy).items():
+        described, of_one = results["described"][name], alone[same][2]
+        assert DESCRIBED[strategy] in described
+        assert ("sharded over the processes" in " ".join(described.split())) is name.endswith(", zero3")
+        student = described.partition("\n  teacher")[0]
+        assert student == of_one.partition("\n  teacher")[0], "sizes are those of all shards together"
     if strategy == "zero3":
         _check_sharded_teacher(results["share"])
         assert results["not_gathered"]["losses"] == pytest.approx(results["generated"]["losses"][:1], abs=TOLERANCE)
     for name, half in results.get("bfloat16", {}).items():
-        _, in_float32 = alone[variants.of(strategy)[name][0]]
+        _, in_float32, _ = alone[variants.of(strategy)[name][0]]
         print(f"{strategy}, bfloat16, {name}: losses", *half["losses"], "in float32", *in_float32)
         assert half["products"] == {phase: ["bfloat16"] for phase in PHASES}
         assert half["kept"] == ["torch.bfloat16" if strategy.startswith("zero") else "torch.float32"]
@@ -113,7 +130,7 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES.keys() - {"ddp"}))
 def test_a_single_process_that_evaluates_first_learns_the_same(strategy, pairs, alone):
     out = pairs / f"{strategy}, one process"
-    found, (weights, losses) = json.loads((out / "results.json").read_text()), alone["full"]
+    found, (weights, losses, _) = json.loads((out / "results.json").read_text()), alone["full"]
     assert found["wrapper"] == STRATEGIES[strategy]
     assert found["losses"] == pytest.approx(losses, abs=TOLERANCE)
     assert variants.largest_difference(load_file(out / "weights.safetensors"), weights) <= TOLERANCE

@@ -35,7 +35,7 @@ FULL = variants.ALONE["full"]
 
 def train(folder: Path, strategy: str) -> None:
     """Trains all variants in one process of a pair."""
-    results: dict[str, Any] = {"empty": [], "split": {}, "losses": {}}
+    results: dict[str, Any] = {"empty": [], "split": {}, "losses": {}, "described": {}}
     trained: dict[str, Tensor] = {}
     whole, trocr = (
         tiny.qwen2(32, seed=0),
@@ -54,6 +54,8 @@ def train(folder: Path, strategy: str) -> None:
         trainer.train()
         trained |= {f"{name}/{parameter}": tensor for parameter, tensor in variants.weights(trainer).items()}
         results["losses"][name] = losses(trainer)
+        if trainer.accelerator.is_main_process:  # alone: a description must not wait for the other process
+            results["described"][name] = repr(trainer)
         results["wrapper"] = results.get("wrapper") or type(trainer.model_wrapped).__name__  # of "full"
         results["split"][name] = any(map(is_split, trainer.model.parameters()))
         results["empty"].append(gather_object([trainer.rollout.empty]))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import TrainerCallback
-from watched import EPOCHS, Witness, rows, trainer
+from watched import EPOCHS, Watched, Witness, rows, trainer
 
 STEPS = 4
 EVERY_STEP = range(1, EPOCHS * STEPS + 1)
@@ -87,3 +88,50 @@ def test_an_epoch_ended_early_does_not_shift_the_next_one(tmp_path, whole):
     run.train()
     prompts = [prompts for prompts, _ in run.witness.written]
     assert prompts == [whole["full"][1].written[STEPS * epoch][0] for epoch in range(EPOCHS)]
+
+
+def in_stream(**options: Any) -> dict[str, Any]:
+    """Options of a run over ten rows of a stream, two steps a pass."""
+    return {"train_dataset": rows(10).to_iterable_dataset(num_shards=2), "eval_strategy": "no", **options}
+
+
+# A pass over a dataset has four steps.
+@pytest.mark.parametrize(
+    ("options", "raised"),
+    [
+        pytest.param(lambda: {"max_steps": 3}, {"max_steps": 5}, id="steps", marks=pytest.mark.quick),
+        pytest.param(lambda: {"num_train_epochs": 1}, None, id="epochs"),
+        pytest.param(lambda: {"num_train_epochs": 0.5}, {"num_train_epochs": 1.25}, id="half an epoch"),
+        pytest.param(lambda: in_stream(max_steps=3), {"max_steps": 5}, id="stream"),
+        pytest.param(
+            lambda: {"max_steps": 3, "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 0.5},
+            None,
+            id="best model",
+        ),
+    ],
+)
+def test_resuming_a_finished_run_trains_no_step(tmp_path, caplog, options, raised):
+    def made(folder: Path, **more: Any) -> Watched:
+        return trainer(folder, "full", save_strategy="steps", save_steps=1, **options() | more)
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in sorted(tmp_path.rglob("*.json"))}
+
+    run = made(tmp_path)
+    run.train()
+    done, saved = run.state.global_step, files()
+    again = made(tmp_path)
+    result = again.train(resume_from_checkpoint=True)
+    assert (again.witness.written, again.witness.weights) == ([], [])
+    assert result.global_step == again.state.global_step == again.state.max_steps == done
+    assert all(map(torch.equal, again.model.parameters(), run.model.parameters())), "also where the best is another"
+    assert f"checkpoint-{done} is of step {done} of {done}" in caplog.text
+    assert "train_loss" not in result.metrics | again.state.log_history[-1]
+    assert files() == saved
+    if raised is not None:
+        whole, longer = made(tmp_path / "whole", **raised), made(tmp_path, **raised)
+        whole.train()
+        result = longer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{done}"))
+        assert longer.witness.written == whole.witness.written[done:] != []
+        assert longer.witness.weights == whole.witness.weights[done:]
+        assert "train_loss" in result.metrics

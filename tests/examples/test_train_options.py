@@ -43,7 +43,7 @@ def refused(capsys):
 
     def refused(*arguments):
         with pytest.raises((SystemExit, ValueError)) as caught:
-            train.main([*arguments, "--bf16", "False"])
+            train.main(arguments)
         if caught.type is SystemExit:
             assert caught.value.code == 2
             return capsys.readouterr().err
@@ -106,7 +106,8 @@ def test_what_is_missing_is_named_and_nothing_else_is_trained(disk, refused, giv
 COMMAND_LINE = {
     "misspelt": (["--learning_rat", "1"], "unknown option '--learning_rat', did you mean '--learning_rate'?"),
     "misspelt, with dashes": (["--learning-rat=1"], "unknown option '--learning-rat', did you mean '--learning_rate'?"),
-    "a part of a name": (["--batch_size", "4"], "did you mean '--per_device_train_batch_size' or '"),
+    "a part of a name": (["--model", "x"], "did you mean '--model_init_kwargs' or '--model_name_or_path' or '--model_"),
+    "another trainer's": (["--lmbda", "0.5"], "unknown option '--lmbda': the student writes all completions"),
     "TRL's old name": (["--teacher_revision", "x"], "did you mean '--teacher_model_revision'?"),
     "nothing like it": (["--qqq"], "error: unknown option '--qqq'\n"),
     "two": (["--qqq", "--modle_revision", "x"], "'--qqq'; unknown option '--modle_revision', did you mean '--model_r"),
@@ -116,8 +117,8 @@ COMMAND_LINE = {
     "wrong task": (["--task", "arithmetix"], "argument --task: invalid choice: 'arithmetix'"),
     "two files": (["--config", "a", "--config=b"], "--config is given 2 times"),
     "no file": (["--config", "nowhere.yaml"], "--config nowhere.yaml: [Errno 2] No such file"),
-    "JSON": (["--model_init_kwargs", "{bad"], "`model_init_kwargs='{bad'` is not valid JSON"),
-    "JSON in single quotes": (["--teacher_model_init_kwargs", "{'dtype': 1}"], "write an object with double quotes"),
+    "JSON": (["--model_init_kwargs", "{bad"], "`model_init_kwargs='{bad'` is not JSON"),
+    "JSON in single quotes": (["--teacher_model_init_kwargs", "{'dtype': 1}"], "put names and texts in double quotes"),
     "JSON of a list": (["--model_init_kwargs", "[1]"], "`model_init_kwargs='[1]'`: expected a dict of options"),
     "a split that is not there": (
         ["--dataset_train_split", "train_"],

@@ -438,4 +438,4 @@ class TestRefusals:
             make_trainer(teacher_model=str(tmp_path / "teacher"), teacher_offload="cpu")
 
     def test_a_teacher_is_not_moved_by_default(self):
-        assert (OPSDConfig("out", bf16=False).teacher_offload, OPSDConfig.teacher_cache_device) == ("none", "auto")
+        assert (OPSDConfig("out").teacher_offload, OPSDConfig.teacher_cache_device) == ("none", "auto")

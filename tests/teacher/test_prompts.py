@@ -11,15 +11,20 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
+from trl_opsd.banner import Banner
 
 TEXTS = ["2+2=", "The sky is"]
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
 ANSWERS = ["4<|im_end|>", " blue today<|im_end|>"]
 
 
+THINKING = "{% if enable_thinking %}<think>{% endif %}"
+
+
 def make(tmp_path, rows, conversational=False, teacher=None, **given):
     """A trainer of two rows, each answered with a recorded completion."""
     words = tiny.tokenizer()
+    words.chat_template += THINKING
     prompts = CHATS if conversational else TEXTS
     ids_of = partial(words.apply_chat_template, add_generation_prompt=True) if conversational else words
     asked = [ids_of(prompt)["input_ids"] for prompt in prompts]
@@ -102,13 +107,14 @@ def test_the_context_is_added_to_the_last_user_message_only(tmp_path):
         {"role": "user", "content": "first"},
         {"role": "user", "content": [{"type": "text", "text": "last"}]},
         {"role": "assistant", "content": "so"},
+        {"role": "tool", "content": "on"},
     ]
     trainer = make(tmp_path, [{}, {}])
     row = {"prompt": prompt, "privileged_context": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}
     assert trainer.readers.intake.read(row, "it").of_teacher.value == [
         prompt[0],
         {"role": "user", "content": [{"type": "text", "text": "last\n\na\nb"}]},
-        prompt[2],
+        *prompt[2:],
     ]
     assert prompt[1]["content"][0]["text"] == "last"
 
@@ -128,12 +134,9 @@ def test_a_function_builds_the_prompt_from_row_and_completion(tmp_path):
 
 
 def test_the_chat_template_may_have_other_arguments_for_the_teacher(tmp_path):
-    words = tiny.tokenizer()
-    words.chat_template += "{% if enable_thinking %}<think>{% endif %}"
     given = {"teacher_chat_template_kwargs": '{"enable_thinking": true}', "conversational": True}
     trainer = make(tmp_path, [{}, {}], **given)
-    trainer.processing_class.chat_template = words.chat_template
-    trainer.chat_template = words.chat_template
+    words = trainer.processing_class
     plain = words.apply_chat_template(CHATS, add_generation_prompt=True)["input_ids"]
     thinking = words.apply_chat_template(CHATS, add_generation_prompt=True, enable_thinking=True)["input_ids"]
     assert len(thinking[0]) == len(plain[0]) + len("<think>")
@@ -166,6 +169,7 @@ def test_teacher_columns_survive_the_removal_of_unused_ones(tmp_path):
 def test_the_privileged_context_is_not_logged(tmp_path, caplog, capsys):
     with caplog.at_level(logging.DEBUG):
         trainer = make(tmp_path, [{"privileged_context": "SECRET"}] * 2, log_completions=True)
+        trainer.remove_callback(Banner)  # on standard output it shows the first prompt of each
         trainer.train()
     printed = capsys.readouterr()
     assert "SECRET" not in caplog.text + printed.out + printed.err + repr(trainer.state.log_history)
@@ -292,7 +296,7 @@ def test_a_stream_is_checked_row_by_row(tmp_path):
         train_dataset=stream,
         processing_class=tiny.tokenizer(),
     )
-    with pytest.raises(TypeError, match="The privileged_context in row 0 of this batch is None"):
+    with pytest.raises(TypeError, match="The privileged_context in row 0 of train_dataset is None"):
         trainer.train()
 
 

@@ -23,6 +23,13 @@ def is_split_model(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule) or in_zero3_model(model)
 
 
+def class_of(model: nn.Module) -> type[nn.Module]:
+    """The class of a model before FSDP2 put one of its own around it."""
+    if isinstance(model, FSDPModule):
+        return next(one for one in type(model).__bases__ if one is not FSDPModule)
+    return type(model)
+
+
 @contextmanager
 def unsharded(layer: nn.Module) -> Iterator[None]:
     """Gathers a layer's parameters while the context is open, if FSDP2 has sharded them.

@@ -1,30 +1,85 @@
-"""Checks the rows of a whole dataset before training starts, as far as they can be read ahead."""
+"""Checks the rows of a whole dataset before training starts, as far as they can be read ahead.
+
+Form is checked on one row of each shape, and of the others only those are tokenized that may be too long.
+"""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
+import datasets
+import numpy as np
+from accelerate import PartialState
+from accelerate.logging import get_logger
 from datasets import IterableDataset
+from datasets.fingerprint import Hasher
+from tqdm.auto import tqdm
 
 from trl_opsd.data.intake import Intake, Request
 from trl_opsd.data.prompts import common_kind
 from trl_opsd.data.readers import Reader
+from trl_opsd.data.survey import Numbers, Survey, digest, has_transform
 from trl_opsd.data.teacher_prompts import COLUMNS
 
+logger = get_logger(__name__)
 
-def look_ahead(dataset: Any, where: str, intake: Intake) -> None:
-    """Runs the checks that need no tokenizer on every row, so that a bad one is refused before a model is loaded.
+_BATCH = 1000
+"""Rows that are tokenized at once."""
+_SOME = 100
+"""Rows of which a warning judges the others."""
+_FEW = 1000
+"""Rows that take a moment: no progress bar, and no cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A dataset, and what is known of its rows."""
+
+    dataset: Any
+    """A [`~datasets.Dataset`] or [`~datasets.IterableDataset`] whose columns have been checked."""
+    where: str
+    """Its name in messages."""
+    survey: Survey | None
+    """The shape and size of each row; `None` for a stream, or where each row has to be read to know them."""
+    progress: bool
+    """Whether to show progress bars."""
+
+    @classmethod
+    def of(cls, dataset: Any, where: str, columns: Collection[str], progress: bool) -> Rows:
+        """Surveys these columns of a dataset."""
+        return cls(dataset, where, None if _is_stream(dataset) else Survey.of(dataset, columns), progress)
+
+    def select(self, numbers: Numbers) -> Rows:
+        """These rows alone."""
+        survey = None if self.survey is None else self.survey.select(numbers)
+        return Rows(self.dataset.select(numbers), self.where, survey, self.progress)
+
+    @property
+    def one_of_each_shape(self) -> Numbers:
+        """Numbers of rows that stand for all in a check of their form: the first of each shape, in order."""
+        return np.arange(len(self.dataset)) if self.survey is None else self.survey.first_of_each_shape
+
+    def first_prompts(self) -> list[Any]:
+        """Some prompts, as they are; none of a stream, and none that a transform computes."""
+        if _is_stream(self.dataset) or has_transform(self.dataset):
+            return []
+        return list(self.dataset.with_format(None)[:_SOME]["prompt"])
+
+
+def look_ahead(rows: Rows, intake: Intake) -> None:
+    """Runs the checks that need no tokenizer, so that a bad row is refused before a model is loaded.
 
     A stream cannot be read ahead, and a transform may need the tokenizer: their rows are checked later.
 
     Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Its columns have been checked.
-        where (`str`):
-            Its name in messages.
+        rows ([`Rows`]):
+            A dataset.
         intake ([`~data.intake.Intake`]):
             Parses the rows.
 
@@ -32,22 +87,20 @@ def look_ahead(dataset: Any, where: str, intake: Intake) -> None:
         ValueError: A row is invalid; the message names it.
         TypeError: A prompt is neither text nor messages.
     """
-    if isinstance(dataset, IterableDataset) or _has_transform(dataset):
+    if _is_stream(rows.dataset) or has_transform(rows.dataset):
         return
     kind = None
-    for requests in _requests(dataset, where, intake):
-        kind = common_kind((request.student for request in requests), kind)
+    for requests in _requests(rows, rows.one_of_each_shape, intake):
+        kind = common_kind((request.student for request in requests.values()), kind)
 
 
-def admit(dataset: Any, where: str, reader: Reader, dropped: Counter[str] | None) -> Any:
+def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
     """Checks every row, and optionally drops those with overlong prompts.
 
     Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+        rows ([`Rows`]):
             The rows of a stream are not checked here but when they are used; overlong ones are filtered while it is
             read, if `dropped` is given.
-        where (`str`):
-            Its name in messages.
         reader ([`~data.readers.Reader`]):
             The reader that must be able to read the prompts.
         dropped (`Counter`, *optional*):
@@ -55,45 +108,115 @@ def admit(dataset: Any, where: str, reader: Reader, dropped: Counter[str] | None
             stream while it is read. When `None`, such a prompt is an error.
 
     Returns:
-        The dataset without the dropped rows.
+        The rows without those dropped.
 
     Raises:
         ValueError: A row cannot be trained on; the message names it.
         TypeError: A prompt is neither text nor messages.
     """
-    if isinstance(dataset, IterableDataset):
-        return dataset if dropped is None else dataset.filter(_stays(where, reader, dropped))
-    kept: list[int] = []
-    number, kind = 0, None
-    for requests in _requests(dataset, where, reader.intake):
-        prompts = [reader.prompt_of(request) for request in requests]
+    if _is_stream(rows.dataset):
+        kept = rows.dataset if dropped is None else rows.dataset.filter(_stays(rows.where, reader, dropped))
+        return Rows(kept, rows.where, None, rows.progress)
+    numbers = rows.one_of_each_shape
+    counts = _counted(rows, numbers, reader)
+    if rows.survey is not None:
+        others = _may_not_fit(rows.survey, counts[:, 0], reader)
+        numbers, counts = np.append(numbers, others), np.append(counts, _counted(rows, others, reader), axis=0)
+    by_number = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+    suspects = [number for number in sorted(by_number) if not reader.strictest.admits(*by_number[number])]
+    gone = []
+    for requests in _requests(rows, suspects, reader.intake):
+        for number, request in requests.items():
+            (tokens, largest_id), limits = by_number[number], reader.limits_of(request)
+            if dropped is not None and not limits.fits(tokens):
+                gone.append(number)
+            else:
+                limits.check(tokens, largest_id, reader.prompt_of(request).where)
+    if dropped is None or not gone:
+        return rows
+    dropped[rows.where] += len(gone)
+    return rows.select(np.delete(np.arange(len(rows.dataset)), gone))
+
+
+def _may_not_fit(survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbers:
+    """Numbers of the rows, other than the first of each shape, that are not known to be within the limits.
+
+    A row has the tokens of the first of its shape, which has the same chat template around it, and those of its own
+    text, at most one for each byte. Templates do not write a message more than twice.
+
+    Args:
+        survey ([`~data.survey.Survey`]):
+            Of all rows.
+        first_tokens (`numpy.ndarray`):
+            Number of tokens of the first row of each shape.
+        reader ([`~data.readers.Reader`]):
+            Knows the limits.
+    """
+    others = np.ones(len(survey.shapes), bool)
+    if reader.is_bounded:
+        room = reader.strictest.room_for_prompt
+        if room is None:
+            return np.zeros(0, np.int64)
+        others = first_tokens[survey.shape_of_row] + 2 * survey.size_of(reader.columns) * reader.copies > room
+    others[survey.first_of_each_shape] = False
+    return np.flatnonzero(others)
+
+
+def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
+    """For each of these rows, the number of tokens of its prompt and the largest of their ids; [rows, 2].
+
+    Those of many stored rows are kept in the cache of `datasets`, for the other processes of this machine and for later
+    runs.
+    """
+    if rows.survey is None or len(numbers) <= _FEW or not datasets.is_caching_enabled():
+        return _count(rows, numbers, reader)
+    key = Hasher.hash([digest(rows.dataset.select(numbers), reader.columns), reader.tokenizer, reader.settings])
+    path = Path(datasets.config.HF_DATASETS_CACHE) / "trl_opsd" / f"{key}.npy"
+    with PartialState().local_main_process_first():
+        if path.exists():
+            return np.load(path)
+        counts = _count(rows, numbers, reader)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                np.save(file, counts)
+            os.replace(file.name, path)
+        except OSError as error:
+            logger.warning(f"The lengths of the prompts of {rows.where} are not kept for the next run: {error}.")
+    return counts
+
+
+def _count(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
+    counts, kind = [], None
+    for requests in _requests(rows, numbers, reader.intake):
+        prompts = [reader.prompt_of(request) for request in requests.values()]
         kind = reader.check_kind(prompts, kind)
-        for request, prompt, ids in zip(requests, prompts, reader.token_ids(prompts), strict=True):
-            limits = reader.limits_of(request)
-            if dropped is None or limits.fits(ids):
-                limits.check(ids, prompt.where)
-                kept.append(number)
-            number += 1
-    if dropped is None or len(kept) == number:
-        return dataset
-    dropped[where] += number - len(kept)
-    return dataset.select(kept)
+        counts += [(len(ids), max(ids, default=0)) for ids in reader.token_ids(prompts)]
+    return np.array(counts, np.int64).reshape(-1, 2)
 
 
-def _requests(dataset: Any, where: str, intake: Intake) -> Iterator[list[Request]]:
-    """The parsed rows, a batch at a time."""
+def _requests(rows: Rows, numbers: Sequence[int] | Numbers, intake: Intake) -> Iterator[dict[int, Request]]:
+    """These rows, parsed, by their numbers, a batch at a time."""
+    dataset = rows.dataset
     # A transform may compute the prompts from other columns; any other format only changes the type of the values.
-    if not _has_transform(dataset):
+    if not has_transform(dataset):
         dataset = dataset.with_format(None)
         dataset = dataset.select_columns([name for name in COLUMNS if name in dataset.column_names])
-    number = count()
-    for batch in dataset.iter(batch_size=1000):
-        rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-        yield [intake.read(row, f"row {next(number)} of {where}") for row in rows]
+    hidden = not rows.progress or len(numbers) <= _FEW
+    with tqdm(total=len(numbers), desc=f"Checking the prompts of {rows.where}", disable=hidden) as bar:
+        for start in range(0, len(numbers), _BATCH):
+            chosen = [int(number) for number in numbers[start : start + _BATCH]]
+            batch = dataset[chosen]
+            values = (dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True))
+            yield {
+                number: intake.read(row, f"row {number} of {rows.where}")
+                for number, row in zip(chosen, values, strict=True)
+            }
+            bar.update(len(chosen))
 
 
-def _has_transform(dataset: Any) -> bool:
-    return bool(dataset.format["type"] == "custom")
+def _is_stream(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset)
 
 
 def _stays(where: str, reader: Reader, dropped: Counter[str]) -> Callable[[Any], bool]:
@@ -103,7 +226,7 @@ def _stays(where: str, reader: Reader, dropped: Counter[str]) -> Callable[[Any],
         request = reader.intake.read(row, f"a row that {where} streams")
         prompts = [reader.prompt_of(request)]
         reader.check_kind(prompts)
-        fits = reader.limits_of(request).fits(reader.token_ids(prompts)[0])
+        fits = reader.limits_of(request).fits(len(reader.token_ids(prompts)[0]))
         dropped[where] += not fits
         return fits
 

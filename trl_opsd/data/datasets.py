@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 from accelerate.logging import get_logger
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
-from trl_opsd.data.admission import admit
+from trl_opsd.data.admission import Rows, admit
 from trl_opsd.data.readers import Reader
+from trl_opsd.data.survey import digest, has_transform
 
 logger = get_logger(__name__)
 
@@ -20,19 +19,26 @@ AnyDataset: TypeAlias = Dataset | IterableDataset
 EvalDatasets: TypeAlias = AnyDataset | dict[str, AnyDataset] | None
 
 
+DIGEST = "digest"
+"""What precedes the digest in a description of rows; it was "sha256" while each row was written as JSON for it."""
+
+
 def columns_of(dataset: AnyDataset | None) -> list[str] | None:
     """The columns of the rows as they are read, after a transform if there is one; `None` if not known."""
     if dataset is None:
         return None
-    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom" and len(dataset):
+    if isinstance(dataset, Dataset) and has_transform(dataset) and len(dataset):
         return list(dataset[0])
     names: list[str] | None = dataset.column_names
     return names
 
 
 def by_name(eval_dataset: EvalDatasets) -> dict[str, AnyDataset | None]:
-    """Evaluation datasets by their names in messages."""
-    if isinstance(eval_dataset, dict):
+    """Evaluation datasets by their names in messages.
+
+    A `DatasetDict` stays whole and is refused: one of its splits may be what is trained on.
+    """
+    if isinstance(eval_dataset, dict) and not isinstance(eval_dataset, DatasetDict | IterableDatasetDict):
         return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
     return {"eval_dataset": eval_dataset}
 
@@ -48,48 +54,35 @@ def describe_rows(dataset: Any, columns: Collection[str] | None) -> str:
     """
     if dataset is None or isinstance(dataset, IterableDataset):
         return "none" if dataset is None else "a stream"
-    has_transform = dataset.format["type"] == "custom"
-    dataset = dataset.with_format("arrow")  # as stored: decoding a column may not be deterministic
-    if columns is not None and not has_transform:
-        dataset = dataset.select_columns([name for name in dataset.column_names if name in columns])
-    digest = hashlib.sha256()
-    for table in dataset.iter(batch_size=1000):
-        for row in table.to_pylist():
-            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
-    return f"{len(dataset)} rows, sha256 {digest.hexdigest()[:16]}"
+    found = digest(dataset, None if has_transform(dataset) else columns)
+    return f"{len(dataset)} rows, {DIGEST} {found[:16]}"
 
 
-def admit_all(
-    train_dataset: AnyDataset | None, eval_dataset: EvalDatasets, reader: Reader, dropped: Counter[str] | None
-) -> tuple[AnyDataset | None, EvalDatasets]:
+def admit_all(rows: Mapping[str, Rows], reader: Reader, dropped: Counter[str] | None) -> dict[str, Rows]:
     """Checks every row of the training and evaluation datasets, unless the reader does not need the check.
 
     Args:
-        train_dataset, eval_dataset:
-            As the trainer takes them.
+        rows (`Mapping[str, Rows]`):
+            Datasets by their names in messages.
         reader ([`~data.readers.Reader`]):
             The reader that must be able to read them.
         dropped (`Counter`, *optional*):
             As [`~data.admission.admit`] takes it.
 
     Returns:
-        Both, without the dropped rows.
+        The same without the dropped rows.
     """
 
-    def admitted(name: str, dataset: AnyDataset | None) -> AnyDataset | None:
-        if dataset is None or not reader.is_needed(columns_of(dataset)):
-            return dataset
+    def admitted(one: Rows) -> Rows:
+        if not reader.is_needed(columns_of(one.dataset)):
+            return one
         before = Counter(dropped)
-        left: AnyDataset = admit(dataset, name, reader, dropped)
-        if dropped is not None and (count := dropped[name] - before[name]):
+        left = admit(one, reader, dropped)
+        if dropped is not None and (count := dropped[one.where] - before[one.where]):
             logger.warning(
-                f"{count} prompts of {name} leave no room for a completion of `max_completion_length` tokens in the "
-                f"context and were dropped; {len(left)} are left."
+                f"{count} prompts of {one.where} leave no room for a completion of `max_completion_length` tokens in "
+                f"the context and were dropped; {len(left.dataset)} are left."
             )
         return left
 
-    train = admitted("train_dataset", train_dataset)
-    evals = {name: admitted(name, dataset) for name, dataset in by_name(eval_dataset).items()}
-    if isinstance(eval_dataset, dict):
-        return train, dict(zip(eval_dataset, evals.values(), strict=True))
-    return train, evals["eval_dataset"]
+    return {name: admitted(one) for name, one in rows.items()}

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from trl_opsd.data.prompts import IMAGE_COLUMNS, Prompt, check_columns, check_no_images
+from trl_opsd.data.prompts import Prompt, check_columns, check_no_images
 from trl_opsd.data.teacher_prompts import Row, TeacherPrompts, teacher_of
 
 
@@ -57,7 +57,7 @@ class Intake:
         """
         if isinstance(row, Request):
             return row
-        check_no_images({column: [row.get(column)] for column in IMAGE_COLUMNS}, where)
+        check_no_images(row, where)
         check_columns(row, where, self.teachers if len(self.teachers) > 1 else ())
         teacher = teacher_of(row, where, self.teachers)
         student = Prompt.of(row["prompt"], f"The prompt in {where}")

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns from which TRL reads images."""
-_HOW_TO_NAME_IT = "rename the column that holds the prompts, for instance `dataset.rename_column('question', 'prompt')`"
+_CONVERSATIONS = ("messages", "conversation", "conversations")
+_QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
+"""Columns of other trainers and well-known datasets: whole conversations, and what a prompt is called."""
 
 
-def check_columns(columns: Iterable[str] | None, where: str, teachers: Collection[str] = ()) -> None:
+def check_columns(
+    columns: Iterable[str] | None, where: str, teachers: Collection[str] = (), optional: Collection[str] = ()
+) -> None:
     """Checks the names of the columns.
 
     Args:
@@ -24,31 +29,56 @@ def check_columns(columns: Iterable[str] | None, where: str, teachers: Collectio
             The dataset or row they belong to, for the message.
         teachers (`Collection[str]`, *optional*):
             Names of the teachers, if there are several and each row names its own.
+        optional (`Collection[str]`, *optional*):
+            Columns that need not be there, of which a misspelt one is refused.
 
     Raises:
-        ValueError: There is no column `prompt`, or no `teacher` although there are several.
+        ValueError: There is no column `prompt`, or no `teacher` although there are several; or one is misspelt.
     """
     if columns is None:
         return
     names = list(columns)
     if "prompt" not in names:
-        raise ValueError(f"{where} has no column 'prompt', only {names}: {_HOW_TO_NAME_IT}.")
+        raise ValueError(f"{where} has no column 'prompt', only {names}: {_how_to_get_prompts(names)}.")
     if teachers and "teacher" not in names:
         raise ValueError(
             f"There are several teachers, but {where} has no column 'teacher', only {names}: add one that names one of "
             f"{sorted(teachers)} in each row."
         )
+    for name in names:
+        (meant,) = get_close_matches(name, optional, n=1, cutoff=0.85) or [name]
+        if meant not in names:
+            raise ValueError(
+                f"{where} has a column {name!r}, which is not read; did you mean {meant!r}? Rename it, to {meant!r} or "
+                "to something less alike."
+            )
 
 
-def check_no_images(values: Mapping[str, Iterable[Any]], where: str) -> None:
-    """Raises `ValueError` at the first image in an image column; `None` and lists of `None` are not images."""
+def _how_to_get_prompts(names: Collection[str]) -> str:
+    for name in _CONVERSATIONS:
+        if name in names:
+            return (
+                "take what precedes the answer in each conversation, for instance `dataset.map(lambda row: "
+                f"{{'prompt': row[{name!r}][:-1]}}, remove_columns={name!r})`"
+            )
+    (found,) = get_close_matches("prompt", names, n=1, cutoff=0.75) or [*(set(_QUESTIONS) & set(names)), "question"][:1]
+    return f"rename the column that holds the prompts, for instance `dataset.rename_column({found!r}, 'prompt')`"
+
+
+def check_no_images(row: Mapping[str, Any], where: str) -> None:
+    """Raises `ValueError` at an image in an image column; `None` and lists of `None` are not images."""
     for name in IMAGE_COLUMNS:
-        for value in values.get(name, ()):
-            if value is not None and not (isinstance(value, list) and all(one is None for one in value)):
-                raise ValueError(
-                    f"{where} has a column {name!r} with images in it, but prompts with images are not supported yet: "
-                    "remove the column, or use `trl.DistillationTrainer`, which reads them."
-                )
+        value = row.get(name)
+        if value is not None and not (isinstance(value, list) and all(one is None for one in value)):
+            refuse_images(name, where)
+
+
+def refuse_images(column: str, where: str) -> NoReturn:
+    """Raises `ValueError` for a column that has images in it."""
+    raise ValueError(
+        f"{where} has a column {column!r} with images in it, but prompts with images are not supported yet: "
+        "remove the column, or use `trl.DistillationTrainer`, which reads them."
+    )
 
 
 def check_prompt(prompt: Any, where: str) -> str:
@@ -96,8 +126,18 @@ class Prompt:
 
     @classmethod
     def of(cls, value: Any, where: str) -> Prompt:
-        """Checks a prompt; raises as [`check_prompt`]."""
-        return cls(value, check_prompt(value, where), where)
+        """Checks a prompt; raises as [`check_prompt`], and `ValueError` when the assistant has the last word in it.
+
+        TRL always asks the chat template to open a turn of the assistant, so that a last message of the assistant would
+        be closed, not continued.
+        """
+        kind = check_prompt(value, where)
+        if kind == "messages" and value[-1]["role"] == "assistant":
+            raise ValueError(
+                f"{where} ends with a message of the assistant, but the next message is the student's own completion, "
+                "and the chat template would begin another turn for it: leave the answer out, `prompt = messages[:-1]`."
+            )
+        return cls(value, kind, where)
 
 
 def common_kind(prompts: Iterable[Prompt], kind: str | None = None) -> str | None:
@@ -157,13 +197,22 @@ class PromptLimits:
     completion: int
     """Tokens reserved for the completion: `max_completion_length`."""
 
-    def fits(self, prompt_ids: list[int]) -> bool:
-        """Whether the prompt leaves room for a whole completion."""
-        return self.room(len(prompt_ids)) == self.completion
+    def fits(self, prompt_tokens: int) -> bool:
+        """Whether a prompt of this length leaves room for a whole completion."""
+        return self.room(prompt_tokens) == self.completion
+
+    def admits(self, prompt_tokens: int, largest_id: int) -> bool:
+        """Whether a prompt of this length and with this largest token id passes [`check`]."""
+        return bool(prompt_tokens) and self.fits(prompt_tokens) and largest_id < self.vocabulary
 
     def room(self, prompt_tokens: int) -> int:
         """Tokens that may follow a prompt of this length, limited by `completion` and the context."""
         return self.completion if self.context is None else min(self.completion, self.context - prompt_tokens)
+
+    @property
+    def room_for_prompt(self) -> int | None:
+        """The maximum number of tokens of a prompt; `None` for no limit."""
+        return None if self.context is None else self.context - self.completion
 
     def covers(self, other: PromptLimits) -> bool:
         """Whether every prompt within the other limits is within these."""
@@ -178,23 +227,18 @@ class PromptLimits:
                 f"{self.context} tokens: lower it."
             )
 
-    def check(self, prompt_ids: list[int], where: str) -> None:
+    def check(self, prompt_tokens: int, largest_id: int, where: str) -> None:
         """Raises `ValueError` when the prompt is empty, does not fit, or has a token id outside the vocabulary."""
-        if not prompt_ids:
+        if not prompt_tokens:
             raise ValueError(
                 f"{where} has no tokens after tokenization: give the model something to answer, or remove the row."
             )
-        if not self.fits(prompt_ids):
+        if not self.fits(prompt_tokens):
             raise ValueError(
-                f"{where} has {len(prompt_ids)} tokens; with a completion of {self.completion} that is more than the "
+                f"{where} has {prompt_tokens} tokens; with a completion of {self.completion} that is more than the "
                 f"context of {self.context}: shorten it, lower max_completion_length, or set overlong_prompts='drop'."
             )
-        self._check_known(max(prompt_ids), where)
-
-    def check_batch(self, prompt_ids: list[list[int]]) -> None:
-        """As [`check`], for the prompts of a generation batch."""
-        for number, ids in enumerate(prompt_ids):
-            self.check(ids, f"The prompt in row {number} of this batch")
+        self._check_known(largest_id, where)
 
     def check_completion(self, prompt_ids: list[int], completion_ids: list[int], backend: str) -> None:
         """Raises `ValueError` when a completion exceeds the context or has token ids outside the vocabulary."""

@@ -6,8 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from trl_opsd.data.bounds import at_most_one_token_per_byte
+from trl_opsd.data.chat_templates import added_at_end
 from trl_opsd.data.intake import Intake, Request
 from trl_opsd.data.prompts import Prompt, PromptLimits, common_kind
+from trl_opsd.data.vocabulary import largest_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +26,38 @@ class Reader:
     """Selects the prompt of a row."""
     tokenize: Callable[[list[Any]], list[list[int]]]
     """Turns prompts of one kind into token ids, chat template included."""
-    limits_of: Callable[[Request], PromptLimits]
-    """Limits of the prompt of a row."""
-    has_template: bool
-    """Whether the tokenizer has a chat template."""
+    tokenizer: PreTrainedTokenizerBase
+    """What `tokenize` uses."""
+    settings: tuple[Any, ...]
+    """All else on which the token ids depend; the same in every run that has the same options."""
+    limits: Mapping[str, PromptLimits]
+    """Limits of the prompts, by the name of the row's teacher."""
+    columns: tuple[str, ...] = ("prompt",)
+    """The columns from which prompts are made."""
+    copies: int = 1
+    """How often a prompt may contain what is in the columns."""
     is_needed: Callable[[list[str] | None], bool] = lambda columns: True
     """Whether the rows of a dataset with these columns need checking; `None` stands for unknown columns."""
+
+    def limits_of(self, request: Request) -> PromptLimits:
+        """Limits of the prompt of a row."""
+        return self.limits[request.teacher]
+
+    @property
+    def strictest(self) -> PromptLimits:
+        """Limits of which a prompt that is within them is within those of every row."""
+        limits = list(self.limits.values())
+        contexts = [one.context for one in limits if one.context is not None]
+        return PromptLimits(
+            vocabulary=min(one.vocabulary for one in limits),
+            context=min(contexts, default=None),
+            completion=max(one.completion for one in limits),
+        )
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a prompt has at most one token for each byte, and only tokens that the models know."""
+        return at_most_one_token_per_byte(self.tokenizer) and largest_id(self.tokenizer) < self.strictest.vocabulary
 
     def check_kind(self, prompts: Sequence[Prompt], kind: str | None = None) -> str | None:
         """Checks that all prompts, and those before them of the given kind, are of one kind, and returns it.
@@ -34,16 +66,43 @@ class Reader:
             ValueError: They are of two kinds, or messages without a chat template.
         """
         kind = common_kind(prompts, kind)
-        if kind == "messages" and not self.has_template:
+        if kind == "messages" and not self.tokenizer.chat_template:
             raise ValueError(
                 f"{prompts[0].where} is messages, but the tokenizer has no chat template: set "
                 "`tokenizer.chat_template`, or give the prompts as text."
             )
+        if kind == "text" and (added := added_at_end(self.tokenizer)):
+            raise ValueError(
+                f"{prompts[0].where} is text, after which the tokenizer writes {added!r}, so that the completion would "
+                "come after an end: give messages, load the tokenizer with `add_eos_token=False`, or set "
+                "`tokenizer.backend_tokenizer.post_processor` to one that adds nothing at the end."
+            )
         return kind
 
     def token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The token ids of prompts whose kind was checked."""
-        return self.tokenize([prompt.value for prompt in prompts])
+        """The token ids of prompts whose kind was checked.
+
+        Raises:
+            ValueError: The chat template refuses one, or it has two start tokens; the message names its row.
+        """
+        try:
+            found = self.tokenize([prompt.value for prompt in prompts])
+        except TemplateError as error:
+            if len(prompts) > 1:
+                return [ids for prompt in prompts for ids in self.token_ids([prompt])]
+            raise ValueError(f"{prompts[0].where}: the chat template of the tokenizer refuses it: {error}.") from error
+        for prompt, ids in zip(prompts, found, strict=True):
+            self.check_start(ids, prompt.where)
+        return found
+
+    def check_start(self, prompt_ids: list[int], where: str) -> None:
+        """Raises `ValueError` when a prompt has two start tokens."""
+        start = self.tokenizer.bos_token_id
+        if start is not None and prompt_ids[:2] == [start, start]:
+            raise ValueError(
+                f"{where} has two start tokens {self.tokenizer.bos_token!r}, one of its own and one that the tokenizer "
+                "adds to text: remove the first from the text, or give messages, to which only the chat template adds."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +115,10 @@ class Readers:
     """Turns prompts of one kind into token ids; takes chat template arguments."""
     template: Mapping[str, Any]
     """Chat template arguments that differ for the teacher."""
-    has_template: bool
-    """Whether the tokenizer has a chat template."""
+    tokenizer: PreTrainedTokenizerBase
+    """What `tokenize` uses."""
+    settings: tuple[Any, ...]
+    """The chat template arguments of both, and whatever else `tokenize` depends on."""
     student_limits: PromptLimits
     """Limits of the student's prompts."""
     teacher_limits: Mapping[str, PromptLimits] = field(default_factory=dict)
@@ -70,8 +131,9 @@ class Readers:
             intake=self.intake,
             prompt_of=lambda request: request.student,
             tokenize=self.tokenize,
-            limits_of=lambda request: self.student_limits,
-            has_template=self.has_template,
+            tokenizer=self.tokenizer,
+            settings=self.settings,
+            limits=dict.fromkeys(self.intake.teachers, self.student_limits),
         )
 
     @property
@@ -81,8 +143,11 @@ class Readers:
             intake=self.intake,
             prompt_of=lambda request: request.of_teacher,
             tokenize=self._tokenize_for_teacher,
-            limits_of=lambda request: self.teacher_limits[request.teacher],
-            has_template=self.has_template,
+            tokenizer=self.tokenizer,
+            settings=(*self.settings, dict(self.template), self.intake.prompts.template),
+            limits=self.teacher_limits,
+            columns=("prompt", "teacher_prompt", "privileged_context"),
+            copies=self.intake.prompts.copies,
             is_needed=self._may_differ,
         )
 
@@ -125,6 +190,14 @@ class Readers:
         requests = self.intake.read_batch(rows)
         self.student.check_kind([request.student for request in requests])
         return requests
+
+    def check_batch(self, prompt_ids: Sequence[list[int]]) -> None:
+        """Raises `ValueError` when the student cannot read a prompt of a generation batch."""
+        student = self.student
+        for number, ids in enumerate(prompt_ids):
+            where = f"The prompt in row {number} of this batch"
+            self.student_limits.check(len(ids), max(ids, default=0), where)
+            student.check_start(ids, where)
 
     def are_alike(self, columns: Iterable[str]) -> bool:
         """Whether the teacher reads the same prompts as the student."""
@@ -191,7 +264,9 @@ class Readers:
                     f"{request.where}, but its context is {limits.context} tokens: shorten its prompt, or the output "
                     "of tools."
                 )
-            replace(limits, completion=0).check(ids, f"What the teacher reads for {request.where}")
+            replace(limits, completion=0).check(
+                len(ids), max(ids, default=0), f"What the teacher reads for {request.where}"
+            )
 
     def _tokenize_for_teacher(self, prompts: list[Any]) -> list[list[int]]:
         if self.template and isinstance(prompts[0], str):

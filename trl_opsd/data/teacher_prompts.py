@@ -5,6 +5,7 @@ It turns dataset rows into text and messages; tokenization happens elsewhere.
 
 from __future__ import annotations
 
+import inspect
 import string
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ Row: TypeAlias = Mapping[str, Any]
 TEMPLATE = "{prompt}\n\n{privileged_context}"
 """The template of TRL's self-distillation trainers."""
 
-COLUMNS = ("prompt", "teacher_prompt", "privileged_context", "teacher")
+PRIVILEGED = ("teacher_prompt", "privileged_context")
+"""The columns that give a teacher a prompt other than the student's; a row has at most one of them."""
+
+COLUMNS = ("prompt", *PRIVILEGED, "teacher")
 """The columns that are read from a dataset; all but the first are optional."""
 
 
@@ -35,6 +39,26 @@ def check_template(template: Any) -> None:
         raise ValueError(f"`teacher_prompt_template={template!r}` has {sorted(others)} in braces: {expected}.")
 
 
+def check_prompt_fn(function: Any) -> None:
+    """Refuses a `teacher_prompt_fn` that cannot be called with a row and the text of a completion.
+
+    Raises:
+        TypeError: It is no function of two arguments that returns a prompt.
+    """
+    expected = "expected a function of two arguments, the row as a dict and the text of the completion"
+    if not callable(function) or isinstance(function, type):
+        what = f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__}"
+        raise TypeError(f"`teacher_prompt_fn` is {what}: {expected}.")
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        raise TypeError(f"`teacher_prompt_fn` is asynchronous, and nothing would await it: {expected}.")
+    try:
+        inspect.signature(function).bind({}, "")
+    except TypeError as error:
+        raise TypeError(f"`teacher_prompt_fn` takes other arguments ({error}): {expected}.") from None
+    except ValueError:  # built-in functions may have no signature
+        return
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherPrompts:
     """Builds the teacher's prompt from a row, and with `prompt_fn` also from the completion."""
@@ -44,9 +68,14 @@ class TeacherPrompts:
     prompt_fn: Callable[[dict[str, Any], str], Any] | None = None
     """Makes the prompt from a row and the text of the completion; takes precedence over the columns."""
 
+    @property
+    def copies(self) -> int:
+        """How often `template` repeats what is put into it."""
+        return max(self.template.count("{" + name + "}") for name in ("prompt", "privileged_context"))
+
     def in_row(self, columns: Iterable[str]) -> bool:
         """Whether the columns give the teacher a prompt other than the student's."""
-        return not {"teacher_prompt", "privileged_context"}.isdisjoint(columns)
+        return not set(PRIVILEGED).isdisjoint(columns)
 
     def of(self, row: Row, where: str, completion_text: str | None = None) -> Prompt:
         """The prompt, checked.

@@ -64,7 +64,7 @@ def shared_vocabulary(
     """
     if all(rows == student_rows for rows in teacher_rows.values()):
         return None
-    tokens = max(_tokens(tokenizer)) + 1
+    tokens = largest_id(tokenizer) + 1
     sides = [("student", student_rows), *teacher_rows.items()]
     for role, rows in sides:
         if rows < tokens:
@@ -74,6 +74,11 @@ def shared_vocabulary(
                 f"{sizes}): pass a teacher with the student's tokenizer."
             )
     return tokens
+
+
+def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest id of a token; ids need not be consecutive."""
+    return max(tokenizer.get_vocab().values())
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

@@ -26,6 +26,18 @@ class Hosting(DistillationTrainer):
     placeholders: list[int]
     _tag_names: ClassVar = [*DistillationTrainer._tag_names, "opsd"]
 
+    @property
+    def strategy(self) -> str:
+        """Number of processes, how the launch divides training among them, and their device, in words."""
+        number, device = self.accelerator.num_processes, self.accelerator.device.type
+        if self._dist.zero_stage:
+            kind = f", DeepSpeed ZeRO-{self._dist.zero_stage}"
+        elif self._dist.is_fsdp:
+            kind = f", FSDP{self._dist.fsdp_version}"
+        else:
+            kind = ", data parallelism (DDP)" if number > 1 else ""
+        return f"{number}{kind}, on {device}"
+
     def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
         """Token ids of prompts that may not have been checked yet, as the rollout will see them.
 

@@ -88,10 +88,13 @@ class EachRowOnce(Trainer):
         return whole[:left] if is_last and left else whole
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', which reports the number of samples of a stream as 0."""
+        """As transformers', which does not know how many rows a stream has, nor which of them fill its last batch."""
         output = super().evaluation_loop(*args, **kwargs)
         stream = self._streams["eval"]
-        return output if stream is None else output._replace(num_samples=stream.rows)
+        if stream is None:
+            return output
+        found = output.predictions
+        return output._replace(num_samples=stream.rows, predictions=None if found is None else found[: stream.rows])
 
     # ---- Building -----------------------------------------------------------------------------------------------
 

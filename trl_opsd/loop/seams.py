@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 from accelerate.logging import get_logger
-from accelerate.utils import set_seed
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import ProcessorMixin
@@ -18,21 +17,27 @@ from trl_opsd._compat.deepspeed import recompute_buffers
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_output_dtype
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.config import OPSDConfig
+from trl_opsd.loop.card import Cards
+from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
+from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.hosting import Hosting
 from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.sampler import EpochCount, EpochSampler
 from trl_opsd.loop.saving import SafeCheckpoints
+from trl_opsd.loop.scoring import Scoring
 from trl_opsd.loop.steps import GuardedSteps
-from trl_opsd.loop.verbs import Verbs
-from trl_opsd.loop.weights import checked_weights
 from trl_opsd.loop.wrapping import WrappedToTrain
 from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.run.accounts import Accounts
 from trl_opsd.run.groups import set_group_timeout
 from trl_opsd.run.known import set_known
 from trl_opsd.run.memory import explained
+from trl_opsd.run.option_changes import ReadOnce
+from trl_opsd.run.option_types import convert_text
 from trl_opsd.run.precision import autocast
 from trl_opsd.run.rng import preserved_rng
+from trl_opsd.run.training_options import check_training
 from trl_opsd.run.watchdog import Watchdog
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
@@ -48,7 +53,6 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_compute_loss": ("self", "unwrapped_student", "inputs", "num_items_in_batch"),
     "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
-    "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
     "_save_checkpoint": ("self", "model", "trial"),
     "log": ("self", "logs", "start_time"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
@@ -56,7 +60,9 @@ SEAMS: dict[str, tuple[str, ...]] = {
 """TRL's methods that are overridden here, with their parameters; a test checks them against the installed TRL."""
 
 
-class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTrain, Hosting):
+class SeamTrainer(
+    Scoring, Cards, Evaluations, GuardedSteps, SafeCheckpoints, FinishedRuns, EachRowOnce, WrappedToTrain, Hosting
+):
     """TRL's trainer with four hooks in its loop: `complete`, `teach`, `weigh` and `compare`.
 
     A subclass implements all of them but `weigh`, and three checks; it is given our own types only. TRL builds neither
@@ -69,7 +75,6 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
     """Columns that TRL would read, and must not."""
     handed_in: Samples | None
     """Samples of the weights under an adapter, taken before it is added if that happens here; `None` without one."""
-    _name = "OPSD"
     _step: int
     _signature_columns: list[str] | None
 
@@ -99,13 +104,14 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
         self._first_turn = False
         self._unwritten_rows: list[int] = []
         self._loss_parts: LossParts | None = None
+        self._read_once = ReadOnce(self.args, OPSDConfig)
         self._watchdog = Watchdog(self.args.phase_timeout, self.accelerator.process_index)
         self._accounts = {mode: Accounts(self._watched) for mode in ("train", "eval")}
 
     # ---- What a subclass may use --------------------------------------------------------------------------------
 
     def record(self, name: str, value: float) -> None:
-        """Adds a number of this process to the next log, which shows the mean; in an evaluation as `eval_<name>`."""
+        """Adds a number of this process to the next log, which shows the mean; in an evaluation, to its metrics."""
         self._metrics[self._mode][name].append(value)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -158,17 +164,14 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
         return completions
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self._read_once.check(self.args)
         set_group_timeout(self.args.ddp_timeout_delta)
         self.check_same_rows(self._mode)
         rows = self.read_rows(inputs)
         text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]
         batch = super()._generate_and_score_completions(text)
         batch["completion_mask"][self._unwritten_rows] = 0
-        rollout = Rollout.unpack(batch)
-        with self.phase("teach"), autocast(self.accelerator):
-            targets = self.teach(rollout, rows)
-        batch.update(targets.pack())
-        batch["loss_weights"] = checked_weights(self.weigh(rollout, rows, targets), rollout)
+        batch.update(self.score(batch, rows))
         batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
         self._accounts[self._mode].count_batch()
         return batch
@@ -188,6 +191,7 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        inputs = self.scored(inputs)
         output = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         # No collective may run inside the wrapper's forward, so the sums of this process are reduced here.
         parts, self._loss_parts = self._loss_parts, None
@@ -196,6 +200,7 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
             sums = self.accelerator.reduce(parts.rows.sum(0), "sum")
         else:
             sums = self.gather_distinct_rows(parts.rows).sum(0)
+            self._written = inputs["completion_ids"].masked_fill(inputs["completion_mask"] == 0, NO_TOKEN)
         named = dict(zip(LossParts.ROW_NAMES, sums.tolist(), strict=True))
         if not self.is_finite_loss(named, parts):
             return self.with_nan_gradient(output)
@@ -215,51 +220,26 @@ class SeamTrainer(Verbs, GuardedSteps, SafeCheckpoints, EachRowOnce, WrappedToTr
         with self._accounts["train"].clock("save"):
             super()._save_checkpoint(model, trial)
 
-    def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple:
-        with self._accounts["eval"].clock("compare"):
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As TRL's, but discards what an interrupted run has left behind."""
+        """As TRL's, but discards what an interrupted run has left behind, and refuses options changed too late."""
+        self._read_once.check(self.args)
+        convert_text(self.args)
+        check_training(self.args)
         set_known(self, _buffered_inputs=None, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
         self._accounts["train"].clear()
         with explained("step", partial(self.footprint, "step")):  # outside the phases, memory is the optimizer's
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        """As TRL's, but with a fixed seed, training's random state untouched, and the loss a mean over tokens."""
-        self._metrics["eval"].clear()  # left by an interrupted evaluation
-        self._accounts["eval"].clear()
-        with preserved_rng(self.accelerator.device):
-            set_seed(self.args.seed, device_specific=True)
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        loss = self._accounts["eval"].loss
-        if loss is not None:
-            output.metrics[f"{metric_key_prefix}_loss"] = loss
-        return output
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode
-        if found := self._accounts[mode].metrics(per_batch=mode == "train"):
-            prefix = "eval_" if mode == "eval" else ""
-            logs.update({prefix + name: value for name, value in found.items()})
+        if mode == "train" and (found := self._accounts[mode].metrics(per_batch=True)):
+            logs.update(found)
             self._accounts[mode].clear()
         if mode == "train" and "loss" in logs and self._guard.counts:
             logs["nonfinite/skipped_steps"] = self._guard.skipped

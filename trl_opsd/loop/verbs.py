@@ -28,6 +28,10 @@ class Verbs:
         """
         raise NotImplementedError
 
+    def rows_of(self, rollout: Rollout) -> Sequence[Row]:
+        """Rows for a batch that comes from no dataset; raises where a prompt alone does not make one."""
+        raise NotImplementedError
+
     def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
         """Rejects prompts that the student cannot read, before anything is generated."""
         raise NotImplementedError

@@ -48,9 +48,21 @@ def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADD
     lengths = rollout.attention_mask.sum(-1).tolist()
     groups = reading.groups(lengths, is_split_model(model))
     read = [_completion_hidden_unpadded if _same_length(lengths, rows) else completion_hidden for rows in groups]
+    _check_no_holes(rollout)
     parts = [one(model, rollout.select(rows)) for one, rows in zip(read, groups, strict=True)]
     order = torch.tensor([row for rows in groups for row in rows], device=parts[0].device)
     return torch.cat(parts)[order.argsort()]
+
+
+def _check_no_holes(rollout: Rollout) -> None:
+    """Rejects masked tokens between others, where rows are read without their padding."""
+    rises = rollout.attention_mask[:, 1:].bool() & ~rollout.attention_mask[:, :-1].bool()
+    first = rollout.attention_mask[:, :1].bool()
+    if (torch.cat([first, rises], 1).sum(-1) > 1).any():
+        raise ValueError(
+            "A completion has masked tokens between others, which a model that reads rows without padding cannot leave "
+            "out: keep `completion_mask` as it is and set their weights to 0, in `weigh` or with a `tool_mask`."
+        )
 
 
 def _same_length(lengths: list[int], rows: list[int]) -> bool:
@@ -82,6 +94,19 @@ def backbone_of(model: CausalLM) -> Any:
     return getattr(causal_lm, "model", causal_lm) if backbone is causal_lm else backbone
 
 
+def positions(mask_BL: Tensor) -> Tensor:
+    """The position of each token without the padding around its row, [B, L], as `generate` numbers them.
+
+    A masked token between others counts, as it does where a model numbers positions by itself.
+    """
+    seen_BL = (mask_BL != 0).long().cumsum(-1)
+    before_B1 = (seen_BL == 0).sum(-1, keepdim=True)
+    after_B1 = (seen_BL == seen_BL[:, -1:]).sum(-1, keepdim=True) - 1  # the last real token is not after itself
+    places_BL = torch.arange(mask_BL.size(1), device=mask_BL.device) - before_B1
+    last_B1 = mask_BL.size(1) - 1 - after_B1 - before_B1
+    return places_BL.minimum(last_B1).clamp(min=0)
+
+
 def hidden_states(
     model: CausalLM, input_ids_BL: Tensor, attention_mask_BL: Tensor, position_ids_BL: Tensor | None = None
 ) -> Tensor:
@@ -93,9 +118,8 @@ def hidden_states(
     backbone = backbone_of(model)
     inputs = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL, "use_cache": False}
     if "position_ids" in inspect.signature(backbone.forward).parameters:
-        # As `generate` numbers them. By default a model counts the padding too, which shifts learned positions.
-        counted_BL = (attention_mask_BL.long().cumsum(-1) - 1).clamp(min=0)
-        inputs["position_ids"] = counted_BL if position_ids_BL is None else position_ids_BL
+        # By default a model counts the padding too, which shifts learned positions.
+        inputs["position_ids"] = positions(attention_mask_BL) if position_ids_BL is None else position_ids_BL
     output = backbone(**inputs)
     if getattr(output, "last_hidden_state", None) is None:
         raise ValueError(

@@ -3,23 +3,71 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from accelerate.logging import get_logger
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import AutoConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils import CONFIG_NAME, cached_file
 
 from trl_opsd._compat.peft import is_peft, without_peft
 from trl_opsd.run.precision import check_trained_dtypes
 
+logger = get_logger(__name__)
+
 LOCATION_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
 """Loading options that locate a model."""
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""Where PEFT describes an adapter."""
+_OF_NO_CONSEQUENCE = (
+    "dtype",
+    "torch_dtype",
+    "attn_implementation",
+    "device_map",
+    "trust_remote_code",
+    "use_safetensors",
+)
+"""Loading options that leave the weights as they are, up to rounding."""
 
-def language_config(model: Any, called: str, loading: Mapping[str, Any]) -> Mapping[str, Any]:
+
+@contextmanager
+def naming_trust(what: str, option: str, tokenizer_of: str | None = None) -> Iterator[None]:
+    """Replaces transformers' refusal of a repository's own code, which asks for an argument that nobody can pass.
+
+    Args:
+        what (`str`):
+            The model or tokenizer, for the message.
+        option (`str`):
+            The option that allows its code, and is not set.
+        tokenizer_of (`str`, *optional*):
+            A path or model id whose tokenizer is loaded: transformers tries a class of its own first, and then says
+            nothing of the code.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if "trust_remote_code" not in str(error) and not (tokenizer_of and _has_own_tokenizer(tokenizer_of)):
+            raise
+        of_student = option == "trust_remote_code"
+        raise ValueError(
+            f"{what} comes with Python code of its own, which is run only if you allow it: read that code, then set "
+            f"`{option}=True` in `OPSDConfig`, which covers {'the student' if of_student else 'teachers'} alone."
+        ) from error
+
+
+def _has_own_tokenizer(path: str) -> bool:
+    found = cached_file(path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+    return found is not None and "auto_map" in json.loads(Path(found).read_text(encoding="utf-8"))
+
+
+def language_config(
+    model: Any, called: str, loading: Mapping[str, Any], trust: str = "trust_remote_code"
+) -> Mapping[str, Any]:
     """The config of a causal language model, with its `text_config` merged in; empty for anything but a model.
 
     Args:
@@ -29,23 +77,24 @@ def language_config(model: Any, called: str, loading: Mapping[str, Any]) -> Mapp
             The argument it was passed as, for the message.
         loading (`Mapping[str, Any]`):
             Options for loading it.
+        trust (`str`, *optional*, defaults to `"trust_remote_code"`):
+            The option that allows Python code of its own.
 
     Raises:
-        ValueError: It cannot be found, or is not a causal language model.
+        ValueError: It cannot be found, is not a causal language model, or has code of its own that is not allowed.
     """
     if isinstance(model, str):
-        place = {name: loading[name] for name in LOCATION_OPTIONS if loading.get(name) is not None}
-        found, why = None, "There is none."
-        try:
-            found = cached_file(model, CONFIG_NAME, **place)
-        except OSError as error:
-            why = str(error).splitlines()[0]
+        found, why = _config_file(model, loading)
         if found is None:
             raise ValueError(
                 f"`{called}={model!r}` is neither a folder with a `{CONFIG_NAME}` nor a model that the Hub gives "
                 f"access to: correct it, or log in. {why}"
             )
         config = json.loads(Path(found).read_text(encoding="utf-8"))
+        if "auto_map" in config:
+            with naming_trust(f"`{called}={model!r}`", trust):
+                trusted = loading.get("trust_remote_code", False)
+                AutoConfig.from_pretrained(model, trust_remote_code=trusted, **_place(loading))
         causal, kind = not config.get("is_encoder_decoder", False), (config.get("architectures") or ["model"])[0]
     elif isinstance(model, PreTrainedModel) or (isinstance(model, nn.Module) and is_peft(model)):
         inner = without_peft(model)
@@ -59,6 +108,47 @@ def language_config(model: Any, called: str, loading: Mapping[str, Any]) -> Mapp
             "instance one loaded with `AutoModelForCausalLM`."
         )
     return {**config, **(config.get("text_config") or {})}
+
+
+def _place(loading: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: loading[name] for name in LOCATION_OPTIONS if loading.get(name) is not None}
+
+
+def _other_contents(path: str) -> str:
+    if (Path(path) / ADAPTER_CONFIG).is_file():
+        return (
+            "It has an adapter alone: load its base model, and pass `PeftModel.from_pretrained(base, path, "
+            "is_trainable=True)`; a teacher needs no `is_trainable`."
+        )
+    return "There is none."
+
+
+def _config_file(path: str, loading: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The config of a model that is loaded with these options, or `None` and why."""
+    try:
+        return cached_file(path, CONFIG_NAME, **_place(loading)), _other_contents(path)
+    except OSError as error:
+        return None, str(error).splitlines()[0]
+
+
+def same_weights(one: Any, its_loading: Mapping[str, Any], other: Any, other_loading: Mapping[str, Any]) -> bool:
+    """Whether two paths or model ids lead to the same weights, loaded alike up to their dtype and placement.
+
+    A model id and the folder of its snapshot are the same, as are two revisions that name one commit.
+    """
+    if not isinstance(one, str) or not isinstance(other, str):
+        return False
+    of_place = {*LOCATION_OPTIONS, *_OF_NO_CONSEQUENCE}
+    altering = [
+        {name: value for name, value in loading.items() if name not in of_place and value is not None}
+        for loading in (its_loading, other_loading)
+    ]
+    folders = [
+        Path(found).absolute().parent.resolve()
+        for path, loading in ((one, its_loading), (other, other_loading))
+        if (found := _config_file(path, loading)[0])
+    ]
+    return altering[0] == altering[1] and len(folders) == 2 and folders[0] == folders[1]
 
 
 def check_own_loss(config: Mapping[str, Any]) -> None:
@@ -100,6 +190,54 @@ def check_student(student: nn.Module, args: TrainingArguments) -> None:
     _check_quantization(student)
     if not args.deepspeed_plugin:  # DeepSpeed steps on master weights of its own
         check_trained_dtypes(student)
+
+
+def check_trainable(student: nn.Module, optimizers: tuple[Any, Any]) -> None:
+    """Refuses a student of which no weight would be stepped: frozen, or unknown to the optimizer that was passed.
+
+    Args:
+        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The student, with its adapter.
+        optimizers (`tuple`):
+            Optimizer and scheduler as they were passed.
+
+    Raises:
+        ValueError: Nothing would be trained.
+    """
+    trained = {id(one): name for name, one in student.named_parameters() if one.requires_grad}
+    if not trained:
+        remedy = (
+            "load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`"
+            if is_peft(student)
+            else "call `model.requires_grad_(True)`, or pass a `peft_config`"
+        )
+        raise ValueError(
+            "The student is frozen: none of its parameters has `requires_grad=True`, so nothing would be "
+            f"learned: {remedy}; to evaluate only, leave `train_dataset` out."
+        )
+    optimizer, scheduler = optimizers
+    if scheduler is not None and getattr(scheduler, "optimizer", None) not in (None, optimizer):
+        raise ValueError(
+            "The scheduler in `optimizers` belongs to another optimizer, so it would not change this one's rate: pass "
+            "`(optimizer, scheduler)` with the optimizer it was made for."
+        )
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:  # none was passed, or the launcher makes it
+        return
+    held = {id(one) for group in groups for one in group["params"]}
+    left_out = [name for place, name in trained.items() if place not in held]
+    if len(left_out) == len(trained):
+        raise ValueError(
+            "The optimizer in `optimizers` has no trained parameter of the student: it was made for another model, or "
+            "before the adapter was added. Make it from `model.parameters()` of the student that is passed, with its "
+            "adapter, or set `optim` in `OPSDConfig`."
+        )
+    if left_out:
+        logger.warning(
+            f"The optimizer in `optimizers` steps {len(trained) - len(left_out)} of the {len(trained)} trained "
+            f"parameters of the student; {left_out[0]!r} is the first that stays as it is. Freeze those "
+            "(`requires_grad_(False)`) if that is meant: their gradients are computed."
+        )
 
 
 def check_in_memory(student: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
 from trl_opsd._compat.trl import get_config_model_id
+from trl_opsd.models.model_checks import naming_trust
 
 
 def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remote_code: bool) -> Any:
@@ -21,13 +23,20 @@ def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remo
         trust_remote_code (`bool`):
             Whether it may ship its own Python code.
     """
-    return AutoProcessor.from_pretrained(
-        student if isinstance(student, str) else get_config_model_id(student.config),
-        revision=loading.get("revision") if isinstance(student, str) else None,
-        truncation_side="left",
-        padding_side="left",
-        trust_remote_code=trust_remote_code,
+    path = student if isinstance(student, str) else get_config_model_id(student.config)
+    trust = (
+        nullcontext()
+        if trust_remote_code
+        else naming_trust(f"The tokenizer of the student ({path})", "trust_remote_code", tokenizer_of=path)
     )
+    with trust:
+        return AutoProcessor.from_pretrained(
+            path,
+            revision=loading.get("revision") if isinstance(student, str) else None,
+            truncation_side="left",
+            padding_side="left",
+            trust_remote_code=trust_remote_code,
+        )
 
 
 def text_tokenizer(processing_class: Any) -> Any:

@@ -9,7 +9,13 @@ from trl_opsd.host import Host
 
 
 class RolloutBackend(ABC):
-    """Generates one completion for each prompt with the current student."""
+    """Generates one completion for each prompt with the current student.
+
+    `str(rollout)` describes it where the trainer describes itself; by default the name of its class.
+    """
+
+    def __str__(self) -> str:
+        return type(self).__name__
 
     @abstractmethod
     def bind(self, trainer: Host) -> None:

@@ -59,6 +59,9 @@ class HFRollout(RolloutBackend):
         self.writing: Writing | None = None
         self._caches = KeptCaches()
 
+    def __str__(self) -> str:
+        return f"transformers{', compiled' if self._compile else ''}"
+
     def bind(self, trainer: Host) -> None:
         """Takes the trainer.
 

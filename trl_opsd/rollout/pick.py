@@ -12,7 +12,7 @@ def chosen_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutB
 
     Raises:
         TypeError: The object passed is not a backend.
-        ValueError: vLLM is not installed, or an option cannot work with it.
+        ValueError: vLLM is not installed, an option cannot work with it, or there is a backend as well.
     """
     if rollout is None:
         if args.use_vllm:  # both import vLLM, which takes seconds and may be absent
@@ -26,4 +26,9 @@ def chosen_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutB
         return HFRollout()
     if not isinstance(rollout, RolloutBackend):
         raise TypeError(f"`rollout` is a {type(rollout).__name__}: expected a `trl_opsd.RolloutBackend`.")
+    if args.use_vllm:
+        raise ValueError(
+            f"There are two rollouts: `rollout`, a {type(rollout).__name__}, and vLLM by `use_vllm=True`: leave one of "
+            "them out."
+        )
     return rollout

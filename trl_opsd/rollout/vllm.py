@@ -49,6 +49,9 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         super().__init__(args)
         _check_options(args)
 
+    def __str__(self) -> str:
+        return "vLLM in this process"
+
     def bind(self, trainer: Host) -> None:
         """Builds the engine.
 

@@ -132,6 +132,10 @@ class VLLMServerRollout(SyncedRollout[_ServedEngine]):
         with _shared_errors():
             self._client = ServerClient(args, deadline=0.9 * args.ddp_timeout) if args.process_index == 0 else None
 
+    def __str__(self) -> str:
+        args = self._args
+        return f"a vLLM server at {args.vllm_server_base_url or f'{args.vllm_server_host}:{args.vllm_server_port}'}"
+
     def bind(self, trainer: Host) -> None:
         """Reads the server's configuration, and connects to it for weight syncs.
 

@@ -114,7 +114,7 @@ def checkpoint_to_resume(asked: str | bool, run_dir: Path) -> tuple[Path, list[s
     folder = Path(str(asked))
     if not folder.is_dir():
         raise ValueError(f"There is no checkpoint {folder}.{_alternative(folder.parent)} {_REMEDY}")
-    if not (folder / MANIFEST).exists() and (folder / _STATE).is_file():
+    if _is_foreign(folder):
         return folder, [f"Resuming from {folder}, which has no {MANIFEST}: whether it is complete cannot be checked."]
     if wrong := problems(folder):
         raise ValueError(f"{_listed({folder: wrong}).strip()}{_alternative(folder.parent)} {_REMEDY}")
@@ -164,7 +164,19 @@ def _listed(torn: dict[Path, list[str]]) -> str:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         return "; ".join(wrong[:_SHOWN]) + more
 
-    return "".join(f" {folder} is not complete: {shown(wrong)}." for folder, wrong in torn.items())
+    foreign = [folder for folder in torn if _is_foreign(folder)]
+    said = "".join(f" {folder} is not complete: {shown(torn[folder])}." for folder in torn if folder not in foreign)
+    if foreign:
+        said += (
+            f" {foreign[0]} has no {MANIFEST}, since TRL and `transformers` write none, so whether it is complete "
+            f"cannot be checked: to resume from it, pass its path, `resume_from_checkpoint={str(foreign[0])!r}`."
+        )
+    return said
+
+
+def _is_foreign(folder: Path) -> bool:
+    """Whether another trainer wrote a checkpoint to its end."""
+    return not (folder / MANIFEST).exists() and (folder / _STATE).is_file()
 
 
 def _alternative(run_dir: Path) -> str:

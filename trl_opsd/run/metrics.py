@@ -18,7 +18,7 @@ class Metric:
     appears: str
     """The logs that contain it."""
     evaluated: bool = True
-    """Whether an evaluation logs it too, as `eval_<name>`."""
+    """Whether an evaluation has it too, as `eval_<name>`, `eval_<dataset>_<name>`, or under another prefix."""
 
 
 _OVER_TOKENS = "weighted mean over the tokens in the loss, of all processes and micro-batches"

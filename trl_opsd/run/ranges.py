@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from typing import Any
 
@@ -22,6 +21,12 @@ def at_least_one(option: str, value: Any) -> None:
         raise ValueError(f"`{option}={value!r}`: expected an integer of at least 1.")
 
 
+def at_least(option: str, value: Any, bound: float) -> None:
+    """Raises `ValueError` unless the value is a finite number of at least the bound."""
+    if not (_is_number(value) and math.isfinite(value) and value >= bound):
+        raise ValueError(f"`{option}={value!r}`: expected a finite number of at least {bound:g}.")
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
@@ -36,15 +41,3 @@ def in_range(option: str, value: Any, low: float, high: float, open_below: bool 
     """Raises `ValueError` unless the value is a number from `low` to `high`, without `low` itself if `open_below`."""
     if not _is_number(value) or value < low or value > high or (open_below and value == low):
         raise ValueError(f"`{option}={value!r}`: expected a number in {'(' if open_below else '['}{low:g}, {high:g}].")
-
-
-def readable_json(option: str, value: Any) -> None:
-    """Raises `ValueError` if the value is meant as a JSON object and cannot be read as one."""
-    if isinstance(value, str) and value.startswith("{"):  # other strings may be file names
-        try:
-            json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"`{option}={value!r}` is not valid JSON ({error}): write an object with double quotes, for instance "
-                """'{"dtype": "bfloat16"}'."""
-            ) from None

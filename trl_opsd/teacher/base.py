@@ -8,7 +8,13 @@ from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
 class Teacher(ABC):
-    """Scores rollouts. It never generates, is never trained, and does not know the student."""
+    """Scores rollouts. It never generates, is never trained, and does not know the student.
+
+    `str(teacher)` describes it where the trainer describes itself; by default the name of its class.
+    """
+
+    def __str__(self) -> str:
+        return type(self).__name__
 
     @property
     @abstractmethod

@@ -18,6 +18,7 @@ from trl_opsd._compat.sharding import broadcast_from_first, in_zero3_model, trai
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
 from trl_opsd.models.backbone import Run
+from trl_opsd.models.model_checks import naming_trust
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.samples import Samples
 from trl_opsd.teacher.average import Average
@@ -72,11 +73,6 @@ def build_teacher(
         return teacher_model
     if isinstance(teacher_model, str):
         teacher_model = _loaded(teacher_model, args, device)
-    elif args.teacher_model_init_kwargs:
-        raise ValueError(
-            "`teacher_model_init_kwargs` says how to load a teacher, but the teacher is given as an object: remove it, "
-            "or pass the path of the teacher."
-        )
     elif in_zero3_model(teacher_model):
         raise ValueError(
             "The teacher was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
@@ -215,7 +211,7 @@ def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedMode
             config = reader_config(asked or theirs.dtype or torch.float32, theirs.get_text_config().hidden_size, device)
     elif args.distributed_state.distributed_type != DistributedType.NO:
         kwargs["device_map"] = {"": device}
-    with loading(config):
+    with loading(config), naming_trust(f"`teacher_model={path!r}`", "teacher_trust_remote_code"):
         model: PreTrainedModel = create_model_from_path(path, **kwargs)
     if config is not None:
         recompute_buffers(model)

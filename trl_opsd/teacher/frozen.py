@@ -6,6 +6,7 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import context_of
 from trl_opsd.models.head import prove_head
 from trl_opsd.models.reading_proof import prove_padding
+from trl_opsd.models.size import described
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.forward import PASS_BYTES, passes_needed, read
 from trl_opsd.teacher.placement import Placement
@@ -45,6 +46,9 @@ class FrozenTeacher(Teacher):
         with placement.reading(passes=4) as run:
             prove_head(self.model, "teacher", run)
             self.reading = prove_padding(self.model, "teacher", run)
+
+    def __str__(self) -> str:
+        return f"{described(self.model)}, {self.placement.where}"
 
     @property
     def head(self) -> OutputHead:

@@ -39,6 +39,10 @@ class Hosted(Placement):
         self._head = HeadOnDevice(model, parts.head, self.prefetcher)
 
     @property
+    def where(self) -> str:
+        return f"in host memory, copied to {self.device} while it reads"
+
+    @property
     def head(self) -> OutputHead:
         return self._head.head
 

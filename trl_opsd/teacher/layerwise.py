@@ -55,6 +55,10 @@ class Streamed(Placement):
         HostBlock(parts.embedding, pinned=False)  # moves its tensors to host memory, where they stay
 
     @property
+    def where(self) -> str:
+        return f"in host memory, copied to {self.device} layer by layer"
+
+    @property
     def head(self) -> OutputHead:
         return self._head.head
 

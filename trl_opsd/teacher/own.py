@@ -60,6 +60,9 @@ class OwnTeacher(Teacher):
         self._progress = progress
         self._reading = reading
 
+    def __str__(self) -> str:
+        return "no weights of its own"
+
     @property
     def head(self) -> OutputHead:
         return replace(self._head, weight=self._layer.weight, bias=getattr(self._layer, "bias", None))

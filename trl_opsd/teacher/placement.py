@@ -25,6 +25,11 @@ class Placement(ABC):
     """The device that a rollout has to be on."""
 
     @property
+    def where(self) -> str:
+        """Where the weights are kept, in words."""
+        return f"on {self.device}"
+
+    @property
     @abstractmethod
     def head(self) -> OutputHead:
         """The head as of the last reading, where the loss can use it at any time."""

@@ -32,6 +32,10 @@ class Sharded(Placement):
         self._read = SplitReader(model, reader_config(model.dtype, model.config.get_text_config().hidden_size, device))
 
     @property
+    def where(self) -> str:
+        return "sharded over the processes, in host memory"
+
+    @property
     def head(self) -> OutputHead:
         return OutputHead.of(self.model)
 

@@ -21,7 +21,7 @@ def share_memory(teacher: Any, student: CausalLM) -> bool:
     """
     models = [teacher, *vars(teacher).values()] if isinstance(teacher, Teacher) else [teacher]
     theirs = {place for one in models if isinstance(one, nn.Module) for place in _places(one)}
-    return isinstance(student, nn.Module) and not theirs.isdisjoint(_places(student))
+    return bool(theirs) and isinstance(student, nn.Module) and not theirs.isdisjoint(_places(student))
 
 
 def _places(model: nn.Module) -> set[tuple[str, int]]:

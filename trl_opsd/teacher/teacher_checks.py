@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 from accelerate.logging import get_logger
@@ -13,6 +14,7 @@ from transformers.utils import cached_file
 from trl_opsd._compat.peft import is_peft
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.vocabulary import check_token_maps
+from trl_opsd.models.model_checks import naming_trust
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.sharing import share_memory
 
@@ -68,12 +70,35 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
                 "it together, but one of them may have no row for it. Set `teacher_offload='stream'`."
             )
         for name, one in teacher_model.items():
-            _check_one(one, student, f"`teacher_model[{name!r}]`")
+            _check_one(one, student, f"`teacher_model[{name!r}]`", args)
     elif teacher_model is not None:
-        _check_one(teacher_model, student, "`teacher_model`")
+        _check_one(teacher_model, student, "`teacher_model`", args)
 
 
-def _check_one(teacher_model: Any, student: Any, called: str) -> None:
+def check_named_once(teacher_model: Any, args: OPSDConfig) -> None:
+    """Refuses a teacher that is passed to the trainer beside another one in the options.
+
+    Args:
+        teacher_model (`Any`):
+            The argument of the trainer.
+        args ([`OPSDConfig`]):
+            Its `teacher_model_name_or_path` may name the same teacher, as in TRL's script.
+
+    Raises:
+        ValueError: They are two.
+    """
+    named = args.teacher_model_name_or_path
+    passed = teacher_model if isinstance(teacher_model, str) else getattr(teacher_model, "name_or_path", None)
+    if teacher_model is None or named is None or passed == named:
+        return
+    what = repr(teacher_model) if isinstance(teacher_model, str) else f"a {type(teacher_model).__name__}"
+    raise ValueError(
+        f"There are two teachers: `teacher_model`, {what}, and `teacher_model_name_or_path={named!r}` in the config: "
+        "leave one of them out."
+    )
+
+
+def _check_one(teacher_model: Any, student: Any, called: str, args: OPSDConfig) -> None:
     if teacher_model is student and not isinstance(student, str):
         raise ValueError(
             f"{called} and `model` are the same object: load the teacher as a separate object, or set "
@@ -84,6 +109,11 @@ def _check_one(teacher_model: Any, student: Any, called: str) -> None:
         raise TypeError(
             f"{called} is a {type(teacher_model).__name__}: expected a path, a `PreTrainedModel`, a `PeftModel`, "
             "a `trl_opsd.Teacher`, or a dict of them by name."
+        )
+    if args.teacher_model_init_kwargs and not isinstance(teacher_model, str):
+        raise ValueError(
+            f"`teacher_model_init_kwargs` says how to load a teacher, but {called} is given as an object: remove it, "
+            "or pass the path of the teacher."
         )
     if share_memory(teacher_model, student):
         raise ValueError(
@@ -143,5 +173,8 @@ def _tokenizer_beside(teacher_model: Any, args: OPSDConfig) -> PreTrainedTokeniz
     ):
         logger.warning(f"{teacher_model} has no tokenizer; the student's is assumed.")
         return None
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(teacher_model, **options)
+    what = f"The tokenizer of the teacher ({teacher_model})"
+    code = naming_trust(what, "teacher_trust_remote_code", tokenizer_of=teacher_model)
+    with nullcontext() if options.get("trust_remote_code") else code:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(teacher_model, **options)
     return tokenizer

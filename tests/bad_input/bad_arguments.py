@@ -1,0 +1,186 @@
+"""Arguments of the trainer of the wrong kind or in the wrong place, optimizers of another model, and zeros."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from cases import Case, Lab, untouched
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, get_constant_schedule
+
+from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
+
+
+def wrong_class(name: str, value: type, message: str) -> Case:
+    return untouched("a class for an object", name, message, TypeError, **{name: value})
+
+
+def placed(name: str, message: str, *arguments: Any) -> Case:
+    """Arguments in the wrong order."""
+    return Case("wrong order", name, message, lambda lab: OPSDTrainer(*arguments), TypeError, before_loading=True)
+
+
+def optimizer_of(*parameters: torch.nn.Parameter, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters or [torch.nn.Parameter(torch.zeros(1))], **options)
+
+
+def frozen(lab: Lab) -> None:
+    lab.make(model=tiny.qwen2().requires_grad_(False))
+
+
+def adapter_for_inference(lab: Lab) -> None:
+    student = get_peft_model(tiny.qwen2(), LoraConfig(target_modules=["q_proj"], inference_mode=True))
+    lab.make(model=student)
+
+
+def optimizer_of_another_model(lab: Lab) -> None:
+    lab.make(optimizers=(optimizer_of(*tiny.qwen2(48, 1).parameters()), None))
+
+
+def optimizer_from_before_the_adapter(lab: Lab) -> None:
+    student = tiny.qwen2()
+    lab.make(
+        model=student,
+        optimizers=(optimizer_of(*student.parameters()), None),
+        peft_config=LoraConfig(target_modules=["q_proj"]),
+    )
+
+
+def scheduler_of_another_optimizer(lab: Lab) -> None:
+    student = tiny.qwen2()
+    scheduler = get_constant_schedule(optimizer_of(*student.parameters()))
+    lab.make(model=student, optimizers=(optimizer_of(*student.parameters()), scheduler))
+
+
+def scheduler_alone(lab: Lab) -> None:
+    student = tiny.qwen2()
+    lab.make(model=student, optimizers=(None, get_constant_schedule(optimizer_of(*student.parameters()))))
+
+
+def divergence_assigned(value: Any) -> Any:
+    def provoke(lab: Lab) -> None:
+        lab.make().divergence = value
+
+    return provoke
+
+
+PAIR = r"expected a tuple of an optimizer and a scheduler, `\(optimizer, None\)`"
+OPTIONS = OPSDConfig("out", use_cpu=True)
+
+CLASSES = [
+    wrong_class(
+        "model", AutoModelForCausalLM, r"`model` is the class Auto.*`AutoModelForCausalLM.from_pretrained\(.*\)`"
+    ),
+    wrong_class("teacher_model", AutoModelForCausalLM, "`teacher_model` is the class AutoModelForCausalLM"),
+    untouched(
+        "a class for an object",
+        "one of several teachers",
+        r"`teacher_model\['small'\]` is the class AutoModelForCausalLM",
+        TypeError,
+        teacher_model={"big": "teacher", "small": AutoModelForCausalLM},
+    ),
+    wrong_class("args", OPSDConfig, r"`args` is the class OPSDConfig: pass an object, `OPSDConfig\(...\)`"),
+    wrong_class("processing_class", AutoTokenizer, "`processing_class` is the class AutoTokenizer"),
+    wrong_class("teacher_processing_class", AutoTokenizer, "`teacher_processing_class` is the class AutoTokenizer"),
+    wrong_class("rollout", HFRollout, r"`rollout` is the class HFRollout: pass an object, `HFRollout\(...\)`"),
+    wrong_class(
+        "peft_config", LoraConfig, r"`peft_config` is the class LoraConfig: pass an object, `LoraConfig\(...\)`"
+    ),
+    untouched("a class for an object", "optimizers", "holds a class", TypeError, optimizers=(torch.optim.AdamW, None)),
+    untouched("wrong kind", "no model", "`model` is a NoneType: expected a path", TypeError, model=None, args=OPTIONS),
+    untouched("wrong kind", "a Path", r"`model` is a PosixPath: .* `str\(path\)`", TypeError, model=Path("student")),
+    untouched(
+        "wrong kind", "a dict of LoRA options", "`peft_config` is a dict: expected", TypeError, peft_config={"r": 8}
+    ),
+    untouched("wrong kind", "an optimizer alone", PAIR, TypeError, optimizers=optimizer_of()),
+    untouched("wrong kind", "one callback", "expected a list of `Train", TypeError, callbacks=TrainerCallback()),
+    untouched(
+        "wrong kind", "a function as callback", "holds a function: expected", TypeError, callbacks=[lambda: None]
+    ),
+    untouched(
+        "wrong kind", "one tool", "`tools` is a function: expected a list of functions", TypeError, tools=lambda: None
+    ),
+    placed(
+        "options for the teacher", "the teacher comes second, and the options third: pass `args=`", "student", OPTIONS
+    ),
+    placed(
+        "rows for the options", "`args` is a Dataset: .* third, after the teacher", "student", "teacher", tiny.rows()
+    ),
+    untouched(
+        "wrong order",
+        "a scheduler for the optimizer",
+        f"`optimizers` are in the wrong order: {PAIR}",
+        TypeError,
+        optimizers=(get_constant_schedule(optimizer_of()), None),
+    ),
+]
+
+NOTHING_LEARNED = [
+    untouched("nothing would be learned", "rate 0", "`learning_rate=0.0`: no weight would change", learning_rate=0.0),
+    untouched("nothing would be learned", "no epochs", "would end after 0 steps", num_train_epochs=0, max_steps=-1),
+    untouched("nothing would be learned", "no steps", "`max_steps=0` means that it is not set", max_steps=0),
+    untouched(
+        "nothing would be learned",
+        "an optimizer of rate 0",
+        "have a learning rate of 0",
+        optimizers=(optimizer_of(lr=0.0), None),
+    ),
+    Case("nothing would be learned", "a frozen student", "The student is frozen: .*`model.requires_grad_", frozen),
+    Case("nothing would be learned", "a frozen adapter", "is_trainable=True", adapter_for_inference),
+    Case(
+        "optimizer of another model",
+        "a stranger",
+        "has no trained parameter of the student",
+        optimizer_of_another_model,
+    ),
+    Case("optimizer of another model", "before the adapter", "before the adapter", optimizer_from_before_the_adapter),
+    Case("optimizer of another model", "a scheduler", "belongs to another opt", scheduler_of_another_optimizer),
+    Case("optimizer of another model", "a scheduler alone", "belongs to another optimizer", scheduler_alone),
+]
+
+TWICE = [
+    untouched(
+        "teacher given twice",
+        "two paths",
+        "There are two teachers: `teacher_model`, 'teacher', and `teacher_model_name_or_path='other'`",
+        teacher_model_name_or_path="other",
+    ),
+    Case(
+        "teacher given twice",
+        "an object and a path",
+        "`teacher_model`, a Qwen2ForCausalLM, and `teacher_model_name_or_path='other'`",
+        lambda lab: lab.make(teacher_model=tiny.qwen2(48, 1), teacher_model_name_or_path="other"),
+        before_loading=True,
+    ),
+    Case(
+        "rollout given twice",
+        "use_vllm",
+        "There are two rollouts: `rollout`, a FixedRollout, and vLLM by `use_vllm=True`",
+        lambda lab: lab.make(use_vllm=True),
+        before_loading=True,
+    ),
+]
+
+OTHERS = [
+    untouched(
+        "resume with unknown changes",
+        "misspelt",
+        "`resume_with_changes='temperatures'`: expected one of .* Did you mean 'temperature'",
+        resume_with_changes=["temperatures"],
+    ),
+    untouched(
+        "resume with unknown changes", "not compared", "Did you mean", resume_with_changes=["teacher", "learning_rates"]
+    ),
+    Case(
+        "divergence assigned",
+        "a class",
+        "is a class: pass an object",
+        divergence_assigned(type(OPTIONS.build_divergence())),
+    ),
+    Case("divergence assigned", "unknown", "Did you mean 'forward_kl'", divergence_assigned("forwardkl")),
+]
+
+CASES: list[Case] = [*CLASSES, *NOTHING_LEARNED, *TWICE, *OTHERS]

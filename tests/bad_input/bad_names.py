@@ -1,0 +1,56 @@
+"""Options and arguments that do not exist: those of other trainers, and misspelt ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cases import Case
+
+from trl_opsd import OPSDConfig, OPSDTrainer
+
+
+def unknown(message: str, **options: Any) -> Case:
+    """Options that do not exist."""
+    name = ", ".join(options)
+    return Case("unknown option", name, message, lambda lab: OPSDConfig("out", **options), TypeError, True)
+
+
+def unknown_argument(message: str, name: str) -> Case:
+    """An argument of the trainer that does not exist."""
+
+    def provoke(lab: Any) -> None:
+        OPSDTrainer("student", "teacher", **{name: object()})
+
+    return Case("unknown argument", name, message, provoke, TypeError, True)
+
+
+CASES: list[Case] = [
+    unknown("has no option 'lmbda': the student writes all completions, which is `lmbda=1`: remove it", lmbda=0.5),
+    unknown("the student writes all completions; .* use `trl.SFTTrainer`", seq_kd=True),
+    unknown("is completed once in an epoch, .* repeat its row", num_generations=8),
+    unknown("it is called `max_completion_length`", max_new_tokens=128),
+    unknown("`overlong_prompts='drop'` drops", max_prompt_length=512),
+    unknown("prompts are never cut", max_length=512),
+    unknown("`per_device_train_batch_size` x processes x", generation_batch_size=8),
+    unknown("it is called `beta`: 0 forward KL", distillation_alpha=0.5),
+    unknown("`divergence` names the objective", alpha=0.5),
+    unknown("pass it to `OPSDTrainer`, or set `teacher_model_name_or_path`", teacher_model="teacher"),
+    unknown("it is called `eval_strategy`", evaluation_strategy="steps"),
+    unknown("it is called `use_cpu`", no_cuda=True),
+    unknown("it is called `warmup_steps`", warmup_ratio=0.1),
+    unknown("it is an argument of `OPSDTrainer`", processing_class=None),
+    unknown("of `OPSDTrainer`: it is called `processing_class`", tokenizer=None),
+    unknown("there are no rewards", reward_funcs=[]),
+    unknown("put it into `model_init_kwargs`", torch_dtype="bfloat16"),
+    unknown("has no option 'learing_rate'. Did you mean 'learning_rate'", learing_rate=1e-5),
+    unknown("has no option 'zzz'. docs/reference.md lists all", zzz=1),
+    unknown("'lmbda': .*\n`OPSDConfig` has no option 'lr': it is called", lmbda=1, lr=1),
+    unknown_argument("has no argument 'tokenizer': it is called `processing_class`", "tokenizer"),
+    unknown_argument("'reward_funcs': there are no rewards", "reward_funcs"),
+    unknown_argument("'data_collator': rows reach the trainer as they are", "data_collator"),
+    unknown_argument("'compute_metrics': there are no labels", "compute_metrics"),
+    unknown_argument("'teacher': it is called `teacher_model`", "teacher"),
+    unknown_argument(r"it is an option, `args=OPSDConfig\(max_steps=...\)`", "max_steps"),
+    unknown_argument("in `OPSDConfig`: it is called `max_completion_length`", "max_new_tokens"),
+    unknown_argument("Did you mean 'peft_config'", "peft_cfg"),
+]

@@ -1,0 +1,166 @@
+"""A batch that a subclass has changed, or that was built by hand with TRL's keys, has the loss it has in TRL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from test_parity import Replaying, largest_gaps
+from trl import DistillationConfig
+
+from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
+
+TOLERANCE = 1e-5
+
+
+def hole(batch):
+    """Masks the second token, in place."""
+    batch["completion_mask"][:, 1] = 0
+
+
+def truncated(batch):
+    """Leaves out each completion without an end token, as GRPO users do, and counts again."""
+    ends = (batch["completion_ids"] == tiny.tokenizer().eos_token_id).any(1, keepdim=True)
+    batch["completion_mask"] = batch["completion_mask"] * ends
+    batch["num_items_in_batch"] = batch["completion_mask"].sum()
+
+
+def tool(batch):
+    """Keeps every other token from the loss, but not from the models."""
+    batch["tool_mask"] = torch.arange(batch["completion_ids"].size(1)).expand_as(batch["completion_ids"]) % 2
+
+
+def longer(batch):
+    """Counts one token of padding."""
+    batch["completion_mask"][:, -1] = 1
+
+
+def other_tokens(batch):
+    """Writes other tokens."""
+    batch["completion_ids"] = (batch["completion_ids"] + 7) % tiny.VOCABULARY
+
+
+def narrower(batch):
+    """Cuts the last column off."""
+    for name in ("completion_ids", "completion_mask"):
+        batch[name] = batch[name][:, :-1]
+
+
+def changing(base: type, change: Any) -> type:
+    class Changing(base):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            change(batch)
+            return batch
+
+    return Changing
+
+
+def made(cls: type, config: Any, **given: Any) -> Any:
+    recorded = {"rollout": FixedRollout(tiny.recorded(tiny.tokenizer()))} if issubclass(cls, OPSDTrainer) else {}
+    return cls(
+        model=tiny.qwen2(32, seed=0),
+        teacher_model=tiny.qwen2(48, seed=1),
+        args=config,
+        train_dataset=tiny.rows(),
+        processing_class=tiny.tokenizer(),
+        **recorded,
+        **given,
+    )
+
+
+@pytest.mark.parametrize(
+    "change", [pytest.param(hole, marks=pytest.mark.quick), truncated, tool, longer, other_tokens, narrower]
+)
+def test_a_batch_changed_in_a_subclass_trains_as_in_trl(tmp_path, change):
+    options = tiny.options(tmp_path, beta=0.5, gradient_accumulation_steps=2)
+    options |= {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 8}
+    rows = {"eval_dataset": tiny.rows(8)}
+    trls = made(changing(Replaying, change), DistillationConfig(**options), **rows)
+    ours = made(changing(OPSDTrainer, change), OPSDConfig(**options), **rows)
+    unchanged = made(OPSDTrainer, OPSDConfig(**options), **rows)
+    for one in (trls, ours, unchanged):
+        one.train()
+    assert max(largest_gaps(trls, ours)) <= TOLERANCE
+    assert max(largest_gaps(unchanged, ours)) > 10 * TOLERANCE, "the change must matter"
+    losses = [next(row["eval_loss"] for row in one.state.log_history if "eval_loss" in row) for one in (trls, ours)]
+    assert losses[1] == pytest.approx(losses[0], abs=TOLERANCE)
+
+
+def by_hand() -> dict[str, torch.Tensor]:
+    """Two prompts with completions of two lengths, under TRL's keys."""
+    return {
+        "prompt_ids": torch.tensor([[0, 11, 12], [13, 14, 15]]),
+        "prompt_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
+        "completion_ids": torch.tensor([[21, 22, 2], [23, 2, 0]]),
+        "completion_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+    }
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "more", [{}, {"num_items_in_batch": torch.tensor(3.0)}, {"tool_mask": torch.tensor([[1, 0, 1]] * 2)}]
+)
+def test_compute_loss_takes_a_batch_with_the_keys_of_trl(tmp_path, more):
+    found = []
+    for cls, config in ((Replaying, DistillationConfig), (OPSDTrainer, OPSDConfig)):
+        trainer = made(cls, config(**tiny.options(tmp_path, beta=0.3)))
+        trainer.model.train()
+        loss = trainer.compute_loss(trainer.model, {**by_hand(), **more})
+        loss.backward()
+        found.append((loss, [parameter.grad for parameter in trainer.model.parameters()]))
+    (theirs, their_gradient), (ours, our_gradient) = found
+    assert ours.item() == pytest.approx(theirs.item(), abs=TOLERANCE) != 0
+    torch.testing.assert_close(our_gradient, their_gradient, atol=TOLERANCE, rtol=1e-4)
+
+
+def test_compute_loss_weighs_a_batch_built_by_hand(make_trainer):
+    class Halving(OPSDTrainer):
+        def weigh(self, rollout, rows, targets):
+            assert [row["prompt"] for row in rows] == [")*", "+,-"]
+            return rollout.weights * torch.tensor([1.0, 0.0, 0.0])
+
+    masked = {**by_hand(), "completion_mask": torch.tensor([[1, 0, 0], [1, 0, 0]])}
+    weighed, plain = make_trainer(Halving), make_trainer()
+    losses = [one.compute_loss(one.model, batch) for one, batch in ((weighed, by_hand()), (plain, masked))]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+
+
+def privileged() -> Dataset:
+    return tiny.rows().add_column("privileged_context", ["a hint"] * 8)
+
+
+def test_a_batch_by_hand_needs_rows_where_the_teacher_reads_more(make_trainer):
+    trainer = make_trainer(train_dataset=privileged())
+    with pytest.raises(
+        ValueError, match=r"without its dataset rows, but what the teacher reads depends on those.*rows'\]"
+    ):
+        trainer.compute_loss(trainer.model, by_hand())
+    rows = privileged().to_list()[:2]
+    batch = trainer._generate_and_score_completions(rows)
+    only_trls = {name: batch[name] for name in by_hand()}
+    expected = trainer.compute_loss(trainer.model, batch)
+    assert trainer.compute_loss(trainer.model, {**only_trls, "rows": rows}).item() == pytest.approx(expected.item())
+    assert make_trainer().compute_loss(trainer.model, only_trls).item() != pytest.approx(expected.item(), rel=1e-3)
+
+
+def test_the_teacher_reads_again_only_what_has_changed(make_trainer):
+    taught = []
+
+    class Teaching(OPSDTrainer):
+        def teach(self, rollout, rows):
+            taught.append(len(rows))
+            return super().teach(rollout, rows)
+
+    def only_first(batch):
+        batch["completion_mask"][0] = 0
+
+    given = {"gradient_accumulation_steps": 2, "max_steps": 1}
+    make_trainer(Teaching, **given).train()
+    make_trainer(changing(Teaching, lambda batch: None), **given).train()
+    assert taught == [4, 4]
+    make_trainer(changing(Teaching, only_first), **given).train()
+    assert taught == [4, 4, 4, 2], "the micro-batch with the changed row"

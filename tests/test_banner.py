@@ -1,0 +1,248 @@
+"""A trainer in words: what it says is what really runs, whether or not an option asked for it."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig
+
+from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
+from trl_opsd.banner import Banner
+
+pytestmark = pytest.mark.quick
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ mood }}{% endif %}"
+)
+
+
+def parts(trainer: OPSDTrainer) -> dict[str, str]:
+    """The entries of the description by name, unwrapped."""
+    first, *lines = repr(trainer).splitlines()
+    assert first == type(trainer).__name__
+    found: dict[str, str] = {}
+    for line in lines:
+        if line[2] != " ":  # else the line goes on with the entry above it
+            name, _, text = line.strip().partition("  ")
+            found[name] = text.strip()
+        else:
+            found[name] += " " + line.strip()
+    return found
+
+
+def megabytes(parameters) -> str:
+    return f"{sum(one.numel() * one.element_size() for one in parameters) / 1e6:.2f} MB"
+
+
+def with_template():
+    words = tiny.tokenizer()
+    words.chat_template = TEMPLATE
+    return words
+
+
+def chat(number: int = 8) -> Dataset:
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": "2+2="}], "answer": 4}] * number)
+
+
+def test_models_are_described_by_the_weights_they_really_have(make_trainer, tmp_path):
+    tiny.qwen2(48, seed=1).bfloat16().save_pretrained(tmp_path / "teacher")
+    trainer = make_trainer(teacher_model=str(tmp_path / "teacher"))
+    found = parts(trainer)
+    assert found["student"] == f"Qwen2ForCausalLM, {megabytes(trainer.model.parameters())} in float32"
+    size = megabytes(trainer.teacher.model.parameters())
+    assert found["teacher"] == f"Qwen2ForCausalLM {str(tmp_path / 'teacher')!r}, {size} in bfloat16, on cpu"
+    assert found["processes"] == "1, on cpu"
+
+
+def test_mixed_precision_and_frozen_weights_are_named(make_trainer):
+    trainer = make_trainer(peft_config=LoraConfig(r=4, target_modules="all-linear"), bf16=True)
+    trained = [one for one in trainer.model.parameters() if one.requires_grad]
+    found = parts(trainer)["student"]
+    assert found.startswith("Qwen2ForCausalLM with an adapter, ")
+    assert f"of which {megabytes(trained)} in float32 are trained" in found
+    assert found.endswith("; computes in bf16")
+
+
+@pytest.mark.parametrize(
+    ("offload", "where"),
+    [
+        ("none", "on cpu"),
+        ("cpu", "in host memory, copied to cpu while it"),
+        ("stream", "in host memory, copied to cpu"),
+    ],
+)
+def test_it_says_where_the_teacher_is(make_trainer, offload, where):
+    assert where in parts(make_trainer(teacher_offload=offload))["teacher"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "starts", "ends"),
+    [
+        ("base", True, "the student as it was passed: ", "no weights of its own"),
+        ("base", False, "the student as it was passed: Qwen2ForCausalLM, ", "on cpu"),
+        ("ema", False, "the student's moving average: Qwen2ForCausalLM, ", "on cpu"),
+        ("live", False, "the student as it is: ", "no weights of its own"),
+    ],
+)
+def test_a_student_that_teaches_itself_is_named(make_trainer, kind, adapter, starts, ends):
+    found = parts(
+        make_trainer(
+            teacher_model=None,
+            teacher_model_kind=kind,
+            peft_config=LoraConfig(r=4, target_modules="all-linear") if adapter else None,
+            train_dataset=tiny.rows().add_column("privileged_context", ["4"] * 8),
+        )
+    )["teacher"]
+    assert found.startswith(starts)
+    assert found.endswith(ends)
+
+
+def test_each_reader_shows_the_first_prompt_as_it_is_tokenized(make_trainer):
+    rows = chat().add_column("privileged_context", ["a hint"] * 8)
+    trainer = make_trainer(
+        train_dataset=rows,
+        processing_class=with_template(),
+        chat_template_kwargs={"mood": "calm"},
+        teacher_chat_template_kwargs={"mood": "strict"},
+        rollout=HFRollout(),
+    )
+    found = parts(trainer)
+    assert found["prompt"].endswith("(chat template): '<user>2+2=<assistant>calm'")
+    assert found["of the teacher"].endswith("(chat template): '<user>2+2=\\n\\na hint<assistant>strict'")
+    assert found["not read"] == "'answer'"
+
+
+def test_text_is_said_to_have_no_chat_template(make_trainer):
+    found = parts(make_trainer(processing_class=with_template()))
+    assert found["prompt"] == "4 tokens (text, no chat template): '2+2='"
+    assert found["of the teacher"] == "the same"
+
+
+def test_a_long_prompt_is_shown_by_its_beginning_and_its_end(make_trainer):
+    text = "2" + "+1" * 500 + "="
+    trainer = make_trainer(
+        train_dataset=Dataset.from_dict({"prompt": [text] * 8}),
+        rollout=HFRollout(),
+        model=tiny.qwen2(max_position_embeddings=2048),
+        teacher_model=tiny.qwen2(48, max_position_embeddings=2048),
+    )
+    found = parts(trainer)["prompt"]
+    assert "'2+1+1" in found
+    assert found.endswith("+1+1='")
+    assert "[...]" in found
+    assert len(found) < 700
+
+
+def test_a_prompt_function_is_named_and_may_read_any_column(make_trainer):
+    found = parts(make_trainer(train_dataset=chat(), processing_class=with_template(), rollout=HFRollout(),
+                               teacher_prompt_fn=lambda row, completion: row["prompt"]))  # fmt: skip
+    assert found["of the teacher"] == "what `teacher_prompt_fn` returns"
+    assert "not read" not in found
+
+
+def test_a_subclass_that_weighs_may_read_any_column(make_trainer):
+    class Weighing(OPSDTrainer):
+        def weigh(self, rollout, rows, targets):
+            return rollout.weights * rows[0]["answer"]
+
+    rows = tiny.rows().add_column("answer", [1] * 8)
+    assert parts(make_trainer(train_dataset=rows))["not read"] == "'answer'"
+    assert "not read" not in parts(make_trainer(Weighing, train_dataset=rows))
+
+
+def test_several_teachers_are_named(make_trainer):
+    rows = tiny.rows().add_column("teacher", ["a", "b"] * 4)
+    found = parts(make_trainer(teacher_model={"a": tiny.qwen2(48), "b": tiny.qwen2(64)}, train_dataset=rows))
+    assert [name for name in found if name.startswith("teacher")] == ["teacher 'a'", "teacher 'b'"]
+
+
+def test_steps_objective_and_options_are_those_of_the_run(make_trainer):
+    trainer = make_trainer(
+        divergence="jsd",
+        temperature=0.7,
+        top_p=0.9,
+        gradient_accumulation_steps=2,
+        learning_rate=3e-4,
+        rollout=HFRollout(),
+    )
+    found = parts(trainer)
+    assert found["steps"] == "3 of 4 prompts each: 2 per device x 1 processes x 2 accumulation steps"
+    assert found["objective"] == f"{trainer.divergence!r}, temperature 0.7"
+    assert found["completions"].startswith("by transformers, at most 24 tokens, temperature 0.7, top_p 0.9, ")
+    assert found["optimizer"] == "adamw_torch_fused, learning rate 0.0003"
+    assert found["rows"] == "8 in train_dataset"
+
+
+def test_epochs_become_steps_once_a_training_has_begun(make_trainer, capsys):
+    trainer = make_trainer(max_steps=-1, num_train_epochs=2)
+    assert parts(trainer)["steps"].startswith("2 epochs of 2 prompts each")
+    trainer.train()
+    assert "  steps           8 of 2 prompts each" in capsys.readouterr().out
+
+
+def test_the_optimizer_that_was_passed_is_named_before_and_during_a_training(make_trainer, capsys):
+    student = tiny.qwen2()
+    trainer = make_trainer(model=student, optimizers=(torch.optim.SGD(student.parameters(), lr=0.1), None))
+    assert parts(trainer)["optimizer"] == "SGD, learning rate 0.1"
+    trainer.train()
+    assert "optimizer       SGD, learning rate 0.1\n" in capsys.readouterr().out
+
+
+class TestBanner:
+    def test_it_is_printed_once_when_a_training_begins(self, make_trainer, capsys):
+        trainer = make_trainer()
+        assert "OPSDTrainer\n" not in capsys.readouterr().out
+        trainer.train()
+        assert capsys.readouterr().out.count("OPSDTrainer\n  student ") == 1
+        trainer.evaluate(tiny.rows(2))
+        assert "OPSDTrainer\n" not in capsys.readouterr().out
+
+    def test_it_can_be_removed(self, make_trainer, capsys):
+        trainer = make_trainer()
+        trainer.remove_callback(Banner)
+        trainer.train()
+        assert "OPSDTrainer\n" not in capsys.readouterr().out
+
+    def test_a_resumed_run_says_where_it_continues(self, make_trainer, capsys):
+        make_trainer(save_strategy="steps", save_steps=1, max_steps=2).train()
+        capsys.readouterr()
+        make_trainer(max_steps=3).train(resume_from_checkpoint=True)
+        assert "accumulation steps; 2 are done" in " ".join(capsys.readouterr().out.split())
+
+    def test_a_stream_is_read_only_when_a_training_begins(self, make_trainer, capsys):
+        reads = []
+
+        def rows():
+            for row in tiny.rows():
+                reads.append(row)
+                yield row
+
+        trainer = make_trainer(train_dataset=IterableDataset.from_generator(rows))
+        reads.clear()  # construction looks at a stream's columns
+        assert parts(trainer)["prompts"] == "shown when a training begins"
+        assert parts(trainer)["rows"] == "train_dataset, a stream"
+        assert not reads
+        trainer.train()
+        assert "(text, no chat template): '2+2='" in capsys.readouterr().out
+
+
+def test_parts_of_ones_own_are_described_by_their_string(make_trainer):
+    class Recorded(FixedRollout):
+        def __str__(self):
+            return "answers of last week"
+
+    trainer = make_trainer(rollout=Recorded(tiny.recorded(tiny.tokenizer())))
+    assert parts(trainer)["completions"].startswith("by answers of last week, ")
+    assert parts(make_trainer())["completions"].startswith("by FixedRollout, ")
+
+
+def test_a_trainer_that_only_evaluates_is_described(make_trainer):
+    found = parts(make_trainer(train_dataset=None, eval_dataset={"a": tiny.rows(4)}))
+    assert found["rows"] == "4 in eval_dataset['a']"
+
+
+def test_a_trainer_that_is_not_complete_has_a_plain_name():
+    assert "OPSDTrainer object" in repr(OPSDTrainer.__new__(OPSDTrainer))

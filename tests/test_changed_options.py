@@ -1,0 +1,175 @@
+"""Options that are changed after the config was made, or after the trainer was built: they work, or are refused."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import pytest
+import tiny
+import torch
+from transformers import TrainerCallback
+from trl import DistillationConfig
+
+from trl_opsd import OPSDConfig, fingerprint
+from trl_opsd.losses import ForwardKL
+
+LATE = "when the trainer was built, where it was read"
+
+
+# ---- Between config and trainer -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": -1.0}, "`temperature=-1.0`: expected a finite number above 0"),
+        ({"learning_rate": float("nan")}, "`learning_rate=nan`"),
+        ({"teacher_offload": "disk"}, "`teacher_offload='disk'`: expected one of"),
+        ({"divergence": ForwardKL}, "is a class: pass an object"),
+        ({"model_init_kwargs": "{bad"}, "is not JSON"),
+        ({"label_smoothing_factor": 0.1}, "has no effect"),
+    ],
+)
+def test_an_option_changed_to_a_bad_value_is_refused_by_the_trainer(make_trainer, tmp_path, change, message):
+    args = tiny.config(tmp_path)
+    for name, value in change.items():
+        setattr(args, name, value)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(args=args)
+
+
+def test_an_option_changed_inside_a_dict_is_checked_again(make_trainer, tmp_path):
+    args = tiny.config(tmp_path, generation_kwargs={"no_repeat_ngram_size": 2})
+    args.generation_kwargs["no_repeat_ngram"] = 3
+    with pytest.raises(ValueError, match="did you mean 'no_repeat_ngram_size'"):
+        make_trainer(args=args)
+
+
+def test_options_changed_before_the_trainer_is_built_have_their_effect(make_trainer, tmp_path):
+    args = tiny.config(tmp_path)
+    args.temperature, args.learning_rate, args.divergence, args.bf16 = "0.5", "1e-3", "forward_kl", True
+    args.generation_kwargs = '{"no_repeat_ngram_size": 2}'
+    trainer = make_trainer(args=args)
+    assert trainer.args is args
+    assert (trainer.temperature, repr(trainer.divergence), args.learning_rate) == (0.5, "ForwardKL()", 1e-3)
+    assert (args.mixed_precision, trainer.accelerator.mixed_precision) == ("bf16", "bf16")
+    assert trainer.generation_config.no_repeat_ngram_size == 2
+
+
+@dataclass
+class _Suffixed(OPSDConfig):
+    suffix: str = "-a"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.output_dir += self.suffix
+
+
+def test_what_a_subclass_makes_of_its_options_is_made_once(make_trainer, tmp_path):
+    trainer = make_trainer(args=_Suffixed(**tiny.options(tmp_path / "run")))
+    assert trainer.args.output_dir == f"{tmp_path / 'run'}-a"
+
+
+# ---- After the trainer is built -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("max_completion_length", 5, "build the trainer with that value"),
+        ("temperature", 2.0, "build the trainer with that value"),
+        ("beta", 0.0, "assign `trainer.divergence`"),
+        ("divergence", "forward_kl", "assign `trainer.divergence`"),
+        ("generation_kwargs", {"num_beams": 2}, "build the trainer"),
+        ("teacher_prompt_template", "{privileged_context}{prompt}", "build the trainer"),
+        ("per_device_train_batch_size", 4, "build the trainer"),
+        ("bf16", True, "build the trainer"),
+        ("phase_timeout", 1.0, "build the trainer"),
+        ("report_to", ["tensorboard"], "build the trainer"),
+    ],
+)
+def test_an_option_changed_when_it_has_been_read_is_refused(make_trainer, name, value, remedy):
+    trainer = make_trainer(eval_dataset=tiny.rows())
+    setattr(trainer.args, name, value)
+    for run in (trainer.train, trainer.evaluate):
+        with pytest.raises(ValueError, match=f"`args.{name}` was .* {LATE}.*{remedy}"):
+            run()
+
+
+def test_a_change_in_the_middle_of_a_training_is_refused_before_the_next_rollout(make_trainer):
+    class Longer(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            args.max_completion_length += 8
+
+    trainer = make_trainer(callbacks=[Longer()])
+    with pytest.raises(ValueError, match=r"`args.max_completion_length` was 24 .* is 32 now"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"learning_rate": 1e-2},
+        {"learning_rate": "1e-2"},
+        {"max_steps": 2},
+        {"max_steps": -1, "num_train_epochs": 2},
+        {"lr_scheduler_type": "linear"},
+        {"gradient_accumulation_steps": 2},
+        {"max_grad_norm": 1e-3},
+        {"weight_decay": 0.5},
+        {"loss_chunk_tokens": 3},
+    ],
+    ids=lambda change: ", ".join(change),
+)
+def test_options_that_are_read_later_may_be_changed_before_training(make_trainer, change):
+    late = make_trainer()
+    for name, value in change.items():
+        setattr(late.args, name, value)
+    late.train()
+    early = make_trainer(**change)
+    early.train()
+    assert late.state.global_step == early.state.global_step
+    pairs = zip(late.model.parameters(), early.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_late_change_to_a_bad_value_is_refused(make_trainer):
+    trainer = make_trainer()
+    trainer.args.learning_rate = "fast"
+    with pytest.raises(ValueError, match="`learning_rate='fast'`: expected a number"):
+        trainer.train()
+
+
+_NAMES = {one.name for one in fields(OPSDConfig)}
+_READ_ALL = ("dataclasses", "trl_opsd.run.option_changes", "trl_opsd.run.option_types", "trl_opsd.run.training_options")
+_READ_ALL_FILES = {sys.modules[name].__file__ for name in _READ_ALL}
+
+
+class _Recording(OPSDConfig):
+    """Records the options that are read, except by code that reads them to check or print them."""
+
+    reads: ClassVar[set[str] | None] = None
+
+    def __getattribute__(self, name: str) -> Any:
+        if _Recording.reads is not None and name in _NAMES:
+            reader = sys._getframe(1).f_code
+            if reader.co_filename not in _READ_ALL_FILES and reader.co_name != "to_dict":
+                _Recording.reads.add(name)
+        return super().__getattribute__(name)
+
+
+def test_options_that_are_read_at_construction_only_are_those_that_may_not_change(make_trainer, tmp_path, monkeypatch):
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    args = _Recording(**tiny.options(tmp_path, **options))
+    trainer = make_trainer(args=args, eval_dataset=tiny.rows(), rollout=None)
+    monkeypatch.setattr(_Recording, "reads", set())
+    trainer.train()
+    reads, kept = _Recording.reads, trainer._read_once.names
+    monkeypatch.setattr(_Recording, "reads", None)
+    declared = {*DistillationConfig.__annotations__, *OPSDConfig.__annotations__} & _NAMES
+    elsewhere = {"ds3_gather_for_generation", "resume_with_changes", "vllm_sync_check", "remove_unused_columns"}
+    assert declared - reads - elsewhere <= kept
+    assert reads & kept <= {*fingerprint.OPTIONS, *fingerprint.EMA_OPTIONS, "report_to"}

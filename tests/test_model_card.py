@@ -1,0 +1,127 @@
+"""The model card says which model was trained, who taught it, and by which method; nothing in it is "None"."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+from huggingface_hub import ModelCard
+from peft import LoraConfig
+
+from trl_opsd import FrozenTeacher, Teacher
+
+GKD, OPSD = "2306.13649", "2601.18734"
+
+
+def card_of(trainer, **given) -> ModelCard:
+    trainer.create_model_card(**given)
+    card = ModelCard.load(f"{trainer.args.output_dir}/README.md")
+    assert "None" not in card.text
+    return card
+
+
+def named(model, path):
+    model.config._name_or_path = path
+    return model
+
+
+@pytest.mark.quick
+def test_the_card_links_models_of_the_hub(make_trainer):
+    trainer = make_trainer(
+        model=named(tiny.qwen2(32), "Qwen/Qwen2.5-0.5B"),
+        teacher_model=named(tiny.qwen2(48, seed=1), "Qwen/Qwen2.5-1.5B"),
+        divergence="reverse_kl",
+        temperature=0.7,
+    )
+    card = card_of(trainer, model_name="mine", dataset_name="someone/prompts", tags="maths")
+    assert "# Model Card for mine" in card.text
+    assert (
+        "This model is a fine-tuned version of [Qwen/Qwen2.5-0.5B](https://huggingface.co/Qwen/Qwen2.5-0.5B) on the "
+        "[someone/prompts](https://huggingface.co/datasets/someone/prompts) dataset."
+    ) in card.text
+    assert "- Teacher: [Qwen/Qwen2.5-1.5B](https://huggingface.co/Qwen/Qwen2.5-1.5B)\n" in card.text
+    assert "- Objective: `ReverseKL()` at temperature 0.7" in card.text
+    assert GKD in card.text
+    assert OPSD not in card.text
+    assert card.data.base_model == "Qwen/Qwen2.5-0.5B"
+    assert {"maths", "trl", "opsd"} <= set(card.data.tags)
+
+
+def test_the_card_names_models_that_are_not_on_the_hub(make_trainer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    card = card_of(make_trainer(model=tiny.llama()))
+    assert "a fine-tuned version of a `LlamaForCausalLM` that has no name." in card.text
+    assert "- Teacher: a `Qwen2ForCausalLM` that has no name\n" in card.text
+    tiny.qwen2(32).save_pretrained(tmp_path / "small")
+    tiny.qwen2(48, seed=1).save_pretrained(tmp_path / "large")
+    adapter = LoraConfig(r=4, target_modules="all-linear")
+    trainer = make_trainer(
+        model=str(tmp_path / "small"), teacher_model=str(tmp_path / "large"), peft_config=adapter, output_dir="here"
+    )
+    card = card_of(trainer)
+    assert "# Model Card for here" in card.text
+    assert "a fine-tuned version of `small` (a local `Qwen2ForCausalLM`)." in card.text
+    assert "- Teacher: `large` (a local `Qwen2ForCausalLM`)\n" in card.text
+    assert 'model="here"' in card.text
+    assert str(tmp_path) not in str(card), "whose folders these are is nobody's business"
+    assert card.data.base_model is None
+
+
+def test_the_card_knows_a_model_in_the_cache_of_the_hub(make_trainer):
+    path = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/0123abcd"
+    card = card_of(make_trainer(model=named(tiny.qwen2(32), path)))
+    assert "of [Qwen/Qwen2.5-0.5B](https://huggingface.co/Qwen/Qwen2.5-0.5B)." in card.text
+    assert card.data.base_model == "Qwen/Qwen2.5-0.5B"
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora", "said"),
+    [
+        ("base", True, "the model itself as it was before training, without its adapter"),
+        ("base", False, "the model itself as it was before training"),
+        ("ema", True, "an exponential moving average of the model itself (`teacher_update_rate=0.05`)"),
+        ("live", False, "the model itself as it is at each step"),
+    ],
+)
+def test_the_card_of_a_student_that_teaches_itself_cites_opsd(make_trainer, kind, lora, said):
+    trainer = make_trainer(
+        teacher_model=None,
+        teacher_model_kind=kind,
+        train_dataset=tiny.rows().add_column("privileged_context", ["a hint"] * 8),
+        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
+    )
+    card = card_of(trainer)
+    assert f"- Teacher: {said}, which read context that the student did not\n" in card.text
+    assert OPSD in card.text
+    assert "Zhao" in card.text
+    assert "Agarwal" not in card.text
+
+
+class Own(Teacher):
+    """Another teacher behind an interface."""
+
+    def __init__(self, inner: FrozenTeacher) -> None:
+        self._inner = inner
+
+    head = property(lambda self: self._inner.head)
+    context = None
+    reading = property(lambda self: self._inner.reading)
+
+    def targets(self, rollout):
+        return self._inner.targets(rollout)
+
+
+def test_the_card_lists_several_teachers(make_trainer):
+    inner = make_trainer().teacher
+    trainer = make_trainer(
+        teacher_model={"maths": tiny.qwen2(48, seed=1), "prose": Own(inner)},
+        train_dataset=tiny.rows().add_column("teacher", ["maths", "prose"] * 4),
+    )
+    card = card_of(trainer)
+    assert "- Teacher `maths`: a `Qwen2ForCausalLM` that has no name\n- Teacher `prose`: a `Own`\n" in card.text
+
+
+def test_a_checkpoint_leaves_the_card_beside_it(make_trainer, tmp_path):
+    make_trainer(divergence="jsd", save_strategy="steps", save_steps=1, max_steps=1).train()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert f"# Model Card for {tmp_path.name}\n" in card.text
+    assert "- Objective: `GeneralizedJSD(beta=0.5)` at temperature 1," in card.text

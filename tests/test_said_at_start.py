@@ -1,0 +1,214 @@
+"""What a trainer says when it is built, about options without effect and teachers that teach nothing."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import get_constant_schedule
+
+from trl_opsd import HFRollout
+from trl_opsd.models.model_checks import same_weights
+from trl_opsd.run.without_effect import without_effect
+
+SAME = "are the same model"
+NOTHING = "The first divergence is 0"
+
+
+def saved(folder, seed=0):
+    """A student and its tokenizer, on disk."""
+    tiny.qwen2(32, seed).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+# ---- Options without effect -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"vllm_server_port": 9000}, "`vllm_server_port=9000`, because `use_vllm` is False"),
+        ({"vllm_gpu_memory_utilization": 0.5}, "`vllm_gpu_memory_utilization=0.5`, because `use_vllm` is False"),
+        ({"vllm_mode": "server"}, "`vllm_mode='server'`, because `use_vllm` is False"),
+        ({"teacher_update_rate": 0.1}, "`teacher_update_rate=0.1`, because `teacher_model_kind` is not 'ema'"),
+        ({"teacher_sync_steps": 4}, "`teacher_sync_steps=4`"),
+        (
+            {"teacher_model_revision": "main"},
+            "`teacher_model_revision='main'`, because no teacher is loaded from a path",
+        ),
+        ({"teacher_trust_remote_code": True}, "`teacher_trust_remote_code=True`, because no teacher is loaded"),
+        ({"log_unique_prompts": True}, "`log_unique_prompts=True`, because `log_completions` is False"),
+        ({"max_tool_calling_iterations": 2}, "because there are no tools"),
+        ({"teacher_prompt_template": "{privileged_context} {prompt}"}, "no dataset has a column 'privileged_context'"),
+    ],
+)
+def test_an_option_without_effect_is_said(make_trainer, caplog, options, said):
+    make_trainer(rollout=None, **options)
+    assert caplog.text.count("effect") == 1
+    assert said in caplog.text
+
+
+def test_options_of_an_optimizer_that_is_passed_are_said_to_be_unused(make_trainer, caplog):
+    student = tiny.qwen2()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+    make_trainer(model=student, optimizers=(optimizer, get_constant_schedule(optimizer)), weight_decay=0.1)
+    assert "`weight_decay=0.1`, because an optimizer was passed" in caplog.text
+    assert "`lr_scheduler_type=<SchedulerType.CONSTANT: 'constant'>`, because a scheduler was passed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rollout": HFRollout(), "vllm_server_port": 9000},  # a rollout of one's own may read it
+        {"teacher_model": None, "teacher_model_kind": "ema", "teacher_update_rate": 0.1, "context": True},
+        {"teacher_prompt_template": "{privileged_context} {prompt}", "context": True},
+        {},
+    ],
+)
+def test_options_with_an_effect_are_not_said(make_trainer, caplog, given):
+    if given.pop("context", False):
+        given = {**given, "train_dataset": tiny.rows().add_column("privileged_context", ["a hint"] * 8)}
+    make_trainer(**given)
+    assert "effect" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "unused", "used"),
+    [
+        (
+            {"vllm_mode": "colocate", "vllm_server_timeout": 9.0, "vllm_gpu_memory_utilization": 0.5},
+            {"vllm_server_timeout"},
+            {"vllm_gpu_memory_utilization"},
+        ),
+        (
+            {"vllm_mode": "server", "vllm_server_timeout": 9.0, "vllm_gpu_memory_utilization": 0.5},
+            {"vllm_gpu_memory_utilization"},
+            {"vllm_server_timeout"},
+        ),
+        (
+            {"vllm_mode": "server", "vllm_server_base_url": "http://localhost:9", "vllm_server_port": 9},
+            {"vllm_server_port"},
+            {"vllm_server_base_url"},
+        ),
+        ({"vllm_max_model_length": 64, "cache_implementation": "static"}, {"cache_implementation"}, set()),
+    ],
+)
+def test_options_of_the_other_vllm_mode_are_without_effect(tmp_path, options, unused, used):
+    args = tiny.config(tmp_path, use_vllm=True, **options)
+    found = without_effect(args, own_rollout=False, teachers=["a"], optimizers=(None, None), tools=None)
+    assert found.keys() == unused
+    assert not found.keys() & used
+
+
+# ---- A teacher that is the student ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["the same", "relative", "through a link", "another dtype", "an adapter on top"])
+def test_a_teacher_from_the_path_of_the_student_is_said(make_trainer, caplog, tmp_path, monkeypatch, form):
+    student = teacher = saved(tmp_path / "student")
+    options = {}
+    if form == "relative":
+        monkeypatch.chdir(tmp_path)
+        teacher = "./student"
+    elif form == "through a link":
+        (tmp_path / "link").symlink_to(student)
+        teacher = str(tmp_path / "link")
+    elif form == "another dtype":
+        options = {"teacher_model_init_kwargs": {"dtype": "bfloat16"}}
+    elif form == "an adapter on top":
+        options = {"peft_config": LoraConfig(target_modules=["q_proj"])}
+    make_trainer(model=student, teacher_model=teacher, **options)
+    assert SAME in caplog.text
+
+
+@pytest.mark.parametrize("form", ["a copy of other weights", "a column", "a function", "another revision's folder"])
+def test_another_teacher_or_another_prompt_is_not_taken_for_the_student(make_trainer, caplog, tmp_path, form):
+    student = teacher = saved(tmp_path / "student")
+    options = {}
+    if form == "a column":
+        options = {"train_dataset": tiny.rows().add_column("privileged_context", ["a hint"] * 8)}
+    elif form == "a function":
+        options = {"teacher_prompt_fn": lambda row, completion: f"Hint: 4. {row['prompt']}"}
+    elif form == "another revision's folder":
+        teacher = saved(tmp_path / "student" / "refs", seed=1)
+    else:
+        teacher = saved(tmp_path / "teacher", seed=1)
+    make_trainer(model=student, teacher_model=teacher, **options)
+    assert SAME not in caplog.text
+
+
+@pytest.mark.quick
+def test_an_id_and_the_folder_of_its_snapshot_are_the_same_weights(tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    tiny.qwen2().config.save_pretrained(snapshot)
+    other = tmp_path / "models--some--model" / "snapshots" / "4567"
+    other.mkdir()
+    (other / "config.json").symlink_to(snapshot / "config.json")  # as the cache does with equal files
+    refs = tmp_path / "models--some--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123")
+    (refs / "new").write_text("4567")
+    place = {"cache_dir": str(tmp_path)}
+    assert same_weights("some/model", place, str(snapshot), {})
+    assert same_weights("some/model", place, "some/model", {**place, "revision": "main"})
+    assert not same_weights("some/model", place, "some/model", {**place, "revision": "new"})
+    assert not same_weights("some/model", place, str(snapshot), {"quantization_config": {"load_in_4bit": True}})
+
+
+def test_a_first_divergence_of_zero_is_said_once(make_trainer, caplog):
+    make_trainer(model=tiny.qwen2(32, 0), teacher_model=tiny.qwen2(32, 0), max_steps=2).train()
+    assert caplog.text.count(NOTHING) == 1
+
+
+def test_a_first_divergence_is_not_taken_for_zero(make_trainer, caplog):
+    make_trainer(max_steps=1).train()
+    assert NOTHING not in caplog.text
+
+
+# ---- What may be trained --------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_of_a_part_of_the_student_is_said(make_trainer, caplog):
+    student = tiny.qwen2()
+    before = {name: one.clone() for name, one in student.named_parameters()}
+    trainer = make_trainer(
+        model=student, optimizers=(torch.optim.AdamW(student.lm_head.parameters(), lr=1e-2), None), max_steps=1
+    )
+    total = len(before)
+    assert f"steps 1 of the {total} trained parameters of the student; 'model.embed_tokens.weight'" in caplog.text
+    trainer.train()
+    moved = {name for name, one in trainer.model.named_parameters() if not torch.equal(one, before[name])}
+    assert moved == {"lm_head.weight"}
+
+
+def test_an_optimizer_of_all_that_is_trained_is_not_said(make_trainer, caplog):
+    student = get_peft_model(tiny.qwen2(), LoraConfig(target_modules=["q_proj"]))
+    make_trainer(model=student, optimizers=(torch.optim.AdamW(student.parameters(), lr=1e-2), None))
+    assert "stays as it is" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learning_rate": 0.0},
+        {"max_steps": 0},
+        {"num_train_epochs": 0, "max_steps": -1},
+        {"per_device_train_batch_size": 8},
+    ],
+)
+def test_a_trainer_that_only_evaluates_may_be_frozen_and_have_zeros(make_trainer, options):
+    trainer = make_trainer(
+        model=tiny.qwen2().requires_grad_(False), train_dataset=None, eval_dataset=tiny.rows(), **options
+    )
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd"])
+def test_a_divergence_may_be_assigned_by_name(make_trainer, name):
+    trainer = make_trainer()
+    trainer.divergence = name
+    assert trainer.divergence == make_trainer(divergence=name).divergence
+    assert trainer.train().training_loss == make_trainer(divergence=name).train().training_loss

@@ -1,0 +1,155 @@
+"""Describes a trainer to a person: what runs, on what, and what student and teacher read first."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from datasets import Dataset
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
+from trl_opsd.data.intake import Request
+from trl_opsd.data.readers import Reader, Readers
+from trl_opsd.loop.seams import SeamTrainer
+from trl_opsd.loop.verbs import Verbs
+from trl_opsd.losses import Divergence
+from trl_opsd.models.size import described, sizes
+
+_WIDTH = 120
+"""Characters in a line."""
+_PROMPT = 600
+"""Characters of a prompt that are shown; of a longer one, its beginning and its end."""
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling options of a rollout that are shown where they are set."""
+_KINDS = {"base": "the student as it was passed", "ema": "the student's moving average", "live": "the student as it is"}
+"""What each `teacher_model_kind` is."""
+
+
+class Banner(TrainerCallback):
+    """Prints the description of a trainer when a training begins, in the main process.
+
+    It shows the first prompt; `trainer.remove_callback(Banner)` silences it.
+
+    Args:
+        describe (`Callable`):
+            Returns the description.
+    """
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self._describe = describe
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.is_world_process_zero:
+            print(self._describe(), flush=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A complete trainer, to be described. Nothing here is collective: one process may do it alone."""
+
+    trainer: SeamTrainer
+    """The trainer: its student, options and datasets."""
+    teachers: Mapping[str, object]
+    """Its teachers by name; `str` describes each."""
+    rollout: object
+    """What generates; `str` describes it."""
+    divergence: Divergence
+    """What it minimises."""
+    readers: Readers
+    """Turn rows into prompts."""
+
+    def text(self, reads_stream: bool = False) -> str:
+        """The description, an entry for each part.
+
+        Args:
+            reads_stream (`bool`, *optional*, defaults to `False`):
+                Whether to read the first row of a stream, to show its prompt.
+        """
+        parts = list(chain(self._parts(), self._rows(reads_stream)))
+        width = max(len(name) for name, _ in parts)
+        indent = " " * (width + 4)
+        filled = (
+            textwrap.fill(f"  {name:<{width}}  {text}", _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+            for name, text in parts
+        )
+        return "\n".join([type(self.trainer).__name__, *filled])
+
+    def _parts(self) -> Iterator[tuple[str, str]]:
+        args = self.trainer.args
+        yield "student", self._student()
+        for name, teacher in self.teachers.items():
+            kind = f"{_KINDS[args.teacher_model_kind]}: " if args.teacher_model_kind else ""
+            yield "teacher" if len(self.teachers) == 1 else f"teacher {name!r}", f"{kind}{teacher}"
+        yield "processes", self.trainer.strategy
+        yield "steps", self._steps()
+        yield "completions", self._completions()
+        yield "objective", f"{self.divergence!r}, temperature {self.trainer.temperature}"
+        yield "optimizer", self._optimizer()
+
+    def _student(self) -> str:
+        model, precision = self.trainer.model, self.trainer.accelerator.mixed_precision
+        trained = [one for one in model.parameters() if one.requires_grad]
+        part = "" if len(trained) == len(list(model.parameters())) else f", of which {sizes(trained)} are trained"
+        return f"{described(model)}{part}{'' if precision == 'no' else f'; computes in {precision}'}"
+
+    def _steps(self) -> str:
+        args, state = self.trainer.args, self.trainer.state
+        factors = args.per_device_train_batch_size, args.world_size, args.gradient_accumulation_steps
+        prompts = factors[0] * factors[1] * factors[2]
+        batch = "{} prompts each: {} per device x {} processes x {} accumulation steps".format(prompts, *factors)
+        if state.max_steps > 0:  # known once a training has begun
+            return f"{state.max_steps} of {batch}" + (f"; {state.global_step} are done" if state.global_step else "")
+        return f"{args.max_steps} of {batch}" if args.max_steps > 0 else f"{args.num_train_epochs} epochs of {batch}"
+
+    def _completions(self) -> str:
+        options = self.trainer.generation_config
+        sampling = ", ".join(f"{name} {value}" for name in _SAMPLING if (value := getattr(options, name)) is not None)
+        return f"by {self.rollout}, at most {self.readers.student_limits.completion} tokens, {sampling}"
+
+    def _optimizer(self) -> str:
+        args, used = self.trainer.args, self.trainer.optimizer
+        if used is None:
+            return f"{args.optim.value}, learning rate {args.learning_rate}"
+        while hasattr(used, "optimizer"):  # what accelerate and DeepSpeed wrap around it
+            used = used.optimizer
+        # A scheduler keeps the rate it starts from, and changes the other at once.
+        rates = sorted({float(group.get("initial_lr", group["lr"])) for group in used.param_groups})
+        return f"{type(used).__name__}, learning rate {', '.join(map(str, rates))}"
+
+    def _rows(self, reads_stream: bool) -> Iterator[tuple[str, str]]:
+        trainer = self.trainer
+        named = {"train_dataset": trainer.train_dataset, **by_name(trainer.eval_dataset)}
+        where, dataset = next((name, one) for name, one in named.items() if one is not None)
+        is_stream = not isinstance(dataset, Dataset)
+        yield "rows", f"{where}, a stream" if is_stream else f"{len(dataset)} in {where}"
+        if unread := self._unread(dataset):
+            yield "not read", ", ".join(unread)
+        if is_stream and not reads_stream:
+            yield "prompts", "shown when a training begins"
+            return
+        request = self.readers.intake.read(next(iter(dataset)), f"row 0 of {where}")
+        yield "prompt", self._decoded(self.readers.student, request)
+        if self.readers.intake.prompts.prompt_fn is not None:
+            yield "of the teacher", "what `teacher_prompt_fn` returns"
+        else:
+            alike = self.readers.are_alike(request)
+            yield "of the teacher", "the same" if alike else self._decoded(self.readers.teacher, request)
+
+    def _unread(self, dataset: AnyDataset) -> list[str]:
+        """Columns that nothing reads, as far as that is known: a function or a subclass may read any."""
+        sees_rows = self.readers.intake.prompts.prompt_fn is not None or type(self.trainer).weigh is not Verbs.weigh
+        read = (*self.trainer.row_columns, *self.trainer.hidden_columns)
+        return [] if sees_rows else [repr(name) for name in columns_of(dataset) or () if name not in read]
+
+    def _decoded(self, reader: Reader, request: Request) -> str:
+        prompt = reader.prompt_of(request)
+        ids = reader.token_ids([prompt])[0]
+        text = self.trainer.processing_class.decode(ids)
+        if len(text) > _PROMPT:
+            text = f"{text[: _PROMPT // 2]} [...] {text[-_PROMPT // 2 :]}"
+        source = "chat template" if prompt.kind == "messages" else "text, no chat template"
+        return f"{len(ids)} tokens ({source}): {text!r}"

@@ -1,0 +1,116 @@
+"""Makes TRL's evaluation repeatable and a mean over tokens, names all metrics after their dataset, and lets `predict`
+return what was written.
+
+N rows of a dataset · C tokens of the longest completion
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from accelerate.utils import set_seed
+from datasets import Dataset, IterableDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, SequentialSampler
+from transformers.trainer_utils import PredictionOutput
+
+from trl_opsd._compat.trl import DistillationTrainer
+from trl_opsd.run.accounts import Accounts
+from trl_opsd.run.rng import preserved_rng
+
+__all__ = ["NO_TOKEN", "SEAMS", "Evaluations"]
+
+SEAMS: dict[str, tuple[str, ...]] = {
+    "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
+    "predict": ("self", "test_dataset", "ignore_keys", "metric_key_prefix"),
+    "get_test_dataloader": ("self", "test_dataset"),
+}
+"""Overridden methods of TRL's trainer, with their parameters; a test compares them with the installed ones."""
+
+NO_TOKEN = -100
+"""Fills what is not a token in predictions, as everywhere in transformers."""
+
+
+class Evaluations(DistillationTrainer):
+    """A trainer whose evaluations can be compared with each other, and whose predictions are completions."""
+
+    _accounts: dict[str, Accounts]
+    _written: Tensor | None = None
+    """[B, C], completions of the last batch of an evaluation, padded with -100."""
+
+    def predict(
+        self,
+        test_dataset: Dataset | IterableDataset,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+    ) -> PredictionOutput:
+        """Completes the prompts of a dataset, and evaluates the student on them.
+
+        Args:
+            test_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+                As `train_dataset`.
+            ignore_keys (`list[str]`, *optional*):
+                Has no effect; transformers' trainer takes it.
+            metric_key_prefix (`str`, *optional*, defaults to `"test"`):
+                The names of the metrics begin with it.
+
+        Returns:
+            [`~transformers.trainer_utils.PredictionOutput`]: `predictions` are the token ids of the completions, [N, C]
+            and in the order of the rows, with -100 after their ends; `metrics` are those of `evaluate`; there are no
+            `label_ids`. With `prediction_loss_only=True` in the config there are no predictions.
+        """
+        if not isinstance(test_dataset, Dataset | IterableDataset):
+            raise TypeError(
+                f"`test_dataset` is a {type(test_dataset).__name__}: expected a `datasets.Dataset` or "
+                "`IterableDataset`; call `predict` once for each of several."
+            )
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As transformers', but in the order of the rows; TRL shuffles what it evaluates."""
+        return self._get_dataloader(
+            dataset=test_dataset,
+            description="test",
+            batch_size=self.args.eval_batch_size,
+            sampler_fn=SequentialSampler,
+        )
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple:
+        with self._accounts["eval"].clock("compare"):
+            loss, _, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        written, self._written = self._written, None
+        return loss, None if prediction_loss_only else written, labels
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """As TRL's, but with a fixed seed, training's random state untouched, and the loss a mean over tokens."""
+        accounts = self._accounts["eval"]
+        self._metrics["eval"].clear()  # left by an interrupted evaluation
+        accounts.clear()
+        with preserved_rng(self.accelerator.device):
+            set_seed(self.args.seed, device_specific=True)
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        found = {**accounts.metrics(per_batch=False), **self._means()}
+        if accounts.loss is not None:
+            found["loss"] = accounts.loss
+        # TRL would add them when it logs, under "eval_" for every dataset, and never for `predict`.
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
+        self._metrics["eval"].clear()
+        accounts.clear()
+        return output
+
+    def _means(self) -> dict[str, float | None]:
+        """The means of what TRL and `record` have collected in this evaluation, without NaN, as TRL logs them."""
+        known = {name: [one for one in each if not math.isnan(one)] for name, each in self._metrics["eval"].items()}
+        return {name: sum(each) / len(each) if each else None for name, each in known.items()}

@@ -1,0 +1,89 @@
+"""Has the teacher read exactly the tokens that are trained on, also in a batch built or changed elsewhere.
+
+TRL's teacher reads each micro-batch in its loss; ours reads a generation batch once, before it is shuffled and split.
+
+B rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_opsd._compat.trl import DistillationTrainer
+from trl_opsd.data.teacher_prompts import Row
+from trl_opsd.loop.verbs import Verbs
+from trl_opsd.loop.weights import checked_weights
+from trl_opsd.run.precision import autocast
+from trl_opsd.types import Rollout
+
+__all__ = ["Scoring"]
+
+_OURS = (__package__, DistillationTrainer.__module__)
+"""Modules whose methods change no batch after it was scored."""
+_PASSED_BY = ("_generate_and_score_completions", "_prepare_inputs", "compute_loss")
+"""Methods that a batch passes on its way; one that overrides them may change it."""
+
+
+class Scoring(Verbs, DistillationTrainer):
+    """A trainer that knows which tokens its teacher has read, and has it read others when their loss is computed."""
+
+    phase: Callable[[str], AbstractContextManager[None]]
+
+    def score(self, batch: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+        """What a batch needs for its loss besides TRL's keys: targets and weights, and what they were made for.
+
+        Args:
+            batch (`Mapping[str, Any]`):
+                TRL's keys.
+            rows (`Sequence[Mapping[str, Any]]`):
+                The dataset rows, aligned with it.
+        """
+        rollout = _written(batch)
+        with self.phase("teach"), autocast(self.accelerator):
+            targets = self.teach(rollout, rows)
+        weights = checked_weights(self.weigh(rollout, rows, targets), rollout)
+        return {**targets.pack(), "loss_weights": weights, "rows": list(rows), "scored": _digest(rollout)}
+
+    def scored(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The batch, with targets and weights for the tokens that it has now. Collective."""
+        if not self._needs_scoring(batch):
+            return batch
+        rows = batch.get("rows")
+        return {**batch, **self.score(batch, self.rows_of(_written(batch)) if rows is None else rows)}
+
+    def _needs_scoring(self, batch: Mapping[str, Any]) -> bool:
+        if "scored" not in batch:
+            return True
+        if not self._may_be_changed:
+            return False
+        now = _digest(_written(batch))
+        changed = torch.tensor([not torch.equal(batch["scored"], now)], device=self.accelerator.device)
+        # A teacher may be split over the processes, so all of them have it read, or none does.
+        return bool(self.accelerator.gather(changed).any())
+
+    @property
+    def _may_be_changed(self) -> bool:
+        """Whether a method that a batch passes is not ours; the same in all processes."""
+        for name in _PASSED_BY:
+            method = getattr(self, name)
+            if not getattr(method, "__module__", "").startswith(_OURS):
+                return True
+        return False
+
+
+def _written(batch: Mapping[str, Any]) -> Rollout:
+    """The tokens of a batch, with TRL's weights: 1 where the student wrote one."""
+    return Rollout.unpack({name: value for name, value in batch.items() if name != "loss_weights"})
+
+
+def _digest(rollout: Rollout) -> Tensor:
+    """[B], int64: a number for each row that differs if a token or a mask does."""
+    parts = (rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask, rollout.counts)
+    values_BN = torch.cat([part.long() for part in parts], dim=1) + 1
+    factors_N = torch.randint(-(2**63), 2**63 - 1, (values_BN.size(1),), generator=torch.Generator().manual_seed(0))
+    return (values_BN * factors_N.to(values_BN.device)).sum(1)  # wraps around

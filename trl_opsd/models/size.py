@@ -1,0 +1,32 @@
+"""What a model is and how large, in words for a person."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from trl_opsd._compat.peft import CausalLM, is_peft, without_peft
+from trl_opsd._compat.sharding import class_of, whole_numel
+from trl_opsd._compat.trl import get_config_model_id
+
+
+def described(model: CausalLM) -> str:
+    """The class of a model, the path or id it was loaded from, and the size of its weights in each dtype."""
+    inner = without_peft(model)
+    path = get_config_model_id(inner.config)
+    adapter = " with an adapter" if is_peft(model) else ""
+    return f"{class_of(inner).__name__}{f' {path!r}' if path else ''}{adapter}, {sizes(model.parameters())}"
+
+
+def sizes(parameters: Iterable[Tensor]) -> str:
+    """The size of the full weights in each dtype, also where a process holds a shard: `"1.98 GB in float32"`."""
+    found: Counter[str] = Counter()
+    for one in parameters:
+        found[str(one.dtype).removeprefix("torch.")] += whole_numel(one) * one.element_size()
+    return " and ".join(f"{_size(size)} in {dtype}" for dtype, size in found.most_common()) or "no weights"
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"

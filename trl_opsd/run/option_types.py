@@ -1,0 +1,87 @@
+"""Turns options given as text into values: numbers, booleans, and JSON; a config file or a shell gives text.
+
+Which option is a number is read from the types of the config's fields; which values it may have is checked elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from numbers import Integral, Real
+from typing import Any, get_args, get_type_hints
+
+from transformers import TrainingArguments
+
+_WORDS = {
+    **dict.fromkeys(("true", "yes", "on", "t", "y", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "f", "n", "0"), False),
+}
+_EXPECTED = {bool: "True or False", int: "an integer", float: "a number"}
+
+
+def convert_text(args: TrainingArguments) -> None:
+    """Converts options in place: `"1e-5"` to a number, `"False"` to a boolean, 1e3 to an integer where one is expected.
+
+    YAML 1.1, which PyYAML reads, takes `1e-5` for text, since it has no dot.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            The options.
+
+    Raises:
+        ValueError: A value cannot be converted.
+    """
+    for name, kind in _kinds(type(args)).items():
+        value = getattr(args, name)
+        if value is not None:
+            setattr(args, name, _converted(name, value, kind))
+
+
+def check_json(args: TrainingArguments) -> None:
+    """Checks the options that may be given as JSON; transformers parses them, without saying which one is malformed.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            The options.
+
+    Raises:
+        ValueError: One begins with a brace and is not JSON.
+    """
+    for name in args._VALID_DICT_FIELDS:
+        value = getattr(args, name)
+        if isinstance(value, str) and value.startswith("{"):
+            try:
+                json.loads(value)
+            except ValueError as error:
+                raise ValueError(
+                    f"`{name}={value!r}` is not JSON ({error}): put names and texts in double quotes, for instance "
+                    '\'{"revision": "main"}\', or pass a dict.'
+                ) from error
+
+
+def _kinds(config: type) -> dict[str, type]:
+    """The options that are booleans or numbers only, or `None`, with their type."""
+    found = {}
+    for name, hint in get_type_hints(config).items():
+        kinds = set(get_args(hint) or (hint,)) - {type(None)}
+        if len(kinds) == 1 and (kind := kinds.pop()) in _EXPECTED:
+            found[name] = kind
+    return found
+
+
+def _converted(name: str, value: Any, kind: type) -> Any:
+    try:
+        if kind is bool:
+            return _WORDS[value.strip().lower()] if isinstance(value, str) else value
+        if isinstance(value, bool) or not isinstance(value, str | Real):
+            raise ValueError("not a number")
+        if kind is float:
+            return value if isinstance(value, int) else float(value)
+        if isinstance(value, Integral):
+            return int(value)
+        number = float(value)
+        if not math.isfinite(number) or number != int(number):
+            raise ValueError("not an integer")
+        return int(number)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"`{name}={value!r}`: expected {_EXPECTED[kind]}.") from error

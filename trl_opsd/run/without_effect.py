@@ -1,0 +1,107 @@
+"""Finds options that are set and have no effect beside the others, so that a user can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trl_opsd._compat.trl import DistillationConfig
+
+_SERVER = (
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_server_timeout",
+    "vllm_group_port",
+)
+_COLOCATED = ("vllm_gpu_memory_utilization", "vllm_model_impl", "vllm_tensor_parallel_size")
+_VLLM = (
+    "vllm_mode",
+    "vllm_enable_sleep_mode",
+    "vllm_structured_outputs_regex",
+    "vllm_max_model_length",
+    "vllm_weight_sync",
+    "vllm_sync_check",
+    *_SERVER,
+    *_COLOCATED,
+)
+_AVERAGE = ("teacher_update_rate", "teacher_sync_steps")
+_LOADED = ("teacher_model_revision", "teacher_trust_remote_code")
+_OPTIMIZER = (
+    "learning_rate",
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
+_SCHEDULER = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+
+
+def without_effect(
+    args: DistillationConfig,
+    *,
+    own_rollout: bool,
+    teachers: Sequence[Any],
+    optimizers: tuple[Any, Any],
+    tools: Any,
+) -> dict[str, str]:
+    """The options that differ from their defaults and are not read, each with the reason.
+
+    Args:
+        args ([`~trl.DistillationConfig`]):
+            The options.
+        own_rollout (`bool`):
+            Whether a rollout was passed, which may read any option.
+        teachers (`Sequence`):
+            The teachers as they were passed; `None` is the student itself.
+        optimizers (`tuple`):
+            The optimizer and the scheduler that were passed.
+        tools (`Any`):
+            The tools that were passed.
+    """
+    found: dict[str, str] = {}
+    for names, reason in _unread(args, own_rollout, teachers, optimizers, tools):
+        changed = [name for name in names if getattr(args, name) != getattr(type(args), name)]
+        found.update({name: reason for name in changed if name not in found})
+    return found
+
+
+def described(args: DistillationConfig, found: dict[str, str]) -> str:
+    """What [`without_effect`] has found, as one sentence."""
+    options = "; ".join(f"`{name}={getattr(args, name)!r}`, because {reason}" for name, reason in found.items())
+    return f"Options without effect: {options}."
+
+
+def _unread(
+    args: DistillationConfig, own_rollout: bool, teachers: Sequence[Any], optimizers: tuple[Any, Any], tools: Any
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Options that are not read, and why."""
+    if not own_rollout:
+        if not args.use_vllm:
+            yield _VLLM, "`use_vllm` is False"
+        elif args.vllm_mode == "colocate":
+            yield _SERVER, "`vllm_mode='colocate'` needs no server"
+        else:
+            yield _COLOCATED, "`vllm_mode='server'`: the server is started with options of its own"
+            if args.vllm_server_base_url is not None:
+                yield ("vllm_server_host", "vllm_server_port"), "`vllm_server_base_url` says where the server is"
+        if args.use_vllm:
+            yield ("cache_implementation",), "`use_vllm` is True"
+    if args.teacher_model_kind != "ema":
+        yield _AVERAGE, "`teacher_model_kind` is not 'ema'"
+    if not any(isinstance(teacher, str) for teacher in teachers):
+        yield _LOADED, "no teacher is loaded from a path"
+    if args.teacher_model_kind is not None:
+        yield ("teacher_model_init_kwargs",), "the student is its own teacher"
+    optimizer, scheduler = optimizers
+    if optimizer is not None:
+        yield _OPTIMIZER, "an optimizer was passed"
+    if scheduler is not None:
+        yield _SCHEDULER, "a scheduler was passed"
+    if not args.log_completions:
+        yield ("num_completions_to_print", "log_unique_prompts"), "`log_completions` is False"
+    if not tools:
+        yield ("max_tool_calling_iterations",), "there are no tools"
