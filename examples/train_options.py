@@ -17,6 +17,7 @@ from trl.scripts.utils import DatasetConfig
 
 from trl_opsd import OPSDConfig
 from trl_opsd.run.failure import ends_first, share_tracebacks
+from trl_opsd.run.foreign_options import OPTIONS
 
 TASKS = {"arithmetic": Path(__file__).parent / "arithmetic.yaml"}
 """The built-in tasks, and a file with the options of each."""
@@ -134,7 +135,7 @@ def _nested(name: str, value: Any) -> str:
 
 
 def _unknown(what: str, names: Iterable[str], groups: Iterable[Any] = GROUPS, where: str = "") -> str:
-    """Says which names are unknown, each with up to three that it may stand for."""
+    """Says which names are unknown, each with what to do instead, or with up to three that it may stand for."""
     known = [one.name for group in groups for one in fields(group)]
     said = []
     for name in names:
@@ -143,7 +144,7 @@ def _unknown(what: str, names: Iterable[str], groups: Iterable[Any] = GROUPS, wh
         close = (longer or difflib.get_close_matches(plain, known, n=1))[:3]
         dashes = "--" if name.startswith("--") else ""
         hint = f", did you mean {' or '.join(repr(dashes + one) for one in close)}?" if close else ""
-        said.append(f"unknown {what} {name!r}{where}{hint}")
+        said.append(f"unknown {what} {name!r}{where}{f': {OPTIONS[plain]}' if plain in OPTIONS else hint}")
     return "; ".join(said)
 
 

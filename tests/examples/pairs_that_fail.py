@@ -50,14 +50,14 @@ def in_one_process_only(folder: Path) -> None:
 
 
 FAILURES: dict[str, Callable[[Path], Any]] = {
-    "option": lambda folder: OPSDConfig(str(folder), divergence="forward", use_cpu=True, bf16=False),
-    "JSON": lambda folder: OPSDConfig(str(folder), model_init_kwargs="{bad", use_cpu=True, bf16=False),
+    "option": lambda folder: OPSDConfig(str(folder), divergence="forward", use_cpu=True),
+    "JSON": lambda folder: OPSDConfig(str(folder), model_init_kwargs="{bad", use_cpu=True),
     "teacher": lambda folder: trainer(folder, teacher_model=str(folder / "nowhere")),
     "row": lambda folder: trainer(folder, train_dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": ""}] * 4)),
     "own script": in_a_script_of_ones_own,
     "one process": in_one_process_only,
     "train.py, option": lambda folder: train.main(["--learning_rat", "1"]),
-    "train.py, model": lambda folder: train.main(["--dataset_name", str(folder), "--bf16", "False"]),
+    "train.py, model": lambda folder: train.main(["--dataset_name", str(folder)]),
     "train.py, help": lambda folder: train.main(["--help"]),
 }
 

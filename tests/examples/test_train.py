@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import score
@@ -15,8 +17,12 @@ import torch
 import train
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command, launch_command_parser
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+
+from trl_opsd import OPSDConfig
+from trl_opsd.run.launch_file import check_nested_keys
 
 CONFIGS = Path(train.__file__).parent / "accelerate_configs"
 STRATEGIES = {
@@ -49,6 +55,45 @@ def test_accelerate_reads_each_config_as_its_name_says(name):
     offload = "cpu" if name == "zero3_offload" else "none"
     if deepspeed:
         assert deepspeed["offload_param_device"] == deepspeed["offload_optimizer_device"] == offload
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """Runs a function where accelerate would start processes by this file."""
+
+    def launched(config, function):
+        (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(config))
+        with mock.patch("torch.distributed.run.run", function):
+            given = ["--config_file", str(tmp_path / "accelerate.yaml"), __file__]
+            launch_command(launch_command_parser().parse_args(given))
+
+    return launched
+
+
+ZERO3 = yaml.safe_load((CONFIGS / "zero3_cpu.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        ({"zero_stag": 3}, "has the key 'zero_stag', which accelerate ignores: did you mean 'zero_stage'?"),
+        (
+            {"bf16": {"enabled": True}},
+            "which accelerate ignores: remove it, or write a file for `deepspeed_config_file`",
+        ),
+    ],
+)
+def test_a_nested_key_that_accelerate_ignores_is_refused(launched, tmp_path, added, message):
+    config = {**ZERO3, "deepspeed_config": {**ZERO3["deepspeed_config"], **added}}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        launched(config, lambda _: OPSDConfig(str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name.startswith("zero")])
+def test_the_keys_of_the_shipped_files_are_known(launched, name):
+    checked = []
+    launched(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()), lambda _: checked.append(check_nested_keys()))
+    assert checked == [None]
 
 
 OPTIONS = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--logging_steps", "1"]

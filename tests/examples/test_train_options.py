@@ -43,7 +43,7 @@ def refused(capsys):
 
     def refused(*arguments):
         with pytest.raises((SystemExit, ValueError)) as caught:
-            train.main([*arguments, "--bf16", "False"])
+            train.main(arguments)
         if caught.type is SystemExit:
             assert caught.value.code == 2
             return capsys.readouterr().err
@@ -106,7 +106,8 @@ def test_what_is_missing_is_named_and_nothing_else_is_trained(disk, refused, giv
 COMMAND_LINE = {
     "misspelt": (["--learning_rat", "1"], "unknown option '--learning_rat', did you mean '--learning_rate'?"),
     "misspelt, with dashes": (["--learning-rat=1"], "unknown option '--learning-rat', did you mean '--learning_rate'?"),
-    "a part of a name": (["--batch_size", "4"], "did you mean '--per_device_train_batch_size' or '"),
+    "a part of a name": (["--model", "x"], "did you mean '--model_init_kwargs' or '--model_name_or_path' or '--model_"),
+    "another trainer's": (["--lmbda", "0.5"], "unknown option '--lmbda': the student writes all completions"),
     "TRL's old name": (["--teacher_revision", "x"], "did you mean '--teacher_model_revision'?"),
     "nothing like it": (["--qqq"], "error: unknown option '--qqq'\n"),
     "two": (["--qqq", "--modle_revision", "x"], "'--qqq'; unknown option '--modle_revision', did you mean '--model_r"),
