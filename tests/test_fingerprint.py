@@ -13,7 +13,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from trl_opsd.data.datasets import describe_rows
-from trl_opsd.fingerprint import FILE
+from trl_opsd.fingerprint import EMA_OPTIONS, FILE, OPTIONS, OTHERS, check_accepted
 from trl_opsd.models.samples import digest, sampled
 from trl_opsd.run.manifest import MANIFEST
 
@@ -44,6 +44,12 @@ def test_each_checkpoint_has_the_fingerprint_as_json(checkpoint):
         "teacher_model_kind": None,
     }
     assert {name: said[name] for name in expected} == expected
+
+
+def test_every_entry_is_a_name_that_may_be_accepted(checkpoint):
+    said = json.loads((checkpoint / FILE).read_text())
+    assert said.keys() == {*OPTIONS, *OTHERS}
+    check_accepted([*said, *EMA_OPTIONS])
 
 
 @pytest.mark.refusal

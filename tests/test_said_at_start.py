@@ -41,6 +41,7 @@ def saved(folder, seed=0):
         ({"teacher_trust_remote_code": True}, "`teacher_trust_remote_code=True`, because no teacher is loaded"),
         ({"log_unique_prompts": True}, "`log_unique_prompts=True`, because `log_completions` is False"),
         ({"max_tool_calling_iterations": 2}, "because there are no tools"),
+        ({"teacher_update_rate": "0.1"}, "`teacher_update_rate=0.1`"),
         ({"teacher_prompt_template": "{privileged_context} {prompt}"}, "no dataset has a column 'privileged_context'"),
     ],
 )
@@ -48,6 +49,12 @@ def test_an_option_without_effect_is_said(make_trainer, caplog, options, said):
     make_trainer(rollout=None, **options)
     assert caplog.text.count("effect") == 1
     assert said in caplog.text
+
+
+@pytest.mark.parametrize(("warmup_steps", "is_said"), [(4, True), (3, False), (0.5, False)])
+def test_a_warmup_that_does_not_end_is_said(make_trainer, caplog, warmup_steps, is_said):
+    make_trainer(warmup_steps=warmup_steps, max_steps=3)
+    assert ("training ends before the rate reaches `learning_rate=0.0001`" in caplog.text) is is_said
 
 
 def test_options_of_an_optimizer_that_is_passed_are_said_to_be_unused(make_trainer, caplog):

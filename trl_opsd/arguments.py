@@ -157,7 +157,7 @@ def check_that_it_learns(args: OPSDConfig, train_dataset: Any, optimizers: tuple
 def warn_of_options(
     args: OPSDConfig, teachers: Mapping[str, Any], own_rollout: bool, optimizers: tuple[Any, Any], tools: Any
 ) -> None:
-    """Says which options are set and have no effect.
+    """Says which options are set and have no effect, or not the whole of it.
 
     Args:
         args ([`OPSDConfig`]):
@@ -174,6 +174,11 @@ def warn_of_options(
     )
     if found:
         logger.warning(described(args, found))
+    if optimizers[1] is None and 0 < args.max_steps < args.warmup_steps:
+        logger.warning(
+            f"`warmup_steps={args.warmup_steps:g}` with `max_steps={args.max_steps}`: training ends before the rate "
+            f"reaches `learning_rate={args.learning_rate}`. Set fewer; below 1, it is a share of all steps."
+        )
 
 
 def check_template(given: Prepared, args: OPSDConfig) -> None:

@@ -228,7 +228,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
             raise ValueError(f"`resume_with_changes={self.resume_with_changes!r}`: expected a list of names.")
         self._checked = option_values(self)
 
-    def check_again(self) -> None:
+    def _check_again(self) -> None:
         """Checks the options again, if some were changed since, as if the config was made with these values.
 
         Raises:
@@ -376,5 +376,5 @@ def checked_args(args: DistillationConfig | None, model: Any, divergence: Diverg
             else "which comes third, after the teacher; pass arguments by name"
         )
         raise TypeError(f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`, {remedy}.")
-    args.check_again()
+    args._check_again()
     return args

@@ -107,8 +107,8 @@ class OPSDTrainer(StrictNames, SeamTrainer):
         rollout ([`RolloutBackend`]): the backend that `complete` calls.
         teachers (`dict[str, Teacher]`): the teachers that `teach` calls, by name.
         teacher ([`Teacher`]): the only teacher; `None` if there are several.
-        divergence ([`~losses.Divergence`]): what `compare` minimises. Assign another to change the objective; TRL's
-            attribute `beta` is read once, at construction.
+        divergence ([`~losses.Divergence`]): what `compare` minimises. Assign another, or its name, to change the
+            objective; TRL's attribute `beta` is read once, at construction.
         limits ([`~data.prompts.PromptLimits`]): limits on prompts and completions, from the contexts of both models.
         placeholders (`list[int]`): token ids that stand for an image or the like, which the student never generates.
         reading ([`~models.padding.Reading`]): which rows the student can read and generate in one batch.
