@@ -96,8 +96,10 @@ class OPSDTrainer(SeamTrainer):
         rollout ([`RolloutBackend`]): the backend that `complete` calls.
         teachers (`dict[str, Teacher]`): the teachers that `teach` calls, by name.
         teacher ([`Teacher`]): the only teacher; `None` if there are several.
-        divergence ([`~losses.Divergence`]): what `compare` minimises. Assign another to change the objective; TRL's
-            attribute `beta` is read once, at construction.
+        teacher_model ([`~transformers.PreTrainedModel`]): its model. Another model or path can be assigned, with all
+            checks, between two optimizer steps.
+        divergence ([`~losses.Divergence`]): what `compare` minimises. Assign another to change the objective, or a
+            number to TRL's attribute `beta`. `temperature` is that of the loss.
         limits ([`~data.prompts.PromptLimits`]): limits on prompts and completions, from the contexts of both models.
         placeholders (`list[int]`): token ids that stand for an image or the like, which the student never generates.
         reading ([`~models.padding.Reading`]): which rows the student can read and generate in one batch.
@@ -193,10 +195,12 @@ class OPSDTrainer(SeamTrainer):
                 student_limits=arguments.student_limits(self.model, args),
             )
             self._admit_datasets(self.readers.student)
+            self._student_readers = self.readers
             self._set_up_teachers(given.models)
         self.rollout = rollout
         with explained("start", partial(self.footprint, "start")):
             rollout.bind(self)
+        self.is_built = True
 
     def _prove(self) -> None:
         self.reading = prove_student(self.model, self.in_student, self.args, self.accelerator)
@@ -215,7 +219,6 @@ class OPSDTrainer(SeamTrainer):
                 progress=self.show_progress,
             )
         self.teacher = self.teachers.only
-        self.teacher_model = getattr(self.teacher, "model", None)  # under TRL's name
         self._identity.set_teachers(self.teachers)
         if self.teachers.average is not None:
             self.add_callback(self.teachers.average)
@@ -224,6 +227,21 @@ class OPSDTrainer(SeamTrainer):
         self.readers = self.readers.with_teachers(self._vocabulary, self.teachers.contexts)
         self._admit_datasets(self.readers.teacher)
         self.readers = self.readers.bounded_by_teacher(columns_of(self.train_dataset) or ())
+
+    def replace_teacher(self, teacher_model: Any) -> None:
+        arguments.check_other_teacher(teacher_model, self.model, self.args, self.processing_class, tuple(self.teachers))
+        if self._buffered_inputs is not None:
+            raise ValueError(
+                "`trainer.teacher_model` was assigned within an optimizer step: do it before or after one."
+            )
+        before = dict(vars(self))
+        try:
+            with preserved_rng(self.accelerator.device):
+                self.readers = self._student_readers
+                self._set_up_teachers({"teacher": teacher_model})
+        except BaseException:
+            self.__dict__.update(before)
+            raise
 
     def _admit_datasets(self, reader: Reader) -> None:
         dropped = self.dropped_prompts if self.args.overlong_prompts == "drop" else None
