@@ -18,6 +18,7 @@ from typing import Any
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.loop.attributes import FIXED
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.run.metrics import METRICS
@@ -56,6 +57,12 @@ Because they would have no effect, or not the one they promise."""
 _ARGUMENTS = """\
 Of `OPSDTrainer`; from `rollout` on they are given by name. Those up to `tools` are
 [TRL's](https://huggingface.co/docs/trl/distillation_trainer)."""
+
+_ATTRIBUTES = """\
+Once a trainer is built, assigning to `divergence`, `beta`, `temperature` (of the loss, as in TRL), `teacher_model` (a
+model or a path, with all checks, between two steps) and to the attributes of `generation_config` (where `transformers`
+generates) takes effect with the next batch. TRL's other attributes that it reads for each batch work as there. The rest
+are errors:"""
 
 _METRICS = """\
 Added to what TRL logs (`loss`, `entropy`, `num_tokens`, `step_time`, `completions/…`). An evaluation logs its metrics
@@ -160,6 +167,12 @@ def document() -> str:
             _ARGUMENTS,
             "",
             *_table(["argument", "type", "meaning"], _arguments()),
+            "",
+            "## Attributes",
+            "",
+            _ATTRIBUTES,
+            "",
+            *_table(["fixed at construction", "instead"], ([f"`{name}`", how] for name, how in FIXED.items())),
             "",
             "## Metrics",
             "",

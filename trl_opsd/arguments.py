@@ -96,9 +96,7 @@ def prepared(
         warn_of_same_model(model, models, args, datasets, tells_more)
     prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
     intake = Intake(teachers=tuple(models), prompts=prompts)
-    columns = [name for name in COLUMNS if several or name != "teacher"]  # each is of one shape with its teacher's name
-    progress = args.process_index == 0 and not args.disable_tqdm
-    rows = {name: Rows.of(one, name, columns, progress) for name, one in datasets.items() if one is not None}
+    rows = surveyed(datasets, args, bool(several))
     for one in rows.values():
         look_ahead(one, intake)
     if args.world_size > 1:
@@ -111,6 +109,24 @@ def prepared(
     ensure_special_tokens(found.tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
     check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
     return found
+
+
+def surveyed(
+    datasets: Mapping[str, AnyDataset | None], args: OPSDConfig, names_teachers: bool = False
+) -> dict[str, Rows]:
+    """The datasets that are there, each with the shapes and sizes of its rows.
+
+    Args:
+        datasets (`Mapping`):
+            By their names in messages.
+        args ([`OPSDConfig`]):
+            Says whether to show progress bars.
+        names_teachers (`bool`, *optional*, defaults to `False`):
+            Whether each row names its teacher, and so is of another shape than a row of another teacher.
+    """
+    columns = [name for name in COLUMNS if names_teachers or name != "teacher"]
+    progress = args.process_index == 0 and not args.disable_tqdm
+    return {name: Rows.of(one, name, columns, progress) for name, one in datasets.items() if one is not None}
 
 
 def check_that_it_learns(args: OPSDConfig, train_dataset: Any, optimizers: tuple[Any, Any]) -> None:
@@ -284,11 +300,49 @@ def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) ->
     config = language_config(student, "model", {**own_code, **(args.model_init_kwargs or {})})
     check_own_loss({**config, **(args.model_init_kwargs or {})})
     check_in_memory(student)
+    _check_teacher_models(teachers, args)
+
+
+def _check_teacher_models(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
     own_code = {"trust_remote_code": args.teacher_trust_remote_code}
     loading = {**own_code, "revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
     for name, teacher in teachers.items():
         called = "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]"
         language_config(teacher, called, loading, trust="teacher_trust_remote_code")
+
+
+def check_other_teacher(
+    teacher_model: Any, student: CausalLM, args: OPSDConfig, tokenizer: PreTrainedTokenizerBase, names: Collection[str]
+) -> None:
+    """Checks a teacher that is to replace the one the trainer was built with, before it is loaded.
+
+    Args:
+        teacher_model (`Any`):
+            A path, a model id, a model or a [`Teacher`].
+        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The student.
+        args ([`OPSDConfig`]):
+            The options.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The student's.
+        names (`Collection[str]`):
+            Names of the teachers there are.
+
+    Raises:
+        ValueError: It cannot teach this student, or there is no single teacher to replace.
+        TypeError: An object of this type cannot be a teacher.
+    """
+    if len(names) > 1 or isinstance(teacher_model, Mapping):
+        raise ValueError(
+            f"`trainer.teacher_model` stands for one teacher, and {len(names)} are there ({', '.join(names)}): pass "
+            "several, as a dict, when the trainer is built."
+        )
+    if teacher_model is None:
+        raise ValueError("`trainer.teacher_model = None`: a trainer needs a teacher; assign another model or path.")
+    check_teachers(teacher_model, student, args)
+    models = {"teacher": teacher_model}
+    _check_teacher_models(models, args)
+    check_tokenizers(tokenizer, models, None, args)
 
 
 def check_datasets(

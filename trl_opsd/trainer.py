@@ -107,8 +107,10 @@ class OPSDTrainer(StrictNames, SeamTrainer):
         rollout ([`RolloutBackend`]): the backend that `complete` calls.
         teachers (`dict[str, Teacher]`): the teachers that `teach` calls, by name.
         teacher ([`Teacher`]): the only teacher; `None` if there are several.
+        teacher_model ([`~transformers.PreTrainedModel`]): its model. Another model or path can be assigned, with all
+            checks, between two optimizer steps.
         divergence ([`~losses.Divergence`]): what `compare` minimises. Assign another, or its name, to change the
-            objective; TRL's attribute `beta` is read once, at construction.
+            objective, or a number to TRL's attribute `beta`. `temperature` is that of the loss.
         limits ([`~data.prompts.PromptLimits`]): limits on prompts and completions, from the contexts of both models.
         placeholders (`list[int]`): token ids that stand for an image or the like, which the student never generates.
         reading ([`~models.padding.Reading`]): which rows the student can read and generate in one batch.
@@ -229,12 +231,13 @@ class OPSDTrainer(StrictNames, SeamTrainer):
                 student_limits=arguments.student_limits(self.model, args),
             )
             rows = self._admit_datasets(given.rows, self.readers.student)
+            self._student_readers = self.readers
             self._set_up_teachers(given.models)
-            self._admit_datasets(rows, self.readers.teacher)
-            self.readers = self.readers.bounded_by_teacher(columns_of(self.train_dataset) or ())
+            self._admit_for_teachers(rows)
         self.rollout = rollout
         with explained("start", partial(self.footprint, "start")):
             rollout.bind(self)
+        self.is_built = True
         self.add_callback(Banner(lambda: self._described.text(reads_stream=True)))
 
     @classmethod
@@ -259,13 +262,33 @@ class OPSDTrainer(StrictNames, SeamTrainer):
                 progress=self.show_progress,
             )
         self.teacher = self.teachers.only
-        self.teacher_model = getattr(self.teacher, "model", None)  # under TRL's name
         self._identity.set_teachers(self.teachers)
         if self.teachers.average is not None:
             self.add_callback(self.teachers.average)
         # Known only once they are built: their vocabularies and contexts.
         self._vocabulary = shared_vocabulary(self.limits.vocabulary, self.teachers.vocabularies, self.processing_class)
         self.readers = self.readers.with_teachers(self._vocabulary, self.teachers.contexts)
+
+    def replace_teacher(self, teacher_model: Any) -> None:
+        arguments.check_other_teacher(teacher_model, self.model, self.args, self.processing_class, tuple(self.teachers))
+        if self._buffered_inputs is not None:
+            raise ValueError(
+                "`trainer.teacher_model` was assigned within an optimizer step: do it before or after one."
+            )
+        before = dict(vars(self))
+        try:
+            with preserved_rng(self.accelerator.device):
+                self.readers = self._student_readers
+                self._set_up_teachers({"teacher": teacher_model})
+                datasets = {"train_dataset": self.train_dataset, **by_name(self.eval_dataset)}
+                self._admit_for_teachers(arguments.surveyed(datasets, self.args))
+        except BaseException:
+            self.__dict__.update(before)
+            raise
+
+    def _admit_for_teachers(self, rows: dict[str, Rows]) -> None:
+        self._admit_datasets(rows, self.readers.teacher)
+        self.readers = self.readers.bounded_by_teacher(columns_of(self.train_dataset) or ())
 
     def _admit_datasets(self, rows: dict[str, Rows], reader: Reader) -> dict[str, Rows]:
         dropped = self.dropped_prompts if self.args.overlong_prompts == "drop" else None

@@ -159,7 +159,7 @@ def test_trl_never_builds_an_engine_of_its_own(tmp_path):
     args = tiny.config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_timeout=0.01)
     trainer = SeamTrainer(model=tiny.qwen2(), args=args, train_dataset=tiny.rows(), processing_class=tiny.tokenizer())
     assert args.use_vllm is True
-    assert trainer.use_vllm is False
+    assert trainer.use_vllm is True
     assert not hasattr(trainer, "vllm_generation")
 
 

@@ -18,6 +18,7 @@ from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_output_dtype
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.config import OPSDConfig
+from trl_opsd.loop.attributes import Attributes
 from trl_opsd.loop.card import Cards
 from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
 from trl_opsd.loop.finished import FinishedRuns
@@ -61,7 +62,16 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 
 class SeamTrainer(
-    Scoring, Cards, Evaluations, GuardedSteps, SafeCheckpoints, FinishedRuns, EachRowOnce, WrappedToTrain, Hosting
+    Attributes,
+    Scoring,
+    Cards,
+    Evaluations,
+    GuardedSteps,
+    SafeCheckpoints,
+    FinishedRuns,
+    EachRowOnce,
+    WrappedToTrain,
+    Hosting,
 ):
     """TRL's trainer with four hooks in its loop: `complete`, `teach`, `weigh` and `compare`.
 
@@ -149,13 +159,19 @@ class SeamTrainer(
 
     def _generate(self, prompts: list) -> tuple:
         self._first_turn, self._unwritten_rows = True, []
-        return super()._generate(prompts)
+        self._hides_engine = True
+        try:
+            return super()._generate(prompts)
+        finally:
+            self._hides_engine = False
 
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: dict, has_tool_images: bool = False
     ) -> list[list[int]]:
+        hidden, self._hides_engine = self._hides_engine, False
         with self.phase("complete"):
             completions = self.complete(prompt_ids)
+        self._hides_engine = hidden
         if self._first_turn:
             # TRL reads the last token of each completion. An empty one travels as a pad token and is masked below.
             self._first_turn = False
@@ -247,6 +263,8 @@ class SeamTrainer(
             self._accounts[mode].clear()
         if mode == "train" and "loss" in logs and self._guard.counts:
             logs["nonfinite/skipped_steps"] = self._guard.skipped
+        if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
+            os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
         super().log(logs, start_time)
 
     @contextmanager

@@ -24,6 +24,7 @@ from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.host import Host
 from trl_opsd.models.padding import PADDED
 from trl_opsd.rollout.base import RolloutBackend
+from trl_opsd.rollout.changes import IN_GENERATE, assigned, check_followed
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 from trl_opsd.rollout.every_row import KnownTokensOnly
 from trl_opsd.rollout.generate import completions_of, generate, other_generate
@@ -69,6 +70,7 @@ class HFRollout(RolloutBackend):
             ValueError: `compile` is set and the student cannot be compiled.
         """
         self._trainer, self.writing = trainer, None
+        self._bound = copy.deepcopy(trainer.generation_config)
         self._caches.clear()
         self._is_split = in_zero3_model(trainer.model) or trainer.accelerator.distributed_type == DistributedType.FSDP
         if self._compile and (reason := self._why_not_compiled(trainer.model, trainer.args.cache_implementation)):
@@ -77,9 +79,17 @@ class HFRollout(RolloutBackend):
             )
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        changes = assigned(self._trainer.generation_config, self._bound)
+        check_followed(changes, IN_GENERATE)
         limits = self._trainer.limits
+        most = changes.get("max_new_tokens", limits.completion)
+        if not isinstance(most, int) or not 1 <= most <= limits.completion:
+            raise ValueError(
+                f"`trainer.generation_config.max_new_tokens = {most!r}`: expected an integer from 1 to "
+                f"`max_completion_length`, which is {limits.completion}: raise that in `OPSDConfig`."
+            )
         lengths = list(map(len, prompt_ids))
-        rooms = [limits.room(length) for length in lengths]
+        rooms = [min(limits.room(length), most) for length in lengths]
         completions: dict[int, list[int]] = {}
         with self._trainer.student_for_generation() as student:
             writing = self.writing = self.writing or self._proved(student)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
 from trl_opsd.models.backbone import context_of
 from trl_opsd.rollout.base import RolloutBackend
+from trl_opsd.rollout.changes import assigned, check_followed
 from trl_opsd.rollout.engine import Engine
 from trl_opsd.rollout.sync_proof import SyncProof
 
@@ -38,6 +40,8 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         self._proved = False
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        changes = assigned(self._trainer.generation_config, self._bound)
+        check_followed(changes, dict.fromkeys(changes, "an engine has the options of `OPSDConfig`, set it there"))
         self._wake("weights")
         self._proof.take_prompts(prompt_ids)
         if self._has_changed():
@@ -119,6 +123,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
                 The less precise of the dtypes that engine and student compute in.
         """
         self._trainer, self._engine, self._sampling = trainer, engine, sampling
+        self._bound = copy.deepcopy(trainer.generation_config)
         self._proof = SyncProof(trainer, engine, dtype, is_peft(trainer.model))
         self._sent, self._proved = None, False
 
