@@ -17,7 +17,7 @@ from trl_opsd.losses.registry import BETAS, divergence_of
 from trl_opsd.run import versions
 from trl_opsd.run.precision import check_scaler
 from trl_opsd.run.ranges import above, at_least_one, in_range, one_of
-from trl_opsd.run.sampling_options import check_generation_kwargs, check_sampling
+from trl_opsd.run.sampling_options import settle_sampling
 
 TEACHER_OFFLOADS = ("none", "cpu", "stream", "zero3")
 
@@ -192,8 +192,7 @@ class OPSDConfig(DistillationConfig):
         self._check_objective()
         self._check_teacher()
         self._check_teacher_placement()
-        check_sampling(self)
-        check_generation_kwargs(self)
+        settle_sampling(self)
         self._check_vllm()
         self._check_failure_handling()
         self._check_without_effect()

@@ -271,7 +271,7 @@ class OPSDTrainer(SeamTrainer):
         self.limits.check_batch(prompt_ids)
 
     def check_sums(self, sums: dict[str, float]) -> None:
-        check_not_uniform(sums, self.limits.vocabulary, self.temperature)
+        check_not_uniform(sums, self.limits.vocabulary)
 
     def footprint(self, phase: str) -> dict[str, int]:
         return footprint(self, phase, self.teachers.models, self.teachers.heads)

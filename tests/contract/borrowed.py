@@ -225,6 +225,7 @@ OWNERS = (
         only_taken=True,
         names={
             "_VALID_DICT_FIELDS": "options that may come as JSON",
+            "generation_kwargs": "loses what is an option, which is set instead",
             "model_init_kwargs": "asks for safetensors while TRL loads the student",
             "use_vllm": "hidden while TRL would build an engine of its own",
             "vllm_server_host": "loopback by default",
