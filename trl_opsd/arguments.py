@@ -71,9 +71,8 @@ def prepared(
         check_processing_class(processing_class)
     if teacher_prompt_fn is not None and args.remove_unused_columns:
         raise ValueError("`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: leave it at False.")
-    tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
     several = tuple(models) if len(models) > 1 else ()
-    check_datasets(datasets, args, several, needs_privilege=_teaches_itself(model, args) and not tells_more)
+    check_datasets(datasets, args, several, needs_privilege(model, args, teacher_prompt_fn))
     check_models(model, models, args)
     prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
     intake = Intake(teachers=tuple(models), prompts=prompts)
@@ -91,10 +90,14 @@ def prepared(
     return found
 
 
-def _teaches_itself(student: Any, args: OPSDConfig) -> bool:
-    """Whether teacher and student start as the same model; without the adapter it came with, a student is another."""
+def needs_privilege(student: Any, args: OPSDConfig, teacher_prompt_fn: Any) -> bool:
+    """Whether a column has to give the teacher context, because it starts as the student and reads nothing else.
+
+    Without the adapter it came with, a student is another model.
+    """
     kind = args.teacher_model_kind
-    return kind is not None and not (kind == "base" and not isinstance(student, str) and is_peft(student))
+    is_another = kind is None or (kind == "base" and not isinstance(student, str) and is_peft(student))
+    return not (is_another or teacher_prompt_fn is not None or args.teacher_template_kwargs)
 
 
 def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) -> None:

@@ -11,6 +11,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
 from trl_opsd.data.row_sharding import check_sharing
+from trl_opsd.data.solutions import named_as_here
 from trl_opsd.data.teacher_prompts import TEMPLATE, check_template
 from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
 from trl_opsd.losses.registry import BETAS, divergence_of
@@ -254,6 +255,7 @@ class OPSDConfig(DistillationConfig):
         one_of("teacher_model_kind", self.teacher_model_kind, (None, "base", "ema", "live"))
         in_range("teacher_update_rate", self.teacher_update_rate, 0.0, 1.0, open_below=True)
         at_least_one("teacher_sync_steps", self.teacher_sync_steps)
+        self.teacher_prompt_template = named_as_here(self.teacher_prompt_template)
         check_template(self.teacher_prompt_template)
 
     def _check_teacher_placement(self) -> None:

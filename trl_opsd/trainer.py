@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import is_fsdp_enabled
 
@@ -20,6 +21,7 @@ from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name,
 from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
 from trl_opsd.data.readers import Reader, Readers
+from trl_opsd.data.solutions import solutions_as_context
 from trl_opsd.data.teacher_prompts import COLUMNS, Row
 from trl_opsd.data.vocabulary import shared_vocabulary
 from trl_opsd.loop.footprint import footprint
@@ -148,6 +150,9 @@ class OPSDTrainer(SeamTrainer):
     ) -> None:
         args = checked_args(args, model, divergence)
         rollout = chosen_rollout(rollout, args)
+        self._reads_solutions = arguments.needs_privilege(model, args, teacher_prompt_fn)
+        if self._reads_solutions:  # without them, there would be nothing that only the teacher sees
+            train_dataset, eval_dataset = solutions_as_context(train_dataset), solutions_as_context(eval_dataset)
         given = arguments.prepared(
             model,
             teacher_model,
@@ -195,6 +200,18 @@ class OPSDTrainer(SeamTrainer):
         self.rollout = rollout
         with explained("start", partial(self.footprint, "start")):
             rollout.bind(self)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As TRL's; a dataset that was not there at construction may have other names for its columns."""
+        return super().get_eval_dataloader(
+            solutions_as_context(eval_dataset) if self._reads_solutions else eval_dataset
+        )
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As [`get_eval_dataloader`], for `predict`."""
+        return super().get_test_dataloader(
+            solutions_as_context(test_dataset) if self._reads_solutions else test_dataset
+        )
 
     def _prove(self) -> None:
         self.reading = prove_student(self.model, self.in_student, self.args, self.accelerator)
