@@ -106,7 +106,7 @@ def _check_options(args: DistillationConfig) -> None:
     if args.max_completion_length is None:
         raise ValueError(
             "`max_completion_length=None`: the room for a completion has to be known, so that prompts without it are "
-            "found before training; in TRL, `transformers` would stop at 20 tokens, prompt included: set a number."
+            "found before training; in TRL, `transformers` would write 20 tokens: set a number."
         )
     at_least_one("max_completion_length", args.max_completion_length)
     above("temperature", args.temperature, 0.0)
