@@ -115,7 +115,7 @@ OF_OTHERS: list[Callable[[], Any]] = [
     lambda: _config(generation_kwargs={"num_return_sequences": 2}),
     lambda: _config(generation_kwargs={"stop_strings": ["."]}),
     lambda: _config(generation_kwargs={"prompt_lookup_num_tokens": 3}),
-    lambda: _config(generation_kwargs={"disable_compile": True}),
+    lambda: _config(generation_kwargs={"disable_compile": False}),
 ]
 """The same for options of TRL and transformers."""
 

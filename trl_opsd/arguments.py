@@ -89,7 +89,7 @@ def prepared(
     tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
     several = tuple(models) if len(models) > 1 else ()
     optional = PRIVILEGED if teacher_prompt_fn is None else ()  # a function may read columns of any name
-    check_datasets(datasets, args, several, optional, _teaches_itself(model, args) and not tells_more)
+    check_datasets(datasets, args, several, optional, needs_privilege(model, args, teacher_prompt_fn))
     check_models(model, models, args)
     warn_of_template(args, datasets, teacher_prompt_fn is not None)
     if quantization_config is None:
@@ -215,10 +215,14 @@ def check_template(given: Prepared, args: OPSDConfig) -> None:
             break
 
 
-def _teaches_itself(student: Any, args: OPSDConfig) -> bool:
-    """Whether teacher and student start as the same model; without the adapter it came with, a student is another."""
+def needs_privilege(student: Any, args: OPSDConfig, teacher_prompt_fn: Any) -> bool:
+    """Whether a column has to give the teacher context, because it starts as the student and reads nothing else.
+
+    Without the adapter it came with, a student is another model.
+    """
     kind = args.teacher_model_kind
-    return kind is not None and not (kind == "base" and not isinstance(student, str) and is_peft(student))
+    is_another = kind is None or (kind == "base" and not isinstance(student, str) and is_peft(student))
+    return not (is_another or teacher_prompt_fn is not None or args.teacher_template_kwargs)
 
 
 def warn_of_same_model(

@@ -14,6 +14,7 @@ from transformers.utils import is_torch_xla_available
 
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
 from trl_opsd.data.row_sharding import check_sharing
+from trl_opsd.data.solutions import named_as_here
 from trl_opsd.data.teacher_prompts import TEMPLATE, check_template
 from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
 from trl_opsd.losses.registry import BETAS, divergence_of
@@ -25,7 +26,7 @@ from trl_opsd.run.option_changes import option_values
 from trl_opsd.run.option_types import check_json, convert_text
 from trl_opsd.run.precision import check_scaler
 from trl_opsd.run.ranges import above, at_least, at_least_one, in_range, one_of
-from trl_opsd.run.sampling_options import check_generation_kwargs, check_sampling
+from trl_opsd.run.sampling_options import settle_sampling
 from trl_opsd.run.strict_names import StrictNames
 from trl_opsd.run.training_options import check_accumulation, check_training, check_unsupported
 
@@ -216,8 +217,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         self._check_objective()
         self._check_teacher()
         self._check_teacher_placement()
-        check_sampling(self)
-        check_generation_kwargs(self)
+        settle_sampling(self)
         self._check_vllm()
         self._check_failure_handling()
         check_unsupported(self)
@@ -300,6 +300,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         one_of("teacher_model_kind", self.teacher_model_kind, (None, "base", "ema", "live"))
         in_range("teacher_update_rate", self.teacher_update_rate, 0.0, 1.0, open_below=True)
         at_least_one("teacher_sync_steps", self.teacher_sync_steps)
+        self.teacher_prompt_template = named_as_here(self.teacher_prompt_template)
         check_template(self.teacher_prompt_template)
 
     def _check_teacher_placement(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import is_fsdp_enabled
 
@@ -24,6 +25,7 @@ from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name,
 from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
 from trl_opsd.data.readers import Reader, Readers
+from trl_opsd.data.solutions import solutions_as_context
 from trl_opsd.data.teacher_prompts import COLUMNS, Row
 from trl_opsd.data.vocabulary import shared_vocabulary
 from trl_opsd.loop.footprint import footprint
@@ -182,6 +184,9 @@ class OPSDTrainer(StrictNames, SeamTrainer):
         arguments.check_that_it_learns(args, train_dataset, optimizers)
         own_rollout = rollout is not None
         rollout = chosen_rollout(rollout, args)
+        self._reads_solutions = arguments.needs_privilege(model, args, teacher_prompt_fn)
+        if self._reads_solutions:  # without them, there would be nothing that only the teacher sees
+            train_dataset, eval_dataset = solutions_as_context(train_dataset), solutions_as_context(eval_dataset)
         given = arguments.prepared(
             model,
             teacher_model,
@@ -244,6 +249,18 @@ class OPSDTrainer(StrictNames, SeamTrainer):
     def explain(cls, name: str, known: Collection[str]) -> str:
         """What an argument of another trainer is called here, or the closest name."""
         return explained_argument(name, known, [one.name for one in fields(OPSDConfig)])
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As TRL's; a dataset that was not there at construction may have other names for its columns."""
+        return super().get_eval_dataloader(
+            solutions_as_context(eval_dataset) if self._reads_solutions else eval_dataset
+        )
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As [`get_eval_dataloader`], for `predict`."""
+        return super().get_test_dataloader(
+            solutions_as_context(test_dataset) if self._reads_solutions else test_dataset
+        )
 
     def _prove(self) -> None:
         self.reading = prove_student(self.model, self.in_student, self.args, self.accelerator)
@@ -356,7 +373,7 @@ class OPSDTrainer(StrictNames, SeamTrainer):
         self.readers.check_batch(prompt_ids)
 
     def check_sums(self, sums: dict[str, float]) -> None:
-        check_not_uniform(sums, self.limits.vocabulary, self.temperature)
+        check_not_uniform(sums, self.limits.vocabulary)
         if not self._has_compared and agree(sums):
             logger.warning(
                 "The first divergence is 0: the teacher says the same as the student about every token, and nothing is "

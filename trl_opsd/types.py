@@ -210,20 +210,29 @@ class PerToken:
     """[N], no gradient."""
     teacher_entropy: Tensor
     """[N], no gradient."""
+    teacher_uniform: Tensor | None = None
+    """[N], whether the teacher's logits are all equal, which leaves nothing to learn; `None` where it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossParts:
     """One process's contribution to a loss: local sums, for the caller to reduce across processes."""
 
-    ROW_NAMES: ClassVar[tuple[str, ...]] = ("weight", "divergence", "student_entropy", "teacher_entropy", "tokens")
+    ROW_NAMES: ClassVar[tuple[str, ...]] = (
+        "weight",
+        "divergence",
+        "student_entropy",
+        "teacher_entropy",
+        "tokens",
+        "teacher_uniform",
+    )
     """Names of the columns of `rows`."""
 
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 5], float32, in the order of `ROW_NAMES`: per row, the sum of the weights, three sums of nats times weight,
-    and the number of tokens in the loss.
+    """[B, 6], float32, in the order of `ROW_NAMES`: per row, the sum of the weights, three sums of nats times weight,
+    the number of tokens in the loss, and of those for which all logits of the teacher are equal.
     """
 
     def __add__(self, other: LossParts) -> LossParts:

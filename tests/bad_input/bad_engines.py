@@ -81,15 +81,9 @@ CASES: list[Case] = [
     without_a_checkpoint("/no/where"),
     generation(
         "generation kwargs: overriding",
-        "max_tokens",
-        "what max_completion_length decides",
-        generation_kwargs={"max_tokens": 3},
-    ),
-    generation(
-        "generation kwargs: overriding",
-        "stop_token_ids",
-        "end tokens of the tokenizer",
-        generation_kwargs={"stop_token_ids": [3]},
+        "logprobs",
+        "what vllm_sync_check decides",
+        generation_kwargs={"logprobs": 3},
     ),
     generation(
         "generation kwargs: unknown",

@@ -9,7 +9,7 @@ from cases import Case, option
 from trl_opsd import OPSDConfig
 
 NAN, INFINITE = float("nan"), float("inf")
-RESULT = "would change what a rollout returns"
+RESULT = "one completion of token ids for each prompt"
 
 RANGES = [
     option("beta", r"`beta=nan`: expected a number in \[0, 1\]", beta=NAN),
@@ -23,7 +23,7 @@ RANGES = [
     option("temperature", "`temperature='hot'`", temperature="hot"),
     option(
         "max_completion_length",
-        "`max_completion_length=None`: expected an integer of at least 1",
+        "`max_completion_length=None`: the room for a completion has to be known",
         max_completion_length=None,
     ),
     option("max_completion_length", "`max_completion_length=0`", max_completion_length=0),
@@ -47,15 +47,22 @@ GENERATION_KWARGS = [
         generation_kwargs={"num_return_sequences": 2},
     ),
     option("generation kwargs: number of sequences", RESULT, generation_kwargs={"n": 2}, use_vllm=True),
+    option("generation kwargs: number of sequences", RESULT, generation_kwargs={"best_of": 2}, use_vllm=True),
     option("generation kwargs: return type", RESULT, generation_kwargs={"return_dict_in_generate": True}),
-    option("generation kwargs: overriding", RESULT, generation_kwargs={"eos_token_id": 5}),
-    option("generation kwargs: overriding", "silently override `temperature`", generation_kwargs={"temperature": 0.5}),
+    option("generation kwargs: overriding", "TRL always sets it to True", generation_kwargs={"disable_compile": False}),
+    option("generation kwargs: end tokens", "expected a token id, or a list", generation_kwargs={"eos_token_id": None}),
+    option("generation kwargs: end tokens", "expected a token id, or a list", generation_kwargs={"eos_token_id": "x"}),
+    option("generation kwargs: end tokens", "expected a token id", generation_kwargs={"eos_token_id": [2, -1]}),
     option(
-        "generation kwargs: overriding",
-        "set `max_completion_length` itself",
-        generation_kwargs={"max_new_tokens": 5},
+        "generation kwargs: end tokens",
+        "expected a token id",
+        generation_kwargs={"stop_token_ids": [0.5]},
+        use_vllm=True,
     ),
-    option("generation kwargs: overriding", "TRL always sets it", generation_kwargs={"disable_compile": True}),
+    option("generation kwargs: range", "'do_sample' to False", generation_kwargs={"temperature": 0}),
+    option("generation kwargs: range", "expected a finite number above 0", generation_kwargs={"temperature": None}),
+    option("generation kwargs: range", r"`top_p=7`: expected a number in \(0, 1\]", generation_kwargs={"top_p": 7}),
+    option("generation kwargs: range", "`max_completion_length=None`: the", generation_kwargs={"max_new_tokens": None}),
     option("generation kwargs: unknown", "did you mean 'suppress_tokens'", generation_kwargs={"supress_tokens": [1]}),
 ]
 

@@ -60,6 +60,8 @@ PHRASES = (
     "generation kwargs: number of sequences",
     "generation kwargs: return type",
     "generation kwargs: overriding",
+    "generation kwargs: end tokens",
+    "generation kwargs: range",
     "generation kwargs: unknown",
     "cache_implementation",
     "vllm_mode",

@@ -15,14 +15,26 @@ WEIGHTS = torch.tensor([[1, 0, 0.5], [0, 0, 0], [0, 2, 0]])
 
 def per_token(values):
     values = torch.tensor(values, requires_grad=True)
-    return PerToken(divergence=values, student_entropy=values.detach() * 10, teacher_entropy=values.detach() * 100)
+    return PerToken(
+        divergence=values,
+        student_entropy=values.detach() * 10,
+        teacher_entropy=values.detach() * 100,
+        teacher_uniform=values > 3,
+    )
 
 
 def test_values_are_summed_over_the_tokens_of_each_row():
     parts = reduce(per_token([1.0, 2.0, 4.0]), WEIGHTS, num_items=None)
-    assert parts.ROW_NAMES == ("weight", "divergence", "student_entropy", "teacher_entropy", "tokens")
+    assert parts.ROW_NAMES == (
+        "weight",
+        "divergence",
+        "student_entropy",
+        "teacher_entropy",
+        "tokens",
+        "teacher_uniform",
+    )
     # divergences come weighted, entropies do not
-    assert parts.rows.tolist() == [[1.5, 3, 20, 200, 2], [0, 0, 0, 0, 0], [2, 4, 80, 800, 1]]
+    assert parts.rows.tolist() == [[1.5, 3, 20, 200, 2, 0], [0, 0, 0, 0, 0, 0], [2, 4, 80, 800, 1, 1]]
     assert not parts.rows.requires_grad
 
 
@@ -42,4 +54,4 @@ def test_a_micro_batch_without_tokens_has_zero_loss_and_a_gradient(num_items):
     parts.loss.backward()
     assert parts.loss.item() == 0
     assert tokens.divergence.grad.shape == (0,)
-    assert parts.rows.tolist() == [[0] * 5] * 2
+    assert parts.rows.tolist() == [[0] * 6] * 2

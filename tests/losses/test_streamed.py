@@ -259,6 +259,23 @@ class TestExtremes:
         assert_close(ours[0].divergence, oracle[0].divergence, **tolerance)
         assert_close(ours[1][0], oracle[1][0], **tolerance)
 
+    @pytest.mark.parametrize("temperature", [0.01, 1.0, 1000.0])
+    @pytest.mark.parametrize("spread", [0.0, 1e-3])
+    def test_equal_logits_of_the_teacher_are_told_from_nearly_equal_ones(self, make_pair, temperature, spread):
+        """Spread by 1e-3 over 5,000 ids, the entropy is less than 1e-6 nats from that of equal logits."""
+        student, teacher = make_pair(vocabulary=5000, rich=True)
+        head = replace(teacher.head, weight=teacher.head.weight * spread, bias=torch.full((5000,), 0.3))
+        pair = student, replace(teacher, head=head, temperature=temperature)
+        for compute in (streamed_divergence, dense_divergence):
+            assert compute(*pair, ReverseKL()).teacher_uniform.tolist() == [spread == 0] * 7
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_head_of_equal_rows_gives_equal_logits_in_any_precision(self, make_pair, dtype):
+        student, teacher = make_pair(vocabulary=5000)
+        head = replace(teacher.head, weight=teacher.head.weight[:1].expand(5000, -1).contiguous().to(dtype))
+        same = streamed_divergence(student, replace(teacher, hidden=teacher.hidden.to(dtype), head=head), ReverseKL())
+        assert same.teacher_uniform.all()
+
 
 class TestStrides:
     @pytest.mark.parametrize("vocabulary", [None, 1001])

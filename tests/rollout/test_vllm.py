@@ -114,6 +114,27 @@ def test_sampling_options_reach_vllm(make):
     assert trainer.rollout._sampling["temperature"] == 1.9
 
 
+@pytest.mark.filterwarnings("ignore:`generation_kwargs`")
+def test_generation_kwargs_override_the_options(make):
+    """Under vLLM's names; greedy, so that completions only differ in where they end."""
+    trainer = make(max_completion_length=24, generation_kwargs={"temperature": 0.0, "max_tokens": 12})
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    greedy = trainer.complete(prompts)
+    assert max(map(len, greedy)) == 12
+    end = max(greedy, key=len)[3]
+
+    ended = make(generation_kwargs={"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "stop_token_ids": [end]})
+    completions = ended.complete(prompts)
+
+    assert ended.eos_token_ids == [end]
+    assert any(end in theirs for theirs in greedy)
+    for mine, theirs in zip(completions, greedy, strict=True):
+        if end in theirs:
+            assert mine == theirs[: theirs.index(end) + 1]
+        else:  # the tokenizer's own end token is a token like any other
+            assert mine[: len(theirs)] == theirs
+
+
 def test_completions_match_the_given_pattern(make, tmp_path):
     trainer = make(vllm_structured_outputs_regex="[0-9]{3}")
 

@@ -146,7 +146,7 @@ def test_options_reach_a_server(serve, monkeypatch):
         ({"vllm_weight_sync": "adapter"}, "a server takes whole weights only: use 'auto'"),
         ({"vllm_enable_sleep_mode": True}, "does not sleep: set it to False"),
         ({"generation_kwargs": {"skip_reading_prefix_cache": True}}, "is not an option of vLLM"),
-        ({"generation_kwargs": {"max_tokens": 2}}, "what max_completion_length decides"),
+        ({"generation_kwargs": {"logprobs": 2}}, "what vllm_sync_check decides"),
         ({"generation_kwargs": {"structured_outputs": object()}}, "not JSON serializable"),
         ({"vllm_max_model_length": None}, "set `vllm_max_model_length=192`"),
     ],

@@ -16,6 +16,7 @@ from trl_opsd._compat.trl import DistillationTrainer, pad, unwrap_model_for_gene
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.special_tokens import ensure_special_tokens, known_end_tokens, placeholders
 from trl_opsd.run.precision import autocast
+from trl_opsd.run.sampling_options import end_tokens
 
 
 class Hosting(DistillationTrainer):
@@ -69,7 +70,7 @@ class Hosting(DistillationTrainer):
         rows = model_shape(self.model)[0]
         ensure_special_tokens(self._tokenizer, rows)
         self.placeholders = placeholders(self.model.config, rows)
-        self.eos_token_ids = known_end_tokens(self.eos_token_ids, rows)
+        self.eos_token_ids = end_tokens(self.args, known_end_tokens(self.eos_token_ids, rows), rows)
         of_both: dict[str, Any] = {"pad_token_id": self._tokenizer.pad_token_id, "eos_token_id": self.eos_token_ids}
         self.generation_kwargs.update(of_both)
         self.generation_config.update(**of_both)

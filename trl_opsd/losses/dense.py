@@ -29,6 +29,7 @@ def dense_divergence(
         divergence=(value_N if weights is None else weights * value_N).float(),
         student_entropy=_entropy(log_student_NV.detach()),
         teacher_entropy=_entropy(log_teacher_NV),
+        teacher_uniform=log_teacher_NV.amax(-1) == log_teacher_NV.amin(-1),
     )
 
 

@@ -34,6 +34,7 @@ def reduce(per_token: PerToken, weights: Tensor, num_items: Tensor | float | Non
         per_token.student_entropy * weights_N,
         per_token.teacher_entropy * weights_N,
         torch.ones_like(weights_N),
+        torch.zeros_like(weights_N) if per_token.teacher_uniform is None else per_token.teacher_uniform.to(weights_N),
     )
     values_BC = divergence.new_zeros(counts_BC.shape)
     return LossParts(

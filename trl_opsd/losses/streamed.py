@@ -36,6 +36,10 @@ _BLOCK_ELEMENTS_ELSEWHERE = 1 << 24
 _INFINITE = 1e7
 """Divergence in nats above which the result is infinite. Only an excluded token, whose logit is the lowest float32, can
 cause so much; no finite logits come near."""
+_ROUNDING = 1e-6
+"""Logits are taken as equal if they are this far below the largest on average, in nats: the rounding of their products.
+A model whose logits are spread by only 1e-2, as those of a tiny random one are, is beyond it up to a temperature of
+10,000."""
 
 
 def streamed_divergence(
@@ -87,11 +91,17 @@ def streamed_divergence(
     fold = _Fold(student, teacher, divergence, dtypes, chunk_tokens, vocabulary)
     inputs = (student.hidden, student.head.weight, student.head.bias)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
-        value_N, student_entropy_N, teacher_entropy_N = _Streamed.apply(*inputs, weights, fold)
+        value_N, *others = _Streamed.apply(*inputs, weights, fold)
     else:
         with torch.no_grad():
-            (value_N, student_entropy_N, teacher_entropy_N), _ = fold.run(weights, (False, False, False))
-    return PerToken(divergence=value_N, student_entropy=student_entropy_N, teacher_entropy=teacher_entropy_N)
+            (value_N, *others), _ = fold.run(weights, (False, False, False))
+    student_entropy_N, teacher_entropy_N, mean_ratio_N = others
+    return PerToken(
+        divergence=value_N,
+        student_entropy=student_entropy_N,
+        teacher_entropy=teacher_entropy_N,
+        teacher_uniform=mean_ratio_N > 1 - _ROUNDING,
+    )
 
 
 class _Streamed(torch.autograd.Function):
@@ -141,8 +151,10 @@ class _Fold:
     def run(
         self, weights_N: Tensor | None, wanted: tuple[bool, ...]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        """Divergence and both entropies, each [N], and the gradients of student hidden, weight and bias, if `wanted`.
+        """Statistics of each token, [N], and the gradients of student hidden, weight and bias, if `wanted`.
 
+        The statistics are the divergence, both entropies, and how large the teacher's probabilities are on average,
+        relative to the largest: 1 if all of its logits are equal.
         The gradients are float32; they are those of the sum of the weighted divergences.
         """
         student = _Side.of(self.student, self.dtypes[0], self.vocabulary)
@@ -161,7 +173,7 @@ class _Fold:
         if not in_place:
             gradient_GV = torch.empty(group_tokens, stride, dtype=dtype, device=device)[:, :vocabulary]
 
-        statistics = tuple(torch.empty(tokens, device=device) for _ in range(3))
+        statistics = tuple(torch.empty(tokens, device=device) for _ in range(4))
         head_rows = self.student.head.weight.size(0)
         shapes = (tokens, width), (head_rows, width), (head_rows,)
         # The first group overwrites, so zeros are needed only if there is no group, or for head rows past `vocabulary`.
@@ -188,12 +200,12 @@ class _Fold:
     def _block(
         self, student: _Side, teacher: _Side, student_RV: Tensor, teacher_RV: Tensor, weights_R: Tensor | None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Divergence and both entropies of R rows of products, and the gradient; overwrites the products."""
+        """The statistics of R rows of products, and the gradient; overwrites the products."""
         student.finish_(student_RV)
         teacher.finish_(teacher_RV)
         cap_slope_RV = student.cap_slope(student_RV)
-        log_student_RV, student_RV, student_entropy_R = _normalise_(student_RV)
-        log_teacher_RV, teacher_RV, teacher_entropy_R = _normalise_(teacher_RV)
+        log_student_RV, student_RV, student_entropy_R, _ = _normalise_(student_RV)
+        log_teacher_RV, teacher_RV, teacher_entropy_R, total_R = _normalise_(teacher_RV)
         storage = log_student_RV, log_teacher_RV, student_RV, teacher_RV
         value_R, gradient_RV = self.divergence.value_and_gradient(*storage)
         value_R.masked_fill_(value_R > _INFINITE, torch.inf)
@@ -202,7 +214,7 @@ class _Fold:
         if weights_R is not None:
             value_R.mul_(weights_R).masked_fill_(weights_R == 0, 0.0)  # 0 * inf is NaN
             gradient_RV.mul_(weights_R.unsqueeze(-1))
-        return (value_R, student_entropy_R, teacher_entropy_R), gradient_RV
+        return (value_R, student_entropy_R, teacher_entropy_R, total_R / teacher_RV.size(-1)), gradient_RV
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +281,9 @@ class _Side:
             bias_V.copy_(sum_V if rows.start == 0 else sum_V.add_(bias_V))
 
 
-def _normalise_(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns logits into log-probabilities, in place; returns these, the probabilities, and the entropy [R].
+def _normalise_(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Turns logits into log-probabilities, in place; returns these, the probabilities, the entropy [R], and the sum of
+    the probabilities relative to the largest [R].
 
     Not `torch.log_softmax`: with it the probabilities would need the exponentials a second time, and on a CPU it sums
     them sequentially, which over a vocabulary costs a digit of the gradient.
@@ -280,7 +293,7 @@ def _normalise_(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total_R1 = probs_RV.sum(-1, keepdim=True)
     logits_RV.sub_(total_R1.log())
     probs_RV.div_(total_R1)
-    return logits_RV, probs_RV, (probs_RV * logits_RV).sum(-1).neg_()
+    return logits_RV, probs_RV, (probs_RV * logits_RV).sum(-1).neg_(), total_R1.squeeze(-1)
 
 
 def _addmm_(total: Tensor, a: Tensor, b: Tensor, *, alpha: float, beta: float) -> None:

@@ -9,11 +9,9 @@ from typing import Any
 
 from trl_opsd._compat.vllm import sampling_params
 from trl_opsd.config import OPSDConfig
+from trl_opsd.run.sampling_options import ENDS
 
 _SET_HERE = {
-    "max_tokens": "max_completion_length",
-    "stop_token_ids": "the end tokens of the tokenizer and the model",
-    "ignore_eos": "the end tokens of the tokenizer and the model",
     "logprobs": "vllm_sync_check",
     "prompt_logprobs": "vllm_sync_check",
     "allowed_token_ids": "the vocabulary of the student",
@@ -70,8 +68,9 @@ def _options(args: OPSDConfig, end_ids: list[int], known: Collection[str]) -> di
 
 
 def _checked_kwargs(generation_kwargs: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """`generation_kwargs` unchanged, if the engine knows them all and the trainer sets none of them."""
-    for name, value in generation_kwargs.items():
+    """`generation_kwargs` but the end tokens, if the engine knows them all and the trainer sets none of them."""
+    others = {name: value for name, value in generation_kwargs.items() if name not in ENDS}
+    for name, value in others.items():
         shown = f"`generation_kwargs={{{name!r}: {value!r}}}`"
         if name in _SET_HERE:
             raise ValueError(f"{shown} would override what {_SET_HERE[name]} decides: remove it.")
@@ -79,4 +78,4 @@ def _checked_kwargs(generation_kwargs: dict[str, Any], known: Collection[str]) -
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "see `vllm.SamplingParams` for those it has."
             raise ValueError(f"{shown} is not an option of vLLM: {hint}")
-    return generation_kwargs
+    return others

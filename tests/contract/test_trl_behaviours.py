@@ -1,0 +1,422 @@
+"""What TRL's documentation and tests promise of its trainer holds for this one; `docs/trl.md` has the whole table."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset, DatasetDict, IterableDatasetDict
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from trl import DistillationConfig, DistillationTrainer
+
+from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
+
+
+def options(folder: Any, **given: Any) -> dict[str, Any]:
+    """One step of two rows with everything else as by default, `bf16` and gradient checkpointing included."""
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "max_steps": 1,
+        "max_completion_length": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **given,
+    }
+
+
+def logged(trainer: DistillationTrainer, name: str) -> Any:
+    return next(entry[name] for entry in trainer.state.log_history if name in entry)
+
+
+def copies(trainer: DistillationTrainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+class TestTinyModels:
+    """151,669 ids and 8 hidden units: an entropy within 1e-4 nats of that of equal logits."""
+
+    @pytest.mark.parametrize("rows", ["text", "messages"])
+    def test_every_weight_of_a_tiny_student_is_trained(self, hub, tmp_path, rows):
+        prompts = tiny.PROMPTS if rows == "text" else [[{"role": "user", "content": text}] for text in tiny.PROMPTS]
+        trainer = OPSDTrainer(
+            model=hub["tiny"],
+            teacher_model=hub["wider"],
+            args=OPSDConfig(**options(tmp_path, learning_rate=0.1)),
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+        )
+        before = copies(trainer)
+        trainer.train()
+        still = [name for name, parameter in trainer.model.named_parameters() if parameter.equal(before[name])]
+        assert not still
+        assert logged(trainer, "entropy") == pytest.approx(11.93, abs=0.01)
+
+    @pytest.mark.parametrize("temperature", [1.0, 20.0])
+    def test_a_tiny_teacher_is_not_taken_for_one_without_an_opinion(self, hub, tmp_path, temperature):
+        trainer = OPSDTrainer(
+            model=hub["wider"],
+            teacher_model=hub["tiny"],
+            args=OPSDConfig(**options(tmp_path, temperature=temperature)),
+            train_dataset=tiny.rows(),
+        )
+        trainer.train()
+        assert logged(trainer, "entropy/teacher") > 11.9294, "as high as that of the one in the next test, to 1e-4"
+        assert logged(trainer, "grad_norm") > 0
+
+    @pytest.mark.parametrize("temperature", [1.0, 20.0])
+    def test_a_teacher_without_a_head_is_refused(self, hub, tmp_path, temperature):
+        trainer = OPSDTrainer(
+            model=hub["wider"],
+            teacher_model=hub["tiny"],
+            args=OPSDConfig(**options(tmp_path, temperature=temperature)),
+            train_dataset=tiny.rows(),
+        )
+        with torch.no_grad():
+            trainer.teacher.model.lm_head.weight.zero_()
+        with pytest.raises(ValueError, match="gives all 151669 tokens the same probability, its logits are equal"):
+            trainer.train()
+
+    def test_a_loss_is_that_of_trl_on_the_full_logits(self, hub, tmp_path):
+        trainers = [
+            cls(
+                model=hub["tiny"],
+                teacher_model=hub["wider"],
+                args=config(**options(tmp_path, beta=0.25, bf16=False)),
+                train_dataset=tiny.rows(2),
+                **more,
+            )
+            for cls, config, more in (
+                (DistillationTrainer, DistillationConfig, {}),
+                (OPSDTrainer, OPSDConfig, {"rollout": HFRollout()}),
+            )
+        ]
+        theirs, ours = [(one.train(), logged(one, "loss"))[1] for one in trainers]
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+class TestTeachingItself:
+    """Student and teacher of the same weights and dtype agree, also with `bf16=True` as by default."""
+
+    def trained(self, student: Any, teacher: Any, folder: Any, **given: Any) -> OPSDTrainer:
+        peft_config = given.pop("peft_config", None)
+        rows = tiny.rows()
+        if "teacher_model_kind" in given:
+            rows = rows.add_column("teacher_prompt", rows["prompt"])
+        trainer = OPSDTrainer(
+            model=student,
+            teacher_model=teacher,
+            args=OPSDConfig(**options(folder, **given)),
+            train_dataset=rows,
+            processing_class=tiny.tokenizer(),
+            peft_config=peft_config,
+        )
+        assert trainer.args.bf16
+        trainer.train()
+        return trainer
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize("make", [tiny.qwen2, tiny.gemma2], ids=["qwen2", "gemma2"])
+    def test_an_equal_teacher_moves_nothing(self, tmp_path, dtype, make):
+        trainer = self.trained(make().to(dtype), make().to(dtype), tmp_path)
+        assert logged(trainer, "grad_norm") == 0
+
+    @pytest.mark.parametrize("kind", ["base", "ema", "live"])
+    @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+    def test_a_self_teacher_without_privilege_moves_nothing(self, tmp_path, kind, lora):
+        peft_config = LoraConfig(r=4, target_modules="all-linear") if lora else None
+        trainer = self.trained(tiny.qwen2(), None, tmp_path, teacher_model_kind=kind, peft_config=peft_config)
+        assert logged(trainer, "grad_norm") == 0
+
+    def test_a_teacher_in_lower_precision_moves_it_no_more_than_in_trl(self, tmp_path):
+        """TRL loads the student in float32 and the teacher as it was saved, so rounding remains."""
+        tiny.qwen2().to(torch.bfloat16).save_pretrained(tmp_path / "saved")
+        norms = []
+        for cls, config in ((DistillationTrainer, DistillationConfig), (OPSDTrainer, OPSDConfig)):
+            trainer = cls(
+                model=str(tmp_path / "saved"),
+                teacher_model=str(tmp_path / "saved"),
+                args=config(**options(tmp_path)),
+                train_dataset=tiny.rows(),
+                processing_class=tiny.tokenizer(),
+            )
+            assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+            assert {parameter.dtype for parameter in trainer.teacher_model.parameters()} == {torch.bfloat16}
+            trainer.train()
+            norms.append(logged(trainer, "grad_norm"))
+        theirs, ours = norms
+        assert 0 < ours < 2 * theirs
+
+
+class TestGenerationKwargs:
+    """They have the last word on generation, and on nothing else."""
+
+    @pytest.fixture
+    def written(self, make_trainer):
+        def write(**given: Any) -> tuple[OPSDTrainer, list[list[int]]]:
+            trainer = make_trainer(model=tiny.qwen2(), rollout=HFRollout(), **given)
+            return trainer, trainer.complete(trainer.tokenize(tiny.PROMPTS))
+
+        return write
+
+    @pytest.mark.parametrize(
+        ("name", "value", "option"),
+        [
+            ("top_k", 3, "top_k"),
+            ("top_p", 0.2, "top_p"),
+            ("min_p", 0.4, "min_p"),
+            ("repetition_penalty", 3.0, "repetition_penalty"),
+            ("max_new_tokens", 5, "max_completion_length"),
+            ("max_tokens", 5, "max_completion_length"),
+            ("cache_implementation", "static", "cache_implementation"),
+        ],
+    )
+    def test_an_option_among_them_is_that_option(self, written, name, value, option):
+        with pytest.warns(UserWarning, match=f"`generation_kwargs`: `{name}={value!r}` replaces `{option}="):
+            trainer, completions = written(generation_kwargs={name: value})
+        expected, theirs = written(**{option: value})
+        assert completions == theirs
+        assert getattr(trainer.args, option) == value
+        assert trainer.args.generation_kwargs is None
+        assert trainer.generation_config.to_dict() == expected.generation_config.to_dict()
+        assert trainer.limits == expected.limits
+        assert trainer._fingerprint() == expected._fingerprint(), "the same run in other words"
+
+    def test_several_give_one_warning(self, tmp_path):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            args = tiny.config(tmp_path, generation_kwargs={"top_k": 3, "max_new_tokens": 5, "do_sample": False})
+        assert [str(one.message) for one in found] == [
+            "`generation_kwargs`: `top_k=3` replaces `top_k=0`; `max_new_tokens=5` replaces `max_completion_length=24`."
+        ]
+        assert args.generation_kwargs == {"do_sample": False}
+
+    def test_what_says_the_same_as_the_options_is_no_reason_to_warn(self, tmp_path):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            same = {"top_k": 7, "temperature": 0.5, "num_return_sequences": 1, "n": 1, "disable_compile": True}
+            args = tiny.config(tmp_path, top_k=7, temperature=0.5, generation_kwargs=same)
+        assert args.generation_kwargs == {"temperature": 0.5}
+
+    def test_a_temperature_among_them_is_that_of_generation_alone(self, written):
+        with pytest.warns(UserWarning, match=r"sampled at temperature 1e-05, the loss keeps `temperature=2\.0`"):
+            trainer, cold = written(temperature=2.0, generation_kwargs={"temperature": 1e-5})
+        _, greedy = written(generation_kwargs={"do_sample": False})
+        assert cold == greedy
+        assert trainer.temperature == trainer.args.temperature == 2.0
+        other, hot = written(temperature=2.0)
+        assert hot != greedy
+        assert trainer._fingerprint() != other._fingerprint(), "a resumed run has to sample alike"
+
+    def test_the_loss_keeps_its_temperature(self, make_trainer):
+        losses = []
+        for given in ({}, {"generation_kwargs": {"temperature": 0.7}}, {"temperature": 0.7}):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                trainer = make_trainer(max_steps=1, **given)  # the completions are fixed
+            trainer.train()
+            losses.append(logged(trainer, "loss"))
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+        assert losses[2] != pytest.approx(losses[0], rel=1e-2)
+
+    @pytest.mark.parametrize("ends", [100, [100, 101]])
+    def test_an_end_token_among_them_ends_completions(self, written, ends):
+        listed = [ends] if isinstance(ends, int) else ends
+        student_ends = {"generation_kwargs": {"eos_token_id": ends}, "max_completion_length": 200}
+        trainer, completions = written(**student_ends)
+        assert trainer.eos_token_ids == trainer.generation_config.eos_token_id == listed
+        assert any(completion[-1] in listed for completion in completions)
+        assert all(token not in listed for completion in completions for token in completion[:-1])
+        assert any(2 in completion for completion in completions), "the tokenizer's own is a token as any other"
+
+    def test_completions_cut_at_it_count_as_ended(self, make_trainer):
+        words = tiny.tokenizer()
+        prompts = words(tiny.PROMPTS)["input_ids"]
+        replay = FixedRollout({tuple(prompt): [50, 60, 100, 70] for prompt in prompts})
+        trainer = make_trainer(rollout=replay, generation_kwargs={"eos_token_id": 100}, max_steps=1)
+        trainer.train()
+        assert logged(trainer, "completions/mean_length") == 3
+        assert logged(trainer, "completions/clipped_ratio") == 0
+
+    @pytest.mark.parametrize(("name", "value"), [("max_length", 30), ("pad_token_id", 1)])
+    def test_what_changes_no_completion_is_said(self, written, name, value):
+        with pytest.warns(UserWarning, match=f"`{name}` has no effect"):
+            trainer, completions = written(generation_kwargs={name: value})
+        assert completions == written()[1]
+        assert trainer.args.generation_kwargs is None
+
+    def test_an_end_token_outside_the_vocabulary_is_refused(self, make_trainer):
+        with pytest.raises(ValueError, match=r"could end with \[259\], the student knows 259 ids"):
+            make_trainer(generation_kwargs={"eos_token_id": [2, 259]})
+
+    def test_it_is_fewer_tokens_that_leave_room_for_a_longer_prompt(self, make_trainer):
+        """The context has 256 tokens."""
+        long = Dataset.from_dict({"prompt": ["x" * 240] * 4})
+        with pytest.raises(ValueError, match="240 tokens; with a completion of 24"):
+            make_trainer(train_dataset=long)
+        with pytest.warns(UserWarning, match="replaces"):
+            trainer = make_trainer(train_dataset=long, generation_kwargs={"max_new_tokens": 8})
+        assert trainer.limits.completion == 8
+
+
+class TestDatasets:
+    KINDS = ("dataset", "stream", "DatasetDict", "IterableDatasetDict", "dict", "dict of streams")
+
+    def rows_of(self, kind: str) -> Any:
+        rows: Any = tiny.rows(4)
+        if "tream" in kind or "Iterable" in kind:
+            rows = rows.to_iterable_dataset()
+        if "ict" in kind:
+            wrap = {"DatasetDict": DatasetDict, "IterableDatasetDict": IterableDatasetDict}.get(kind, dict)
+            rows = wrap({"one": rows, "two": rows})
+        return rows
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_every_kind_can_be_evaluated_on(self, make_trainer, kind):
+        rows = self.rows_of(kind)
+        trainer = make_trainer(eval_dataset=rows)
+        assert trainer.eval_dataset is rows or set(trainer.eval_dataset) == {"one", "two"}
+        of_its_own, given = trainer.evaluate(), make_trainer().evaluate(eval_dataset=self.rows_of(kind))
+        names = ["eval_one_loss", "eval_two_loss"] if "ict" in kind else ["eval_loss"]
+        assert [of_its_own[name] for name in names] == pytest.approx([given[name] for name in names], rel=1e-5)
+        assert min(given[name] for name in names) > 0
+
+    def test_a_stream_is_read_by_one_worker_and_sharded_by_each_process(self, make_trainer):
+        trainer = make_trainer(train_dataset=tiny.rows().to_iterable_dataset(), dataloader_num_workers=2)
+        assert trainer.args.dataloader_num_workers == 0
+        assert trainer.args.accelerator_config.dispatch_batches is False
+
+    def test_a_stream_to_evaluate_on_leaves_the_workers_of_training(self, make_trainer):
+        trainer = make_trainer(eval_dataset=tiny.rows().to_iterable_dataset(), dataloader_num_workers=2)
+        workers = trainer.get_train_dataloader().num_workers, trainer.get_eval_dataloader().num_workers
+        assert (*workers, trainer.args.dataloader_num_workers) == (2, 0, 2)
+
+
+class TestAdapters:
+    CONFIG = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+
+    def test_a_seed_decides_the_adapter(self, make_trainer):
+        made = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            trainer = make_trainer(peft_config=self.CONFIG)
+            made.append(torch.cat([p.flatten() for name, p in trainer.model.named_parameters() if "lora_A" in name]))
+        assert made[0].numel()
+        assert made[0].equal(made[1])
+
+    @pytest.mark.parametrize("wrapped", [False, True], ids=["config", "PeftModel"])
+    def test_only_the_adapter_is_trained(self, make_trainer, wrapped):
+        student = tiny.qwen2()
+        given = {"model": get_peft_model(student, self.CONFIG)} if wrapped else {"peft_config": self.CONFIG}
+        trainer = make_trainer(**{"model": student, **given}, learning_rate=0.1)
+        before = copies(trainer)
+        trainer.train()
+        moved = {name for name, parameter in trainer.model.named_parameters() if not parameter.equal(before[name])}
+        assert moved == {name for name in before if "lora_" in name}
+
+    def test_a_head_trained_in_full_is_allowed(self, make_trainer):
+        config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        trainer = make_trainer(peft_config=config, learning_rate=0.1)
+        before = copies(trainer)
+        trainer.train()
+        head = next(name for name in before if "lm_head.modules_to_save" in name)
+        assert not dict(trainer.model.named_parameters())[head].equal(before[head])
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            (LoraConfig(r=4, target_modules=["q_proj", "lm_head"]), "lm_head"),
+            (PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "Prompt-learning"),
+        ],
+        ids=["head", "prefix"],
+    )
+    def test_what_the_loss_would_not_see_is_refused(self, make_trainer, config, message):
+        with pytest.raises(ValueError, match=message):
+            make_trainer(peft_config=config)
+
+
+def test_options_for_loading_a_teacher_that_is_loaded_are_refused(make_trainer):
+    with pytest.raises(ValueError, match="teacher_model_init_kwargs"):
+        make_trainer(teacher_model_init_kwargs={"dtype": "float32"})
+
+
+def test_accumulated_gradients_are_those_of_one_batch(make_trainer):
+    losses = [
+        logged(trainer, "loss")
+        for rows, steps in ((4, 1), (1, 4))
+        for trainer in [make_trainer(per_device_train_batch_size=rows, gradient_accumulation_steps=steps, max_steps=1)]
+        if trainer.train()
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_tokenizer_without_padding_token_pads_with_its_end_token_and_the_model_agrees(make_trainer):
+    words = tiny.tokenizer()
+    words.pad_token = None
+    student = tiny.qwen2(pad_token_id=None)
+    trainer = make_trainer(model=student, processing_class=words, rollout=FixedRollout(tiny.recorded(tiny.tokenizer())))
+    pads = trainer.processing_class.pad_token_id, student.config.pad_token_id, student.generation_config.pad_token_id
+    assert pads == (2, 2, 2)
+
+
+def test_a_teacher_given_in_memory_stays_as_it_is(hub, tmp_path):
+    teacher = AutoModelForCausalLM.from_pretrained(hub["wider"], dtype=torch.float32)
+    before = [parameter.clone() for parameter in teacher.parameters()]
+    trainer = OPSDTrainer(
+        model=hub["tiny"], teacher_model=teacher, args=OPSDConfig(**options(tmp_path)), train_dataset=tiny.rows()
+    )
+    trainer.train()
+    assert all(now.equal(then) for now, then in zip(teacher.parameters(), before, strict=True))
+
+
+class TestSolutions:
+    """`trl.experimental` had a draft of a trainer for self-distillation, whose rows have a `solution`."""
+
+    ROWS = Dataset.from_dict({"prompt": tiny.PROMPTS, "solution": [f"hint {number}" for number in range(8)]})
+
+    @pytest.fixture
+    def make(self, make_trainer):
+        def make(**given: Any) -> OPSDTrainer:
+            given = {"teacher_model": None, "teacher_model_kind": "base", "train_dataset": self.ROWS, **given}
+            return make_trainer(max_steps=1, **given)
+
+        return make
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("template", ["{prompt}\n\n{solution}", "{prompt}\n\n{privileged_context}"])
+    def test_a_teacher_with_nothing_else_to_read_reads_the_solution(self, make, stream, template):
+        rows, ours = self.ROWS, self.ROWS.rename_column("solution", "privileged_context")
+        if stream:
+            rows, ours = rows.to_iterable_dataset(), ours.to_iterable_dataset()
+        same = make(train_dataset=ours)
+        trainer = make(train_dataset=rows, teacher_prompt_template=template, eval_dataset={"some": rows})
+        for one in (same, trainer):
+            one.train()
+        assert logged(trainer, "loss") == pytest.approx(logged(same, "loss"), rel=1e-5)
+        assert trainer._fingerprint() == same._fingerprint()
+        theirs = same.evaluate(eval_dataset=ours)["eval_loss"]
+        assert theirs > 0.01
+        assert trainer.evaluate(eval_dataset=rows)["eval_loss"] == pytest.approx(theirs, rel=1e-5)
+        assert trainer.evaluate()["eval_some_loss"] == pytest.approx(theirs, rel=1e-5)
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"teacher_model": tiny.qwen2(48, seed=1), "teacher_model_kind": None},
+            {"teacher_prompt_fn": lambda row, completion: row["prompt"]},
+        ],
+        ids=["another model", "a function"],
+    )
+    def test_a_column_that_nobody_needs_is_left_alone(self, make, given):
+        trainer = make(**given)
+        assert trainer.train_dataset is self.ROWS
+
+    def test_a_column_beside_one_of_ours_is_left_alone(self, make):
+        rows = self.ROWS.add_column("privileged_context", ["other"] * 8)
+        assert make(train_dataset=rows).train_dataset is rows
