@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -62,6 +63,17 @@ def test_a_bf16_step_is_in_bfloat16_in_every_phase(run):
     benchmark, found = run("bf16", *shape, "--repeats", 1, "--device", "cpu")
     assert found["dtypes"] == {phase: ["bfloat16"] for phase in ("teach", "student", "loss", "backward")}
     assert "teach" in benchmark.table(found)
+
+
+def test_construction_counts_the_rows_that_had_to_be_tokenized(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    benchmark = importlib.import_module("construction")
+    path = benchmark.make_dataset(1500, 20, True, str(tmp_path))
+    found = {name: benchmark.build(name, path, 512) for name in benchmark.PROGRAMS}
+    assert {name: one["rows"] for name, one in found.items()} == {"trl": 1500, "ours": 1500, "again": 1500}
+    assert found["ours"]["counted"] > 1400 > 10 > found["again"]["counted"]
+    assert "again" in benchmark.table([{"program": name, "processes": 1, **one} for name, one in found.items()])
 
 
 @pytest.mark.vllm
