@@ -25,11 +25,12 @@ FLOORS = {
     "loop": 6,
     "teacher": 6,
     "rollout": 6,
-    "arguments": 7,
     "banner": 7,
     "fingerprint": 7,
-    "trainer": 8,
-    "__init__": 10,
+    "arguments": 8,
+    "teaching": 9,
+    "trainer": 10,
+    "__init__": 11,
 }
 """A file imports its own package and lower floors only. The key is the file, or the folder it lies in."""
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -11,31 +10,20 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import is_fsdp_enabled
 
-from trl_opsd import arguments, fingerprint
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
+from trl_opsd.arguments.prepared import prepared
 from trl_opsd.banner import Banner, Described
-from trl_opsd.config import OPSDConfig, check_divergence, checked_args
-from trl_opsd.data.admission import Rows
-from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name, columns_of, describe_rows
-from trl_opsd.data.intake import Request
-from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
-from trl_opsd.data.readers import Reader, Readers
-from trl_opsd.data.solutions import solutions_as_context
-from trl_opsd.data.teacher_prompts import COLUMNS, Row
-from trl_opsd.data.vocabulary import shared_vocabulary
-from trl_opsd.loop.footprint import footprint
-from trl_opsd.loop.seams import SeamTrainer
+from trl_opsd.config import OPSDConfig, check_divergence
+from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.head import whole_head
 from trl_opsd.models.model_checks import check_student, check_trainable
-from trl_opsd.models.padding import PADDED
 from trl_opsd.models.proofs import prove_student
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
@@ -43,22 +31,20 @@ from trl_opsd.rollout.returned import checked_completions
 from trl_opsd.run.agreement import agree
 from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import explained_argument
-from trl_opsd.run.given import check_given
 from trl_opsd.run.memory import explained
-from trl_opsd.run.precision import autocast, warn_of_lost_updates
+from trl_opsd.run.precision import warn_of_lost_updates
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.run.strict_names import StrictNames
 from trl_opsd.run.uniform import check_not_uniform
-from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.comparison import compared
 from trl_opsd.teacher.teacher_checks import TeacherLike
-from trl_opsd.teacher.teachers import Teachers
+from trl_opsd.teaching import Teaching
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 logger = get_logger(__name__)
 
 
-class OPSDTrainer(StrictNames, SeamTrainer):
+class OPSDTrainer(StrictNames, Teaching):
     """Trainer for on-policy distillation: the student writes completions, a frozen teacher scores each token, and the
     student moves toward the teacher's next-token distribution.
 
@@ -137,13 +123,6 @@ class OPSDTrainer(StrictNames, SeamTrainer):
     ```
     """
 
-    row_columns = COLUMNS
-    hidden_columns = IMAGE_COLUMNS  # TRL would treat them as images even when they are empty
-    args: OPSDConfig
-    teachers: Teachers
-    train_dataset: AnyDataset | None
-    eval_dataset: EvalDatasets
-
     def __init__(
         self,
         model: Any,
@@ -164,7 +143,7 @@ class OPSDTrainer(StrictNames, SeamTrainer):
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
     ) -> None:
         share_tracebacks()
-        check_given(
+        given = prepared(
             model=model,
             teacher_model=teacher_model,
             args=args,
@@ -177,34 +156,17 @@ class OPSDTrainer(StrictNames, SeamTrainer):
             peft_config=peft_config,
             tools=tools,
             rollout=rollout,
+            divergence=divergence,
             teacher_processing_class=teacher_processing_class,
+            teacher_prompt_fn=teacher_prompt_fn,
+            row_columns=self.row_columns,
         )
-        args = checked_args(args, model, divergence)
-        fingerprint.check_accepted(args.resume_with_changes)
-        arguments.check_that_it_learns(args, train_dataset, optimizers)
-        own_rollout = rollout is not None
-        rollout = chosen_rollout(rollout, args)
-        self._reads_solutions = arguments.needs_privilege(model, args, teacher_prompt_fn)
-        if self._reads_solutions:  # without them, there would be nothing that only the teacher sees
-            train_dataset, eval_dataset = solutions_as_context(train_dataset), solutions_as_context(eval_dataset)
-        given = arguments.prepared(
-            model,
-            teacher_model,
-            args,
-            {"train_dataset": train_dataset, **by_name(eval_dataset)},
-            processing_class,
-            teacher_processing_class,
-            teacher_prompt_fn,
-            self.row_columns,
-            quantization_config,
-        )
-        arguments.warn_of_options(args, given.models, own_rollout, optimizers, tools)
-
+        rollout = chosen_rollout(rollout, given.args)
         super().__init__(
             model=model,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
+            args=given.args,
+            train_dataset=given.train_dataset,
+            eval_dataset=given.eval_dataset,
             processing_class=given.tokenizer,
             processor=given.processor,
             callbacks=callbacks,
@@ -213,32 +175,19 @@ class OPSDTrainer(StrictNames, SeamTrainer):
             peft_config=peft_config,
             tools=tools,
         )
-        check_student(self.model, args)
+        check_student(self.model, self.args)
         if train_dataset is not None:
             check_trainable(self.model, optimizers)
-            warn_of_lost_updates(self.model, self.accelerator, args.learning_rate, self.optimizer)
+            warn_of_lost_updates(self.model, self.accelerator, self.args.learning_rate, self.optimizer)
         self.use_special_tokens()
-        self._identity = fingerprint.Identity(args, self.model, self.handed_in, self.optimizer)
-        self.divergence = args.divergence if divergence is None else divergence
-        self.show_progress = self.accelerator.is_main_process and not args.disable_tqdm
-        self._student_is_proved, self.reading, self._has_compared = False, PADDED, False
-        self.dropped_prompts: Counter[str] = Counter()
+        self.divergence = self.args.divergence if divergence is None else divergence
+        self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
+        self._student_is_proved, self._has_compared = False, False
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
             if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
                 self._prove()
-            self.readers = Readers(
-                intake=given.intake,
-                tokenize=self.tokenize,
-                template=args.teacher_template_kwargs,
-                tokenizer=self.processing_class,
-                settings=(self.chat_template_kwargs, [tool.__name__ for tool in self.tools or ()]),
-                student_limits=arguments.student_limits(self.model, args),
-            )
-            rows = self._admit_datasets(given.rows, self.readers.student)
-            self._student_readers = self.readers
-            self._set_up_teachers(given.models)
-            self._admit_for_teachers(rows)
+            self.set_up_teaching(given)
         self.rollout = rollout
         with explained("start", partial(self.footprint, "start")):
             rollout.bind(self)
@@ -250,76 +199,9 @@ class OPSDTrainer(StrictNames, SeamTrainer):
         """What an argument of another trainer is called here, or the closest name."""
         return explained_argument(name, known, [one.name for one in fields(OPSDConfig)])
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """As TRL's; a dataset that was not there at construction may have other names for its columns."""
-        return super().get_eval_dataloader(
-            solutions_as_context(eval_dataset) if self._reads_solutions else eval_dataset
-        )
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """As [`get_eval_dataloader`], for `predict`."""
-        return super().get_test_dataloader(
-            solutions_as_context(test_dataset) if self._reads_solutions else test_dataset
-        )
-
     def _prove(self) -> None:
         self.reading = prove_student(self.model, self.in_student, self.args, self.accelerator)
         self._student_is_proved = True
-
-    def _set_up_teachers(self, models: Mapping[str, Any]) -> None:
-        with autocast(self.accelerator):
-            self.teachers = build_teachers(
-                models,
-                self.model,
-                self.in_student,
-                lambda: self.reading,
-                self.args,
-                self.accelerator.device,
-                handed_in=self.handed_in,
-                progress=self.show_progress,
-            )
-        self.teacher = self.teachers.only
-        self._identity.set_teachers(self.teachers)
-        if self.teachers.average is not None:
-            self.add_callback(self.teachers.average)
-        # Known only once they are built: their vocabularies and contexts.
-        self._vocabulary = shared_vocabulary(self.limits.vocabulary, self.teachers.vocabularies, self.processing_class)
-        self.readers = self.readers.with_teachers(self._vocabulary, self.teachers.contexts)
-
-    def replace_teacher(self, teacher_model: Any) -> None:
-        arguments.check_other_teacher(teacher_model, self.model, self.args, self.processing_class, tuple(self.teachers))
-        if self._buffered_inputs is not None:
-            raise ValueError(
-                "`trainer.teacher_model` was assigned within an optimizer step: do it before or after one."
-            )
-        before = dict(vars(self))
-        try:
-            with preserved_rng(self.accelerator.device):
-                self.readers = self._student_readers
-                self._set_up_teachers({"teacher": teacher_model})
-                datasets = {"train_dataset": self.train_dataset, **by_name(self.eval_dataset)}
-                self._admit_for_teachers(arguments.surveyed(datasets, self.args))
-        except BaseException:
-            self.__dict__.update(before)
-            raise
-
-    def _admit_for_teachers(self, rows: dict[str, Rows]) -> None:
-        self._admit_datasets(rows, self.readers.teacher)
-        self.readers = self.readers.bounded_by_teacher(columns_of(self.train_dataset) or ())
-
-    def _admit_datasets(self, rows: dict[str, Rows], reader: Reader) -> dict[str, Rows]:
-        dropped = self.dropped_prompts if self.args.overlong_prompts == "drop" else None
-        rows = admit_all(rows, reader, dropped)
-        datasets = {name: one.dataset for name, one in rows.items()}
-        self.train_dataset = datasets.get("train_dataset")
-        if isinstance(self.eval_dataset, dict):
-            names = zip(self.eval_dataset, by_name(self.eval_dataset), strict=True)
-            self.eval_dataset = {name: datasets.get(where) for name, where in names}
-        else:
-            self.eval_dataset = datasets.get("eval_dataset")
-        if self.train_dataset is not None:
-            arguments.check_train_size(self.train_dataset, self.args)
-        return rows
 
     # ---- The verbs ----------------------------------------------------------------------------------------------
 
@@ -327,14 +209,6 @@ class OPSDTrainer(StrictNames, SeamTrainer):
         if not self._student_is_proved:
             self._prove()
         return checked_completions(self.rollout, self, prompt_ids)
-
-    def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
-        requests = self.readers.read_batch(rows)
-        decode = self.processing_class.batch_decode
-        prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
-        if prompts is not None:  # the same completions, token by token, after the teacher's prompts
-            rollout = rollout.after(self.pad_prompts(prompts))
-        return self.teachers.targets(rollout, [request.teacher for request in requests])
 
     def compare(
         self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
@@ -356,22 +230,6 @@ class OPSDTrainer(StrictNames, SeamTrainer):
 
     # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------
 
-    def read_rows(self, rows: Sequence[Row]) -> list[Request]:
-        return self.readers.read_batch(rows)
-
-    def rows_of(self, rollout: Rollout) -> list[Row]:
-        if len(self.teachers) > 1 or not self.readers.are_alike(columns_of(self.train_dataset) or ()):
-            raise ValueError(
-                "`compute_loss` was given a batch that no teacher has read, without its dataset rows, but what the "
-                "teacher reads depends on those: pass what `trainer._generate_and_score_completions(rows)` returns, or "
-                "put them into the batch, aligned with it, as `batch['rows']`."
-            )
-        texts = self.processing_class.batch_decode(rollout.prompt_lists())
-        return [{"prompt": text} for text in texts]
-
-    def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
-        self.readers.check_batch(prompt_ids)
-
     def check_sums(self, sums: dict[str, float]) -> None:
         check_not_uniform(sums, self.limits.vocabulary)
         if not self._has_compared and agree(sums):
@@ -390,9 +248,6 @@ class OPSDTrainer(StrictNames, SeamTrainer):
             trainer=self, teachers=self.teachers, rollout=self.rollout, divergence=self.divergence, readers=self.readers
         )
 
-    def footprint(self, phase: str) -> dict[str, int]:
-        return footprint(self, phase, self.teachers.models, self.teachers.heads)
-
     @property
     def divergence(self) -> Divergence:
         """What `compare` minimises. May be set, also by name; `None` is the one that TRL's `beta` selects."""
@@ -402,25 +257,3 @@ class OPSDTrainer(StrictNames, SeamTrainer):
     def divergence(self, divergence: Divergence | str | None) -> None:
         check_divergence(divergence)
         self._divergence = divergence_of(divergence, self.args.beta)
-
-    @property
-    def limits(self) -> PromptLimits:
-        """Limits on the student's prompts and completions: vocabulary and context."""
-        return self.readers.student_limits
-
-    def check_state(self, folder: str) -> None:
-        fingerprint.check(folder, self._fingerprint(), self.args.resume_with_changes or ())
-
-    def save_own_state(self, folder: str) -> None:
-        self.teachers.check()
-        if self.args.should_save:
-            fingerprint.write(folder, self._fingerprint())
-            self.teachers.save(folder)
-
-    def load_own_state(self, folder: str) -> None:
-        self.teachers.load(folder)
-
-    def _fingerprint(self) -> fingerprint.Fingerprint:
-        columns = None if self.readers.intake.prompts.prompt_fn else self.row_columns  # a function may read any column
-        rows = partial(describe_rows, self.train_dataset, columns)
-        return self._identity.now(self.divergence, rows, self.tools or (), self.processing_class.chat_template)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from transformers.trainer_utils import PredictionOutput
 
 from trl_opsd._compat.trl import DistillationTrainer
+from trl_opsd.data.solutions import solutions_as_context
 from trl_opsd.run.accounts import Accounts
 from trl_opsd.run.rng import preserved_rng
 
@@ -24,6 +25,7 @@ __all__ = ["NO_TOKEN", "SEAMS", "Evaluations"]
 SEAMS: dict[str, tuple[str, ...]] = {
     "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
     "predict": ("self", "test_dataset", "ignore_keys", "metric_key_prefix"),
+    "get_eval_dataloader": ("self", "eval_dataset"),
     "get_test_dataloader": ("self", "test_dataset"),
 }
 """Overridden methods of TRL's trainer, with their parameters; a test compares them with the installed ones."""
@@ -35,6 +37,8 @@ NO_TOKEN = -100
 class Evaluations(DistillationTrainer):
     """A trainer whose evaluations can be compared with each other, and whose predictions are completions."""
 
+    reads_solutions: bool = False
+    """Whether a column `solution` of a dataset is what only the teacher reads."""
     _accounts: dict[str, Accounts]
     _written: Tensor | None = None
     """[B, C], completions of the last batch of an evaluation, padded with -100."""
@@ -67,10 +71,14 @@ class Evaluations(DistillationTrainer):
             )
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As TRL's; a dataset that was not there at construction may have another name for its column."""
+        return super().get_eval_dataloader(solutions_as_context(eval_dataset) if self.reads_solutions else eval_dataset)
+
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As transformers', but in the order of the rows; TRL shuffles what it evaluates."""
         return self._get_dataloader(
-            dataset=test_dataset,
+            dataset=solutions_as_context(test_dataset) if self.reads_solutions else test_dataset,
             description="test",
             batch_size=self.args.eval_batch_size,
             sampler_fn=SequentialSampler,

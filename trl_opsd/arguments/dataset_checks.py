@@ -1,0 +1,140 @@
+"""Checks the datasets a user passes: their types, columns and sizes, and the shapes of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from trl_opsd._compat.peft import is_peft
+from trl_opsd.config import OPSDConfig
+from trl_opsd.data.admission import Rows
+from trl_opsd.data.datasets import AnyDataset, columns_of
+from trl_opsd.data.prompts import IMAGE_COLUMNS, check_columns, refuse_images
+from trl_opsd.data.survey import has_values
+from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED
+
+
+def surveyed(
+    datasets: Mapping[str, AnyDataset | None], args: OPSDConfig, names_teachers: bool = False
+) -> dict[str, Rows]:
+    """The datasets that are there, each with the shapes and sizes of its rows.
+
+    Args:
+        datasets (`Mapping`):
+            By their names in messages.
+        args ([`OPSDConfig`]):
+            Says whether to show progress bars.
+        names_teachers (`bool`, *optional*, defaults to `False`):
+            Whether each row names its teacher, and so is of another shape than a row of another teacher.
+    """
+    columns = [name for name in COLUMNS if names_teachers or name != "teacher"]
+    progress = args.process_index == 0 and not args.disable_tqdm
+    return {name: Rows.of(one, name, columns, progress) for name, one in datasets.items() if one is not None}
+
+
+def check_datasets(
+    datasets: Mapping[str, AnyDataset | None],
+    args: OPSDConfig,
+    teachers: Collection[str] = (),
+    optional: Collection[str] = (),
+    needs_privilege: bool = False,
+) -> None:
+    """Checks types, columns and sizes; the rows are read later, when the tokenizer is loaded.
+
+    Args:
+        datasets (`Mapping`):
+            By their names in messages.
+        args ([`OPSDConfig`]):
+            Determines the rows of a batch.
+        teachers (`Collection[str]`, *optional*):
+            Names of the teachers, when there are several.
+        optional (`Collection[str]`, *optional*):
+            Columns of which a misspelt one is refused.
+        needs_privilege (`bool`, *optional*, defaults to `False`):
+            Whether the columns must contain context for the teacher that the student does not see.
+
+    Raises:
+        ValueError: A dataset is missing, empty or too small, or lacks a column.
+        TypeError: A value is not a dataset.
+    """
+    if datasets.keys() == {"train_dataset", "eval_dataset"} and not any(one is not None for one in datasets.values()):
+        raise ValueError("`train_dataset` is None: pass a dataset with a column 'prompt'.")
+    for where, dataset in datasets.items():
+        if dataset is None:
+            continue
+        if not isinstance(dataset, Dataset | IterableDataset):
+            raise TypeError(f"`{where}` is {_what_to_pass(dataset, where)}.")
+        columns = columns_of(dataset)
+        check_columns(columns, where, teachers, optional)
+        _check_stored_images(dataset, where)
+        if needs_privilege and columns is not None and not set(PRIVILEGED) & set(columns):
+            raise ValueError(
+                f"The student is its own teacher (`teacher_model_kind={args.teacher_model_kind!r}`), but {where} has "
+                f"no context for the teacher that the student does not see; it has only {columns}. Add a column "
+                "'privileged_context' or 'teacher_prompt', or pass `teacher_prompt_fn`."
+            )
+        if where == "train_dataset":
+            check_train_size(dataset, args)
+        elif isinstance(dataset, Dataset) and len(dataset) == 0:
+            raise ValueError(f"`{where}` has no rows: add some, or leave it out.")
+
+
+def needs_privilege(student: Any, args: OPSDConfig, teacher_prompt_fn: Any) -> bool:
+    """Whether a column has to give the teacher context, because it starts as the student and reads nothing else.
+
+    Without the adapter it came with, a student is another model.
+    """
+    kind = args.teacher_model_kind
+    is_another = kind is None or (kind == "base" and not isinstance(student, str) and is_peft(student))
+    return not (is_another or teacher_prompt_fn is not None or args.teacher_template_kwargs)
+
+
+def _what_to_pass(given: Any, where: str) -> str:
+    """What was given for a dataset, and what to give instead."""
+    kind = type(given).__name__
+    if isinstance(given, Mapping) and all(isinstance(part, Dataset | IterableDataset) for part in given.values()):
+        some = next((name for name in ("train", "test", "validation") if name in given), next(iter(given), "train"))
+        whole = f"; for all of them, `{where}=dict(...)`" if where == "eval_dataset" else ""
+        return f"a {kind} of {sorted(given)}: pass one of them, `{where}=...[{some!r}]`{whole}"
+    if isinstance(given, str | Path):
+        suffix = Path(given).suffix.lstrip(".").removesuffix("l")
+        files = f"{suffix!r}, data_files={str(given)!r}" if suffix in ("json", "csv", "parquet") else repr(str(given))
+        return f"a {kind}: pass what it names, `load_dataset({files}, split='train')`"
+    makers = {"list": "from_list(rows)", "dict": "from_dict(columns)", "DataFrame": "from_pandas(frame)"}
+    return (
+        f"a {kind}: expected a `datasets.Dataset` or `IterableDataset`, for instance "
+        f"`Dataset.{makers.get(kind, 'from_list(rows)')}`"
+    )
+
+
+def _check_stored_images(dataset: AnyDataset, where: str) -> None:
+    """Refuses images in the rows of a map-style dataset; the rows of a stream are checked when they are used."""
+    if isinstance(dataset, Dataset):
+        for name in IMAGE_COLUMNS:
+            if name in dataset.column_names and has_values(dataset, name):
+                refuse_images(name, where)
+
+
+def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:
+    """Checks that a dataset fills one generation batch; for a stream, that `max_steps` is set.
+
+    Raises:
+        ValueError: The dataset is too small, so that training would end after 0 steps; or it is a stream and
+            `max_steps` is not set.
+    """
+    if isinstance(dataset, IterableDataset) and args.max_steps <= 0:
+        raise ValueError(
+            f"`max_steps={args.max_steps}`: `train_dataset` is a stream, whose length is not known: set `max_steps` to "
+            "the number of optimizer steps."
+        )
+    rows, processes, steps = args.per_device_train_batch_size, args.world_size, args.gradient_accumulation_steps
+    needed = rows * processes * steps
+    if isinstance(dataset, Dataset) and len(dataset) < needed:
+        raise ValueError(
+            f"train_dataset has {len(dataset)} rows, but one generation batch takes {needed} = {rows} per device x "
+            f"{processes} processes x {steps} accumulation steps, and rows that do not fill one are dropped, so there "
+            "would be 0 steps: add rows, or lower one of those numbers."
+        )

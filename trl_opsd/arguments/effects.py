@@ -1,0 +1,144 @@
+"""Refuses, or tells of, what would change nothing: rates and steps of 0, options that are not read, equal models."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from accelerate.logging import get_logger
+
+from trl_opsd.config import OPSDConfig
+from trl_opsd.data.datasets import AnyDataset, columns_of
+from trl_opsd.data.teacher_prompts import PRIVILEGED, TEMPLATE
+from trl_opsd.models.model_checks import same_weights
+from trl_opsd.run.without_effect import described, without_effect
+
+logger = get_logger(__name__)
+
+
+def check_that_it_learns(args: OPSDConfig, train_dataset: Any, optimizers: tuple[Any, Any]) -> None:
+    """Refuses options with which a training would change nothing, or last as long as nobody asked for.
+
+    Args:
+        args ([`OPSDConfig`]):
+            The options.
+        train_dataset (`Any`):
+            `None` for a trainer that only evaluates, which may have any of them.
+        optimizers (`tuple`):
+            Optimizer and scheduler as they were passed.
+
+    Raises:
+        ValueError: The rate or the number of steps is 0.
+    """
+    if train_dataset is None:
+        return
+    if args.max_steps == 0:
+        raise ValueError(
+            "`max_steps=0` means that it is not set, as -1 does, and training would last "
+            f"`num_train_epochs={args.num_train_epochs}`: set the number of optimizer steps, or leave `train_dataset` "
+            "out to evaluate only."
+        )
+    if args.max_steps < 0 and args.num_train_epochs == 0:
+        raise ValueError(
+            f"`num_train_epochs={args.num_train_epochs}`: training would end after 0 steps: set more, or `max_steps`; "
+            "to evaluate only, leave `train_dataset` out."
+        )
+    optimizer, _ = optimizers
+    groups = [] if optimizer is None else getattr(optimizer, "param_groups", [])
+    rates = [group.get("initial_lr", group.get("lr")) for group in groups]  # a warmup begins at 0
+    if optimizer is None and args.learning_rate == 0:
+        raise ValueError(
+            f"`learning_rate={args.learning_rate}`: no weight would change: set a rate, 1e-6 to 1e-5 for most models "
+            "and about ten times as much for LoRA; to evaluate only, leave `train_dataset` out."
+        )
+    if rates and all(rate == 0 for rate in rates):
+        raise ValueError(
+            "All parameters of the optimizer have a learning rate of 0, so no weight would change: set `lr`."
+        )
+
+
+def warn_of_options(
+    args: OPSDConfig, teachers: Mapping[str, Any], own_rollout: bool, optimizers: tuple[Any, Any], tools: Any
+) -> None:
+    """Says which options are set and have no effect, or not the whole of it.
+
+    Args:
+        args ([`OPSDConfig`]):
+            The options.
+        teachers (`Mapping[str, Any]`):
+            As the user passed them; `None` is the student itself.
+        own_rollout (`bool`):
+            Whether a rollout was passed.
+        optimizers, tools:
+            As they were passed.
+    """
+    found = without_effect(
+        args, own_rollout=own_rollout, teachers=list(teachers.values()), optimizers=optimizers, tools=tools
+    )
+    if found:
+        logger.warning(described(args, found))
+    if optimizers[1] is None and 0 < args.max_steps < args.warmup_steps:
+        logger.warning(
+            f"`warmup_steps={args.warmup_steps:g}` with `max_steps={args.max_steps}`: training ends before the rate "
+            f"reaches `learning_rate={args.learning_rate}`. Set fewer; below 1, it is a share of all steps."
+        )
+
+
+def warn_of_same_model(
+    student: Any,
+    teachers: Mapping[str, Any],
+    args: OPSDConfig,
+    datasets: Mapping[str, AnyDataset | None],
+    tells_more: bool,
+) -> None:
+    """Says that a teacher is the student, if it reads nothing more: the divergence is 0, and stays 0.
+
+    Args:
+        student (`Any`):
+            A path, a model id or a model.
+        teachers (`Mapping[str, Any]`):
+            As the user passed them.
+        args ([`OPSDConfig`]):
+            Contains the options for loading them.
+        datasets (`Mapping`):
+            By name; those whose columns are not known may have any.
+        tells_more (`bool`):
+            Whether the teacher's prompts differ without a column for them.
+    """
+    if tells_more or _may_have(datasets, PRIVILEGED):
+        return
+    loading = args.model_init_kwargs or {}
+    theirs = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
+    for teacher in teachers.values():
+        if same_weights(student, loading, teacher, theirs):
+            logger.warning(
+                f"The teacher and the student are the same model, {teacher!r}, and read the same prompts: the "
+                "divergence is 0 and stays 0, so nothing is learned. Pass another teacher, or a column "
+                "'privileged_context' that only the teacher reads."
+            )
+
+
+def warn_of_template(args: OPSDConfig, datasets: Mapping[str, AnyDataset | None], has_function: bool) -> None:
+    """Says that a template for the teacher's prompts is not used.
+
+    Args:
+        args ([`OPSDConfig`]):
+            Contains the template.
+        datasets (`Mapping`):
+            By name; those whose columns are not known may have any.
+        has_function (`bool`):
+            Whether `teacher_prompt_fn` was passed, which writes the prompts instead.
+    """
+    if args.teacher_prompt_template == TEMPLATE:
+        return
+    given = f"`teacher_prompt_template={args.teacher_prompt_template!r}` has no effect"
+    if has_function:
+        logger.warning(f"{given}: `teacher_prompt_fn` writes the teacher's prompts. Remove one of them.")
+    elif not _may_have(datasets, ("privileged_context",)):
+        logger.warning(f"{given}: no dataset has a column 'privileged_context'. Add one, or remove the template.")
+
+
+def _may_have(datasets: Mapping[str, AnyDataset | None], names: Collection[str]) -> bool:
+    """Whether a dataset has one of these columns, or has columns that are not known."""
+    columns = [columns_of(one) for one in datasets.values() if one is not None]
+    return any(one is None or not set(names).isdisjoint(one) for one in columns)

@@ -1,0 +1,94 @@
+"""Checks models before one is loaded, and a teacher that is to replace another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trl_opsd._compat.peft import CausalLM
+from trl_opsd.config import OPSDConfig
+from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.models.backbone import context_of
+from trl_opsd.models.head import model_shape
+from trl_opsd.models.model_checks import check_in_memory, check_own_loss, language_config
+from trl_opsd.teacher.teacher_checks import check_teachers, check_tokenizers
+
+
+def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) -> None:
+    """Refuses models that cannot be found or are not causal language models, before one is loaded.
+
+    Args:
+        student (`Any`):
+            A path, a model id or a model.
+        teachers (`Mapping[str, Any]`):
+            The same by name; `None` for the student itself. A user's own [`~teacher.Teacher`] is not checked.
+        args ([`OPSDConfig`]):
+            Contains the options for loading them.
+
+    Raises:
+        ValueError: A model cannot be found or is not a causal language model, or the student adds an auxiliary loss in
+            its forward, or is not in memory.
+    """
+    own_code = {"trust_remote_code": args.trust_remote_code}
+    config = language_config(student, "model", {**own_code, **(args.model_init_kwargs or {})})
+    check_own_loss({**config, **(args.model_init_kwargs or {})})
+    check_in_memory(student)
+    _check_teacher_models(teachers, args)
+
+
+def _check_teacher_models(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
+    own_code = {"trust_remote_code": args.teacher_trust_remote_code}
+    loading = {**own_code, "revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
+    for name, teacher in teachers.items():
+        called = "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]"
+        language_config(teacher, called, loading, trust="teacher_trust_remote_code")
+
+
+def check_other_teacher(
+    teacher_model: Any, student: CausalLM, args: OPSDConfig, tokenizer: PreTrainedTokenizerBase, names: Collection[str]
+) -> None:
+    """Checks a teacher that is to replace the one the trainer was built with, before it is loaded.
+
+    Args:
+        teacher_model (`Any`):
+            A path, a model id, a model or a [`Teacher`].
+        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The student.
+        args ([`OPSDConfig`]):
+            The options.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The student's.
+        names (`Collection[str]`):
+            Names of the teachers there are.
+
+    Raises:
+        ValueError: It cannot teach this student, or there is no single teacher to replace.
+        TypeError: An object of this type cannot be a teacher.
+    """
+    if len(names) > 1 or isinstance(teacher_model, Mapping):
+        raise ValueError(
+            f"`trainer.teacher_model` stands for one teacher, and {len(names)} are there ({', '.join(names)}): pass "
+            "several, as a dict, when the trainer is built."
+        )
+    if teacher_model is None:
+        raise ValueError("`trainer.teacher_model = None`: a trainer needs a teacher; assign another model or path.")
+    check_teachers(teacher_model, student, args)
+    models = {"teacher": teacher_model}
+    _check_teacher_models(models, args)
+    check_tokenizers(tokenizer, models, None, args)
+
+
+def student_limits(student: CausalLM, args: OPSDConfig) -> PromptLimits:
+    """Limits of the student's prompts and completions.
+
+    Raises:
+        ValueError: A completion does not fit into the student's context.
+    """
+    context = context_of(student)
+    if args.use_vllm and args.vllm_max_model_length is not None:
+        context = min(args.vllm_max_model_length, context or args.vllm_max_model_length)
+    limits = PromptLimits(vocabulary=model_shape(student)[0], context=context, completion=args.max_completion_length)
+    limits.check_room("the student")
+    return limits

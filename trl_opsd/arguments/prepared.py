@@ -1,0 +1,157 @@
+"""Every check of a trainer's arguments that needs no loaded model, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.utils import gather_object
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from trl_opsd import fingerprint
+from trl_opsd.arguments.dataset_checks import check_datasets, needs_privilege, surveyed
+from trl_opsd.arguments.effects import check_that_it_learns, warn_of_options, warn_of_same_model, warn_of_template
+from trl_opsd.arguments.model_checks import check_models
+from trl_opsd.arguments.templates import check_template
+from trl_opsd.config import OPSDConfig, checked_args
+from trl_opsd.data.admission import Rows, look_ahead
+from trl_opsd.data.datasets import AnyDataset, EvalDatasets, by_name, describe_rows
+from trl_opsd.data.intake import Intake
+from trl_opsd.data.row_sharding import check_alike
+from trl_opsd.data.solutions import solutions_as_context
+from trl_opsd.data.teacher_prompts import PRIVILEGED, TeacherPrompts, check_prompt_fn
+from trl_opsd.models.processing import check_processing_class, loaded_processing_class, text_tokenizer
+from trl_opsd.models.special_tokens import configured_vocabulary, ensure_special_tokens
+from trl_opsd.run.given import check_given
+from trl_opsd.teacher.teacher_checks import check_named_once, check_teachers, check_tokenizers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """The checked arguments of a trainer; no model is loaded yet."""
+
+    args: OPSDConfig
+    """The options."""
+    models: dict[str, Any]
+    """Teacher models, paths or model ids by name; `None` is the student itself."""
+    train_dataset: AnyDataset | None
+    """The rows to train on."""
+    eval_dataset: EvalDatasets
+    """The rows to evaluate on."""
+    reads_solutions: bool
+    """Whether a column `solution` is what only the teacher reads, as it would read nothing else."""
+    rows: dict[str, Rows]
+    """Both, and what is known of their rows, by their names in messages."""
+    intake: Intake
+    """Parses rows, with the names of these teachers."""
+    processing_class: Any
+    """A tokenizer, or a processor around one."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer itself."""
+        return text_tokenizer(self.processing_class)
+
+    @property
+    def processor(self) -> ProcessorMixin | None:
+        """The processor, which is saved with the student; `None` if there is only a tokenizer."""
+        return self.processing_class if isinstance(self.processing_class, ProcessorMixin) else None
+
+
+def prepared(
+    *,
+    model: Any,
+    teacher_model: Any,
+    args: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    processing_class: Any,
+    teacher_processing_class: Any,
+    teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None,
+    divergence: Any,
+    rollout: Any,
+    optimizers: Any,
+    tools: Any,
+    quantization_config: Any,
+    row_columns: Collection[str],
+    **others: Any,
+) -> Prepared:
+    """Runs every check that needs no loaded model.
+
+    Args:
+        row_columns (`Collection[str]`):
+            Columns that are read.
+        **others (`Any`):
+            All other arguments are the trainer's, of which these need no check but that of their kind.
+
+    Raises:
+        ValueError: Arguments contradict each other; the message says what to change.
+        TypeError: An argument has an unsupported type.
+    """
+    check_given(
+        model=model,
+        teacher_model=teacher_model,
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=processing_class,
+        teacher_processing_class=teacher_processing_class,
+        rollout=rollout,
+        optimizers=optimizers,
+        tools=tools,
+        quantization_config=quantization_config,
+        **others,
+    )
+    args = checked_args(args, model, divergence)
+    fingerprint.check_accepted(args.resume_with_changes)
+    check_that_it_learns(args, train_dataset, optimizers)
+    check_named_once(teacher_model, args)
+    teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
+    check_teachers(teacher_model, model, args)
+    models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {"teacher": teacher_model}
+    if processing_class is not None:
+        check_processing_class(processing_class)
+    if teacher_prompt_fn is not None:
+        check_prompt_fn(teacher_prompt_fn)
+        if args.remove_unused_columns:
+            raise ValueError(
+                "`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: leave it at False."
+            )
+    needs_context = needs_privilege(model, args, teacher_prompt_fn)
+    if needs_context:
+        train_dataset, eval_dataset = solutions_as_context(train_dataset), solutions_as_context(eval_dataset)
+    datasets = {"train_dataset": train_dataset, **by_name(eval_dataset)}
+    several = tuple(models) if len(models) > 1 else ()
+    optional = PRIVILEGED if teacher_prompt_fn is None else ()  # a function may read columns of any name
+    check_datasets(datasets, args, several, optional, needs_context)
+    check_models(model, models, args)
+    warn_of_template(args, datasets, teacher_prompt_fn is not None)
+    if quantization_config is None:
+        tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
+        warn_of_same_model(model, models, args, datasets, tells_more)
+    prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
+    intake = Intake(teachers=tuple(models), prompts=prompts)
+    rows = surveyed(datasets, args, bool(several))
+    for one in rows.values():
+        look_ahead(one, intake)
+    if args.world_size > 1:
+        check_alike(gather_object([{name: describe_rows(one, row_columns) for name, one in datasets.items()}]))
+    if processing_class is None:
+        processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
+        check_processing_class(processing_class)
+    found = Prepared(
+        args=args,
+        models=models,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        reads_solutions=needs_context,
+        rows=rows,
+        intake=intake,
+        processing_class=processing_class,
+    )
+    check_template(found.tokenizer, rows, args)
+    ensure_special_tokens(found.tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
+    check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
+    warn_of_options(args, models, rollout is not None, optimizers, tools)
+    return found

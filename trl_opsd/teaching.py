@@ -1,0 +1,174 @@
+"""The part of the trainer that knows teachers: what they read, what they say, and what a checkpoint holds of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from trl_opsd import fingerprint
+from trl_opsd.arguments.dataset_checks import check_train_size, surveyed
+from trl_opsd.arguments.model_checks import check_other_teacher, student_limits
+from trl_opsd.arguments.prepared import Prepared
+from trl_opsd.config import OPSDConfig
+from trl_opsd.data.admission import Rows
+from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name, columns_of, describe_rows
+from trl_opsd.data.intake import Request
+from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
+from trl_opsd.data.readers import Reader, Readers
+from trl_opsd.data.teacher_prompts import COLUMNS, Row
+from trl_opsd.data.vocabulary import shared_vocabulary
+from trl_opsd.loop.footprint import footprint
+from trl_opsd.loop.seams import SeamTrainer
+from trl_opsd.models.padding import PADDED, Reading
+from trl_opsd.run.precision import autocast
+from trl_opsd.run.rng import preserved_rng
+from trl_opsd.teacher.build import build_teachers
+from trl_opsd.teacher.teachers import Teachers
+from trl_opsd.types import Rollout, TeacherTargets
+
+
+class Teaching(SeamTrainer):
+    """A trainer with teachers; a subclass writes completions, and compares."""
+
+    row_columns = COLUMNS
+    hidden_columns = IMAGE_COLUMNS  # TRL would treat them as images even when they are empty
+    args: OPSDConfig
+    train_dataset: AnyDataset | None
+    eval_dataset: EvalDatasets
+    readers: Readers
+    teachers: Teachers
+    reading: Reading = PADDED
+    """Which rows the student can read in one batch."""
+
+    def set_up_teaching(self, given: Prepared) -> None:
+        """Builds readers and teachers, and checks every row with both.
+
+        Args:
+            given ([`~arguments.prepared.Prepared`]):
+                The checked arguments of the trainer.
+        """
+        self._identity = fingerprint.Identity(self.args, self.model, self.handed_in, self.optimizer)
+        self.dropped_prompts: Counter[str] = Counter()
+        self.reads_solutions = given.reads_solutions
+        self.readers = Readers(
+            intake=given.intake,
+            tokenize=self.tokenize,
+            template=self.args.teacher_template_kwargs,
+            tokenizer=self.processing_class,
+            settings=(self.chat_template_kwargs, [tool.__name__ for tool in self.tools or ()]),
+            student_limits=student_limits(self.model, self.args),
+        )
+        rows = self._admit_datasets(given.rows, self.readers.student)
+        self._student_readers = self.readers
+        self._set_up_teachers(given.models)
+        self._admit_for_teachers(rows)
+
+    def _set_up_teachers(self, models: Mapping[str, Any]) -> None:
+        with autocast(self.accelerator):
+            self.teachers = build_teachers(
+                models,
+                self.model,
+                self.in_student,
+                lambda: self.reading,
+                self.args,
+                self.accelerator.device,
+                handed_in=self.handed_in,
+                progress=self.show_progress,
+            )
+        self.teacher = self.teachers.only
+        self._identity.set_teachers(self.teachers)
+        if self.teachers.average is not None:
+            self.add_callback(self.teachers.average)
+        # Known only once they are built: their vocabularies and contexts.
+        self._vocabulary = shared_vocabulary(self.limits.vocabulary, self.teachers.vocabularies, self.processing_class)
+        self.readers = self.readers.with_teachers(self._vocabulary, self.teachers.contexts)
+
+    def replace_teacher(self, teacher_model: Any) -> None:
+        check_other_teacher(teacher_model, self.model, self.args, self.processing_class, tuple(self.teachers))
+        if self._buffered_inputs is not None:
+            raise ValueError(
+                "`trainer.teacher_model` was assigned within an optimizer step: do it before or after one."
+            )
+        before = dict(vars(self))
+        try:
+            with preserved_rng(self.accelerator.device):
+                self.readers = self._student_readers
+                self._set_up_teachers({"teacher": teacher_model})
+                datasets = {"train_dataset": self.train_dataset, **by_name(self.eval_dataset)}
+                self._admit_for_teachers(surveyed(datasets, self.args))
+        except BaseException:
+            self.__dict__.update(before)
+            raise
+
+    def _admit_for_teachers(self, rows: dict[str, Rows]) -> None:
+        self._admit_datasets(rows, self.readers.teacher)
+        self.readers = self.readers.bounded_by_teacher(columns_of(self.train_dataset) or ())
+
+    def _admit_datasets(self, rows: dict[str, Rows], reader: Reader) -> dict[str, Rows]:
+        dropped = self.dropped_prompts if self.args.overlong_prompts == "drop" else None
+        rows = admit_all(rows, reader, dropped)
+        datasets = {name: one.dataset for name, one in rows.items()}
+        self.train_dataset = datasets.get("train_dataset")
+        if isinstance(self.eval_dataset, dict):
+            names = zip(self.eval_dataset, by_name(self.eval_dataset), strict=True)
+            self.eval_dataset = {name: datasets.get(where) for name, where in names}
+        else:
+            self.eval_dataset = datasets.get("eval_dataset")
+        if self.train_dataset is not None:
+            check_train_size(self.train_dataset, self.args)
+        return rows
+
+    # ---- What the loop calls ---------------------------------------------------------------------------------------
+
+    def read_rows(self, rows: Sequence[Row]) -> list[Request]:
+        return self.readers.read_batch(rows)
+
+    def rows_of(self, rollout: Rollout) -> list[Row]:
+        if len(self.teachers) > 1 or not self.readers.are_alike(columns_of(self.train_dataset) or ()):
+            raise ValueError(
+                "`compute_loss` was given a batch that no teacher has read, without its dataset rows, but what the "
+                "teacher reads depends on those: pass what `trainer._generate_and_score_completions(rows)` returns, or "
+                "put them into the batch, aligned with it, as `batch['rows']`."
+            )
+        texts = self.processing_class.batch_decode(rollout.prompt_lists())
+        return [{"prompt": text} for text in texts]
+
+    def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
+        self.readers.check_batch(prompt_ids)
+
+    def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
+        requests = self.readers.read_batch(rows)
+        decode = self.processing_class.batch_decode
+        prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
+        if prompts is not None:  # the same completions, token by token, after the teacher's prompts
+            rollout = rollout.after(self.pad_prompts(prompts))
+        return self.teachers.targets(rollout, [request.teacher for request in requests])
+
+    def footprint(self, phase: str) -> dict[str, int]:
+        return footprint(self, phase, self.teachers.models, self.teachers.heads)
+
+    @property
+    def limits(self) -> PromptLimits:
+        """Limits on the student's prompts and completions: vocabulary and context."""
+        return self.readers.student_limits
+
+    # ---- Checkpoints -----------------------------------------------------------------------------------------------
+
+    def check_state(self, folder: str) -> None:
+        fingerprint.check(folder, self._fingerprint(), self.args.resume_with_changes or ())
+
+    def save_own_state(self, folder: str) -> None:
+        self.teachers.check()
+        if self.args.should_save:
+            fingerprint.write(folder, self._fingerprint())
+            self.teachers.save(folder)
+
+    def load_own_state(self, folder: str) -> None:
+        self.teachers.load(folder)
+
+    def _fingerprint(self) -> fingerprint.Fingerprint:
+        columns = None if self.readers.intake.prompts.prompt_fn else self.row_columns  # a function may read any column
+        rows = partial(describe_rows, self.train_dataset, columns)
+        return self._identity.now(self.divergence, rows, self.tools or (), self.processing_class.chat_template)
