@@ -51,8 +51,8 @@ def main(arguments: Sequence[str]) -> OPSDTrainer:
     )
     if extra.task:
         evaluate(trainer)
-    resume = config.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=resume == "True" or resume)  # a string on the command line
+    resume = config.resume_from_checkpoint  # a string on the command line
+    trainer.train(resume_from_checkpoint={"true": True, "false": False}.get(str(resume).lower(), resume))
     trainer.save_model()
     if extra.task:
         evaluate(trainer)

@@ -54,7 +54,12 @@ class OptionParser(TrlParser):
     """
 
     def __init__(self) -> None:
-        super().__init__(GROUPS, allow_abbrev=False)
+        super().__init__(
+            GROUPS,
+            allow_abbrev=False,
+            usage="%(prog)s [--config FILE] [--task TASK] [--OPTION VALUE ...]",
+            description="--config FILE reads any of these options from a YAML file; the command line goes before it.",
+        )
         self._file = ""
 
     def parse_args_and_config(self, args: Iterable[str]) -> tuple[Any, ...]:

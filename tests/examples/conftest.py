@@ -15,11 +15,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 @pytest.fixture(scope="session")
 def disk(tmp_path_factory) -> SimpleNamespace:
-    """Paths: a `student` and a wider `teacher`, both in bfloat16, and 16 chats in every form that can be loaded."""
-    folder = tmp_path_factory.mktemp("disk")
+    """Paths: a `student` and a wider `teacher`, both in bfloat16, and 16 chats in every form that can be loaded.
+
+    The chat template reads `enable_thinking`.
+    """
+    folder, words = tmp_path_factory.mktemp("disk"), tiny.tokenizer()
+    words.chat_template = f"{{% if enable_thinking is defined %}}{{% endif %}}{tiny.CHAT_TEMPLATE}"
     for name, model in {"student": tiny.qwen2(32, seed=0), "teacher": tiny.qwen2(48, seed=1)}.items():
         model.bfloat16().save_pretrained(folder / name)
-        tiny.tokenizer().save_pretrained(folder / name)
+        words.save_pretrained(folder / name)
     chats = Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in tiny.rows(16)])
     (folder / "data").mkdir()
     chats.to_json(folder / "data" / "train.jsonl")

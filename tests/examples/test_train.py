@@ -158,7 +158,7 @@ def test_models_data_and_options_of_both_configs_come_from_a_yaml_file(disk, tmp
     assert torch.equal(trained.lm_head.weight, trainer.model.lm_head.weight)
     assert not torch.equal(trained.lm_head.weight, tiny.qwen2(32, seed=0).lm_head.weight)
 
-    again = ["--temperature", "0.7", "--max_steps", "3", "--resume_from_checkpoint", "True"]
+    again = ["--temperature", "0.7", "--max_steps", "3", "--resume_from_checkpoint", "true"]
     resumed = train.main(["--config", str(tmp_path / "run.yaml"), *again])
     assert [row["step"] for row in resumed.state.log_history if "loss" in row] == [1, 2, 3]
     losses = [row["loss"] for each in (trainer, resumed) for row in each.state.log_history[:2]]

@@ -56,7 +56,7 @@ def check_json(args: TrainingArguments) -> None:
                 raise ValueError(
                     f"`{name}={value!r}` is not JSON ({error}): put names and texts in double quotes, for instance "
                     '\'{"revision": "main"}\', or pass a dict.'
-                ) from error
+                ) from None
 
 
 def _kinds(config: type) -> dict[str, type]:
