@@ -62,7 +62,7 @@ def test_options_of_an_optimizer_that_is_passed_are_said_to_be_unused(make_train
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
     make_trainer(model=student, optimizers=(optimizer, get_constant_schedule(optimizer)), weight_decay=0.1)
     assert "`weight_decay=0.1`, because an optimizer was passed" in caplog.text
-    assert "`lr_scheduler_type=<SchedulerType.CONSTANT: 'constant'>`, because a scheduler was passed" in caplog.text
+    assert "`lr_scheduler_type='constant'`, because a scheduler was passed" in caplog.text
 
 
 @pytest.mark.parametrize(
