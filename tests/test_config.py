@@ -157,10 +157,10 @@ def test_options_given_as_text_become_what_they_mean(tmp_path, option, expected)
 
 
 @pytest.mark.quick
-def test_a_rate_without_a_dot_in_a_yaml_file_is_a_number(tmp_path):
-    (tmp_path / "options.yaml").write_text("output_dir: out\nlearning_rate: 1e-5\nuse_cpu: true\n")
+def test_a_rate_without_a_dot_and_a_no_in_a_yaml_file_are_what_they_mean(tmp_path):
+    (tmp_path / "options.yaml").write_text("output_dir: out\nlearning_rate: 1e-5\nsave_strategy: no\nuse_cpu: true\n")
     (config,) = HfArgumentParser(OPSDConfig).parse_yaml_file(str(tmp_path / "options.yaml"))
-    assert config.learning_rate == 1e-5
+    assert (config.learning_rate, config.save_strategy) == (1e-5, "no")
 
 
 @dataclass

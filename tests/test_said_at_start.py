@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from datasets import DatasetDict
 from peft import LoraConfig, get_peft_model
 from transformers import get_constant_schedule
 
@@ -57,12 +58,19 @@ def test_a_warmup_that_does_not_end_is_said(make_trainer, caplog, warmup_steps, 
     assert ("training ends before the rate reaches `learning_rate=0.0001`" in caplog.text) is is_said
 
 
+@pytest.mark.parametrize(("splits", "is_said"), [(("test", "train"), True), (("easy", "hard"), False)])
+def test_an_evaluation_of_the_rows_to_train_on_is_said(make_trainer, caplog, splits, is_said):
+    trainer = make_trainer(eval_dataset=DatasetDict({name: tiny.rows(4) for name in splits}))
+    assert ("each evaluation takes all of its splits, 'train' too" in caplog.text) is is_said
+    assert {f"eval_{name}_loss" for name in splits} <= trainer.evaluate().keys()
+
+
 def test_options_of_an_optimizer_that_is_passed_are_said_to_be_unused(make_trainer, caplog):
     student = tiny.qwen2()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
     make_trainer(model=student, optimizers=(optimizer, get_constant_schedule(optimizer)), weight_decay=0.1)
     assert "`weight_decay=0.1`, because an optimizer was passed" in caplog.text
-    assert "`lr_scheduler_type=<SchedulerType.CONSTANT: 'constant'>`, because a scheduler was passed" in caplog.text
+    assert "`lr_scheduler_type='constant'`, because a scheduler was passed" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ CLASSES = [
     ),
     untouched("a class for an object", "optimizers", "holds a class", TypeError, optimizers=(torch.optim.AdamW, None)),
     untouched("wrong kind", "no model", "`model` is a NoneType: expected a path", TypeError, model=None, args=OPTIONS),
+    untouched("wrong kind", "a Path for a teacher", r"`str\(path\)`", TypeError, teacher_model=Path("teacher")),
     untouched("wrong kind", "a Path", r"`model` is a PosixPath: .* `str\(path\)`", TypeError, model=Path("student")),
     untouched(
         "wrong kind", "a dict of LoRA options", "`peft_config` is a dict: expected", TypeError, peft_config={"r": 8}

@@ -158,14 +158,6 @@ DATASETS = [
     ),
     Case(
         "not a dataset",
-        "all splits to evaluate on",
-        r"`eval_dataset` is a DatasetDict of \['test', 'train'\]: .*; for all of them, `eval_dataset=dict",
-        lambda lab: lab.make(eval_dataset=DatasetDict({"test": tiny.rows(), "train": tiny.rows()})),
-        TypeError,
-        before_loading=True,
-    ),
-    Case(
-        "not a dataset",
         "a list to evaluate on, by name",
         r"`eval_dataset\['easy'\]` is a list: expected",
         lambda lab: lab.make(eval_dataset={"easy": [{"prompt": "a"}]}),

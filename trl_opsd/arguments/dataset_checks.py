@@ -97,8 +97,7 @@ def _what_to_pass(given: Any, where: str) -> str:
     kind = type(given).__name__
     if isinstance(given, Mapping) and all(isinstance(part, Dataset | IterableDataset) for part in given.values()):
         some = next((name for name in ("train", "test", "validation") if name in given), next(iter(given), "train"))
-        whole = f"; for all of them, `{where}=dict(...)`" if where == "eval_dataset" else ""
-        return f"a {kind} of {sorted(given)}: pass one of them, `{where}=...[{some!r}]`{whole}"
+        return f"a {kind} of {sorted(given)}: pass one of them, `{where}=...[{some!r}]`"
     if isinstance(given, str | Path):
         suffix = Path(given).suffix.lstrip(".").removesuffix("l")
         files = f"{suffix!r}, data_files={str(given)!r}" if suffix in ("json", "csv", "parquet") else repr(str(given))

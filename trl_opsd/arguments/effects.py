@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from accelerate.logging import get_logger
+from datasets import DatasetDict, IterableDatasetDict
 
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, columns_of
@@ -116,6 +117,20 @@ def warn_of_same_model(
                 "divergence is 0 and stays 0, so nothing is learned. Pass another teacher, or a column "
                 "'privileged_context' that only the teacher reads."
             )
+
+
+def warn_of_splits(eval_dataset: Any) -> None:
+    """Says that a whole `DatasetDict` is evaluated, if one of its splits is what one trains on.
+
+    Args:
+        eval_dataset (`Any`):
+            As the trainer takes it.
+    """
+    if isinstance(eval_dataset, DatasetDict | IterableDatasetDict) and "train" in eval_dataset:
+        logger.warning(
+            f"`eval_dataset` is a {type(eval_dataset).__name__}: each evaluation takes all of its splits, 'train' too. "
+            "Pass one of them, or a dict of some."
+        )
 
 
 def warn_of_template(args: OPSDConfig, datasets: Mapping[str, AnyDataset | None], has_function: bool) -> None:

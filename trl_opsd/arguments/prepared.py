@@ -11,7 +11,13 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from trl_opsd import fingerprint
 from trl_opsd.arguments.dataset_checks import check_datasets, needs_privilege, surveyed
-from trl_opsd.arguments.effects import check_that_it_learns, warn_of_options, warn_of_same_model, warn_of_template
+from trl_opsd.arguments.effects import (
+    check_that_it_learns,
+    warn_of_options,
+    warn_of_same_model,
+    warn_of_splits,
+    warn_of_template,
+)
 from trl_opsd.arguments.model_checks import check_models
 from trl_opsd.arguments.templates import check_template
 from trl_opsd.config import OPSDConfig, checked_args
@@ -126,6 +132,7 @@ def prepared(
     optional = PRIVILEGED if teacher_prompt_fn is None else ()  # a function may read columns of any name
     check_datasets(datasets, args, several, optional, needs_context)
     check_models(model, models, args)
+    warn_of_splits(eval_dataset)
     warn_of_template(args, datasets, teacher_prompt_fn is not None)
     if quantization_config is None:
         tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 from accelerate.logging import get_logger
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import Dataset, IterableDataset
 
 from trl_opsd.data.admission import Rows, admit
 from trl_opsd.data.readers import Reader
@@ -34,11 +34,8 @@ def columns_of(dataset: AnyDataset | None) -> list[str] | None:
 
 
 def by_name(eval_dataset: EvalDatasets) -> dict[str, AnyDataset | None]:
-    """Evaluation datasets by their names in messages.
-
-    A `DatasetDict` stays whole and is refused: one of its splits may be what is trained on.
-    """
-    if isinstance(eval_dataset, dict) and not isinstance(eval_dataset, DatasetDict | IterableDatasetDict):
+    """Evaluation datasets by their names in messages."""
+    if isinstance(eval_dataset, dict):
         return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
     return {"eval_dataset": eval_dataset}
 

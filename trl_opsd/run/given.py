@@ -30,6 +30,8 @@ def check_given(
     """
     for name, value in {**given, "peft_config": peft_config}.items():
         _check_no_class(name, value)
+        if isinstance(value, os.PathLike):
+            raise TypeError(f"`{name}` is a {type(value).__name__}: expected a path as text, `str(path)`.")
         if isinstance(value, Mapping):
             for key, one in value.items():
                 _check_no_class(f"{name}[{key!r}]", one)
@@ -60,8 +62,6 @@ def _check_no_class(name: str, value: Any) -> None:
 
 
 def _check_model(model: Any) -> None:
-    if isinstance(model, os.PathLike):
-        raise TypeError(f"`model` is a {type(model).__name__}: expected a path as text, `str(path)`.")
     if not isinstance(model, str | nn.Module):
         raise TypeError(
             f"`model` is a {type(model).__name__}: expected a path, a model id, a `PreTrainedModel` or a `PeftModel`."

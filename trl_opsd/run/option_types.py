@@ -22,7 +22,7 @@ _EXPECTED = {bool: "True or False", int: "an integer", float: "a number"}
 def convert_text(args: TrainingArguments) -> None:
     """Converts options in place: `"1e-5"` to a number, `"False"` to a boolean, 1e3 to an integer where one is expected.
 
-    YAML 1.1, which PyYAML reads, takes `1e-5` for text, since it has no dot.
+    YAML 1.1, which PyYAML reads, takes `1e-5` for text, since it has no dot, and `no` for False, also as a strategy.
 
     Args:
         args ([`~transformers.TrainingArguments`]):
@@ -35,6 +35,9 @@ def convert_text(args: TrainingArguments) -> None:
         value = getattr(args, name)
         if value is not None:
             setattr(args, name, _converted(name, value, kind))
+    for name in ("logging_strategy", "eval_strategy", "save_strategy"):
+        if getattr(args, name) is False:
+            setattr(args, name, "no")
 
 
 def check_json(args: TrainingArguments) -> None:

@@ -71,7 +71,9 @@ def without_effect(
 
 def described(args: DistillationConfig, found: dict[str, str]) -> str:
     """What [`without_effect`] has found, as one sentence."""
-    options = "; ".join(f"`{name}={getattr(args, name)!r}`, because {reason}" for name, reason in found.items())
+    values = {name: getattr(args, name) for name in found}
+    shown = {name: repr(getattr(value, "value", value)) for name, value in values.items()}  # an enum by its value
+    options = "; ".join(f"`{name}={shown[name]}`, because {reason}" for name, reason in found.items())
     return f"Options without effect: {options}."
 
 
