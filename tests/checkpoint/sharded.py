@@ -68,6 +68,23 @@ def resume(make: Make, folder: Path) -> dict[str, Any]:
     return seen
 
 
+def change(make: Make, folder: Path) -> dict[str, Any]:
+    """One process changes a row of its batch, which a teacher that is split over both has to read again."""
+    run, taught = make(folder, "lora", max_steps=1), []
+    _do_first(run, "teach", lambda: taught.append(True))
+    score = run._generate_and_score_completions
+
+    def changed(rows: list[Any]) -> dict[str, Any]:
+        batch = score(rows)
+        if run.accelerator.process_index == 1:
+            batch["completion_mask"][0] = 0
+        return batch
+
+    run._generate_and_score_completions = changed
+    run.train()
+    return {"taught": len(taught), "loss": run.state.log_history[0]["loss"]}
+
+
 def stop(make: Make, folder: Path, begin: Path) -> list[dict[str, Any]]:
     """One process gets a SIGTERM while it generates; then, in the resumed run, the other one while it saves."""
     seen: list[dict[str, Any]] = []
@@ -99,6 +116,7 @@ def resume_stop_and_be_late(make: Make, folder: Path) -> dict[str, Any]:
     begin = folder / "full" / f"checkpoint-{STOPPED_FROM}"
     return {
         **resume(make, folder),
+        "changed": change(make, folder / "changed"),
         "stopped": stop(make, folder / "stopped", begin),
         "late": be_late(make, folder / "late", begin),
     }

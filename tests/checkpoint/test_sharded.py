@@ -54,6 +54,14 @@ def test_two_processes_train_no_step_of_a_finished_run(results, strategy):
 
 
 @each_strategy
+def test_a_row_that_one_process_changed_is_read_again_by_both(results, strategy):
+    changed = [results[strategy][rank]["changed"] for rank in ("0", "1")]
+    assert changed[0] == changed[1]
+    assert changed[0]["taught"] == 2, "the generation batch, and the micro-batch with that row"
+    assert changed[0]["loss"] > 0
+
+
+@each_strategy
 def test_a_signal_to_one_process_stops_both_at_the_same_saved_step(results, folder, strategy):
     for rank in ("0", "1"):
         whole = results[strategy][rank]["full"]["whole"]
