@@ -48,7 +48,7 @@ def saved(folder, seed=0):
 )
 def test_an_option_without_effect_is_said(make_trainer, caplog, options, said):
     make_trainer(rollout=None, **options)
-    assert caplog.text.count("effect") == 1
+    assert caplog.text.count(" effect") == 1
     assert said in caplog.text
 
 

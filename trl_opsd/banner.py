@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -61,6 +61,8 @@ class Described:
     """What it minimises."""
     readers: Readers
     """Turn rows into prompts."""
+    without_effect: Collection[str]
+    """Options that are set and have no effect."""
 
     def text(self, reads_stream: bool = False) -> str:
         """The description, an entry for each part.
@@ -89,6 +91,8 @@ class Described:
         yield "completions", self._completions()
         yield "objective", f"{self.divergence!r}, temperature {self.trainer.temperature}"
         yield "optimizer", self._optimizer()
+        if self.without_effect:
+            yield "no effect", ", ".join(f"{name}={getattr(args, name)!r}" for name in self.without_effect)
 
     def _student(self) -> str:
         model, precision = self.trainer.model, self.trainer.accelerator.mixed_precision

@@ -182,6 +182,7 @@ class OPSDTrainer(StrictNames, Teaching):
         self.use_special_tokens()
         self.divergence = self.args.divergence if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
+        self._without_effect = given.without_effect
         self._student_is_proved, self._has_compared = False, False
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
@@ -245,7 +246,12 @@ class OPSDTrainer(StrictNames, Teaching):
     @property
     def _described(self) -> Described:
         return Described(
-            trainer=self, teachers=self.teachers, rollout=self.rollout, divergence=self.divergence, readers=self.readers
+            trainer=self,
+            teachers=self.teachers,
+            rollout=self.rollout,
+            divergence=self.divergence,
+            readers=self.readers,
+            without_effect=self._without_effect,
         )
 
     @property

@@ -60,7 +60,7 @@ def check_that_it_learns(args: OPSDConfig, train_dataset: Any, optimizers: tuple
 
 def warn_of_options(
     args: OPSDConfig, teachers: Mapping[str, Any], own_rollout: bool, optimizers: tuple[Any, Any], tools: Any
-) -> None:
+) -> tuple[str, ...]:
     """Says which options are set and have no effect, or not the whole of it.
 
     Args:
@@ -72,6 +72,9 @@ def warn_of_options(
             Whether a rollout was passed.
         optimizers, tools:
             As they were passed.
+
+    Returns:
+        `tuple[str, ...]`: The options that are set and have no effect.
     """
     found = without_effect(
         args, own_rollout=own_rollout, teachers=list(teachers.values()), optimizers=optimizers, tools=tools
@@ -83,6 +86,7 @@ def warn_of_options(
             f"`warmup_steps={args.warmup_steps:g}` with `max_steps={args.max_steps}`: training ends before the rate "
             f"reaches `learning_rate={args.learning_rate}`. Set fewer; below 1, it is a share of all steps."
         )
+    return tuple(found)
 
 
 def warn_of_same_model(

@@ -53,6 +53,8 @@ class Prepared:
     """Parses rows, with the names of these teachers."""
     processing_class: Any
     """A tokenizer, or a processor around one."""
+    without_effect: tuple[str, ...]
+    """Options that are set and have no effect."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -147,6 +149,7 @@ def prepared(
     if processing_class is None:
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
         check_processing_class(processing_class)
+    without_effect = warn_of_options(args, models, rollout is not None, optimizers, tools)
     found = Prepared(
         args=args,
         models=models,
@@ -156,9 +159,9 @@ def prepared(
         rows=rows,
         intake=intake,
         processing_class=processing_class,
+        without_effect=without_effect,
     )
     check_template(found.tokenizer, rows, args)
     ensure_special_tokens(found.tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
     check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
-    warn_of_options(args, models, rollout is not None, optimizers, tools)
     return found
