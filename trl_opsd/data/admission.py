@@ -142,7 +142,8 @@ def _may_not_fit(survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbe
     """Numbers of the rows, other than the first of each shape, that are not known to be within the limits.
 
     A row has the tokens of the first of its shape, which has the same chat template around it, and those of its own
-    text, at most one for each byte. Templates do not write a message more than twice.
+    text, at most one for each byte. Templates do not write a message more than twice; a prompt of one
+    that does is refused when it is drawn.
 
     Args:
         survey ([`~data.survey.Survey`]):
