@@ -160,8 +160,8 @@ class OPSDTrainer(StrictNames, Teaching):
             teacher_processing_class=teacher_processing_class,
             teacher_prompt_fn=teacher_prompt_fn,
             row_columns=self.row_columns,
+            pick=chosen_rollout,
         )
-        rollout = chosen_rollout(rollout, given.args)
         super().__init__(
             model=model,
             args=given.args,
@@ -189,9 +189,9 @@ class OPSDTrainer(StrictNames, Teaching):
             if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
                 self._prove()
             self.set_up_teaching(given)
-        self.rollout = rollout
+        self.rollout: RolloutBackend = given.rollout
         with explained("start", partial(self.footprint, "start")):
-            rollout.bind(self)
+            self.rollout.bind(self)
         self.is_built = True
         self.add_callback(Banner(lambda: self._described.text(reads_stream=True)))
 

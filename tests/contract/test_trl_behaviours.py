@@ -17,7 +17,7 @@ from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
 
 
 def options(folder: Any, **given: Any) -> dict[str, Any]:
-    """One step of two rows with everything else as by default, `bf16` and gradient checkpointing included."""
+    """One step of two rows with everything else as by default on an accelerator, `bf16` and checkpointing included."""
     return {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
@@ -28,6 +28,7 @@ def options(folder: Any, **given: Any) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,
+        "bf16": True,
         **given,
     }
 
@@ -102,7 +103,7 @@ class TestTinyModels:
 
 
 class TestTeachingItself:
-    """Student and teacher of the same weights and dtype agree, also with `bf16=True` as by default."""
+    """Student and teacher of the same weights and dtype agree, also with `bf16=True`, the default on an accelerator."""
 
     def trained(self, student: Any, teacher: Any, folder: Any, **given: Any) -> OPSDTrainer:
         peft_config = given.pop("peft_config", None)

@@ -53,6 +53,8 @@ class Prepared:
     """Parses rows, with the names of these teachers."""
     processing_class: Any
     """A tokenizer, or a processor around one."""
+    rollout: Any
+    """What generates."""
     without_effect: tuple[str, ...]
     """Options that are set and have no effect."""
 
@@ -83,6 +85,7 @@ def prepared(
     tools: Any,
     quantization_config: Any,
     row_columns: Collection[str],
+    pick: Callable[[Any, OPSDConfig], Any],
     **others: Any,
 ) -> Prepared:
     """Runs every check that needs no loaded model.
@@ -90,6 +93,8 @@ def prepared(
     Args:
         row_columns (`Collection[str]`):
             Columns that are read.
+        pick (`Callable`):
+            Picks the rollout from what was passed and the options.
         **others (`Any`):
             All other arguments are the trainer's, of which these need no check but that of their kind.
 
@@ -114,6 +119,7 @@ def prepared(
     args = checked_args(args, model, divergence)
     fingerprint.check_accepted(args.resume_with_changes)
     check_that_it_learns(args, train_dataset, optimizers)
+    picked = pick(rollout, args)
     check_named_once(teacher_model, args)
     teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
     check_teachers(teacher_model, model, args)
@@ -159,6 +165,7 @@ def prepared(
         rows=rows,
         intake=intake,
         processing_class=processing_class,
+        rollout=picked,
         without_effect=without_effect,
     )
     check_template(found.tokenizer, rows, args)
