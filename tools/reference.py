@@ -32,7 +32,7 @@ Written by `python tools/reference.py` from the code; a test fails when the two 
 
 _OPTIONS = """\
 `OPSDConfig` is [`trl.DistillationConfig`](https://huggingface.co/docs/trl/distillation_trainer) with the fields below.
-All others keep TRL's names, defaults and meanings, [two](#different-from-trl) excepted. `examples/train.py` takes
+All others keep TRL's names, defaults and meanings, but for [these](#different-from-trl). `examples/train.py` takes
 every field on its command line."""
 
 _DIVERGENCES = """\
