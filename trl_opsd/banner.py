@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from datasets import Dataset
+from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
@@ -44,7 +45,7 @@ class Banner(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
-            print(self._describe(), flush=True)
+            tqdm.write(self._describe())  # on lines of its own, beside a progress bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +111,21 @@ class Described:
         return f"{args.max_steps} of {batch}" if args.max_steps > 0 else f"{args.num_train_epochs} epochs of {batch}"
 
     def _completions(self) -> str:
-        options = self.trainer.generation_config
+        options, limit = self.trainer.generation_config, self.readers.student_limits.completion
         sampling = ", ".join(f"{name} {value}" for name in _SAMPLING if (value := getattr(options, name)) is not None)
-        return f"by {self.rollout}, at most {self.readers.student_limits.completion} tokens, {sampling}"
+        others = self.trainer.args.generation_kwargs or {}
+        shown = [
+            f"by {self.rollout}",
+            f"at most {min(options.max_new_tokens or limit, limit)} tokens",
+            *([f"{options.num_beams} beams"] if (options.num_beams or 1) > 1 else []),
+            sampling if options.do_sample else "greedy",
+            *(
+                f"{name} {value}"
+                for name, value in others.items()
+                if name not in (*_SAMPLING, "do_sample", "num_beams")
+            ),
+        ]
+        return ", ".join(shown)
 
     def _optimizer(self) -> str:
         args, used = self.trainer.args, self.trainer.optimizer
@@ -135,7 +148,10 @@ class Described:
         if is_stream and not reads_stream:
             yield "prompts", "shown when a training begins"
             return
-        request = self.readers.intake.read(next(iter(dataset)), f"row 0 of {where}")
+        row = next(iter(dataset), None)
+        if row is None:
+            raise ValueError(f"`{where}` is a stream without rows, or all of them are too long and were dropped.")
+        request = self.readers.intake.read(row, f"row 0 of {where}")
         yield "prompt", self._decoded(self.readers.student, request)
         if self.readers.intake.prompts.prompt_fn is not None:
             yield "of the teacher", "what `teacher_prompt_fn` returns"

@@ -86,6 +86,7 @@ class Teaching(SeamTrainer):
         self.readers = self.readers.with_teachers(self._vocabulary, self.teachers.contexts)
 
     def replace_teacher(self, teacher_model: Any) -> None:
+        self.restore_launch()
         check_other_teacher(teacher_model, self.model, self.args, self.processing_class, tuple(self.teachers))
         if self._buffered_inputs is not None:
             raise ValueError(

@@ -193,7 +193,8 @@ class OPSDTrainer(StrictNames, Teaching):
         with explained("start", partial(self.footprint, "start")):
             self.rollout.bind(self)
         self.is_built = True
-        self.add_callback(Banner(lambda: self._described.text(reads_stream=True)))
+        self.remember_launch()
+        self.add_callback(Banner(self._announced))
 
     @classmethod
     def explain(cls, name: str, known: Collection[str]) -> str:
@@ -241,7 +242,17 @@ class OPSDTrainer(StrictNames, Teaching):
         self._has_compared = True
 
     def __repr__(self) -> str:
-        return self._described.text() if hasattr(self, "rollout") else super().__repr__()
+        if not hasattr(self, "rollout"):
+            return super().__repr__()
+        self.restore_launch()
+        return self._described.text()
+
+    def _announced(self) -> str:
+        counted = self.dropped_prompts.copy()
+        text = self._described.text(reads_stream=True)
+        self.dropped_prompts.clear()  # a row of a stream that was only looked at is not dropped by that
+        self.dropped_prompts.update(counted)
+        return text
 
     @property
     def _described(self) -> Described:

@@ -183,7 +183,13 @@ FINGERPRINT = [
 
 CASES: list[Case] = [
     missing("the last of none", lambda lab: True, "There is no complete checkpoint"),
-    missing("True as text", lambda lab: "True", "is text: pass `True` for the newest checkpoint"),
+    missing("True as text", lambda lab: "True", "There is no complete checkpoint in"),
+    Case(
+        "resume path missing",
+        "a folder of checkpoints",
+        r"is no checkpoint, but contains some\. The newest complete checkpoint there is .*checkpoint-1",
+        lambda lab: lab.make().train(resume_from_checkpoint=str(lab.checkpoint().parent)),
+    ),
     missing("no folder", lambda lab: "no/where", "There is no checkpoint no/where"),
     missing(
         "no folder among checkpoints",

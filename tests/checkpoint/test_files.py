@@ -13,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from trl_opsd.run.checkpoint import UNFINISHED, begin, checkpoint_to_resume, newest_complete, publish, rotate
+from trl_opsd.run.checkpoint import (
+    UNFINISHED,
+    begin,
+    check_launch,
+    checkpoint_to_resume,
+    newest_complete,
+    publish,
+    rotate,
+)
 from trl_opsd.run.manifest import MANIFEST, problems
 
 
@@ -385,3 +393,12 @@ def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
             publish(aside, tmp_path)
     assert checkpoint_to_resume(True, tmp_path) == (whole, [])
     assert {name for name in names(tmp_path) if name.startswith("checkpoint")} == {"checkpoint-1"}
+
+
+@pytest.mark.parametrize("written", ["global_step4", "optimizer_0", "optimizer.pt"])
+@pytest.mark.parametrize(("deepspeed", "fsdp"), [(False, False), (True, False), (False, True)])
+def test_a_checkpoint_of_another_kind_of_launch_is_refused(tmp_path, written, deepspeed, fsdp):
+    (tmp_path / written).mkdir()
+    fits = {"global_step4": deepspeed, "optimizer_0": fsdp, "optimizer.pt": not (deepspeed or fsdp)}[written]
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="resume under the launch that wrote it"):
+        check_launch(tmp_path, deepspeed, fsdp)

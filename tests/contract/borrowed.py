@@ -156,6 +156,7 @@ OWNERS = (
             "create_optimizer": "FSDP2 is prepared with it, for an evaluation before training",
             "deepspeed": "reset, so that each training has an engine of its own",
             "eval_dataset": "",
+            "evaluate": "with the launch's state of this trainer",
             "evaluation_loop": "seeded, timed, and weighed by tokens",
             "get_eval_dataloader": "renames a column of its dataset",
             "get_test_dataloader": "in the order of the rows; renames a column",
@@ -331,6 +332,11 @@ OWNERS = (
         kind=ANYWHERE,
         where=("datasets/arrow_dataset.py:Dataset",),
         names={"_indices": "which stored rows are selected, in which order"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("accelerate/state.py:AcceleratorState",),
+        names={"_shared_state": "that of each trainer, which another config in the process resets"},
     ),
     Owner(
         kind=ANYWHERE,

@@ -212,7 +212,7 @@ class TestFallback:
     def test_nothing_is_announced_otherwise(self, make_writing, caplog):
         trainer = make_writing()
         trainer.complete(trainer.tokenize(PROMPTS))
-        assert not [record for record in caplog.records if record.name.startswith("trl_opsd")]
+        assert not [record for record in caplog.records if record.name.startswith("trl_opsd.rollout")]
 
 
 class Recordings:

@@ -58,6 +58,24 @@ def check_that_it_learns(args: OPSDConfig, train_dataset: Any, optimizers: tuple
         )
 
 
+def check_evaluation(args: OPSDConfig, eval_dataset: Any) -> None:
+    """Refuses evaluations without rows, before the student is loaded; transformers does after.
+
+    Args:
+        args ([`OPSDConfig`]):
+            The options.
+        eval_dataset (`Any`):
+            As the trainer takes it.
+
+    Raises:
+        ValueError: `eval_strategy` is set, and there is no dataset.
+    """
+    if args.eval_strategy != "no" and (eval_dataset is None or eval_dataset == {}):
+        raise ValueError(
+            f"`eval_strategy={args.eval_strategy.value!r}` without an `eval_dataset`: pass one, or leave it out."
+        )
+
+
 def warn_of_options(
     args: OPSDConfig, teachers: Mapping[str, Any], own_rollout: bool, optimizers: tuple[Any, Any], tools: Any
 ) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl_opsd import fingerprint
 from trl_opsd.arguments.dataset_checks import check_datasets, needs_privilege, surveyed
 from trl_opsd.arguments.effects import (
+    check_evaluation,
     check_that_it_learns,
     warn_of_options,
     warn_of_same_model,
@@ -119,6 +120,7 @@ def prepared(
     args = checked_args(args, model, divergence)
     fingerprint.check_accepted(args.resume_with_changes)
     check_that_it_learns(args, train_dataset, optimizers)
+    check_evaluation(args, eval_dataset)
     picked = pick(rollout, args)
     check_named_once(teacher_model, args)
     teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from accelerate.logging import get_logger
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +15,8 @@ from trl_opsd.data.chat_templates import added_at_end
 from trl_opsd.data.intake import Intake, Request
 from trl_opsd.data.prompts import Prompt, PromptLimits, common_kind
 from trl_opsd.data.vocabulary import largest_id
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +241,11 @@ class Readers:
         if not alike:
             reader = self.teacher
             prompts = self._teacher_prompts(requests, completion_ids, decode)
-            reader.check_kind(prompts)
+            if reader.check_kind(prompts) == "text" and requests[0].student.kind == "messages":
+                logger.warning_once(
+                    f"{prompts[0].where} is text for the teacher and messages for the student: the teacher reads it "
+                    "without a chat template. If it is a chat model, give it messages, too."
+                )
             prompt_ids = reader.token_ids(prompts)
         self._check_fits_teacher(requests, prompt_ids, list(map(len, completion_ids)))
         return None if alike else prompt_ids

@@ -109,6 +109,7 @@ class SafeCheckpoints(Trainer):
         if self.accelerator.is_main_process:
             try:
                 folder, remarks = checkpoint.checkpoint_to_resume(asked, Path(self.args.output_dir))
+                checkpoint.check_launch(folder, self.is_deepspeed_enabled, self.is_fsdp_enabled)
                 found = [str(folder), None]
                 for remark in remarks:
                     logger.warning(remark)

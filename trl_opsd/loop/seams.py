@@ -18,6 +18,7 @@ from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_output_dtype
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.config import OPSDConfig
+from trl_opsd.loop.again import UsedAgain
 from trl_opsd.loop.attributes import Attributes
 from trl_opsd.loop.card import Cards
 from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
@@ -29,6 +30,7 @@ from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.scoring import Scoring
 from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.wrapping import WrappedToTrain
+from trl_opsd.models.model_checks import check_can_learn
 from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.run.accounts import Accounts
 from trl_opsd.run.groups import set_group_timeout
@@ -62,6 +64,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 
 class SeamTrainer(
+    UsedAgain,
     Attributes,
     Scoring,
     Cards,
@@ -246,6 +249,11 @@ class SeamTrainer(
         if self.train_dataset is None:
             raise ValueError(
                 "`train` without a `train_dataset`: this trainer was built to evaluate; pass the rows to train on."
+            )
+        check_can_learn(self.model)
+        if self.args.resume_from_checkpoint and resume_from_checkpoint is None:
+            logger.warning(
+                f"`args.resume_from_checkpoint={self.args.resume_from_checkpoint!r}` has no effect: pass it to `train`."
             )
         self._read_once.check(self.args)
         convert_text(self.args)

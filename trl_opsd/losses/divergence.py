@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -36,8 +36,24 @@ class Divergence(ABC):
         with torch.enable_grad():
             logits_RV = log_student_RV.detach().requires_grad_()
             value_R = self.value(logits_RV.log_softmax(-1), log_teacher_RV.detach())
+            self._check(value_R, len(logits_RV))
             (gradient_RV,) = torch.autograd.grad(value_R.sum(), logits_RV)
         return value_R.detach(), gradient_RV
+
+    def _check(self, value_R: Any, rows: int) -> None:
+        """Refuses a value that would be broadcast over the rows, or from which no gradient comes."""
+        name = f"`{type(self).__name__}.value`"
+        if not isinstance(value_R, Tensor) or value_R.shape != (rows,):
+            got = f"shape {list(value_R.shape)}" if isinstance(value_R, Tensor) else f"a {type(value_R).__name__}"
+            raise ValueError(
+                f"{name} returned {got}: expected one divergence for each row, [{rows}]; sum over the vocabulary, "
+                "`.sum(-1)`, and over nothing else."
+            )
+        if not value_R.requires_grad:
+            raise ValueError(
+                f"{name} is not a differentiable function of the student's log-probabilities, so nothing could be "
+                "learned: compute it from its first argument, without `detach`, `no_grad` or integers."
+            )
 
 
 @final

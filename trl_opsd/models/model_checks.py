@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils import CONFIG_NAME, cached_file
 
-from trl_opsd._compat.peft import is_peft, without_peft
+from trl_opsd._compat.peft import is_merged, is_peft, without_peft
 from trl_opsd.run.precision import check_trained_dtypes
 
 logger = get_logger(__name__)
@@ -192,6 +193,36 @@ def check_student(student: nn.Module, args: TrainingArguments) -> None:
         check_trained_dtypes(student)
 
 
+def check_can_learn(student: nn.Module) -> None:
+    """Refuses a student that cannot learn: frozen, with a merged adapter, or without gradients.
+
+    Args:
+        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The student, with its adapter.
+
+    Raises:
+        ValueError: Nothing would be trained.
+    """
+    if not torch.is_grad_enabled():
+        raise ValueError("Gradients are switched off by `torch.no_grad` or `inference_mode`: train outside of it.")
+    if is_peft(student) and is_merged(student):
+        raise ValueError(
+            "The student's adapter is merged into its base, so that nothing would be learned: call "
+            "`trainer.model.unmerge_adapter()`."
+        )
+    if any(one.requires_grad for one in student.parameters()):
+        return
+    remedy = (
+        "load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`, or enable it again"
+        if is_peft(student)
+        else "call `model.requires_grad_(True)`, or pass a `peft_config`"
+    )
+    raise ValueError(
+        "The student is frozen: none of its parameters has `requires_grad=True`, so nothing would be "
+        f"learned: {remedy}; to evaluate only, leave `train_dataset` out."
+    )
+
+
 def check_trainable(student: nn.Module, optimizers: tuple[Any, Any]) -> None:
     """Refuses a student of which no weight would be stepped: frozen, or unknown to the optimizer that was passed.
 
@@ -204,17 +235,8 @@ def check_trainable(student: nn.Module, optimizers: tuple[Any, Any]) -> None:
     Raises:
         ValueError: Nothing would be trained.
     """
+    check_can_learn(student)
     trained = {id(one): name for name, one in student.named_parameters() if one.requires_grad}
-    if not trained:
-        remedy = (
-            "load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`"
-            if is_peft(student)
-            else "call `model.requires_grad_(True)`, or pass a `peft_config`"
-        )
-        raise ValueError(
-            "The student is frozen: none of its parameters has `requires_grad=True`, so nothing would be "
-            f"learned: {remedy}; to evaluate only, leave `train_dataset` out."
-        )
     optimizer, scheduler = optimizers
     if scheduler is not None and getattr(scheduler, "optimizer", None) not in (None, optimizer):
         raise ValueError(

@@ -22,8 +22,16 @@ def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remo
             Options for loading the student.
         trust_remote_code (`bool`):
             Whether it may ship its own Python code.
+
+    Raises:
+        ValueError: The student has no path, or its tokenizer has code of its own that is not allowed.
     """
     path = student if isinstance(student, str) else get_config_model_id(student.config)
+    if not path:
+        raise ValueError(
+            "`processing_class` is None, and the student is an object that was not loaded from a path: pass its "
+            "tokenizer as `processing_class`."
+        )
     trust = (
         nullcontext()
         if trust_remote_code

@@ -105,7 +105,7 @@ def checkpoint_to_resume(asked: str | bool, run_dir: Path) -> tuple[Path, list[s
     Raises:
         ValueError: There is none, or the requested one is torn.
     """
-    if asked is True:
+    if asked is True or str(asked).lower() == "true":  # text on a command line
         recover(run_dir)
         newest, torn = newest_complete(run_dir)
         if newest is None:
@@ -113,9 +113,9 @@ def checkpoint_to_resume(asked: str | bool, run_dir: Path) -> tuple[Path, list[s
         return newest, [f"Resuming from {newest}, the newest complete checkpoint.{_listed(torn)}"] if torn else []
     folder = Path(str(asked))
     if not folder.is_dir():
-        if str(asked).lower() == "true":
-            raise ValueError(f"`resume_from_checkpoint={asked!r}` is text: pass `True` for the newest checkpoint.")
         raise ValueError(f"There is no checkpoint {folder}.{_alternative(folder.parent)} {_REMEDY}")
+    if not (folder / _STATE).is_file() and newest_complete(folder)[0] is not None:
+        raise ValueError(f"{folder} is no checkpoint, but contains some.{_alternative(folder)} {_REMEDY}")
     if _is_foreign(folder):
         return folder, [f"Resuming from {folder}, which has no {MANIFEST}: whether it is complete cannot be checked."]
     if wrong := problems(folder):
@@ -159,6 +159,32 @@ def rotate(run_dir: Path, limit: int | None, keep: Collection[Path]) -> list[str
 _REMEDY = "Pass the path of a complete checkpoint, or train without `resume_from_checkpoint`."
 _SHOWN = 3
 """Maximum number of problems that a message lists for a checkpoint."""
+
+
+def check_launch(folder: Path, deepspeed: bool, fsdp: bool) -> None:
+    """Refuses a checkpoint whose optimizer was saved under another kind of launch, which would silently begin anew.
+
+    Args:
+        folder (`Path`):
+            The checkpoint.
+        deepspeed, fsdp (`bool`):
+            What this launch is.
+
+    Raises:
+        ValueError: It was written under another kind of launch.
+    """
+    saved = {
+        "DeepSpeed": any(folder.glob("global_step*")),
+        "FSDP": (folder / "optimizer.bin").exists() or (folder / "optimizer_0").exists(),
+        "one process or DDP": (folder / "optimizer.pt").exists(),
+    }
+    now = "DeepSpeed" if deepspeed else "FSDP" if fsdp else "one process or DDP"
+    if any(saved.values()) and not saved[now]:
+        written = next(name for name, was in saved.items() if was)
+        raise ValueError(
+            f"{folder} was written under {written}, and this launch is {now}, which would train on with a new "
+            "optimizer: resume under the launch that wrote it, or pass the folder as `model` and start a new run."
+        )
 
 
 def _listed(torn: dict[Path, list[str]]) -> str:

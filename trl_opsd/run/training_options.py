@@ -5,6 +5,7 @@ A rate or a number of epochs of 0 is of no concern to a trainer that only evalua
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,18 @@ def check_unsupported(args: DistillationConfig) -> None:
         raise ValueError(
             "`torch_compile=True` compiles a `forward` that is not called, neither to write completions nor in the "
             "loss, which form no logits there: remove it; `rollout=HFRollout(compile=True)` compiles decoding."
+        )
+    for name in ("fp16_full_eval", "bf16_full_eval"):
+        if getattr(args, name):
+            raise ValueError(
+                f"`{name}=True` would cast the student's weights for an evaluation and leave them so: set `bf16=True`, "
+                "which computes in bfloat16, and remove it."
+            )
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched > 1 and args.world_size == 1:
+        raise ValueError(
+            f"The launch has {launched} processes (`WORLD_SIZE`), but accelerate counts one, so that each would train "
+            "a student of its own: on a machine without an accelerator set `use_cpu=True`."
         )
     if args.data_seed is not None:
         warnings.warn(f"`data_seed={args.data_seed}` is ignored: `seed` decides the order.", stacklevel=5)

@@ -1,0 +1,88 @@
+"""A trainer is used again after other things happened in its process: other configs and trainers, other options."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+
+pytestmark = pytest.mark.quick
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("use", ["train", "evaluate", "predict", "repr", "teacher_model"])
+def test_another_config_does_not_take_the_launch_away(make_trainer, tmp_path, use):
+    trainer = make_trainer(eval_dataset=tiny.rows(2), max_steps=1)
+    tiny.config(tmp_path / "other")  # which resets the state that all trainers of a process share
+    if use == "repr":
+        assert "processes       1, on cpu" in repr(trainer)
+    elif use == "teacher_model":
+        trainer.teacher_model = tiny.qwen2(64, seed=3)
+        assert trainer.teacher.model.config.hidden_size == 64
+    elif use == "predict":
+        assert len(trainer.predict(tiny.rows(2)).predictions) == 2
+    elif use == "evaluate":
+        assert trainer.evaluate()["eval_loss"] > 0
+    else:
+        trainer.train()
+        assert trainer.state.global_step == 1
+
+
+def test_each_trainer_of_a_process_computes_in_a_precision_of_its_own(make_trainer):
+    alone = make_trainer()
+    alone.train()
+    first, second = make_trainer(), make_trainer(bf16=True)
+    assert second.accelerator.mixed_precision == "bf16"
+    first.train()
+    assert first.accelerator.mixed_precision == "no"
+    assert losses(first) == pytest.approx(losses(alone), abs=1e-6)
+    second.train()
+    assert second.accelerator.mixed_precision == "bf16"
+    assert losses(second) != pytest.approx(losses(alone), abs=1e-6)
+
+
+def test_another_model_cannot_be_assigned(make_trainer):
+    trainer = make_trainer()
+    trainer.model = tiny.qwen2(seed=5)
+    with pytest.raises(ValueError, match=r"`trainer.model` was assigned .*: build another trainer"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("option", ["learning_rate", "weight_decay", "adam_beta1"])
+def test_options_of_an_optimizer_that_is_kept_are_refused_until_it_is_dropped(make_trainer, option):
+    trainer = make_trainer(max_steps=1)
+    trainer.args.learning_rate = 1e-3  # no optimizer was made yet
+    trainer.train()
+    trainer.train()
+    setattr(trainer.args, option, 0.05)
+    with pytest.raises(ValueError, match=f"`args.{option}` was changed, but the optimizer of the earlier training"):
+        trainer.train()
+    trainer.optimizer = trainer.lr_scheduler = None
+    before = [one.detach().clone() for one in trainer.model.parameters()]
+    trainer.train()
+    assert not all(map(torch.equal, before, trainer.model.parameters()))
+    key = {"learning_rate": "lr", "weight_decay": "weight_decay"}.get(option)
+    if key:
+        assert (
+            max(group.get("initial_lr", 0) if key == "lr" else group[key] for group in trainer.optimizer.param_groups)
+            == 0.05
+        )
+
+
+def test_a_student_that_can_no_longer_learn_is_refused(make_trainer):
+    trainer = make_trainer(peft_config=LoraConfig(r=4, target_modules="all-linear"))
+    trainer.model.merge_adapter()
+    with pytest.raises(ValueError, match=r"adapter is merged .*`trainer.model.unmerge_adapter\(\)`"):
+        trainer.train()
+    trainer.model.unmerge_adapter()
+    with torch.no_grad(), pytest.raises(ValueError, match="Gradients are switched off"):
+        trainer.train()
+    trainer.train()
+    frozen = make_trainer()
+    frozen.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="The student is frozen"):
+        frozen.train()

@@ -1,0 +1,87 @@
+"""Lets a trainer be used after other things happened in its process: another config, another training, new objects.
+
+Every `TrainingArguments` resets the launch's state, which all trainers of a process share; and transformers keeps the
+optimizer of an earlier training, and never looks at a model that was assigned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.state import AcceleratorState
+from transformers import Trainer
+
+__all__ = ["UsedAgain"]
+
+_OF_THE_OPTIMIZER = (
+    "learning_rate",
+    "optim",
+    "optim_args",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
+"""Options that are read when an optimizer is made."""
+
+
+class UsedAgain(Trainer):
+    """A trainer with a launch state of its own whenever it trains, evaluates or is displayed; says what is ignored."""
+
+    model: Any
+    optimizer: Any
+    is_deepspeed_enabled: bool
+    _launch: dict[str, Any] | None = None
+    """The launch's state when the trainer was built."""
+    _trained: Any = None
+    """The model that was built, or trained last."""
+    _made_for: tuple[Any, ...] | None = None
+    """Options of the optimizer that a training has made."""
+
+    def remember_launch(self) -> None:
+        """Keeps the launch's state, and the model; to be called when the trainer is complete."""
+        self._launch, self._trained = dict(AcceleratorState._shared_state), self.model
+
+    def restore_launch(self) -> None:
+        """Makes the launch's state that of this trainer, if another config or trainer has replaced it."""
+        if self._launch is not None:
+            AcceleratorState._shared_state.clear()
+            AcceleratorState._shared_state.update(self._launch)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'.
+
+        Raises:
+            ValueError: The model is another, or options were changed that an existing optimizer does not read.
+        """
+        self.restore_launch()
+        if self._trained is not None and self.model is not self._trained:
+            raise ValueError(
+                "`trainer.model` was assigned after the trainer was built, but optimizer, rollout and checks have the "
+                "model it was built with: build another trainer."
+            )
+        own = self.optimizer is None or self._made_for is not None
+        options = tuple(getattr(self.args, name) for name in _OF_THE_OPTIMIZER)
+        if self.optimizer is None or self.is_deepspeed_enabled:  # one is made now
+            self._made_for = options if own else None
+        elif self._made_for is not None and options != self._made_for:
+            changed = [
+                name for name, then, now in zip(_OF_THE_OPTIMIZER, self._made_for, options, strict=True) if then != now
+            ]
+            raise ValueError(
+                f"`args.{changed[0]}` was changed, but the optimizer of the earlier training is kept, which does not "
+                "read it: set `trainer.optimizer = trainer.lr_scheduler = None` for a new one."
+            )
+        result = super().train(*args, **kwargs)
+        self._trained = self.model
+        return result
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'."""
+        self.restore_launch()
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'."""
+        self.restore_launch()
+        return super().predict(*args, **kwargs)
