@@ -100,6 +100,8 @@ def test_a_fresh_pair_of_processes_resumes_exactly_after_a_kill(results):
 @each_strategy
 def test_a_checkpoint_of_two_processes_is_refused_by_one(results, folder, tmp_path, strategy):
     alone = trainer(tmp_path, "full")
-    with pytest.raises(ValueError, match="world_size: 2 in the checkpoint, 1 now|was written under DeepSpeed, and this launch is one process"):
+    with pytest.raises(
+        ValueError, match=r"world_size: 2 in the checkpoint, 1 now|was written under DeepSpeed, and this launch"
+    ):
         alone.train(resume_from_checkpoint=str(folder / strategy / "full" / "checkpoint-3"))
     assert alone.loads == 0
