@@ -19,7 +19,8 @@ def check_one_traceback(printed: str, ended: float, first: int) -> None:
         first (`int`):
             Rank of the process that failed first.
     """
-    of_ranks = [line for line in printed.splitlines() if re.match(r"\[rank\d\]: ", line)]
+    # Anywhere in a line: another process may be drawing a progress bar in it.
+    of_ranks = re.findall(r"\[rank\d\]: [^\n]*", printed)
     assert [line for line in of_ranks if "Traceback" in line] == [f"[rank{first}]: Traceback (most recent call last):"]
     assert all(line.startswith(f"[rank{first}]") for line in of_ranks)
     # None if the agent ended the other process before that one noticed.
