@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
 from transformers import get_constant_schedule
 
 from trl_opsd import HFRollout
 from trl_opsd.models.model_checks import same_weights
+from trl_opsd.run.training_options import check_unsupported
 from trl_opsd.run.without_effect import without_effect
 
 SAME = "are the same model"
@@ -227,3 +228,30 @@ def test_a_divergence_may_be_assigned_by_name(make_trainer, name):
     trainer.divergence = name
     assert trainer.divergence == make_trainer(divergence=name).divergence
     assert trainer.train().training_loss == make_trainer(divergence=name).train().training_loss
+
+
+# ---- Launches and evaluations ---------------------------------------------------------------------------------------
+
+
+def test_a_launch_of_which_accelerate_counts_one_process_is_refused(tmp_path, monkeypatch):
+    args = tiny.config(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"has 2 processes .* set `use_cpu=True`"):
+        check_unsupported(args)
+
+
+@pytest.mark.parametrize("option", ["fp16_full_eval", "bf16_full_eval"])
+def test_an_evaluation_that_would_leave_the_weights_cast_is_refused(tmp_path, option):
+    with pytest.raises(ValueError, match=f"`{option}=True` would cast the student's weights"):
+        tiny.config(tmp_path, **{option: True})
+
+
+def test_an_evaluation_without_rows_is_refused_before_loading(make_trainer):
+    with pytest.raises(ValueError, match="`eval_strategy='steps'` without an `eval_dataset`"):
+        make_trainer(eval_strategy="steps", eval_steps=1)
+
+
+def test_text_for_the_teacher_of_a_student_that_reads_messages_is_said(make_trainer, caplog):
+    rows = [{"prompt": [{"role": "user", "content": "2+2="}], "teacher_prompt": "The answer is 4. 2+2="}] * 8
+    make_trainer(train_dataset=Dataset.from_list(rows), rollout=HFRollout(), max_steps=1).train()
+    assert "is text for the teacher and messages for the student" in caplog.text

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trl_opsd.losses import ForwardKL, GeneralizedJSD, dense_divergence, streamed_divergence
+from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, dense_divergence, streamed_divergence
 
 pytestmark = pytest.mark.quick
 
@@ -71,3 +71,25 @@ def test_weights_that_are_not_one_per_token_are_refused(make_pair, compute):
 def test_a_vocabulary_size_that_a_head_does_not_have_is_refused(make_pair, compute, vocabulary):
     with pytest.raises(ValueError, match=f"vocabulary is {vocabulary}, but .* 37 rows .* expected a number from 1 to"):
         compute(*make_pair(), ForwardKL(), vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            lambda mine, theirs: (mine - theirs).sum(),
+            r"returned shape \[\]: expected one divergence for each row, \[3\]",
+        ),
+        (lambda mine, theirs: mine - theirs, r"returned shape \[3, 7\]"),
+        (lambda mine, theirs: 0.0, "returned a float"),
+        (lambda mine, theirs: (mine - theirs).sum(-1).detach(), "is not a differentiable function"),
+    ],
+)
+def test_a_divergence_of_ones_own_is_one_differentiable_number_for_each_row(value, message):
+    class Mine(Divergence):
+        def value(self, log_student_RV, log_teacher_RV):
+            return value(log_student_RV, log_teacher_RV)
+
+    logs = torch.randn(2, 3, 7).log_softmax(-1)
+    with pytest.raises(ValueError, match=f"`Mine.value` {message}"):
+        Mine().value_and_gradient(*logs, *logs.exp())
