@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trl_opsd.losses.divergence import Divergence, check_comparable
+from trl_opsd.losses.elementwise import Finish, eager_
+from trl_opsd.losses.kernels import step_for
 from trl_opsd.types import LazyLogits, PerToken
 
 TILE_BYTES = 600_000_000
@@ -33,9 +35,6 @@ heads of 151936 and 152064 rows share 151665 ids."""
 _BLOCK_ELEMENTS = {"cpu": 1 << 17}
 """Logits of a block, which goes through all elementwise steps before the next: on a CPU, as many as fit its cache."""
 _BLOCK_ELEMENTS_ELSEWHERE = 1 << 24
-_INFINITE = 1e7
-"""Divergence in nats above which the result is infinite. Only an excluded token, whose logit is the lowest float32, can
-cause so much; no finite logits come near."""
 _ROUNDING = 1e-6
 """Logits are taken as equal if they are this far below the largest on average, in nats: the rounding of their products.
 A model whose logits are spread by only 1e-2, as those of a tiny random one are, is beyond it up to a temperature of
@@ -173,7 +172,10 @@ class _Fold:
         if not in_place:
             gradient_GV = torch.empty(group_tokens, stride, dtype=dtype, device=device)[:, :vocabulary]
 
-        statistics = tuple(torch.empty(tokens, device=device) for _ in range(4))
+        step = step_for(self.divergence, device)
+        step_rows = _block_rows(student_CV) if step is eager_ else tile_tokens
+        finishes = student.finish, teacher.finish
+        statistics_4N = torch.empty(4, tokens, device=device)
         head_rows = self.student.head.weight.size(0)
         shapes = (tokens, width), (head_rows, width), (head_rows,)
         # The first group overwrites, so zeros are needed only if there is no group, or for head rows past `vocabulary`.
@@ -187,34 +189,13 @@ class _Fold:
             for tile in _spans(group.start, group.stop, tile_tokens):
                 student.project_(student_CV, tile)
                 teacher.project_(teacher_CV, tile)
-                for rows in _spans(tile.start, tile.stop, _block_rows(student_CV)):
+                for rows in _spans(tile.start, tile.stop, step_rows):
                     here, weights_R = _shift(rows, -tile.start), None if weights_N is None else weights_N[rows]
-                    block, gradient_RV = self._block(student, teacher, student_CV[here], teacher_CV[here], weights_R)
-                    for statistic_N, statistic_R in zip(statistics, block, strict=True):
-                        statistic_N[rows] = statistic_R
-                    if any(wanted):
-                        gradient_GV[_shift(rows, -group.start)] = gradient_RV
+                    products = student_CV[here], teacher_CV[here]
+                    gradient_RV = gradient_GV[_shift(rows, -group.start)] if any(wanted) else None
+                    statistics_4N[:, rows] = step(self.divergence, finishes, *products, weights_R, gradient_RV)
             student.backproject_(gradient_GV, group, hidden_NH, *shared)
-        return statistics, gradients
-
-    def _block(
-        self, student: _Side, teacher: _Side, student_RV: Tensor, teacher_RV: Tensor, weights_R: Tensor | None
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The statistics of R rows of products, and the gradient; overwrites the products."""
-        student.finish_(student_RV)
-        teacher.finish_(teacher_RV)
-        cap_slope_RV = student.cap_slope(student_RV)
-        log_student_RV, student_RV, student_entropy_R, _ = _normalise_(student_RV)
-        log_teacher_RV, teacher_RV, teacher_entropy_R, total_R = _normalise_(teacher_RV)
-        storage = log_student_RV, log_teacher_RV, student_RV, teacher_RV
-        value_R, gradient_RV = self.divergence.value_and_gradient(*storage)
-        value_R.masked_fill_(value_R > _INFINITE, torch.inf)
-        if cap_slope_RV is not None:
-            gradient_RV.mul_(cap_slope_RV)
-        if weights_R is not None:
-            value_R.mul_(weights_R).masked_fill_(weights_R == 0, 0.0)  # 0 * inf is NaN
-            gradient_RV.mul_(weights_R.unsqueeze(-1))
-        return (value_R, student_entropy_R, teacher_entropy_R, total_R / teacher_RV.size(-1)), gradient_RV
+        return tuple(statistics_4N), gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +204,10 @@ class _Side:
 
     hidden_NH: Tensor
     weight_VH: Tensor
-    bias_V: Tensor | None
-    """Already multiplied by `gain`."""
     gain: float
     """Multiplier of the product."""
-    cap: float | None
-    """Cap of the logits, which are `cap * tanh(product)`, or the product itself if it is `None`."""
+    finish: Finish
+    """What turns products into logits, its bias already multiplied by `gain`."""
 
     @classmethod
     def of(cls, lazy: LazyLogits, dtype: torch.dtype, vocabulary: int | None) -> _Side:
@@ -237,29 +216,17 @@ class _Side:
         return cls(
             hidden_NH=_operand(lazy.hidden, dtype),
             weight_VH=_operand(head.weight[:vocabulary], dtype),
-            bias_V=None if head.bias is None else head.bias[:vocabulary].float() * gain,
             gain=gain,
-            cap=None if head.softcap is None else head.softcap / lazy.temperature,
+            finish=Finish(
+                bias=None if head.bias is None else head.bias[:vocabulary].float() * gain,
+                cap=None if head.softcap is None else head.softcap / lazy.temperature,
+            ),
         )
 
     def project_(self, out_CV: Tensor, rows: slice) -> None:
         """Writes the product of these rows into the first rows of a tile."""
         tile_CV = out_CV[: rows.stop - rows.start]
         _addmm_(tile_CV, self.hidden_NH[rows], self.weight_VH.T, alpha=self.gain, beta=0)
-
-    def finish_(self, product_RV: Tensor) -> None:
-        """Turns products into logits, in place."""
-        if self.bias_V is not None:
-            # A token excluded by a bias of -inf gets the lowest finite logit: probability 0, and 0 * log 0 = 0.
-            product_RV.add_(self.bias_V).clamp_(min=torch.finfo(torch.float32).min)
-        if self.cap is not None:
-            product_RV.tanh_().mul_(self.cap)
-
-    def cap_slope(self, logits_RV: Tensor) -> Tensor | None:
-        """The derivative of the cap at the finished logits, `1 - tanh^2`; `None` without a cap."""
-        if self.cap is None:
-            return None
-        return (logits_RV / self.cap).square_().neg_().add_(1.0)
 
     def backproject_(
         self,
@@ -271,7 +238,7 @@ class _Side:
     ) -> None:
         """Propagates the gradient of these rows' logits to hidden states, weight and bias, where given."""
         gradient_GV = gradient_GV[: rows.stop - rows.start]
-        slope, carry = self.gain * (1.0 if self.cap is None else self.cap), float(rows.start > 0)
+        slope, carry = self.gain * (1.0 if self.finish.cap is None else self.finish.cap), float(rows.start > 0)
         if hidden_NH is not None:
             _addmm_(hidden_NH[rows], gradient_GV, self.weight_VH, alpha=slope, beta=0)
         if weight_VH is not None:
@@ -279,21 +246,6 @@ class _Side:
         if bias_V is not None:
             sum_V = gradient_GV.sum(0, dtype=torch.float32).mul_(slope)
             bias_V.copy_(sum_V if rows.start == 0 else sum_V.add_(bias_V))
-
-
-def _normalise_(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Turns logits into log-probabilities, in place; returns these, the probabilities, the entropy [R], and the sum of
-    the probabilities relative to the largest [R].
-
-    Not `torch.log_softmax`: with it the probabilities would need the exponentials a second time, and on a CPU it sums
-    them sequentially, which over a vocabulary costs a digit of the gradient.
-    """
-    logits_RV.sub_(logits_RV.amax(-1, keepdim=True))
-    probs_RV = logits_RV.exp()
-    total_R1 = probs_RV.sum(-1, keepdim=True)
-    logits_RV.sub_(total_R1.log())
-    probs_RV.div_(total_R1)
-    return logits_RV, probs_RV, (probs_RV * logits_RV).sum(-1).neg_(), total_R1.squeeze(-1)
 
 
 def _addmm_(total: Tensor, a: Tensor, b: Tensor, *, alpha: float, beta: float) -> None:

@@ -1,0 +1,114 @@
+"""The elementwise part of the streamed divergence in PyTorch: from products with two heads to values and a gradient.
+
+R rows (tokens) · V vocabulary size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from trl_opsd.losses.divergence import Divergence
+
+INFINITE = 1e7
+"""Divergence in nats above which the result is infinite. Only an excluded token, whose logit is the lowest float32, can
+cause so much; no finite logits come near."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """What turns the products with a head into logits: a bias is added, then the sum is capped.
+
+    Attributes:
+        bias (`torch.Tensor`, *optional*): [V], float32; it may be -inf.
+        cap (`float`, *optional*): cap of the logits, which are `cap * tanh(sum)`, or the sum itself if it is `None`.
+    """
+
+    bias: Tensor | None
+    cap: float | None
+
+    def __call__(self, product_RV: Tensor) -> None:
+        """Turns products into logits, in place."""
+        if self.bias is not None:
+            # A token excluded by a bias of -inf gets the lowest finite logit: probability 0, and 0 * log 0 = 0.
+            product_RV.add_(self.bias).clamp_(min=torch.finfo(torch.float32).min)
+        if self.cap is not None:
+            product_RV.tanh_().mul_(self.cap)
+
+    def slope(self, logits_RV: Tensor) -> Tensor | None:
+        """The derivative of the cap at the finished logits, `1 - tanh^2`; `None` without a cap."""
+        if self.cap is None:
+            return None
+        return (logits_RV / self.cap).square_().neg_().add_(1.0)
+
+
+Step: TypeAlias = Callable[
+    [Divergence, tuple[Finish, Finish], Tensor, Tensor, Tensor | None, Tensor | None],
+    Tensor,
+]
+"""A function with the arguments and the result of [`eager_`]."""
+
+
+def eager_(
+    divergence: Divergence,
+    finishes: tuple[Finish, Finish],
+    student_RV: Tensor,
+    teacher_RV: Tensor,
+    weights_R: Tensor | None,
+    gradient_RV: Tensor | None,
+) -> Tensor:
+    """The statistics of R rows of products, [4, R], and the gradient; overwrites the products.
+
+    Args:
+        divergence ([`Divergence`]):
+            Any.
+        finishes (`tuple[Finish, Finish]`):
+            What turns the student's products into logits, and the teacher's.
+        student_RV, teacher_RV (`torch.Tensor`):
+            [R, V], float32.
+        weights_R (`torch.Tensor`, *optional*):
+            [R], constants that multiply value and gradient.
+        gradient_RV (`torch.Tensor`, *optional*):
+            [R, V], where the gradient with respect to the student's products is written, up to the factor `cap`; it may
+            be `student_RV` itself.
+
+    Returns:
+        `torch.Tensor`: the divergence, the student's and the teacher's entropy, and the mean of the teacher's
+        probabilities relative to the largest, which is 1 if all of its logits are equal.
+    """
+    finish_student, finish_teacher = finishes
+    finish_student(student_RV)
+    finish_teacher(teacher_RV)
+    slope_RV = finish_student.slope(student_RV)
+    log_student_RV, probs_RV, student_entropy_R, _ = _normalise_(student_RV)
+    log_teacher_RV, teacher_probs_RV, teacher_entropy_R, total_R = _normalise_(teacher_RV)
+    value_R, found_RV = divergence.value_and_gradient(log_student_RV, log_teacher_RV, probs_RV, teacher_probs_RV)
+    value_R.masked_fill_(value_R > INFINITE, torch.inf)
+    if weights_R is not None:
+        value_R.mul_(weights_R).masked_fill_(weights_R == 0, 0.0)  # 0 * inf is NaN
+    if gradient_RV is not None:
+        if slope_RV is not None:
+            found_RV.mul_(slope_RV)
+        if weights_R is not None:
+            found_RV.mul_(weights_R.unsqueeze(-1))
+        gradient_RV.copy_(found_RV)
+    return torch.stack([value_R, student_entropy_R, teacher_entropy_R, total_R / teacher_RV.size(-1)])
+
+
+def _normalise_(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Turns logits into log-probabilities, in place; returns these, the probabilities, the entropy [R], and the sum of
+    the probabilities relative to the largest [R].
+
+    Not `torch.log_softmax`: with it the probabilities would need the exponentials a second time, and on a CPU it sums
+    them sequentially, which over a vocabulary costs a digit of the gradient.
+    """
+    logits_RV.sub_(logits_RV.amax(-1, keepdim=True))
+    probs_RV = logits_RV.exp()
+    total_R1 = probs_RV.sum(-1, keepdim=True)
+    logits_RV.sub_(total_R1.log())
+    probs_RV.div_(total_R1)
+    return logits_RV, probs_RV, (probs_RV * logits_RV).sum(-1).neg_(), total_R1.squeeze(-1)
