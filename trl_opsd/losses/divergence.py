@@ -70,8 +70,8 @@ class ForwardKL(Divergence):
     def value_and_gradient(
         self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
     ) -> tuple[Tensor, Tensor]:
-        value_R = log_teacher_RV.sub_(log_student_RV).mul_(teacher_RV).sum(-1)
-        return value_R, student_RV.sub_(teacher_RV)
+        gap_RV = log_teacher_RV.sub_(log_student_RV)
+        return _kl_of_gap(gap_RV, teacher_RV, student_RV, spare_RV=log_student_RV), student_RV.sub_(teacher_RV)
 
 
 @final
@@ -88,9 +88,10 @@ class ReverseKL(Divergence):
     def value_and_gradient(
         self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
     ) -> tuple[Tensor, Tensor]:
-        term_RV = log_student_RV.sub_(log_teacher_RV).mul_(student_RV)
-        value_R = term_RV.sum(-1)
-        return value_R, term_RV.addcmul_(student_RV, value_R.unsqueeze(-1), value=-1)
+        gap_RV = log_student_RV.sub_(log_teacher_RV)
+        value_R = _kl_of_gap(gap_RV, student_RV, teacher_RV, spare_RV=log_teacher_RV)
+        term_RV = gap_RV.mul_(student_RV)
+        return value_R, term_RV.addcmul_(student_RV, term_RV.sum(-1, keepdim=True), value=-1)
 
 
 @final
@@ -141,6 +142,17 @@ class GeneralizedJSD(Divergence):
 
 def _kl(log_p_RV: Tensor, log_q_RV: Tensor) -> Tensor:
     return (log_p_RV.exp() * (log_p_RV - log_q_RV)).sum(-1)
+
+
+def _kl_of_gap(gap_RV: Tensor, p_RV: Tensor, q_RV: Tensor, spare_RV: Tensor) -> Tensor:
+    """`KL(p || q)` from the gap `log p - log q`, as the sum of `p gap + q - p`, none of which is below 0.
+
+    Near agreement the rounding of a normaliser, which shifts a row of gaps alike, is larger than the divergence. The
+    sum of `q - p` is 0, and as `p expm1(-gap)` it contains the same shift, which cancels.
+    """
+    surplus_RV = torch.neg(gap_RV, out=spare_RV).expm1_().mul_(p_RV)
+    surplus_RV = torch.where(gap_RV > -80.0, surplus_RV, q_RV)  # below, p contributes nothing, and the exponential ends
+    return surplus_RV.addcmul_(gap_RV, p_RV).sum(-1)
 
 
 def check_comparable(

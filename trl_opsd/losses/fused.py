@@ -50,7 +50,7 @@ _THIRD_PASS = tl.constexpr(2)
 
 @triton.jit
 def _kl_term(log_p, log_q, p, q):  # type: ignore[no-untyped-def]
-    """Columns of `KL(p || q)`, with the difference of both sums of probabilities, 0, added such that each is at least 0.
+    """Columns of `KL(p || q)`, plus the difference of both probabilities, whose sum is 0, so that none is below 0.
 
     A rounding error of a normaliser shifts all gaps alike, and would be larger than the value near agreement.
     """
@@ -101,7 +101,7 @@ KERNELS: Mapping[type[Divergence], Kernel] = MappingProxyType(
 """Device code by class; a divergence without goes through the eager steps."""
 
 
-# ---- Arithmetic --------------------------------------------------------------------------------------------------------
+# ---- Arithmetic ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -263,6 +263,7 @@ def fused_(
     padded = -(-width // _ALIGNED) * _ALIGNED
     student, teacher = finishes
     biases = [None if one.bias is None else pad(one.bias, (0, padded - width)) for one in finishes]
+    weights_R = None if weights_R is None else weights_R.float().contiguous()  # it may be one expanded number
     kernel = KERNELS[type(divergence)]
     statistics_4R = torch.empty(4, rows, device=student_RV.device)
     out_RV = student_RV if gradient_RV is None else gradient_RV

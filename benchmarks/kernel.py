@@ -1,0 +1,265 @@
+"""Errors, traffic and registers of the fused kernel of the loss, on a machine without a GPU.
+
+    python benchmarks/kernel.py
+
+Errors are those of the kernel in Triton's interpreter, relative to the largest entry of the same in float64, with the
+eager steps beside it; far apart, near agreement (a divergence of 1e-6 nats), and with every property a head can have.
+Bytes are counted as the interpreter reads and writes them. Registers and spills are those of Triton's own assembler,
+for which no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+INTERPRETED = "TRITON_INTERPRET"
+ARCHITECTURES = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
+"""A100, H100 and H200, B200."""
+
+
+def tile(rows: int, width: int, values: Any = None, dtype: Any = None) -> Any:
+    """[rows, width], stored as in the loss, with NaN beyond the vocabulary."""
+    import torch
+
+    stored = torch.full((rows, -(-width // 64) * 64), torch.nan, dtype=dtype)[:, :width]
+    return stored if values is None else stored.copy_(values)
+
+
+def case(kind: str, rows: int, width: int) -> dict[str, Any]:
+    """Products of both models, and what is done to them."""
+    import torch
+
+    from trl_opsd.losses.elementwise import Finish
+
+    generator = torch.Generator().manual_seed(rows + width)
+
+    def random(*shape: int) -> torch.Tensor:
+        return 3 * torch.randn(shape, generator=generator)
+
+    student, teacher, weights, finishes = random(rows, width), random(rows, width), None, (Finish(None, None),) * 2
+    if kind == "near":
+        teacher = student + 5e-4 * random(rows, width)
+    if kind == "huge":
+        student, teacher = 1e4 * student, 1e4 * teacher
+    if kind == "rich":
+        biases = random(width), random(width)
+        biases[0][1 :: max(2, width // 3)] = biases[1][1 :: max(2, width // 3)] = -torch.inf
+        finishes = Finish(biases[0], None), Finish(biases[1], None)
+        weights = torch.linspace(0, 2, rows)
+    if kind == "capped":
+        finishes = Finish(random(width) / 30, 30.0), Finish(None, 20.0)
+        student, teacher = student / 30, teacher / 30
+    return {"student": student, "teacher": teacher, "weights": weights, "finishes": finishes}
+
+
+def oracle(divergence: Any, given: dict[str, Any]) -> tuple[Any, Any]:
+    """Statistics and gradient in float64, by autograd."""
+    import torch
+
+    products = given["student"].double().requires_grad_()
+    logs = []
+    for finish, one in zip(given["finishes"], (products, given["teacher"].double()), strict=True):
+        logits = one if finish.bias is None else one + finish.bias.double()
+        logits = logits if finish.cap is None else finish.cap * logits.tanh()
+        logs.append(logits.clamp(min=torch.finfo(torch.float64).min).log_softmax(-1))
+    values = divergence.value(*logs)
+    (gradient,) = torch.autograd.grad(values.sum(), products)
+    cap, weights = given["finishes"][0].cap or 1.0, given["weights"]
+    factor = torch.ones(len(values)) if weights is None else weights
+    entropies = [-(log.exp() * log.clamp(min=-1e300)).sum(-1) for log in logs]
+    ratio = logs[1].exp().sum(-1) / logs[1].exp().amax(-1) / logs[1].size(-1)
+    return torch.stack([values * factor, *entropies, ratio]).detach(), gradient * factor.unsqueeze(-1) / cap
+
+
+def error(found: Any, expected: Any) -> float:
+    """The largest difference, relative to the largest number, of which all may be 0 or infinite."""
+    found, finite = found.double(), expected.isfinite()
+    if not found[~finite].equal(expected[~finite]):
+        return float("inf")
+    largest = expected[finite].abs().max().clamp(min=1e-9)
+    return float((found - expected)[finite].abs().max() / largest)
+
+
+def errors(rows: int, widths: list[int]) -> list[dict[str, Any]]:
+    """Errors of the kernel and of the eager steps, and the bytes that the kernel moves for a pair of logits."""
+    import torch
+
+    from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL
+    from trl_opsd.losses.elementwise import eager_
+    from trl_opsd.losses.fused import fused_
+
+    found = []
+    for divergence in (ForwardKL(), ReverseKL(), GeneralizedJSD(0.5), GeneralizedJSD(0.1)):
+        for kind in ("far", "near", "huge", "rich", "capped"):
+            for width in widths:
+                given = case(kind, rows, width)
+                statistics, gradient = oracle(divergence, given)
+                row: dict[str, Any] = {"divergence": repr(divergence), "kind": kind, "width": width}
+                for name, step in (("kernel", fused_), ("eager", eager_)):
+                    for dtype in (torch.float32, torch.bfloat16):
+                        tiles = tile(rows, width, given["student"]), tile(rows, width, given["teacher"])
+                        out = tiles[0] if dtype == torch.float32 else tile(rows, width, dtype=dtype)
+                        with counted() as bytes_moved:
+                            got = step(divergence, given["finishes"], *tiles, given["weights"], out)
+                        row[f"{name} {str(dtype).removeprefix('torch.')}"] = {
+                            "value": error(got[0], statistics[0]),
+                            "entropies": max(error(got[1], statistics[1]), error(got[2], statistics[2])),
+                            "ratio": error(got[3], statistics[3]),
+                            "gradient": error(out, gradient),
+                            "bytes": bytes_moved[0] / (rows * width),
+                        }
+                found.append(row)
+    return found
+
+
+class counted:
+    """Counts the bytes that Triton's interpreter reads and writes."""
+
+    def __enter__(self) -> list[int]:
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        self._before = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+        count = [0]
+
+        def wrapped(original: Any, mask_at: int) -> Any:
+            def call(builder: Any, pointers: Any, *others: Any) -> Any:
+                count[0] += int(others[mask_at].data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
+                return original(builder, pointers, *others)
+
+            return call
+
+        InterpreterBuilder.create_masked_load = wrapped(self._before[0], 0)
+        InterpreterBuilder.create_masked_store = wrapped(self._before[1], 1)
+        return count
+
+    def __exit__(self, *_: object) -> None:
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = self._before
+
+
+def compiled(architectures: list[int]) -> list[dict[str, Any]]:
+    """Registers of a thread, bytes spilled, and accesses of memory by their width, for each kernel and architecture."""
+    import triton
+    from triton.backends import nvidia
+    from triton.backends.compiler import GPUTarget
+
+    from trl_opsd.losses.fused import KERNELS
+
+    found = []
+    for divergence in KERNELS:
+        for rich in (False, True):
+            for architecture in architectures:
+                target = GPUTarget("cuda", architecture, 32)
+                built = triton.compile(specialized(divergence, rich), target=target, options={"num_warps": 8})
+                name = "ptxas-blackwell" if architecture >= 100 else "ptxas"
+                with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+                    file.write(built.asm["ptx"])
+                    file.flush()
+                    command = [Path(nvidia.__file__).parent / "bin" / name, "-v", file.name, "-o", os.devnull]
+                    command.append(f"--gpu-name={ARCHITECTURES[architecture]}")
+                    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+                widths = [
+                    int(number or 1) for number in re.findall(r"(?:ld|st)\.global(?:\.v(\d))?\.", built.asm["ptx"])
+                ]
+                found.append(
+                    {
+                        "divergence": divergence.__name__,
+                        "rich": rich,
+                        "architecture": ARCHITECTURES[architecture],
+                        "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
+                        "spilled": int(re.findall(r"(\d+) bytes spill stores", said)[0]),
+                        "wide": sum(width == 4 for width in widths),
+                        "narrow": sum(width < 4 for width in widths),
+                    }
+                )
+    return found
+
+
+def specialized(divergence: type, rich: bool) -> Any:
+    """The kernel as a run on a GPU compiles it: for aligned rows, an odd vocabulary and a gradient in bfloat16."""
+    from triton.compiler import ASTSource
+
+    from trl_opsd.losses import fused
+
+    kernel = fused.KERNELS[divergence]
+    constants = {"TERMS": kernel.terms, "TOTAL": kernel.total, "GRADIENT": True, "BLOCK": 2048}
+    constants |= dict.fromkeys(("STUDENT_BIAS", "TEACHER_BIAS", "STUDENT_CAP", "TEACHER_CAP", "WEIGHTED"), rich)
+    pointers = dict.fromkeys(("student", "teacher", "student_bias", "teacher_bias", "weights", "statistics"), "*fp32")
+    kinds = {**dict.fromkeys(constants, "constexpr"), **pointers, "gradient": "*bf16"}
+    kinds |= dict.fromkeys(("student_cap", "teacher_cap", "beta"), "fp32")
+    names = fused._rows.arg_names
+    aligned = [name for name in names if kinds.get(name, "").startswith("*") or name.endswith("stride")]
+    return ASTSource(
+        fused._rows,
+        {name: kinds.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in (*aligned, "padded")},
+    )
+
+
+def in_process(*options: object, interpreted: bool) -> list[dict[str, Any]]:
+    """One of the two parts, in a process of its own: Triton decides at its import whether it interprets."""
+    env = {name: value for name, value in os.environ.items() if name != INTERPRETED}
+    command = [sys.executable, __file__, "--json", *map(str, options)]
+    run = subprocess.run(
+        command, env=env | ({INTERPRETED: "1"} if interpreted else {}), stdout=subprocess.PIPE, text=True, check=True
+    )
+    found: list[dict[str, Any]] = json.loads(run.stdout[run.stdout.index("[") :])
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    widths, architectures = map(str, args.widths), map(str, args.architectures)
+    return {
+        "errors": in_process("--part", "errors", "--rows", args.rows, "--widths", *widths, interpreted=True),
+        "compiled": in_process("--part", "compiled", "--architectures", *architectures, interpreted=False),
+    }
+
+
+def table(result: dict[str, list[dict[str, Any]]]) -> str:
+    """Of all widths the largest errors; value, entropies and gradient of kernel and eager steps."""
+    names = ("kernel float32", "kernel bfloat16", "eager float32")
+    parts = ("value", "entropies", "gradient")
+    lines = [f"{'':28}" + "".join(f"{name:>30}" for name in names) + f"{'bytes per pair':>18}"]
+    lines.append(f"{'':28}" + "".join(f"{part:>10}" for part in parts) * len(names) + f"{'fp32':>10}{'bf16':>8}")
+    for key in dict.fromkeys((row["divergence"], row["kind"]) for row in result["errors"]):
+        rows = [row for row in result["errors"] if (row["divergence"], row["kind"]) == key]
+        line = f"{key[0]:23}{key[1]:5}".ljust(28)
+        line += "".join(f"{max(row[name][part] for row in rows):10.1e}" for name in names for part in parts)
+        widest = max(rows, key=lambda row: row["width"])
+        lines.append(line + f"{widest[names[0]]['bytes']:10.1f}{widest[names[1]]['bytes']:8.1f}")
+    lines.append(f"\n{'':24}{'registers':>10}{'spilled':>9}{'wide':>6}{'narrow':>8}")
+    for row in result["compiled"]:
+        name = f"{row['divergence']}{' rich' if row['rich'] else ''}"
+        counts = f"{row['registers']:8}{row['spilled']:9}{row['wide']:6}{row['narrow']:8}"
+        lines.append(f"{name:20}{row['architecture']:8}{counts}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=3)
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 37, 64, 2048, 2049, 5001])
+    parser.add_argument("--architectures", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    parser.add_argument("--part", choices=("errors", "compiled"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part:
+        found = errors(args.rows, args.widths) if args.part == "errors" else compiled(args.architectures)
+        print(json.dumps(found))
+        return
+    result = measure(args)
+    print(json.dumps(result, indent=2) if args.json else table(result))
+
+
+if __name__ == "__main__":
+    main()
