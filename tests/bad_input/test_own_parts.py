@@ -1,0 +1,210 @@
+"""A divergence, a teacher or weights of one's own that are wrong are named, before the student learns from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+
+from trl_opsd import FrozenTeacher, OPSDTrainer, Teacher
+from trl_opsd.teacher import Resident
+from trl_opsd.teacher.teachers import Teachers
+
+pytestmark = pytest.mark.refusal
+OURS = ("trl_opsd.teacher", "trl_opsd.loop", "trl_opsd.trainer")
+
+
+class Own(Teacher):
+    """Another teacher whose answers a function may change."""
+
+    def __init__(self, change=lambda rollout, targets: targets, **model):
+        self.inner = FrozenTeacher(Resident(tiny.gpt2(48, seed=1, **model), torch.device("cpu")))
+        self.change, self.asked = change, 0
+
+    @property
+    def head(self):
+        return self.inner.head
+
+    @property
+    def context(self):
+        return self.inner.context
+
+    def targets(self, rollout):
+        self.asked += 1
+        return self.change(rollout, self.inner.targets(rollout))
+
+
+def states(change):
+    """Changes the hidden states only."""
+    return lambda rollout, targets: replace(targets, hidden=change(targets.hidden))
+
+
+def weights(trainer):
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def unchanged(trainer, before):
+    return all(torch.equal(was, now) for was, now in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.fixture
+def said(caplog):
+    """What was warned of so far by this package."""
+    return lambda: [one.getMessage() for one in caplog.records if one.name.startswith(OURS)]
+
+
+SHAPES = {
+    "a tensor": (lambda rollout, targets: targets.hidden, "a Tensor"),
+    "nothing": (lambda rollout, targets: None, "None"),
+    "logits": (states(lambda hidden: hidden @ torch.ones(48, 259)), r"\[2, 6, 259\] in torch.float32"),
+    "a row": (states(lambda hidden: hidden[:1]), r"\[1, 6, 48\] in .*"),
+    "more tokens": (states(lambda hidden: torch.cat([hidden, hidden], 1)), r"\[2, 12, 48\] in .*"),
+    "integers": (states(torch.Tensor.long), r"\[2, 6, 48\] in torch.int64"),
+    "lists": (states(torch.Tensor.tolist), "a list"),
+}
+WARNED = {
+    "behind": (
+        states(lambda hidden: torch.cat([hidden[:, :1], hidden[:, :-1]], 1)),
+        {},
+        "do not depend on the token right before",
+    ),
+    "hindsight": (states(lambda hidden: hidden + hidden.sum(1, keepdim=True)), {}, "depends on later tokens"),
+    "other rows": (states(lambda hidden: hidden.flip(0)), {}, "when it reads the row again"),
+    "dropout": (lambda rollout, targets: targets, {"dropout": 0.9}, "when it reads the row again"),
+}
+
+
+def asked(teacher, names=("teacher",), tokens=(4, 6)):
+    """What the trainer gets from teachers for rows of so many tokens, of which the last are different."""
+    ids = torch.arange(20).reshape(2, 10) + 40
+    mask = (torch.arange(6) < torch.tensor(tokens)[:, None]).long()
+    return Teachers(dict.fromkeys(names, teacher)).targets(tiny.rollout(ids[:, :4], ids[:, 4:], mask), [*names] * 2)
+
+
+class TestTeacher:
+    @pytest.mark.parametrize("case", SHAPES)
+    def test_targets_of_another_kind_name_the_teacher_and_what_was_expected(self, case):
+        change, got = SHAPES[case]
+        with pytest.raises(ValueError, match=rf"^`Own.targets` returned .*{got}: expected .*\[2, 6, 48\] of floats"):
+            asked(Own(change))
+
+    def test_targets_of_a_trainer_of_ones_own_are_checked_too(self, make_trainer):
+        class Teaching(OPSDTrainer):
+            def teach(self, rollout, rows):
+                return replace(targets := super().teach(rollout, rows), hidden=targets.hidden[:, :-1])
+
+        with pytest.raises(ValueError, match=r"^`Teaching.teach` returned .*, 48\] in .*: expected .*, H\] of floats"):
+            make_trainer(Teaching).train()
+
+    def test_targets_need_no_graph(self):
+        head = torch.nn.Parameter(torch.eye(48))
+        with_graph, plain = (asked(Own(one)).hidden for one in (states(lambda hidden: hidden @ head), states(abs)))
+        assert not with_graph.requires_grad
+        torch.testing.assert_close(with_graph.abs(), plain)
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize("shift", [1, 2])
+    def test_a_teacher_that_has_read_the_token_it_predicts_is_refused(self, shift):
+        with pytest.raises(ValueError, match=rf"`Own.targets` .* {shift} tokens? too far .*P - 1 : -1"):
+            asked(Own(states(lambda hidden: hidden.roll(-shift, 1))))
+
+    def test_the_student_learns_nothing_from_a_shifted_teacher(self, make_trainer):
+        trainer = make_trainer(teacher_model=Own(states(lambda hidden: hidden.roll(-1, 1))))
+        before = weights(trainer)
+        with pytest.raises(ValueError, match="1 token too far"):
+            trainer.train()
+        assert unchanged(trainer, before)
+
+    @pytest.mark.parametrize("case", WARNED)
+    def test_targets_that_are_hardly_meant_are_said(self, said, case):
+        change, options, words = WARNED[case]
+        teacher = Own(change, **options)
+        teacher.inner.model.train(bool(options))
+        asked(teacher)
+        assert [words in one for one in said()] == [True]
+
+    def test_a_teacher_that_cannot_read_another_row_is_not_stopped(self, said):
+        class Recorded(Own):
+            def targets(self, rollout):
+                if self.asked:
+                    raise KeyError("never seen")
+                return super().targets(rollout)
+
+        asked(Recorded())
+        assert ["KeyError: 'never seen'" in one for one in said()] == [True]
+
+    @pytest.mark.parametrize("tokens", [(4, 6), (2, 2), (1, 0), (0, 0)])
+    def test_nothing_is_said_of_a_sound_teacher(self, said, tokens):
+        asked(Own(), tokens=tokens)
+        assert said() == []
+
+    def test_a_teacher_may_reuse_its_memory(self, said):
+        memory = torch.empty(2, 6, 48)
+        targets = asked(Own(states(memory.copy_)))
+        torch.testing.assert_close(targets.hidden, asked(Own(states(torch.clone))).hidden)
+        assert said() == []
+
+    def test_a_teacher_is_asked_once_more_in_a_run_and_its_random_numbers_stay(self, make_trainer):
+        drawn = []
+
+        class Noisy(Own):
+            def targets(self, rollout):
+                drawn.append((len(rollout.input_ids), torch.rand(()).item()))
+                return super().targets(rollout)
+
+        class Drawing(OPSDTrainer):
+            def weigh(self, rollout, rows, targets):
+                drawn.append(torch.rand(()).item())
+                return rollout.weights
+
+        trainer = make_trainer(Drawing, teacher_model=Noisy(), max_steps=1)
+        trainer.train()
+        (rows, _), (again, number), after = drawn
+        assert (rows, again) == (2, 2)
+        assert number == after
+        trainer.train()
+        assert len(drawn) == 3 + 2
+
+
+class InPlace(OPSDTrainer):
+    """Writes into the rollout that it is given."""
+
+    def weigh(self, rollout, rows, targets):
+        self.write(rollout)
+        return rollout.weights
+
+
+def write_to(name, value=0):
+    def write(rollout):
+        getattr(rollout, name)[:, -1] = value
+
+    return write
+
+
+class TestWrittenInPlace:
+    @pytest.mark.quick
+    @pytest.mark.parametrize("name", ["completion_ids", "completion_mask", "prompt_ids", "prompt_mask"])
+    def test_tokens_that_weigh_overwrites_are_refused(self, make_trainer, name):
+        trainer = make_trainer(InPlace)
+        trainer.write = write_to(name, 1 - tiny.tokenizer()("=")["input_ids"][0])
+        with pytest.raises(ValueError, match=r"^`InPlace.weigh` has changed .* in place, .*: change a copy"):
+            trainer.train()
+
+    def test_masks_that_a_teacher_overwrites_are_refused(self, make_trainer):
+        def masking(rollout, targets):
+            rollout.completion_mask[:, 1] = 0
+            return targets
+
+        with pytest.raises(ValueError, match=r"^`InPlace.teach`, or the teacher that it asks, has .* in place"):
+            make_trainer(InPlace, teacher_model=Own(masking)).train()
+
+    def test_weights_may_be_written_in_place_but_not_for_padding(self, make_trainer):
+        rows = [{"prompt": text} for text in tiny.PROMPTS[:2]]
+        trainer = make_trainer(InPlace)
+        trainer.write = write_to("weights")
+        assert trainer._generate_and_score_completions(rows)["loss_weights"][:, -1].eq(0).all()
+        trainer.write = lambda rollout: rollout.weights.add_(1)
+        with pytest.raises(ValueError, match="which is padding or was not written by the student"):
+            trainer._generate_and_score_completions(rows)
