@@ -90,6 +90,21 @@ class TestTeacher:
         with pytest.raises(ValueError, match=rf"^`Own.targets` returned .*{got}: expected .*\[2, 6, 48\] of floats"):
             asked(Own(change))
 
+    @pytest.mark.parametrize(
+        ("member", "value", "message"),
+        [
+            ("head", torch.nn.Linear(48, 259), r"^`Odd.head` is a Linear: expected .*`OutputHead.of`"),
+            ("head", torch.zeros(259, 48), r"^`Odd.head` is a Tensor"),
+            ("context", "long", r"^`Odd.context` is 'long': expected a number of tokens, or None"),
+            ("context", 0, r"^`Odd.context` is 0"),
+        ],
+        ids=["layer", "tensor", "text", "zero"],
+    )
+    def test_a_head_or_context_of_another_kind_is_refused_at_construction(self, make_trainer, member, value, message):
+        odd = type("Odd", (Own,), {member: value})
+        with pytest.raises(TypeError, match=message):
+            make_trainer(teacher_model=odd())
+
     def test_targets_of_a_trainer_of_ones_own_are_checked_too(self, make_trainer):
         class Teaching(OPSDTrainer):
             def teach(self, rollout, rows):
