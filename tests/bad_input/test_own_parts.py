@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from peft import LoraConfig
 
 from trl_opsd import FrozenTeacher, OPSDTrainer, Teacher
+from trl_opsd.losses import Divergence, ForwardKL, ReverseKL
 from trl_opsd.teacher import Resident
 from trl_opsd.teacher.teachers import Teachers
 
@@ -223,3 +225,104 @@ class TestWrittenInPlace:
         trainer.write = lambda rollout: rollout.weights.add_(1)
         with pytest.raises(ValueError, match="which is padding or was not written by the student"):
             trainer._generate_and_score_completions(rows)
+
+
+class Upwards(Divergence):
+    """Falls where the student leaves the teacher."""
+
+    def value(self, log_student_RV, log_teacher_RV):
+        return -ReverseKL().value(log_student_RV, log_teacher_RV)
+
+
+class OnlyValue(ReverseKL):
+    """Would be minimised as a reverse KL."""
+
+    def value(self, log_student_RV, log_teacher_RV):
+        return (log_student_RV - log_teacher_RV).square().sum(-1)
+
+
+def plain_function(log_student, log_teacher):
+    return (log_student - log_teacher).square().sum(-1)
+
+
+class TestDivergence:
+    REFUSED = r"^`OnlyValue` has a `value` of its own, but .* of `ReverseKL`"
+
+    def test_one_that_contradicts_itself_is_refused(self, make_trainer, tmp_path):
+        for given in ({"divergence": OnlyValue()}, {"args": tiny.config(tmp_path, divergence=OnlyValue())}):
+            with pytest.raises(ValueError, match=self.REFUSED):
+                make_trainer(**given)
+
+    def test_one_that_contradicts_itself_is_not_assigned(self, make_trainer):
+        trainer = make_trainer()
+        with pytest.raises(ValueError, match=self.REFUSED):
+            trainer.divergence = OnlyValue()
+        assert repr(trainer.divergence) == "ReverseKL()"
+
+    def test_a_negative_one_is_said_and_a_sound_one_is_not(self, make_trainer, said):
+        make_trainer(divergence=Upwards())
+        assert ["`Upwards.value` is negative, -" in one for one in said()] == [True]
+        make_trainer().divergence = ForwardKL()
+        assert len(said()) == 1
+
+    @pytest.mark.before_loading
+    @pytest.mark.parametrize("given", [plain_function, lambda student, teacher: 0, torch.nn.KLDivLoss()], ids=str)
+    def test_a_function_or_module_says_how_to_make_it_a_divergence(self, make_trainer, given):
+        words = r"expected an object of a class derived from `trl_opsd.losses.Divergence`.* `value`.*docs/extending.md"
+        for place in ({}, {"args": None}):
+            with pytest.raises(ValueError, match=rf"^`divergence` is a \w+.*{words}"):
+                make_trainer(divergence=given, **place)
+
+    def test_an_optimizer_that_climbs_is_said(self, make_trainer, said):
+        student = tiny.qwen2(32)
+        climbing = torch.optim.SGD(student.parameters(), lr=1e-4, maximize=True)
+        make_trainer(model=student, optimizers=(climbing, None), max_steps=1).train()
+        assert ["`maximize=True`" in one for one in said()] == [True]
+
+
+class Weighing(OPSDTrainer):
+    """Returns the weights that a test sets."""
+
+    def weigh(self, rollout, rows, targets):
+        return self.weighed(rollout.weights)
+
+
+class Saturated(Divergence):
+    """Depends on the student, but has a gradient of 0 everywhere."""
+
+    def value(self, log_student_RV, log_teacher_RV):
+        return 1 + 0 * (log_student_RV - log_teacher_RV).sum(-1)
+
+
+def first_steps(said):
+    return [one for one in said() if "Nothing was learned from the first step" in one]
+
+
+class TestFirstStep:
+    def test_that_no_token_counts_is_said_once(self, make_trainer, said):
+        trainer = make_trainer(Weighing, max_steps=2, gradient_accumulation_steps=2)
+        trainer.weighed = torch.zeros_like
+        trainer.train()
+        assert ["no token counts in its loss" in one for one in first_steps(said)] == [True]
+
+    def test_that_the_gradient_is_0_is_said_once(self, make_trainer, said):
+        make_trainer(divergence=Saturated(), max_steps=2).train()
+        assert ["gradient is exactly 0, although the divergence is 1 nats" in one for one in first_steps(said)] == [
+            True
+        ]
+
+    @pytest.mark.parametrize("kind", ["base", "live"])
+    def test_nothing_is_said_of_a_student_that_teaches_itself(self, make_trainer, said, kind):
+        lora = LoraConfig(r=4, target_modules="all-linear")
+        for column, texts in {"privileged_context": ["a hint"] * 8, "teacher_prompt": tiny.PROMPTS}.items():
+            given = {"peft_config": lora, "train_dataset": tiny.rows().add_column(column, texts), "max_steps": 1}
+            trainer = make_trainer(teacher_model=None, teacher_model_kind=kind, **given)
+            trainer.train()
+        assert trainer.state.log_history[0]["grad_norm"] < 1e-6
+        assert first_steps(said) == []
+
+    def test_nothing_is_said_where_one_micro_batch_has_no_token(self, make_trainer, said):
+        trainer = make_trainer(Weighing, max_steps=1, gradient_accumulation_steps=2, per_device_train_batch_size=1)
+        trainer.weighed = lambda weights: weights * torch.tensor([[1.0], [0.0]])
+        trainer.train()
+        assert first_steps(said) == []
