@@ -15,7 +15,7 @@ from trl_opsd.teacher import Resident
 from trl_opsd.teacher.teachers import Teachers
 
 pytestmark = pytest.mark.refusal
-OURS = ("trl_opsd.teacher", "trl_opsd.loop", "trl_opsd.trainer")
+OURS = ("trl_opsd.teacher", "trl_opsd.loop", "trl_opsd.run", "trl_opsd.trainer")
 
 
 class Own(Teacher):
@@ -326,3 +326,74 @@ class TestFirstStep:
         trainer.weighed = lambda weights: weights * torch.tensor([[1.0], [0.0]])
         trainer.train()
         assert first_steps(said) == []
+
+
+class Root(Divergence):
+    """Sound, but for its gradient where both models agree, and for what a test has it multiplied with."""
+
+    factor = 1.0
+
+    def value(self, log_student_RV, log_teacher_RV):
+        return self.factor * ReverseKL().value(log_student_RV, log_teacher_RV).abs().sqrt()
+
+
+class Spoiling(OPSDTrainer):
+    """Writes NaN into the weights of a batch that has been scored."""
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        batch["loss_weights"][0, 0] = float("nan")
+        return batch
+
+
+class TestNotFinite:
+    @pytest.mark.quick
+    @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+    def test_a_value_is_blamed_on_the_divergence(self, make_trainer, factor):
+        trainer = make_trainer(divergence=Root())
+        trainer.divergence.factor = factor
+        with pytest.raises(
+            FloatingPointError, match=r"^`Root`, .* finite logits of both models, in step 1 .* Look in `Root.value` for"
+        ):
+            trainer.train()
+
+    @pytest.mark.parametrize("policy", ["raise", "skip"])
+    def test_a_gradient_is_blamed_on_the_divergence(self, make_trainer, said, policy):
+        rows = tiny.rows().add_column("teacher_prompt", tiny.PROMPTS)
+        student = {"teacher_model": None, "teacher_model_kind": "live", "train_dataset": rows}
+        trainer = make_trainer(divergence=Root(), nonfinite=policy, max_steps=1, **student)
+        before = weights(trainer)
+        if policy == "raise":
+            with pytest.raises(FloatingPointError, match=r"^`Root`, .* finite logits of both models, in step 1"):
+                trainer.train()
+        else:
+            trainer.train()
+            assert any("Skipped: `Root`, " in one for one in said())
+        assert unchanged(trainer, before)
+
+    @pytest.mark.parametrize("temperature", [1e-7, 1e-38])
+    def test_a_temperature_near_0_is_named(self, make_trainer, temperature):
+        trainer = make_trainer(temperature=temperature)
+        with pytest.raises(
+            FloatingPointError, match=rf"Logits are divided by `temperature={temperature:g}`.*: raise it"
+        ):
+            trainer.train()
+
+    def test_weights_are_named(self, make_trainer):
+        with pytest.raises(FloatingPointError, match=r"^The weights of tokens are NaN or infinite in step 1 .*`weigh`"):
+            make_trainer(Spoiling).train()
+        trainer = make_trainer(Weighing)
+        trainer.weighed = lambda weights: weights * 1e38
+        with pytest.raises(ValueError, match=r"weights from 0 to 1e\+38: expected .* at most 1e\+20"):
+            trainer.train()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("factor", [1e-6, 1e6])
+def test_weights_that_add_up_to_little_or_much_are_relative(make_trainer, factor):
+    trainers = [make_trainer(Weighing, max_steps=2, gradient_accumulation_steps=2) for _ in range(2)]
+    for trainer, scale in zip(trainers, (1, factor), strict=True):
+        trainer.weighed = lambda weights, scale=scale: weights * scale
+        trainer.train()
+    ones, scaled = ([entry["grad_norm"] for entry in one.state.log_history[:2]] for one in trainers)
+    assert scaled == pytest.approx(ones, rel=1e-4)

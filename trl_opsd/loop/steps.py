@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import Trainer
 
 from trl_opsd._compat.deepspeed import settings_without_gradient_check
+from trl_opsd.losses import Divergence
+from trl_opsd.losses.proof import is_ours
 from trl_opsd.run.agreement import nothing_learned
 from trl_opsd.run.failure import one_traceback
 from trl_opsd.run.known import set_known
@@ -35,6 +37,9 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 class GuardedSteps(Trainer):
     """A trainer that skips or refuses non-finite steps, and whose processes end together when one fails."""
+
+    temperature: float
+    divergence: Divergence
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,7 +93,17 @@ class GuardedSteps(Trainer):
         ranks = tuple(rank for rank, sums in enumerate(each) if nonfinite_side(sums) is not None)
         evaluating = not self.model.training
         step = self.state.global_step + (not evaluating)
-        self._guard.report(Finding(step=step, side=side, ranks=ranks, sums=each, evaluating=evaluating))
+        self._guard.report(
+            Finding(
+                step=step,
+                side=side,
+                ranks=ranks,
+                sums=each,
+                evaluating=evaluating,
+                temperature=self.temperature,
+                own_divergence=None if is_ours(self.divergence) else type(self.divergence).__name__,
+            )
+        )
         return False
 
     def with_nan_gradient(self, loss: Tensor) -> Tensor:

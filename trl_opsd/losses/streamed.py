@@ -81,7 +81,8 @@ def streamed_divergence(
             `None`, all rows are used and both heads must have the same number.
 
     Returns:
-        [`PerToken`]: in nats. Where one model excludes a token that the other expects, the divergence is `inf`.
+        [`PerToken`]: in nats. Where one model excludes a token that the other expects, the divergence is `inf`;
+        where its gradient is not finite, though it is, `nan`.
 
     Raises:
         ValueError: If shapes, devices or settings are incompatible.
@@ -195,6 +196,9 @@ class _Fold:
                     if any(wanted):
                         gradient_GV[_shift(rows, -group.start)] = gradient_RV
             student.backproject_(gradient_GV, group, hidden_NH, *shared)
+        if hidden_NH is not None:  # no divergence without a gradient: that of a user may be NaN where its value is not
+            broken_N = ~hidden_NH.isfinite().all(-1)
+            statistics[0].masked_fill_(broken_N & statistics[0].isfinite(), torch.nan)
         return statistics, gradients
 
     def _block(
