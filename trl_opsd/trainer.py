@@ -20,6 +20,7 @@ from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig, check_divergence
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.losses import Divergence
+from trl_opsd.losses.proof import ROUNDING, prove_divergence
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.head import whole_head
@@ -189,6 +190,7 @@ class OPSDTrainer(StrictNames, Teaching):
             if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
                 self._prove()
             self.set_up_teaching(given)
+        self._prove_divergence(self.divergence)
         self.rollout: RolloutBackend = given.rollout
         with explained("start", partial(self.footprint, "start")):
             self.rollout.bind(self)
@@ -204,6 +206,15 @@ class OPSDTrainer(StrictNames, Teaching):
     def _prove(self) -> None:
         self.reading = prove_student(self.model, self.in_student, self.args, self.accelerator)
         self._student_is_proved = True
+
+    def _prove_divergence(self, divergence: Divergence) -> None:
+        with preserved_rng(self.accelerator.device):
+            least = prove_divergence(divergence, self._vocabulary or self.limits.vocabulary, self.accelerator.device)
+        if least < -ROUNDING:
+            logger.warning(
+                f"`{type(divergence).__name__}.value` is negative, {least:.3g} nats for random distributions: the "
+                "student is trained to make it smaller, which may lead away from the teacher."
+            )
 
     # ---- The verbs ----------------------------------------------------------------------------------------------
 
@@ -273,4 +284,7 @@ class OPSDTrainer(StrictNames, Teaching):
     @divergence.setter
     def divergence(self, divergence: Divergence | str | None) -> None:
         check_divergence(divergence)
-        self._divergence = divergence_of(divergence, self.args.beta)
+        resolved = divergence_of(divergence, self.args.beta)
+        if self.is_built:
+            self._prove_divergence(resolved)
+        self._divergence = resolved

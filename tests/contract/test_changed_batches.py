@@ -164,3 +164,30 @@ def test_the_teacher_reads_again_only_what_has_changed(make_trainer):
     assert taught == [4, 4]
     make_trainer(changing(Teaching, only_first), **given).train()
     assert taught == [4, 4, 4, 2], "the micro-batch with the changed row"
+
+
+def test_a_shortened_mask_is_divided_by_the_tokens_counted_before_unless_they_are_counted_again(tmp_path):
+    """In TRL and here; `weigh` needs no counting (docs/extending.md)."""
+
+    class KeepingFirst(OPSDTrainer):
+        def weigh(self, rollout, rows, targets):
+            return rollout.weights * (torch.arange(rollout.weights.size(1)) < 1)
+
+    def first_loss(cls, config):
+        trainer = made(cls, config(**tiny.options(tmp_path, max_steps=1)))
+        trainer.train()
+        return trainer.state.log_history[0]["loss"]
+
+    def keep_first(batch):
+        batch["completion_mask"][:, 1:] = 0
+
+    def count_again(batch):
+        keep_first(batch)
+        batch["num_items_in_batch"] = batch["completion_mask"].sum()
+
+    theirs, ours = (changing(one, keep_first) for one in (Replaying, OPSDTrainer))
+    diluted = first_loss(ours, OPSDConfig)
+    assert diluted == pytest.approx(first_loss(theirs, DistillationConfig), abs=TOLERANCE)
+    counted = first_loss(changing(OPSDTrainer, count_again), OPSDConfig)
+    assert counted > 1.5 * diluted
+    assert counted == pytest.approx(first_loss(KeepingFirst, OPSDConfig), abs=TOLERANCE)

@@ -57,8 +57,8 @@ def test_custom_weights_are_applied(run):
     assert batch["loss_weights"][0, : len(expected)].tolist() == pytest.approx(expected)
 
 
-def test_a_custom_teacher_is_called_once_per_batch(run):
-    assert run("A teacher").teacher.batches == 2
+def test_a_custom_teacher_is_called_once_per_batch_and_once_to_examine_it(run):
+    assert run("A teacher").teacher.batches == 2 + 1
 
 
 def test_a_custom_rollout_writes_completions(run):

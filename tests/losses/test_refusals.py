@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, dense_divergence, streamed_divergence
+from trl_opsd.losses import (
+    DIVERGENCES,
+    Divergence,
+    ForwardKL,
+    GeneralizedJSD,
+    ReverseKL,
+    dense_divergence,
+    streamed_divergence,
+)
+from trl_opsd.losses.proof import prove_divergence
 
 pytestmark = pytest.mark.quick
 
@@ -93,3 +102,102 @@ def test_a_divergence_of_ones_own_is_one_differentiable_number_for_each_row(valu
     logs = torch.randn(2, 3, 7).log_softmax(-1)
     with pytest.raises(ValueError, match=f"`Mine.value` {message}"):
         Mine().value_and_gradient(*logs, *logs.exp())
+
+
+def reverse_kl(mine, theirs):
+    return (mine.exp() * (mine - theirs)).sum(-1)
+
+
+class Skewed(Divergence):
+    """As in docs/extending.md, more or less."""
+
+    def value(self, log_student_RV, log_teacher_RV):
+        return reverse_kl(log_student_RV, torch.logaddexp(log_student_RV - 3.0, log_teacher_RV - 0.05))
+
+
+class Analytic(Divergence):
+    """A gradient of its own, which is right."""
+
+    factor = 1.0
+
+    def value(self, log_student_RV, log_teacher_RV):
+        return 2 * reverse_kl(log_student_RV, log_teacher_RV)
+
+    def value_and_gradient(self, *storage):
+        value_R, gradient_RV = ReverseKL().value_and_gradient(*storage)
+        return 2 * value_R, self.factor * 2 * gradient_RV
+
+
+class WrongSign(Analytic):
+    factor = -1.0
+
+
+class OnlyValue(ReverseKL):
+    def value(self, log_student_RV, log_teacher_RV):
+        return reverse_kl(log_student_RV, log_teacher_RV) ** 2
+
+
+class OverTheBatch(Divergence):
+    def value(self, log_student_RV, log_teacher_RV):
+        values_R = reverse_kl(log_student_RV, log_teacher_RV)
+        return values_R / values_R.mean()
+
+
+class HalfARoot(Divergence):
+    """Its value is finite, its gradient NaN where the root is not taken."""
+
+    def value(self, log_student_RV, log_teacher_RV):
+        gap_RV = log_student_RV - log_teacher_RV
+        return (log_student_RV.exp() * torch.where(gap_RV > 0, gap_RV.sqrt(), 0)).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (WrongSign, "`WrongSign.value_and_gradient` does not belong to `WrongSign.value`, gradients differ by"),
+        (
+            OnlyValue,
+            "`OnlyValue` has a `value` of its own, but .* by the `value_and_gradient` of `ReverseKL`, which is",
+        ),
+        (OverTheBatch, "`OverTheBatch.value` of a token depends on the other tokens, values differ by"),
+        (HalfARoot, "The gradient of `HalfARoot.value` is NaN or infinite"),
+    ],
+)
+@pytest.mark.parametrize("vocabulary", [7, 20_000])
+def test_a_divergence_that_contradicts_itself_is_refused(wrong, message, vocabulary):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        prove_divergence(wrong(), vocabulary, torch.device("cpu"))
+
+
+class Sampled(Divergence):
+    """Looks at a few tokens only, at others each time."""
+
+    def value(self, log_student_RV, log_teacher_RV):
+        some = torch.randint(log_student_RV.size(-1), (5,))
+        return reverse_kl(log_student_RV[:, some], log_teacher_RV[:, some])
+
+
+@dataclass(frozen=True, eq=False)
+class PerToken(Divergence):
+    """Has a tensor as wide as the vocabulary."""
+
+    factors_V: torch.Tensor
+
+    def value(self, log_student_RV, log_teacher_RV):
+        return (self.factors_V * (log_student_RV - log_teacher_RV) ** 2).sum(-1)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 259, 20_000])
+def test_sound_divergences_are_not_refused(vocabulary):
+    named = [make(0.3) for make in DIVERGENCES.values()]
+    for one in [*named, Skewed(), Analytic(), Sampled(), PerToken(torch.rand(vocabulary))]:
+        least = prove_divergence(one, vocabulary, torch.device("cpu"))
+        assert least >= 0 or type(one) is Sampled
+
+
+def test_the_proof_finds_a_negative_divergence():
+    class Upwards(Divergence):
+        def value(self, log_student_RV, log_teacher_RV):
+            return -reverse_kl(log_student_RV, log_teacher_RV)
+
+    assert prove_divergence(Upwards(), 259, torch.device("cpu")) < -1

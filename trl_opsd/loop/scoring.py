@@ -19,6 +19,7 @@ from trl_opsd.data.teacher_prompts import Row
 from trl_opsd.loop.verbs import Verbs
 from trl_opsd.loop.weights import checked_weights
 from trl_opsd.run.precision import autocast
+from trl_opsd.run.targets import check_targets
 from trl_opsd.types import Rollout
 
 __all__ = ["Scoring"]
@@ -42,12 +43,20 @@ class Scoring(Verbs, DistillationTrainer):
                 TRL's keys.
             rows (`Sequence[Mapping[str, Any]]`):
                 The dataset rows, aligned with it.
+
+        Raises:
+            ValueError: `teach` or `weigh` returned something else, or wrote into the tokens or masks of the batch.
         """
-        rollout = _written(batch)
+        rollout, name = _written(batch), type(self).__name__
+        digest = _digest(rollout)
         with self.phase("teach"), autocast(self.accelerator):
             targets = self.teach(rollout, rows)
-        weights = checked_weights(self.weigh(rollout, rows, targets), rollout)
-        return {**targets.pack(), "loss_weights": weights, "rows": list(rows), "scored": _digest(rollout)}
+        check_targets(targets, rollout, f"{name}.teach")
+        _check_unchanged(batch, digest, f"`{name}.teach`, or the teacher that it asks,")
+        weights = self.weigh(rollout, rows, targets)
+        _check_unchanged(batch, digest, f"`{name}.weigh`")
+        weights = checked_weights(weights, _written(batch))
+        return {**targets.pack(), "loss_weights": weights, "rows": list(rows), "scored": digest}
 
     def scored(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch, with targets and weights for the tokens that it has now. Collective."""
@@ -71,7 +80,7 @@ class Scoring(Verbs, DistillationTrainer):
         """Whether a method that a batch passes is not ours; the same in all processes."""
         for name in _PASSED_BY:
             method = getattr(self, name)
-            if not getattr(method, "__module__", "").startswith(_OURS):
+            if not str(getattr(method, "__module__", "")).startswith(_OURS):
                 return True
         return False
 
@@ -79,6 +88,15 @@ class Scoring(Verbs, DistillationTrainer):
 def _written(batch: Mapping[str, Any]) -> Rollout:
     """The tokens of a batch, with TRL's weights: 1 where the student wrote one."""
     return Rollout.unpack({name: value for name, value in batch.items() if name != "loss_weights"})
+
+
+def _check_unchanged(batch: Mapping[str, Any], digest: Tensor, what: str) -> None:
+    """Refuses tokens and masks that were overwritten: the student would be trained on others than the teacher read."""
+    if not torch.equal(_digest(_written(batch)), digest):
+        raise ValueError(
+            f"{what} has changed the tokens or masks of the rollout in place, after others have read them: change a "
+            "copy. A token is left out of the loss by a weight of 0, which `weigh` returns."
+        )
 
 
 def _digest(rollout: Rollout) -> Tensor:

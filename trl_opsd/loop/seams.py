@@ -196,6 +196,9 @@ class SeamTrainer(
         return batch
 
     def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple:
+        if num_items_in_batch is not None and (total := inputs.get("num_items_in_batch")) is not None:
+            # TRL counts tokens, and divides by 1 at least; weights may add up to less.
+            num_items_in_batch = num_items_in_batch * total.clamp(max=1.0).where(total > 0, 1.0)
         # TRL calls this method in place of the `forward` that accelerate wrapped in autocast.
         with autocast(self.accelerator):
             parts = self.compare(

@@ -6,6 +6,7 @@ This file knows where a step can still be skipped; `run/nonfinite.py` decides wh
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch import Tensor
 from transformers import Trainer
 
 from trl_opsd._compat.deepspeed import settings_without_gradient_check
+from trl_opsd.losses import Divergence
+from trl_opsd.losses.proof import is_ours
+from trl_opsd.run.agreement import nothing_learned
 from trl_opsd.run.failure import one_traceback
 from trl_opsd.run.known import set_known
 from trl_opsd.run.nonfinite import Finding, GradientProbe, StepGuard, nonfinite_side
@@ -34,10 +38,14 @@ SEAMS: dict[str, tuple[str, ...]] = {
 class GuardedSteps(Trainer):
     """A trainer that skips or refuses non-finite steps, and whose processes end together when one fails."""
 
+    temperature: float
+    divergence: Divergence
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._probe = GradientProbe()
         self._guard = self._new_guard()
+        self._first_sums: Counter[str] | None = None
         self._check_launch()
 
     def train(
@@ -48,6 +56,13 @@ class GuardedSteps(Trainer):
     ) -> Any:
         """As transformers', but only the process that failed first prints its traceback."""
         self._guard = self._new_guard()
+        self._first_sums = Counter()
+        groups = getattr(self.optimizer, "param_groups", ())
+        if any(group.get("maximize") for group in groups):
+            logger.warning(
+                "The optimizer has `maximize=True`: it moves the student away from its teacher. Leave it out, unless "
+                "the divergence is negative."
+            )
         with one_traceback():
             try:
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -68,6 +83,8 @@ class GuardedSteps(Trainer):
         Raises:
             NonFiniteError: It is not, and `nonfinite="raise"`.
         """
+        if self._first_sums is not None and self.model.training:
+            self._first_sums.update(named)
         side = nonfinite_side(named)
         if side is None:
             return True
@@ -76,7 +93,17 @@ class GuardedSteps(Trainer):
         ranks = tuple(rank for rank, sums in enumerate(each) if nonfinite_side(sums) is not None)
         evaluating = not self.model.training
         step = self.state.global_step + (not evaluating)
-        self._guard.report(Finding(step=step, side=side, ranks=ranks, sums=each, evaluating=evaluating))
+        self._guard.report(
+            Finding(
+                step=step,
+                side=side,
+                ranks=ranks,
+                sums=each,
+                evaluating=evaluating,
+                temperature=self.temperature,
+                own_divergence=None if is_ours(self.divergence) else type(self.divergence).__name__,
+            )
+        )
         return False
 
     def with_nan_gradient(self, loss: Tensor) -> Tensor:
@@ -88,7 +115,8 @@ class GuardedSteps(Trainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """As transformers', which is called before each step; DeepSpeed has by then taken or skipped the step."""
         norm = super()._get_grad_norm(model, grad_norm)
-        broken = not _is_finite(norm)
+        number = _number(norm)
+        broken = not (math.isfinite(number) and number >= 0)  # DeepSpeed reports a norm of -1 for NaN
         if self._is_deepspeed:
             broken = broken or self.accelerator.optimizer_step_was_skipped
         if self._guard.will_skip or broken:
@@ -100,6 +128,9 @@ class GuardedSteps(Trainer):
         else:
             self._guard.step_taken()
             self._mark_skipped(False)
+            if self._first_sums and norm is not None and (why := nothing_learned(self._first_sums, number)):
+                logger.warning(f"Nothing was learned from the first step: {why}.")
+        self._first_sums = None
         self._probe.forget()
         return norm
 
@@ -147,8 +178,6 @@ class GuardedSteps(Trainer):
         )
 
 
-def _is_finite(norm: Any) -> bool:
-    if norm is None:
-        return True
-    whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return math.isfinite(float(whole)) and float(whole) >= 0  # DeepSpeed reports a norm of -1 for NaN
+def _number(norm: Any) -> float:
+    """A gradient's norm; 0 where none was computed."""
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm or 0.0)

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from trl_opsd.types import Rollout
 
+LARGEST = 1e20
+"""Sums of weighted nats are float32, which ends at 3e38."""
+
 
 def checked_weights(weights: Any, rollout: Rollout) -> Tensor:
     """The weights as float32, on the device of the rollout.
@@ -21,8 +24,8 @@ def checked_weights(weights: Any, rollout: Rollout) -> Tensor:
 
     Raises:
         TypeError: They are not a tensor of real numbers.
-        ValueError: Their shape is not [B, C], one is negative or not finite, or one is not 0 for padding or for a
-            token that the student did not write.
+        ValueError: Their shape is not [B, C], one is negative, not finite or above 1e20, or one is not 0 for padding or
+            for a token that the student did not write.
     """
     if not isinstance(weights, Tensor) or weights.is_complex():
         raise TypeError(f"`weigh` returned a {type(weights).__name__}: expected a tensor of floats, [B, C].")
@@ -30,9 +33,10 @@ def checked_weights(weights: Any, rollout: Rollout) -> Tensor:
     if weights.shape != expected:
         raise ValueError(f"`weigh` returned weights of shape {tuple(weights.shape)}: expected {tuple(expected)}.")
     weights = weights.detach().to(rollout.weights.device, torch.float32)
-    if not (weights.isfinite() & (weights >= 0)).all():
+    if not (weights.isfinite() & (weights >= 0) & (weights <= LARGEST)).all():
         raise ValueError(
-            f"`weigh` returned weights from {weights.min():g} to {weights.max():g}: expected finite ones of at least 0."
+            f"`weigh` returned weights from {weights.min():g} to {weights.max():g}: expected finite ones of at least 0 "
+            f"and at most {LARGEST:g}. The loss is divided by their sum, so only their ratios matter."
         )
     if (outside := (weights != 0) & ~rollout.counts).any():
         row, place = outside.nonzero()[0].tolist()

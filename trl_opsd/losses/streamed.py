@@ -80,7 +80,8 @@ def streamed_divergence(
             `None`, all rows are used and both heads must have the same number.
 
     Returns:
-        [`PerToken`]: in nats. Where one model excludes a token that the other expects, the divergence is `inf`.
+        [`PerToken`]: in nats. Where one model excludes a token that the other expects, the divergence is `inf`;
+        where its gradient is not finite, though it is, `nan`.
 
     Raises:
         ValueError: If shapes, devices or settings are incompatible.
@@ -195,6 +196,9 @@ class _Fold:
                     gradient_RV = gradient_GV[_shift(rows, -group.start)] if any(wanted) else None
                     statistics_4N[:, rows] = step(self.divergence, finishes, *products, weights_R, gradient_RV)
             student.backproject_(gradient_GV, group, hidden_NH, *shared)
+        if hidden_NH is not None:  # no divergence without a gradient: that of a user may be NaN where its value is not
+            broken_N = ~hidden_NH.isfinite().all(-1)
+            statistics_4N[0].masked_fill_(broken_N & statistics_4N[0].isfinite(), torch.nan)
         return tuple(statistics_4N), gradients
 
 

@@ -1,4 +1,7 @@
-"""Notices that a teacher says the same as the student about every token, from the sums of a loss; knows no models."""
+"""Notices that nothing is learned: the teacher says the same as the student, no token counts, or the gradient is 0.
+
+Knows the sums of a loss, and no models.
+"""
 
 from __future__ import annotations
 
@@ -16,3 +19,28 @@ def agree(sums: Mapping[str, float]) -> bool:
             Sums over all processes, by the names in [`LossParts.ROW_NAMES`]; finite.
     """
     return sums["weight"] > 0 and abs(sums["divergence"]) / sums["weight"] < _SAME
+
+
+def nothing_learned(sums: Mapping[str, float], gradient_norm: float) -> str | None:
+    """Why the student did not learn from an optimizer step, in words, or `None`.
+
+    A gradient of 0 is as it should be where both models [`agree`], as a student that teaches itself does at first.
+
+    Args:
+        sums (`Mapping[str, float]`):
+            Sums over all processes and micro-batches of the step, by the names in [`LossParts.ROW_NAMES`].
+        gradient_norm (`float`):
+            Norm of its gradient.
+    """
+    if not sums["weight"]:
+        return (
+            "no token counts in its loss. All completions are empty or left out as truncated, or all weights from "
+            "`weigh` or in the masks are 0"
+        )
+    if gradient_norm != 0 or agree(sums):
+        return None
+    return (
+        f"its gradient is exactly 0, although the divergence is {sums['divergence'] / sums['weight']:.3g} nats per "
+        "token. The student's probabilities are saturated (a `temperature` far below 1), the gradient is below the "
+        "range of its dtype, or the divergence does not depend on the student"
+    )

@@ -20,13 +20,16 @@ RECORD = "opsd_nonfinite.jsonl"
 logger = get_logger(__name__)
 
 _REMEDIES = {
+    "weights": "Look at what `weigh` or a method of your own has put into the batch as `loss_weights`.",
     "teacher": "Load the teacher in another dtype (bfloat16 instead of float16), or repair its weights.",
     "student": "Lower the learning rate, or go back to an earlier checkpoint.",
     "divergence": "Remove whatever masks logits in one of the two, or use another `divergence`.",
     "gradient": "Lower the learning rate, compute in another dtype (bfloat16 instead of float16), or suspect the "
     "device, if it is always the same rank.",
 }
+_SMALL_TEMPERATURE = 1e-2
 _WHAT = {
+    "weights": "The weights of tokens are NaN or infinite",
     "teacher": "The teacher's logits are NaN or infinite",
     "student": "The student's logits are NaN or infinite",
     "divergence": "The divergence is infinite, because one model excludes a token the other expects,",
@@ -35,16 +38,19 @@ _WHAT = {
 
 
 def nonfinite_side(sums: Mapping[str, float]) -> str | None:
-    """Which side makes a loss NaN or infinite: `"teacher"`, `"student"`, or `"divergence"` if it is neither alone.
+    """What is NaN or infinite first: `"weights"`, `"teacher"`, `"student"`, or `"divergence"` if none of these is.
 
     Args:
         sums (`Mapping[str, float]`):
             Sums by the names in [`LossParts.ROW_NAMES`].
     """
-    for side, name in (("teacher", "teacher_entropy"), ("student", "student_entropy"), ("divergence", "divergence")):
-        if not math.isfinite(sums[name]):
-            return side
-    return None
+    arises_in = {
+        "weights": "weight",
+        "teacher": "teacher_entropy",
+        "student": "student_entropy",
+        "divergence": "divergence",
+    }
+    return next((side for side, name in arises_in.items() if not math.isfinite(sums[name])), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +60,34 @@ class Finding:
     step: int
     """Optimizer step, counted from 1: the one in progress, or the last one before an evaluation."""
     side: str
-    """`"teacher"`, `"student"`, `"divergence"` or `"gradient"`."""
+    """`"weights"`, `"teacher"`, `"student"`, `"divergence"` or `"gradient"`."""
     ranks: tuple[int, ...]
     """Ranks of the processes it came from; empty if unknown because gradients were already averaged."""
     sums: tuple[dict[str, float], ...] = ()
     """Sums of each process, by the names in [`LossParts.ROW_NAMES`]; empty for a gradient."""
     evaluating: bool = False
+    temperature: float = 1.0
+    """Divides the logits of both models."""
+    own_divergence: str | None = None
+    """The class of a divergence of the user's own."""
 
     def __str__(self) -> str:
         where = f" on rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
         when = f"in an evaluation after step {self.step}" if self.evaluating else f"in step {self.step}"
         unchanged = "" if self.evaluating else ": the student's weights are as they were before this step"
-        return f"{_WHAT[self.side]} {when}{where}{unchanged}. {_REMEDIES[self.side]}"
+        what, remedy = _WHAT[self.side], _REMEDIES[self.side]
+        if self.side == "divergence" and self.own_divergence is not None:
+            what = f"`{self.own_divergence}`, or its gradient, is NaN or infinite for finite logits of both models,"
+            remedy = (
+                f"Look in `{self.own_divergence}.value` for logarithms, roots and quotients, also in a branch that "
+                "`where` does not take."
+            )
+        elif self.side in ("teacher", "student", "divergence") and self.temperature < _SMALL_TEMPERATURE:
+            what = _WHAT[self.side].partition(", because")[0]
+            remedy = (
+                f"Logits are divided by `temperature={self.temperature:g}`, which may be all there is to it: raise it."
+            )
+        return f"{what} {when}{where}{unchanged}. {remedy}"
 
     def as_json(self) -> str:
         """One line of JSON; NaN and infinities are strings."""

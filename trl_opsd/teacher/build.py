@@ -31,7 +31,7 @@ from trl_opsd.teacher.own import OwnTeacher
 from trl_opsd.teacher.placement import Placement
 from trl_opsd.teacher.resident import Resident
 from trl_opsd.teacher.sharded import Sharded
-from trl_opsd.teacher.teacher_checks import LOCATION_OPTIONS, TeacherLike
+from trl_opsd.teacher.teacher_checks import LOCATION_OPTIONS, TeacherLike, check_own
 from trl_opsd.teacher.teachers import Teachers
 
 _PLACEMENTS: dict[str, Callable[[Any, torch.device], Placement]] = {
@@ -70,6 +70,7 @@ def build_teacher(
                 f"`teacher_offload={args.teacher_offload!r}` cannot move a {type(teacher_model).__name__}, which "
                 "places its own weights: remove the option, or pass the model itself."
             )
+        check_own(teacher_model)
         return teacher_model
     if isinstance(teacher_model, str):
         teacher_model = _loaded(teacher_model, args, device)

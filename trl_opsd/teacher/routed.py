@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from trl_opsd.models.head import shape_of
+from trl_opsd.run.targets import check_targets
+from trl_opsd.teacher.alignment import prove_alignment
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.guards import check_depends_on_input
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
-def targets_of(teachers: Mapping[str, Teacher], rollout: Rollout, names: Sequence[str]) -> TeacherTargets:
+def targets_of(
+    teachers: Mapping[str, Teacher], rollout: Rollout, names: Sequence[str], unproved: Collection[str] = ()
+) -> TeacherTargets:
     """The targets of each row, from its own teacher.
 
     Args:
@@ -23,19 +29,22 @@ def targets_of(teachers: Mapping[str, Teacher], rollout: Rollout, names: Sequenc
             B rows.
         names (`Sequence[str]`):
             B names, the teacher of each row.
+        unproved (`Collection[str]`, *optional*):
+            Teachers of which it is not known yet whether their targets are those of the tokens.
 
     Returns:
         [`~types.TeacherTargets`]: [B, C, H_t], where H_t is the width of the widest teacher.
     """
     if len(teachers) == 1:
         ((name, teacher),) = teachers.items()
-        return _checked(teacher, rollout, name)
+        return _checked(teacher, rollout, name, name in unproved)
     number_of = {name: number for number, name in enumerate(teachers)}
     numbers_B = torch.tensor([number_of[name] for name in names])
     hidden_BCH: Tensor | None = None
     for name in dict.fromkeys(names):  # one teacher at a time, so that only one has to be on the device
         rows = numbers_B == number_of[name]
-        theirs = _checked(teachers[name], rollout.select(rows.nonzero().flatten().tolist()), name).hidden
+        of_theirs = rollout.select(rows.nonzero().flatten().tolist())
+        theirs = _checked(teachers[name], of_theirs, name, name in unproved).hidden
         if hidden_BCH is None:
             width = max(shape_of(teacher.head)[1] for teacher in teachers.values())
             dtype = torch.float32 if len(_dtypes(teachers)) > 1 else theirs.dtype
@@ -73,9 +82,19 @@ def tokens_by_teacher(
             yield head, hidden_BCH.to(head.weight.dtype) if hidden_BCH.dtype == torch.float32 else hidden_BCH, theirs_BC
 
 
-def _checked(teacher: Teacher, rollout: Rollout, name: str) -> TeacherTargets:
-    targets = teacher.targets(rollout)
+def _checked(teacher: Teacher, rollout: Rollout, name: str, unproved: bool) -> TeacherTargets:
+    targets = _read(teacher, rollout)
     check_depends_on_input(rollout, targets, name)
+    if unproved:
+        targets = replace(targets, hidden=targets.hidden.clone())  # the teacher may write its next answer over this one
+        prove_alignment(partial(_read, teacher), rollout, targets, f"{type(teacher).__name__}.targets")
+    return targets
+
+
+def _read(teacher: Teacher, rollout: Rollout) -> TeacherTargets:
+    with torch.no_grad():
+        targets = teacher.targets(rollout)
+    check_targets(targets, rollout, f"{type(teacher).__name__}.targets", width=shape_of(teacher.head)[1])
     return targets
 
 

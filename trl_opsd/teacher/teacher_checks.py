@@ -17,6 +17,7 @@ from trl_opsd.data.vocabulary import check_token_maps
 from trl_opsd.models.model_checks import naming_trust
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.sharing import share_memory
+from trl_opsd.types import OutputHead
 
 logger = get_logger(__name__)
 
@@ -119,6 +120,24 @@ def _check_one(teacher_model: Any, student: Any, called: str, args: OPSDConfig) 
         raise ValueError(
             f"{called} shares parameters with the student, so it would be trained too: load the teacher as a separate "
             "object."
+        )
+
+
+def check_own(teacher: Teacher) -> None:
+    """Checks the head and the context of a teacher of the user's own.
+
+    Raises:
+        TypeError: One of them is something else.
+    """
+    name, head, context = type(teacher).__name__, teacher.head, teacher.context
+    if not isinstance(head, OutputHead):
+        raise TypeError(
+            f"`{name}.head` is a {type(head).__name__}: expected a `trl_opsd.losses.OutputHead`, which `OutputHead.of` "
+            "reads from a model."
+        )
+    if context is not None and (not isinstance(context, int) or context < 1):
+        raise TypeError(
+            f"`{name}.context` is {context!r}: expected a number of tokens, or None where there is no limit."
         )
 
 

@@ -1,0 +1,399 @@
+"""A divergence, a teacher or weights of one's own that are wrong are named, before the student learns from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+
+from trl_opsd import FrozenTeacher, OPSDTrainer, Teacher
+from trl_opsd.losses import Divergence, ForwardKL, ReverseKL
+from trl_opsd.teacher import Resident
+from trl_opsd.teacher.teachers import Teachers
+
+pytestmark = pytest.mark.refusal
+OURS = ("trl_opsd.teacher", "trl_opsd.loop", "trl_opsd.run", "trl_opsd.trainer")
+
+
+class Own(Teacher):
+    """Another teacher whose answers a function may change."""
+
+    def __init__(self, change=lambda rollout, targets: targets, **model):
+        self.inner = FrozenTeacher(Resident(tiny.gpt2(48, seed=1, **model), torch.device("cpu")))
+        self.change, self.asked = change, 0
+
+    @property
+    def head(self):
+        return self.inner.head
+
+    @property
+    def context(self):
+        return self.inner.context
+
+    def targets(self, rollout):
+        self.asked += 1
+        return self.change(rollout, self.inner.targets(rollout))
+
+
+def states(change):
+    """Changes the hidden states only."""
+    return lambda rollout, targets: replace(targets, hidden=change(targets.hidden))
+
+
+def weights(trainer):
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def unchanged(trainer, before):
+    return all(torch.equal(was, now) for was, now in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.fixture
+def said(caplog):
+    """What was warned of so far by this package."""
+    return lambda: [one.getMessage() for one in caplog.records if one.name.startswith(OURS)]
+
+
+SHAPES = {
+    "a tensor": (lambda rollout, targets: targets.hidden, "a Tensor"),
+    "nothing": (lambda rollout, targets: None, "None"),
+    "logits": (states(lambda hidden: hidden @ torch.ones(48, 259)), r"\[2, 6, 259\] in torch.float32"),
+    "a row": (states(lambda hidden: hidden[:1]), r"\[1, 6, 48\] in .*"),
+    "more tokens": (states(lambda hidden: torch.cat([hidden, hidden], 1)), r"\[2, 12, 48\] in .*"),
+    "integers": (states(torch.Tensor.long), r"\[2, 6, 48\] in torch.int64"),
+    "lists": (states(torch.Tensor.tolist), "a list"),
+}
+WARNED = {
+    "behind": (
+        states(lambda hidden: torch.cat([hidden[:, :1], hidden[:, :-1]], 1)),
+        {},
+        "do not depend on the token right before",
+    ),
+    "hindsight": (states(lambda hidden: hidden + hidden.sum(1, keepdim=True)), {}, "depends on later tokens"),
+    "other rows": (states(lambda hidden: hidden.flip(0)), {}, "when it reads the row again"),
+    "dropout": (lambda rollout, targets: targets, {"dropout": 0.9}, "when it reads the row again"),
+}
+
+
+def asked(teacher, names=("teacher",), tokens=(4, 6)):
+    """What the trainer gets from teachers for rows of so many tokens, of which the last are different."""
+    ids = torch.arange(20).reshape(2, 10) + 40
+    mask = (torch.arange(6) < torch.tensor(tokens)[:, None]).long()
+    return Teachers(dict.fromkeys(names, teacher)).targets(tiny.rollout(ids[:, :4], ids[:, 4:], mask), [*names] * 2)
+
+
+class TestTeacher:
+    @pytest.mark.parametrize("case", SHAPES)
+    def test_targets_of_another_kind_name_the_teacher_and_what_was_expected(self, case):
+        change, got = SHAPES[case]
+        with pytest.raises(ValueError, match=rf"^`Own.targets` returned .*{got}: expected .*\[2, 6, 48\] of floats"):
+            asked(Own(change))
+
+    @pytest.mark.parametrize(
+        ("member", "value", "message"),
+        [
+            ("head", torch.nn.Linear(48, 259), r"^`Odd.head` is a Linear: expected .*`OutputHead.of`"),
+            ("head", torch.zeros(259, 48), r"^`Odd.head` is a Tensor"),
+            ("context", "long", r"^`Odd.context` is 'long': expected a number of tokens, or None"),
+            ("context", 0, r"^`Odd.context` is 0"),
+        ],
+        ids=["layer", "tensor", "text", "zero"],
+    )
+    def test_a_head_or_context_of_another_kind_is_refused_at_construction(self, make_trainer, member, value, message):
+        odd = type("Odd", (Own,), {member: value})
+        with pytest.raises(TypeError, match=message):
+            make_trainer(teacher_model=odd())
+
+    def test_targets_of_a_trainer_of_ones_own_are_checked_too(self, make_trainer):
+        class Teaching(OPSDTrainer):
+            def teach(self, rollout, rows):
+                return replace(targets := super().teach(rollout, rows), hidden=targets.hidden[:, :-1])
+
+        with pytest.raises(ValueError, match=r"^`Teaching.teach` returned .*, 48\] in .*: expected .*, H\] of floats"):
+            make_trainer(Teaching).train()
+
+    def test_targets_need_no_graph(self):
+        head = torch.nn.Parameter(torch.eye(48))
+        with_graph, plain = (asked(Own(one)).hidden for one in (states(lambda hidden: hidden @ head), states(abs)))
+        assert not with_graph.requires_grad
+        torch.testing.assert_close(with_graph.abs(), plain)
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize("shift", [1, 2])
+    def test_a_teacher_that_has_read_the_token_it_predicts_is_refused(self, shift):
+        with pytest.raises(ValueError, match=rf"`Own.targets` .* {shift} tokens? too far .*P - 1 : -1"):
+            asked(Own(states(lambda hidden: hidden.roll(-shift, 1))))
+
+    def test_the_student_learns_nothing_from_a_shifted_teacher(self, make_trainer):
+        trainer = make_trainer(teacher_model=Own(states(lambda hidden: hidden.roll(-1, 1))))
+        before = weights(trainer)
+        with pytest.raises(ValueError, match="1 token too far"):
+            trainer.train()
+        assert unchanged(trainer, before)
+
+    @pytest.mark.parametrize("case", WARNED)
+    def test_targets_that_are_hardly_meant_are_said(self, said, case):
+        change, options, words = WARNED[case]
+        teacher = Own(change, **options)
+        teacher.inner.model.train(bool(options))
+        asked(teacher)
+        assert [words in one for one in said()] == [True]
+
+    def test_a_teacher_that_cannot_read_another_row_is_not_stopped(self, said):
+        class Recorded(Own):
+            def targets(self, rollout):
+                if self.asked:
+                    raise KeyError("never seen")
+                return super().targets(rollout)
+
+        asked(Recorded())
+        assert ["KeyError: 'never seen'" in one for one in said()] == [True]
+
+    @pytest.mark.parametrize("tokens", [(4, 6), (2, 2), (1, 0), (0, 0)])
+    def test_nothing_is_said_of_a_sound_teacher(self, said, tokens):
+        asked(Own(), tokens=tokens)
+        assert said() == []
+
+    def test_a_teacher_may_reuse_its_memory(self, said):
+        memory = torch.empty(2, 6, 48)
+        targets = asked(Own(states(memory.copy_)))
+        torch.testing.assert_close(targets.hidden, asked(Own(states(torch.clone))).hidden)
+        assert said() == []
+
+    def test_a_teacher_is_asked_once_more_in_a_run_and_its_random_numbers_stay(self, make_trainer):
+        drawn = []
+
+        class Noisy(Own):
+            def targets(self, rollout):
+                drawn.append((len(rollout.input_ids), torch.rand(()).item()))
+                return super().targets(rollout)
+
+        class Drawing(OPSDTrainer):
+            def weigh(self, rollout, rows, targets):
+                drawn.append(torch.rand(()).item())
+                return rollout.weights
+
+        trainer = make_trainer(Drawing, teacher_model=Noisy(), max_steps=1)
+        trainer.train()
+        (rows, _), (again, number), after = drawn
+        assert (rows, again) == (2, 2)
+        assert number == after
+        trainer.train()
+        assert len(drawn) == 3 + 2
+
+
+class InPlace(OPSDTrainer):
+    """Writes into the rollout that it is given."""
+
+    def weigh(self, rollout, rows, targets):
+        self.write(rollout)
+        return rollout.weights
+
+
+def write_to(name, value=0):
+    def write(rollout):
+        getattr(rollout, name)[:, -1] = value
+
+    return write
+
+
+class TestWrittenInPlace:
+    @pytest.mark.quick
+    @pytest.mark.parametrize("name", ["completion_ids", "completion_mask", "prompt_ids", "prompt_mask"])
+    def test_tokens_that_weigh_overwrites_are_refused(self, make_trainer, name):
+        trainer = make_trainer(InPlace)
+        trainer.write = write_to(name, 1 - tiny.tokenizer()("=")["input_ids"][0])
+        with pytest.raises(ValueError, match=r"^`InPlace.weigh` has changed .* in place, .*: change a copy"):
+            trainer.train()
+
+    def test_masks_that_a_teacher_overwrites_are_refused(self, make_trainer):
+        def masking(rollout, targets):
+            rollout.completion_mask[:, 1] = 0
+            return targets
+
+        with pytest.raises(ValueError, match=r"^`InPlace.teach`, or the teacher that it asks, has .* in place"):
+            make_trainer(InPlace, teacher_model=Own(masking)).train()
+
+    def test_weights_may_be_written_in_place_but_not_for_padding(self, make_trainer):
+        rows = [{"prompt": text} for text in tiny.PROMPTS[:2]]
+        trainer = make_trainer(InPlace)
+        trainer.write = write_to("weights")
+        assert trainer._generate_and_score_completions(rows)["loss_weights"][:, -1].eq(0).all()
+        trainer.write = lambda rollout: rollout.weights.add_(1)
+        with pytest.raises(ValueError, match="which is padding or was not written by the student"):
+            trainer._generate_and_score_completions(rows)
+
+
+class Upwards(Divergence):
+    """Falls where the student leaves the teacher."""
+
+    def value(self, log_student_RV, log_teacher_RV):
+        return -ReverseKL().value(log_student_RV, log_teacher_RV)
+
+
+class OnlyValue(ReverseKL):
+    """Would be minimised as a reverse KL."""
+
+    def value(self, log_student_RV, log_teacher_RV):
+        return (log_student_RV - log_teacher_RV).square().sum(-1)
+
+
+def plain_function(log_student, log_teacher):
+    return (log_student - log_teacher).square().sum(-1)
+
+
+class TestDivergence:
+    REFUSED = r"^`OnlyValue` has a `value` of its own, but .* of `ReverseKL`"
+
+    def test_one_that_contradicts_itself_is_refused(self, make_trainer, tmp_path):
+        for given in ({"divergence": OnlyValue()}, {"args": tiny.config(tmp_path, divergence=OnlyValue())}):
+            with pytest.raises(ValueError, match=self.REFUSED):
+                make_trainer(**given)
+
+    def test_one_that_contradicts_itself_is_not_assigned(self, make_trainer):
+        trainer = make_trainer()
+        with pytest.raises(ValueError, match=self.REFUSED):
+            trainer.divergence = OnlyValue()
+        assert repr(trainer.divergence) == "ReverseKL()"
+
+    def test_a_negative_one_is_said_and_a_sound_one_is_not(self, make_trainer, said):
+        make_trainer(divergence=Upwards())
+        assert ["`Upwards.value` is negative, -" in one for one in said()] == [True]
+        make_trainer().divergence = ForwardKL()
+        assert len(said()) == 1
+
+    @pytest.mark.before_loading
+    @pytest.mark.parametrize("given", [plain_function, lambda student, teacher: 0, torch.nn.KLDivLoss()], ids=str)
+    def test_a_function_or_module_says_how_to_make_it_a_divergence(self, make_trainer, given):
+        words = r"expected an object of a class derived from `trl_opsd.losses.Divergence`.* `value`.*docs/extending.md"
+        for place in ({}, {"args": None}):
+            with pytest.raises(ValueError, match=rf"^`divergence` is a \w+.*{words}"):
+                make_trainer(divergence=given, **place)
+
+    def test_an_optimizer_that_climbs_is_said(self, make_trainer, said):
+        student = tiny.qwen2(32)
+        climbing = torch.optim.SGD(student.parameters(), lr=1e-4, maximize=True)
+        make_trainer(model=student, optimizers=(climbing, None), max_steps=1).train()
+        assert ["`maximize=True`" in one for one in said()] == [True]
+
+
+class Weighing(OPSDTrainer):
+    """Returns the weights that a test sets."""
+
+    def weigh(self, rollout, rows, targets):
+        return self.weighed(rollout.weights)
+
+
+class Saturated(Divergence):
+    """Depends on the student, but has a gradient of 0 everywhere."""
+
+    def value(self, log_student_RV, log_teacher_RV):
+        return 1 + 0 * (log_student_RV - log_teacher_RV).sum(-1)
+
+
+def first_steps(said):
+    return [one for one in said() if "Nothing was learned from the first step" in one]
+
+
+class TestFirstStep:
+    def test_that_no_token_counts_is_said_once(self, make_trainer, said):
+        trainer = make_trainer(Weighing, max_steps=2, gradient_accumulation_steps=2)
+        trainer.weighed = torch.zeros_like
+        trainer.train()
+        assert ["no token counts in its loss" in one for one in first_steps(said)] == [True]
+
+    def test_that_the_gradient_is_0_is_said_once(self, make_trainer, said):
+        make_trainer(divergence=Saturated(), max_steps=2).train()
+        assert ["gradient is exactly 0, although the divergence is 1 nats" in one for one in first_steps(said)] == [
+            True
+        ]
+
+    @pytest.mark.parametrize("kind", ["base", "live"])
+    def test_nothing_is_said_of_a_student_that_teaches_itself(self, make_trainer, said, kind):
+        lora = LoraConfig(r=4, target_modules="all-linear")
+        for column, texts in {"privileged_context": ["a hint"] * 8, "teacher_prompt": tiny.PROMPTS}.items():
+            given = {"peft_config": lora, "train_dataset": tiny.rows().add_column(column, texts), "max_steps": 1}
+            trainer = make_trainer(teacher_model=None, teacher_model_kind=kind, **given)
+            trainer.train()
+        assert trainer.state.log_history[0]["grad_norm"] < 1e-6
+        assert first_steps(said) == []
+
+    def test_nothing_is_said_where_one_micro_batch_has_no_token(self, make_trainer, said):
+        trainer = make_trainer(Weighing, max_steps=1, gradient_accumulation_steps=2, per_device_train_batch_size=1)
+        trainer.weighed = lambda weights: weights * torch.tensor([[1.0], [0.0]])
+        trainer.train()
+        assert first_steps(said) == []
+
+
+class Root(Divergence):
+    """Sound, but for its gradient where both models agree, and for what a test has it multiplied with."""
+
+    factor = 1.0
+
+    def value(self, log_student_RV, log_teacher_RV):
+        return self.factor * ReverseKL().value(log_student_RV, log_teacher_RV).abs().sqrt()
+
+
+class Spoiling(OPSDTrainer):
+    """Writes NaN into the weights of a batch that has been scored."""
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        batch["loss_weights"][0, 0] = float("nan")
+        return batch
+
+
+class TestNotFinite:
+    @pytest.mark.quick
+    @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+    def test_a_value_is_blamed_on_the_divergence(self, make_trainer, factor):
+        trainer = make_trainer(divergence=Root())
+        trainer.divergence.factor = factor
+        with pytest.raises(
+            FloatingPointError, match=r"^`Root`, .* finite logits of both models, in step 1 .* Look in `Root.value` for"
+        ):
+            trainer.train()
+
+    @pytest.mark.parametrize("policy", ["raise", "skip"])
+    def test_a_gradient_is_blamed_on_the_divergence(self, make_trainer, said, policy):
+        rows = tiny.rows().add_column("teacher_prompt", tiny.PROMPTS)
+        student = {"teacher_model": None, "teacher_model_kind": "live", "train_dataset": rows}
+        trainer = make_trainer(divergence=Root(), nonfinite=policy, max_steps=1, **student)
+        before = weights(trainer)
+        if policy == "raise":
+            with pytest.raises(FloatingPointError, match=r"^`Root`, .* finite logits of both models, in step 1"):
+                trainer.train()
+        else:
+            trainer.train()
+            assert any("Skipped: `Root`, " in one for one in said())
+        assert unchanged(trainer, before)
+
+    @pytest.mark.parametrize("temperature", [1e-7, 1e-38])
+    def test_a_temperature_near_0_is_named(self, make_trainer, temperature):
+        trainer = make_trainer(temperature=temperature)
+        with pytest.raises(
+            FloatingPointError, match=rf"Logits are divided by `temperature={temperature:g}`.*: raise it"
+        ):
+            trainer.train()
+
+    def test_weights_are_named(self, make_trainer):
+        with pytest.raises(FloatingPointError, match=r"^The weights of tokens are NaN or infinite in step 1 .*`weigh`"):
+            make_trainer(Spoiling).train()
+        trainer = make_trainer(Weighing)
+        trainer.weighed = lambda weights: weights * 1e38
+        with pytest.raises(ValueError, match=r"weights from 0 to 1e\+38: expected .* at most 1e\+20"):
+            trainer.train()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("factor", [1e-6, 1e6])
+def test_weights_that_add_up_to_little_or_much_are_relative(make_trainer, factor):
+    trainers = [make_trainer(Weighing, max_steps=2, gradient_accumulation_steps=2) for _ in range(2)]
+    for trainer, scale in zip(trainers, (1, factor), strict=True):
+        trainer.weighed = lambda weights, scale=scale: weights * scale
+        trainer.train()
+    ones, scaled = ([entry["grad_norm"] for entry in one.state.log_history[:2]] for one in trainers)
+    assert scaled == pytest.approx(ones, rel=1e-4)

@@ -1,0 +1,41 @@
+"""Validates the type and the shape of a teacher's targets; knows neither teachers nor trainers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from trl_opsd.types import Rollout, TeacherTargets
+
+
+def check_targets(targets: Any, rollout: Rollout, where: str, width: int | None = None) -> None:
+    """Checks that targets belong to the rows and tokens of a rollout.
+
+    Args:
+        targets (`Any`):
+            What was returned for the rollout.
+        rollout ([`~types.Rollout`]):
+            B rows of C completion tokens.
+        where (`str`):
+            The method that returned them, for the message.
+        width (`int`, *optional*):
+            H of the teacher's head; `None` where it is not known.
+
+    Raises:
+        ValueError: They are not a [`~types.TeacherTargets`] with floats of shape [B, C, H].
+    """
+    rows, tokens = rollout.completion_ids.shape
+    got = "None" if targets is None else f"a {type(targets).__name__}"
+    if isinstance(targets, TeacherTargets):
+        hidden = targets.hidden
+        got = f"`TeacherTargets` of a {type(hidden).__name__}"
+        if isinstance(hidden, Tensor):
+            as_expected = hidden.shape[:2] == (rows, tokens) and hidden.ndim == 3 and width in (None, hidden.size(2))
+            if as_expected and hidden.is_floating_point():
+                return
+            got = f"`TeacherTargets` of shape {list(hidden.shape)} in {hidden.dtype}"
+    raise ValueError(
+        f"`{where}` returned {got}: expected `TeacherTargets(hidden=...)` of shape [{rows}, {tokens}, {width or 'H'}] "
+        "of floats: for each token of each completion the state that predicts it, as wide as the teacher's head."
+    )

@@ -1,0 +1,97 @@
+"""Determines by experiment whether a teacher of the user's own returns the states that predict the tokens.
+
+B rows · C completion tokens · n tokens of one completion · H hidden width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+
+from trl_opsd.run.rng import preserved_rng
+from trl_opsd.types import Rollout, TeacherTargets
+
+logger = get_logger(__name__)
+
+_CHANGED = 0.05
+"""By how much states differ that have read different tokens, relative to the largest; rounding stays below it."""
+
+
+def prove_alignment(
+    read: Callable[[Rollout], TeacherTargets], rollout: Rollout, targets: TeacherTargets, where: str
+) -> None:
+    """Has a teacher read one row of a batch again, beside the same row with another token before its last one.
+
+    Only the target of the last token may differ. The teacher is called once in every process, as it may be collective.
+    Nothing is known if no completion has three tokens.
+
+    Args:
+        read (`Callable`):
+            Returns the teacher's targets for a rollout.
+        rollout ([`~types.Rollout`]):
+            B rows that it has read.
+        targets ([`~types.TeacherTargets`]):
+            Its targets for them.
+        where (`str`):
+            The method that returned them, for messages.
+
+    Raises:
+        ValueError: The state that should predict a token has already read it.
+    """
+    row = int(rollout.completion_mask.sum(-1).argmax())
+    places = rollout.completion_mask[row].nonzero().flatten().tolist()
+    pair = _with_another_token(rollout.select([row, row]), places)
+    try:
+        with preserved_rng(rollout.completion_ids.device):
+            hidden_2CH = read(pair).hidden
+    except Exception as error:  # one that looks its targets up does not know the changed row
+        logger.warning(
+            f"`{where}` could not read a row in which one token was changed, {type(error).__name__}: {error}. So it is "
+            "not known whether its targets are those of the tokens that they are compared at."
+        )
+        return
+    read_nH, changed_nH = hidden_2CH[:, places].float()
+    if len(places) < 3 or torch.equal(*pair.completion_ids) or not hidden_2CH[:, places].isfinite().all():
+        return
+    if _differ(read_nH, targets.hidden[row, places].to(read_nH)).any():
+        logger.warning(
+            f"`{where}` returned other states for a row when it reads the row again, without the others of its batch: "
+            "are the rows in order, is the model in eval mode, and does padding leave it unchanged?"
+        )
+        return
+    differ = _differ(read_nH, changed_nH).tolist()
+    first = differ.index(True) if any(differ) else None
+    if first is None:
+        logger.warning(
+            f"`{where}` returned states that do not depend on the token right before the one that they predict: are "
+            "they one token behind? The first target is the state at the last token of the prompt."
+        )
+    elif first == 0:
+        logger.warning(
+            f"`{where}` returned states of which the first already depends on later tokens of the completion, maybe on "
+            "the one that it predicts: is the teacher to judge with hindsight?"
+        )
+    elif too_far := len(places) - 1 - first:
+        raise ValueError(
+            f"`{where}` returned states that are {too_far} token{'s' * (too_far > 1)} too far on: they have read the "
+            "token that they should predict. Of a model's states after P prompt tokens and C completion tokens return "
+            "`hidden[:, P - 1 : -1]`; the student was not changed."
+        )
+
+
+def _with_another_token(pair: Rollout, places: list[int]) -> Rollout:
+    """Replaces the last token but one of the second row by another one of that row, if it has another one."""
+    ids_2C = pair.completion_ids.clone()
+    last_but_one = places[-2:][:1]
+    known = [*ids_2C[1, places].tolist(), *pair.prompt_lists()[1]]
+    ids_2C[1, last_but_one] = next((one for one in known if one not in ids_2C[1, last_but_one]), 0)
+    return replace(pair, completion_ids=ids_2C)
+
+
+def _differ(one_nH: Tensor, other_nH: Tensor) -> Tensor:
+    """[n], whether states differ by more than rounding."""
+    return (one_nH - other_nH).abs().amax(-1) > _CHANGED * one_nH.abs().max()
