@@ -241,12 +241,17 @@ class PromptLimits:
         self._check_known(largest_id, where)
 
     def check_completion(self, prompt_ids: list[int], completion_ids: list[int], backend: str) -> None:
-        """Raises `ValueError` when a completion exceeds the context or has token ids outside the vocabulary."""
+        """Raises `ValueError` when a completion exceeds the limits or has token ids outside the vocabulary."""
         length = len(prompt_ids) + len(completion_ids)
         if self.context is not None and length > self.context:
             raise ValueError(
                 f"{backend} wrote {len(completion_ids)} tokens after a prompt of {len(prompt_ids)}, but the context is "
                 f"{self.context}: let it write at most max_completion_length={self.completion}."
+            )
+        if len(completion_ids) > self.completion:
+            raise ValueError(
+                f"{backend} wrote {len(completion_ids)} tokens, but `max_completion_length={self.completion}`: let it "
+                "write at most that many, or raise the option."
             )
         where = f"What {backend} wrote"
         if (smallest := min(completion_ids, default=0)) < 0:

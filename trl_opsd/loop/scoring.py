@@ -18,6 +18,7 @@ from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.data.teacher_prompts import Row
 from trl_opsd.loop.verbs import Verbs
 from trl_opsd.loop.weights import checked_weights
+from trl_opsd.models.mode import preserved_mode
 from trl_opsd.run.precision import autocast
 from trl_opsd.types import Rollout
 
@@ -44,9 +45,10 @@ class Scoring(Verbs, DistillationTrainer):
                 The dataset rows, aligned with it.
         """
         rollout = _written(batch)
-        with self.phase("teach"), autocast(self.accelerator):
-            targets = self.teach(rollout, rows)
-        weights = checked_weights(self.weigh(rollout, rows, targets), rollout)
+        with preserved_mode(self.model):
+            with self.phase("teach"), autocast(self.accelerator):
+                targets = self.teach(rollout, rows)
+            weights = checked_weights(self.weigh(rollout, rows, targets), rollout)
         return {**targets.pack(), "loss_weights": weights, "rows": list(rows), "scored": _digest(rollout)}
 
     def scored(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
