@@ -11,6 +11,7 @@ from trl_opsd import fingerprint
 from trl_opsd.arguments.dataset_checks import check_train_size, surveyed
 from trl_opsd.arguments.model_checks import check_other_teacher, student_limits
 from trl_opsd.arguments.prepared import Prepared
+from trl_opsd.arguments.templates import look_at
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name, columns_of, describe_rows
@@ -60,6 +61,7 @@ class Teaching(SeamTrainer):
             settings=(self.chat_template_kwargs, [tool.__name__ for tool in self.tools or ()]),
             student_limits=student_limits(self.model, self.args),
         )
+        self._prompts_are_seen = bool(next(iter(given.rows.values())).first_prompts())
         rows = self._admit_datasets(given.rows, self.readers.student)
         self._student_readers = self.readers
         self._set_up_teachers(given.models)
@@ -124,7 +126,13 @@ class Teaching(SeamTrainer):
     # ---- What the loop calls ---------------------------------------------------------------------------------------
 
     def read_rows(self, rows: Sequence[Row]) -> list[Request]:
-        return self.readers.read_batch(rows)
+        requests = self.readers.read_batch(rows)
+        if not self._prompts_are_seen:
+            prompts = [request.student for request in requests]
+            self.readers.student.token_ids(prompts)  # names the row that a template refuses
+            look_at(self.processing_class, "the first batch", [one.value for one in prompts], self.args, self.tools)
+            self._prompts_are_seen = True
+        return requests
 
     def rows_of(self, rollout: Rollout) -> list[Row]:
         if len(self.teachers) > 1 or not self.readers.are_alike(columns_of(self.train_dataset) or ()):

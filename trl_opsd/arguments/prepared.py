@@ -170,7 +170,7 @@ def prepared(
         rollout=picked,
         without_effect=without_effect,
     )
-    check_template(found.tokenizer, rows, args)
+    check_template(found.tokenizer, rows, args, tools)
     ensure_special_tokens(found.tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
     check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
     return found

@@ -124,6 +124,11 @@ class Prompt:
     where: str
     """Its name in error messages: `"The prompt in row 3 of train_dataset"`."""
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether a message is a list of parts."""
+        return self.kind == "messages" and any(isinstance(one["content"], list) for one in self.value)
+
     @classmethod
     def of(cls, value: Any, where: str) -> Prompt:
         """Checks a prompt; raises as [`check_prompt`], and `ValueError` when the assistant has the last word in it.

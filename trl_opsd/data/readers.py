@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.data.bounds import at_most_one_token_per_byte
-from trl_opsd.data.chat_templates import added_at_end
+from trl_opsd.data.chat_templates import added_at_end, check_parts
 from trl_opsd.data.intake import Intake, Request
 from trl_opsd.data.prompts import Prompt, PromptLimits, common_kind
 from trl_opsd.data.vocabulary import largest_id
@@ -86,16 +86,19 @@ class Reader:
         """The token ids of prompts whose kind was checked.
 
         Raises:
-            ValueError: The chat template refuses one, or it has two start tokens; the message names its row.
+            ValueError: The chat template refuses one or prints it, or it has two start tokens; the message names its
+                row.
         """
         try:
             found = self.tokenize([prompt.value for prompt in prompts])
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # the latter where content in parts is joined as text
             if len(prompts) > 1:
                 return [ids for prompt in prompts for ids in self.token_ids([prompt])]
             raise ValueError(f"{prompts[0].where}: the chat template of the tokenizer refuses it: {error}.") from error
         for prompt, ids in zip(prompts, found, strict=True):
             self.check_start(ids, prompt.where)
+            if prompt.has_parts:
+                check_parts(prompt.value, self.tokenizer.decode(ids), prompt.where)
         return found
 
     def check_start(self, prompt_ids: list[int], where: str) -> None:
