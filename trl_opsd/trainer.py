@@ -183,7 +183,8 @@ class OPSDTrainer(StrictNames, Teaching):
         self.divergence = self.args.divergence if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
         self._without_effect = given.without_effect
-        self._student_is_proved = self._has_completed = self._has_compared = False
+        self._student_is_proved = self._has_completed = False
+        self._has_compared = given.is_same_model  # what a first divergence of 0 means was said
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
             if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
