@@ -153,9 +153,14 @@ def test_a_subclass_that_weighs_may_read_any_column(make_trainer):
     assert "not read" not in parts(make_trainer(Weighing, train_dataset=rows))
 
 
+def test_the_column_teacher_is_read_where_there_are_several(make_trainer):
+    assert parts(make_trainer(train_dataset=tiny.rows().add_column("teacher", ["a"] * 8)))["not read"] == "'teacher'"
+
+
 def test_several_teachers_are_named(make_trainer):
     rows = tiny.rows().add_column("teacher", ["a", "b"] * 4)
     found = parts(make_trainer(teacher_model={"a": tiny.qwen2(48), "b": tiny.qwen2(64)}, train_dataset=rows))
+    assert "not read" not in found
     assert [name for name in found if name.startswith("teacher")] == ["teacher 'a'", "teacher 'b'"]
 
 
@@ -233,6 +238,13 @@ class TestBanner:
         assert not reads
         trainer.train()
         assert "(text, no chat template): '2+2='" in capsys.readouterr().out
+
+    @pytest.mark.refusal
+    def test_a_stream_without_rows_is_refused_when_a_training_begins(self, make_trainer):
+        trainer = make_trainer(train_dataset=IterableDataset.from_generator(lambda: iter([])))
+        assert parts(trainer)["rows"] == "train_dataset, a stream"
+        with pytest.raises(ValueError, match="`train_dataset` is a stream without rows, or all of them are too long"):
+            trainer.train()
 
 
 def test_parts_of_ones_own_are_described_by_their_string(make_trainer):

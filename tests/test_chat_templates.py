@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import tiny
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+from trl_opsd import HFRollout
 from trl_opsd.data.chat_templates import added_at_end, check_template_arguments
 
 pytestmark = pytest.mark.quick
@@ -81,3 +82,123 @@ def test_arguments_that_any_template_may_read_are_found():
     assert "did you mean 'enable_thinking'?" in (check_template_arguments(words, "option", ["enable_thinkin"]) or "")
     words.chat_template = None
     assert check_template_arguments(words, "option", ["enable_thinkin"]) is None
+
+
+# ---- What a template makes of prompts --------------------------------------------------------------------------------
+
+TURNS = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
+CHAT = "{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content }}<|im_end|>\n{% endfor %}"
+ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+INST = (
+    "{% for one in messages %}{% if one.role == 'user' %}[INST] {{ one.content }} [/INST]{% else %} {{ one.content }}"
+    "<|im_end|>{% endif %}{% endfor %}"
+)
+THINKS = (
+    "{% for one in messages %}<|im_start|>{{ one.role }}\n{% if one.role == 'assistant' %}<think>\n\n</think>\n\n"
+    "{% endif %}{{ one.content }}<|im_end|>\n{% endfor %}"
+)
+STRICT = INST.replace("{% else %}", "{% elif True %}{{ raise_exception('no answers') }}{% else %}")
+
+IGNORES = "makes the same text of 2 different prompts of train_dataset"
+UNASKED = "before an answer, but not at the end of a prompt"
+
+
+def asked(*contents) -> Dataset:
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": content}]} for content in contents])
+
+
+def with_template(template: str) -> PreTrainedTokenizerFast:
+    words = tiny.tokenizer()
+    words.chat_template = template
+    return words
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for one in messages %}{{ one.text }}{% endfor %}<|im_start|>", [IGNORES]),
+        (CHAT, [UNASKED]),
+        ("{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}", [UNASKED]),
+        (CHAT + ASKED, []),
+        (THINKS + ASKED, []),  # a prompt that ends with less than precedes an answer
+        (INST, []),  # an answer follows at once, as with Mistral and Llama 2
+        ("{% for one in messages %}{{ one.content }}{{ eos_token }}{% endfor %}", []),  # as with DialoGPT
+        ("{% for one in messages %}{{ one.content }}{% endfor %}", []),
+        (STRICT, []),  # refuses the answer that shows what precedes one
+    ],
+)
+def test_a_template_is_judged_by_what_it_makes_of_prompts(make_trainer, caplog, template, said):
+    make_trainer(train_dataset=asked("hi", "ho", "ho"), processing_class=with_template(template))
+    assert [message for message in (IGNORES, UNASKED) if message in caplog.text] == said
+
+
+def test_prompts_that_are_alike_may_be_written_alike(make_trainer, caplog):
+    make_trainer(train_dataset=asked("hi", "hi"), processing_class=with_template(CHAT + ASKED))
+    assert "different prompts" not in caplog.text
+
+
+PARTS = [{"type": "text", "text": "hi"}]
+PRINTED = (
+    r"The prompt in row 0 of train_dataset has content in parts, .*as Python prints them: give each content as text"
+)
+
+
+@pytest.mark.before_loading
+@pytest.mark.refusal
+def test_parts_that_would_be_printed_are_refused(make_trainer):
+    with pytest.raises(ValueError, match=PRINTED):
+        make_trainer(train_dataset=asked(PARTS, PARTS))
+
+
+def in_a_stream(rows: Dataset, **columns) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter([{**row, **columns} for row in rows]))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (CHAT + ASKED, "content in parts, .*as Python prints them"),
+        (CHAT.replace("{{ one.content }}", "{{ '' + one.content }}"), "template of the tokenizer refuses it: can only"),
+    ],
+)
+def test_parts_in_a_stream_are_refused_when_they_are_drawn(make_trainer, template, message):
+    words = with_template(template)
+    with pytest.raises(ValueError, match=f"The prompt in row 0 .*{message}"):
+        make_trainer(train_dataset=in_a_stream(asked(PARTS, PARTS)), processing_class=words).train()
+    rows = in_a_stream(asked("hi", "hi"), teacher_prompt=[{"role": "user", "content": PARTS}])
+    with pytest.raises(ValueError, match=f"The teacher_prompt in row 0 .*{message}"):
+        make_trainer(train_dataset=rows, processing_class=words, rollout=HFRollout()).train()
+
+
+def test_the_first_prompts_of_a_stream_are_judged_once(make_trainer, caplog):
+    make_trainer(train_dataset=in_a_stream(asked(*"abcd")), processing_class=with_template(CHAT), rollout=HFRollout(),
+                 max_steps=2).train()  # fmt: skip
+    assert caplog.text.count(UNASKED) == 1
+
+
+def test_parts_that_a_template_reads_are_not_refused(make_trainer):
+    reads = "{% for one in messages %}{% for part in one.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    trainer = make_trainer(train_dataset=asked(PARTS, PARTS), processing_class=with_template(reads))
+    assert trainer.processing_class.decode(trainer.tokenize([trainer.train_dataset[0]["prompt"]])[0]) == "hi"
+
+
+ENDED = "after which a model has nothing to answer"
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "is_said"),
+    [
+        ("<|im_start|>user\nhi<|im_end|>\n", "<|im_end|>", True),  # `add_generation_prompt` was forgotten
+        ("<|im_start|>user\nhi<|im_end|>\n", "<|endoftext|>", True),  # of a turn, by the template
+        ("hi<|endoftext|>", "<|endoftext|>", True),
+        ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>", False),
+        ("<|endoftext|>", "<|endoftext|>", False),  # a start, for a model whose start and end are one
+        ("hi", "<|im_end|>", False),
+    ],
+)
+def test_a_text_that_has_ended_is_said(make_trainer, caplog, text, end, is_said):
+    words = tiny.tokenizer()
+    words.eos_token = end
+    make_trainer(train_dataset=Dataset.from_dict({"prompt": [text] * 2}), processing_class=words)
+    assert (ENDED in caplog.text) is is_said

@@ -179,6 +179,13 @@ def test_a_first_divergence_of_zero_is_said_once(make_trainer, caplog):
     assert caplog.text.count(NOTHING) == 1
 
 
+def test_one_model_at_one_path_is_said_once(make_trainer, caplog, tmp_path):
+    path = saved(tmp_path / "student")
+    make_trainer(model=path, teacher_model=path, max_steps=1).train()
+    assert caplog.text.count(SAME) == 1
+    assert NOTHING not in caplog.text
+
+
 def test_a_first_divergence_is_not_taken_for_zero(make_trainer, caplog):
     make_trainer(max_steps=1).train()
     assert NOTHING not in caplog.text

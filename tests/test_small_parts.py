@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import time
 
 import numpy as np
 import pytest
 import tiny
 import torch
+from datasets import Dataset
 from lone_host import LoneHost
 
 from trl_opsd.data.prompts import PromptLimits
@@ -129,3 +131,21 @@ def test_random_states_are_restored_after_an_exception():
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == random.getstate()
     assert (before[2] == np.random.get_state()[1]).all()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    "conversation",
+    [
+        [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}],
+        [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}],
+    ],
+)
+def test_what_an_error_advises_makes_prompts_of_conversations(make_trainer, conversation):
+    dataset = Dataset.from_list([{"conversations": conversation}] * 8)
+    with pytest.raises(ValueError, match="take what precedes the answer in each conversation") as raised:
+        make_trainer(train_dataset=dataset)
+    advice = re.search(r"`(dataset\.map.*)`", str(raised.value))[1]
+    made = eval(advice, {"dataset": dataset})
+    assert made.column_names == ["prompt"]
+    assert make_trainer(train_dataset=made).train_dataset[0]["prompt"] == [{"role": "user", "content": "2+2="}]

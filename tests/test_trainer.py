@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 
 import numpy as np
 import pytest
@@ -95,7 +96,9 @@ class TestTeacher:
         assert trainer._buffered_inputs is None
 
     def test_the_shorter_context_of_a_teacher_sets_the_limit(self, make_trainer):
-        with pytest.raises(ValueError, match=r"row 1 of train_dataset has 10 tokens; .* the context of 32"):
+        with pytest.raises(
+            ValueError, match=r"row 1 of train_dataset has 10 tokens; .* context of the teacher, 32 tokens"
+        ):
             make_trainer(teacher_model=tiny.qwen2(48, 1, max_position_embeddings=32))
 
 
@@ -316,7 +319,7 @@ class TestData:
         assert len(logged(trainer, "loss")) == 3
 
     @pytest.mark.parametrize("streamed", [False, True])
-    def test_overlong_prompts_are_dropped_on_request(self, make_trainer, streamed):
+    def test_overlong_prompts_are_dropped_on_request(self, make_trainer, caplog, streamed):
         dataset = tiny.rows(6)
         dataset = dataset.add_item({"prompt": "long " * 100})
         trainer = make_trainer(
@@ -326,6 +329,19 @@ class TestData:
         if not streamed:
             assert len(trainer.train_dataset) == 6
         assert trainer.dropped_prompts["train_dataset"] == 1
+        assert caplog.text.count("dropped") == 1 + streamed
+        assert ("train_dataset streams prompts that leave no room" in caplog.text) is streamed
+
+    def test_dropped_rows_of_a_stream_are_mentioned_by_their_magnitude(self, make_trainer, caplog):
+        rows = [{"prompt": "long " * 100}] * 120 + list(tiny.rows(8))
+        trainer = make_trainer(
+            train_dataset=IterableDataset.from_generator(lambda: iter(rows)), overlong_prompts="drop", max_steps=1
+        )
+        trainer.train()
+        said = [record.getMessage() for record in caplog.records if "were dropped" in record.getMessage()]
+        assert [re.search(r"(\d+) so far", message)[1] for message in said] == ["10", "100"]
+        assert caplog.text.count("1 so far was dropped") == 1
+        assert trainer.dropped_prompts["train_dataset"] == 120
 
 
 def test_without_args_the_config_is_ours_and_named_after_the_student(make_trainer, tmp_path, monkeypatch):

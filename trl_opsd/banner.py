@@ -162,7 +162,9 @@ class Described:
     def _unread(self, dataset: AnyDataset) -> list[str]:
         """Columns that nothing reads, as far as that is known: a function or a subclass may read any."""
         sees_rows = self.readers.intake.prompts.prompt_fn is not None or type(self.trainer).weigh is not Verbs.weigh
-        read = (*self.trainer.row_columns, *self.trainer.hidden_columns)
+        read = {*self.trainer.row_columns, *self.trainer.hidden_columns}
+        if len(self.teachers) == 1:
+            read.discard("teacher")
         return [] if sees_rows else [repr(name) for name in columns_of(dataset) or () if name not in read]
 
     def _decoded(self, reader: Reader, request: Request) -> str:

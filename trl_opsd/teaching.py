@@ -11,6 +11,7 @@ from trl_opsd import fingerprint
 from trl_opsd.arguments.dataset_checks import check_train_size, surveyed
 from trl_opsd.arguments.model_checks import check_other_teacher, student_limits
 from trl_opsd.arguments.prepared import Prepared
+from trl_opsd.arguments.templates import look_at
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name, columns_of, describe_rows
@@ -60,6 +61,7 @@ class Teaching(SeamTrainer):
             settings=(self.chat_template_kwargs, [tool.__name__ for tool in self.tools or ()]),
             student_limits=student_limits(self.model, self.args),
         )
+        self._prompts_are_seen = bool(next(iter(given.rows.values())).first_prompts())
         rows = self._admit_datasets(given.rows, self.readers.student)
         self._student_readers = self.readers
         self._set_up_teachers(given.models)
@@ -124,7 +126,20 @@ class Teaching(SeamTrainer):
     # ---- What the loop calls ---------------------------------------------------------------------------------------
 
     def read_rows(self, rows: Sequence[Row]) -> list[Request]:
-        return self.readers.read_batch(rows)
+        requests = self.readers.read_batch(rows, self._batch)
+        if not self._prompts_are_seen:
+            prompts = [request.student for request in requests]
+            self.readers.student.token_ids(prompts)  # names the row that a template refuses
+            look_at(self.processing_class, self._batch, [one.value for one in prompts], self.args, self.tools)
+            self._prompts_are_seen = True
+        return requests
+
+    @property
+    def _batch(self) -> str:
+        """The generation batch that is being read, in messages about its rows."""
+        name = f"the batch of step {self.state.global_step + 1}" if self.model.training else "an evaluation batch"
+        number = self.accelerator.num_processes
+        return f"{name} in process {self.accelerator.process_index}" if number > 1 else name
 
     def rows_of(self, rollout: Rollout) -> list[Row]:
         if len(self.teachers) > 1 or not self.readers.are_alike(columns_of(self.train_dataset) or ()):
@@ -137,10 +152,10 @@ class Teaching(SeamTrainer):
         return [{"prompt": text} for text in texts]
 
     def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
-        self.readers.check_batch(prompt_ids)
+        self.readers.check_batch(prompt_ids, self._batch)
 
     def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
-        requests = self.readers.read_batch(rows)
+        requests = self.readers.read_batch(rows, self._batch)
         decode = self.processing_class.batch_decode
         prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
         if prompts is not None:  # the same completions, token by token, after the teacher's prompts

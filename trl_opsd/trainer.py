@@ -28,7 +28,7 @@ from trl_opsd.models.model_checks import check_student, check_trainable
 from trl_opsd.models.proofs import prove_student
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
-from trl_opsd.rollout.returned import checked_completions
+from trl_opsd.rollout.returned import begin_with_prompts, checked_completions
 from trl_opsd.run.agreement import agree
 from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import explained_argument
@@ -184,7 +184,8 @@ class OPSDTrainer(StrictNames, Teaching):
         self.divergence = self.args.divergence if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
         self._without_effect = given.without_effect
-        self._student_is_proved, self._has_compared = False, False
+        self._student_is_proved = self._has_completed = False
+        self._has_compared = given.is_same_model  # what a first divergence of 0 means was said
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
             if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
@@ -221,7 +222,24 @@ class OPSDTrainer(StrictNames, Teaching):
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         if not self._student_is_proved:
             self._prove()
-        return checked_completions(self.rollout, self, prompt_ids)
+        # A copy, so that changing it does not change what is trained on.
+        returned = self.rollout.complete([list(ids) for ids in prompt_ids], self.state.global_step)
+        return checked_completions(returned, self, prompt_ids, type(self.rollout).__name__)
+
+    def checked_completions(self, prompt_ids: list[list[int]], completions: Any) -> list[list[int]]:
+        name = type(self.rollout).__name__
+        if type(self).complete is not OPSDTrainer.complete:
+            name = f"{type(self).__name__}.complete"
+            completions = checked_completions(completions, self, prompt_ids, name)
+        padding = {self.processing_class.pad_token_id, *self.eos_token_ids}
+        if not self._has_completed and begin_with_prompts(completions, prompt_ids, padding):
+            logger.warning(
+                f"Every completion that {name} returned begins with its whole prompt, which would be learned as part "
+                "of it: return only what follows the prompt, `ids[len(prompt):]`. If the student itself repeats its "
+                "prompts, see how they end in what is printed when a training begins."
+            )
+        self._has_completed = True
+        return completions
 
     def compare(
         self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None

@@ -90,6 +90,20 @@ CLASSES = [
         "peft_config", LoraConfig, r"`peft_config` is the class LoraConfig: pass an object, `LoraConfig\(...\)`"
     ),
     untouched("a class for an object", "optimizers", "holds a class", TypeError, optimizers=(torch.optim.AdamW, None)),
+    *(
+        untouched(
+            "wrong kind",
+            f"a number as a name in {name}",
+            rf"`{name}` has the name 1, a.* text, '1'",
+            TypeError,
+            **{name: {1: value, "b": value}},
+        )
+        for name, value in [
+            ("teacher_model", "teacher"),
+            ("eval_dataset", tiny.rows()),
+            ("teacher_processing_class", tiny.tokenizer()),
+        ]
+    ),
     untouched("wrong kind", "no model", "`model` is a NoneType: expected a path", TypeError, model=None, args=OPTIONS),
     untouched("wrong kind", "a Path for a teacher", r"`str\(path\)`", TypeError, teacher_model=Path("teacher")),
     untouched("wrong kind", "a Path", r"`model` is a PosixPath: .* `str\(path\)`", TypeError, model=Path("student")),

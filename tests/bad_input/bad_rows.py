@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from trl_opsd.data.prompts import Prompt, common_kind
 
 ANSWER = {"role": "assistant", "content": "ho"}
+SHAREGPT = [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}]
 GOOD = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image", "text": "x"}]}]
 
@@ -180,6 +181,21 @@ DATASETS = [
             ("messages", r"\{'prompt': row\['messages'\]\[:-1\]\}, remove_columns='messages'\)`"),
         ]
     ),
+    Case(
+        "dataset without prompt",
+        "but with conversations in a stream",
+        r"row 0 of train_dataset has no column .*'human': 'user'.* for one in row\['conversations'\]\[:-1\]\]",
+        lambda lab: lab.make(
+            train_dataset=IterableDataset.from_generator(lambda: iter([{"conversations": SHAREGPT}] * 4))
+        ).train(),
+    ),
+    trained_on(
+        "message without role or content",
+        "of ShareGPT",
+        r"a dict with \['from', 'value'\]: .* `\[.*'human': 'user'.* for one in row\['prompt'\]\]`",
+        prompts(SHAREGPT[:1], SHAREGPT[:1]),
+        before_loading=True,
+    ),
     *(
         trained_on(
             "misspelt column",
@@ -264,7 +280,7 @@ ROWS = [
     Case(
         "row that ends with the assistant",
         "from `teacher_prompt_fn`",
-        r"What `teacher_prompt_fn` returned for row \d of this batch ends with a message of the assistant",
+        r"What `teacher_prompt_fn` returned for row \d of the batch of step 1 ends with a message of the assistant",
         lambda lab: lab.make(
             train_dataset=prompts(GOOD, GOOD),
             rollout=None,
@@ -339,7 +355,7 @@ ROWS = [
     ),
     streamed(
         "tokens that the tokenizer adds",
-        "row 0 of this batch is text, after which the tokenizer writes",
+        "row 0 of the batch of step 1 is text, after which the tokenizer writes",
         {"prompt": "a"},
         processing_class=adding(add_eos_token=True),
     ),
@@ -362,7 +378,7 @@ ROWS = [
         "row 1 of train_dataset has 500 tokens; with a completion of 24",
         prompts("a", "long " * 100),
     ),
-    streamed("overlong", "row 0 of this batch has 500 tokens", {"prompt": "long " * 100}),
+    streamed("overlong", "row 0 of the batch of step 1 has 500 tokens", {"prompt": "long " * 100}),
     Case(
         "overlong",
         "a completion",

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 
-from trl_opsd import RolloutBackend
+from trl_opsd import OPSDTrainer, RolloutBackend
 
 
 class Own(RolloutBackend):
@@ -82,3 +83,105 @@ def test_completions_that_are_no_token_ids_are_refused(make_trainer):
     trainer.rollout.written = [torch.tensor([7, 8, 2]), np.array([9])]
     trainer.train()
     assert trainer.state.global_step == 3
+
+
+# ---- What follows the prompt, within the limit; and nothing else changed ---------------------------------------------
+
+
+class Answering(RolloutBackend):
+    """Returns what a function makes of all prompts."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def bind(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> Any:
+        return self.answer(self, prompt_ids)
+
+
+class OwnComplete(OPSDTrainer):
+    """Completes without its rollout."""
+
+    def complete(self, prompt_ids: list[list[int]]) -> Any:
+        return self.rollout.answer(self.rollout, prompt_ids)
+
+
+REPEATED = "begins with its whole prompt, which would be learned as part of it"
+
+
+def whole(pad: int) -> Any:
+    """What `generate` returns: prompts, padded on the left, and what follows."""
+
+    def rows(_: Any, prompt_ids: list[list[int]]) -> list[list[int]]:
+        longest = max(map(len, prompt_ids))
+        return [[pad] * (longest - len(ids)) + ids + [7, 8] for ids in prompt_ids]
+
+    return rows
+
+
+@pytest.mark.parametrize("end", [2, 0], ids=["padded with another token", "padded with the end token"])
+@pytest.mark.parametrize("cls", [OPSDTrainer, OwnComplete])
+def test_completions_that_begin_with_their_prompts_are_said(make_trainer, caplog, cls, end):
+    student = tiny.qwen2()
+    student.generation_config.eos_token_id = [2, end]
+    make_trainer(cls, model=student, rollout=Answering(whole(pad=0)), max_completion_length=48).train()
+    name = "OwnComplete.complete" if cls is OwnComplete else "Answering"
+    assert caplog.text.count(f"Every completion that {name} returned {REPEATED}") == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda _, prompts: [[7, 8] for _ in prompts],
+        lambda _, prompts: [prompts[0] + [7], *([7, 8] for _ in prompts[1:])],  # one of them
+        lambda _, prompts: [[*ids[:-1], 7] for ids in prompts],  # a part of each
+        lambda _, prompts: [[] for _ in prompts],
+    ],
+)
+def test_other_completions_are_not_said_to_begin_with_their_prompts(make_trainer, caplog, answer):
+    make_trainer(rollout=Answering(answer)).train()
+    assert REPEATED not in caplog.text
+
+
+def test_repeated_prompts_of_a_few_tokens_may_be_chance(make_trainer, caplog):
+    prompts = tiny.rows(1).from_dict({"prompt": ["a", "xy"] * 2})
+    make_trainer(train_dataset=prompts, rollout=Answering(whole(pad=0))).train()
+    assert REPEATED not in caplog.text
+
+
+@pytest.mark.parametrize("cls", [OPSDTrainer, OwnComplete])
+def test_a_completion_over_the_limit_is_refused(make_trainer, cls):
+    make_trainer(cls, rollout=Answering(lambda _, prompts: [[7] * 24 for _ in prompts])).train()
+    trainer = make_trainer(cls, rollout=Answering(lambda _, prompts: [[7] * 25 for _ in prompts]))
+    with pytest.raises(ValueError, match="wrote 25 tokens, but `max_completion_length=24`: let it write at most"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("written", [[[7]], [[7], [8.0]], [[7], [259]], None])
+def test_what_a_subclass_completes_is_checked_as_well(make_trainer, written):
+    with pytest.raises(ValueError, match=r"OwnComplete\.complete (returned|wrote)"):
+        make_trainer(OwnComplete, rollout=Answering(lambda *_: written)).train()
+
+
+@pytest.mark.parametrize("verb", ["complete", "teach", "weigh"])
+def test_a_student_that_is_left_in_evaluation_mode_trains_all_the_same(make_trainer, verb):
+    class Leaving(OPSDTrainer):
+        modes: list[bool] = []  # noqa: RUF012
+
+        def compare(self, student, *args):
+            self.modes.append(student.training)
+            return super().compare(student, *args)
+
+    def leaves(self, *args):
+        self.model.eval()
+        return getattr(OPSDTrainer, verb)(self, *args)
+
+    setattr(Leaving, verb, leaves)
+    trainer = make_trainer(Leaving)
+    trainer.train()
+    assert trainer.modes == [True] * 3
+    logged = {name for entry in trainer.state.log_history for name in entry}
+    assert "completions/mean_length" in logged
+    assert not any(name.startswith("eval_") for name in logged)

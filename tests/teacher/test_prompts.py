@@ -241,7 +241,7 @@ def test_rows_too_long_for_the_teacher_alone_are_dropped_on_request(tmp_path):
 @pytest.mark.parametrize(
     ("made", "error", "message"),
     [
-        (None, TypeError, "What `teacher_prompt_fn` returned for row 0 of this batch is None"),
+        (None, TypeError, "What `teacher_prompt_fn` returned for row 0 of the batch of step 1 is None"),
         (
             "x" * 255,
             ValueError,
@@ -286,12 +286,28 @@ def test_a_row_beyond_the_context_of_the_teacher_is_refused(tmp_path):
         trainer._generate_and_score_completions([{"prompt": trainer.processing_class.decode([40] * 60)}])
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"privileged_context": "x" * 60}, "^The teacher's prompt in row 0 of train_dataset has 66 tokens"),
+        ({"teacher_prompt": "x" * 60}, "^The teacher_prompt in row 0 of train_dataset has 60 tokens"),
+        ({"prompt": "x" * 60}, "^The prompt in row 0 of train_dataset has 60 tokens"),
+    ],
+)
+def test_a_prompt_that_is_too_long_for_the_teacher_is_named_as_its_own(tmp_path, row, message):
+    with pytest.raises(ValueError, match=rf"{message}; .* more than the context of the teacher, 64 tokens"):
+        make(tmp_path, [row] * 2, teacher=tiny.qwen2(48, 1, max_position_embeddings=64))
+
+
 def test_an_error_of_the_prompt_function_says_for_which_row(tmp_path):
     trainer = make(tmp_path, [{"answer": 4}] * 2, teacher_prompt_fn=lambda row, text: row["solution"])
     with pytest.raises(KeyError, match="solution") as raised:
         trainer.train()
     (note,) = raised.value.__notes__
-    assert note.startswith("`teacher_prompt_fn` raised this for row 0 of this batch, which has the columns ['answer', ")
+    assert note.startswith(
+        "`teacher_prompt_fn` raised this for row 0 of the batch of step 1, which has the columns ['answer', "
+    )
 
 
 @pytest.mark.refusal

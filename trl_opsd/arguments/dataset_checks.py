@@ -68,7 +68,7 @@ def check_datasets(
         if not isinstance(dataset, Dataset | IterableDataset):
             raise TypeError(f"`{where}` is {_what_to_pass(dataset, where)}.")
         columns = columns_of(dataset)
-        check_columns(columns, where, teachers, optional)
+        check_columns(columns, where, teachers, optional, dataset.features)
         _check_stored_images(dataset, where)
         if needs_privilege and columns is not None and not set(PRIVILEGED) & set(columns):
             raise ValueError(

@@ -113,7 +113,7 @@ def warn_of_same_model(
     args: OPSDConfig,
     datasets: Mapping[str, AnyDataset | None],
     tells_more: bool,
-) -> None:
+) -> bool:
     """Says that a teacher is the student, if it reads nothing more: the divergence is 0, and stays 0.
 
     Args:
@@ -127,18 +127,22 @@ def warn_of_same_model(
             By name; those whose columns are not known may have any.
         tells_more (`bool`):
             Whether the teacher's prompts differ without a column for them.
+
+    Returns:
+        `bool`: Whether that was said.
     """
     if tells_more or _may_have(datasets, PRIVILEGED):
-        return
+        return False
     loading = args.model_init_kwargs or {}
     theirs = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
-    for teacher in teachers.values():
-        if same_weights(student, loading, teacher, theirs):
-            logger.warning(
-                f"The teacher and the student are the same model, {teacher!r}, and read the same prompts: the "
-                "divergence is 0 and stays 0, so nothing is learned. Pass another teacher, or a column "
-                "'privileged_context' that only the teacher reads."
-            )
+    same = [teacher for teacher in teachers.values() if same_weights(student, loading, teacher, theirs)]
+    for teacher in same:
+        logger.warning(
+            f"The teacher and the student are the same model, {teacher!r}, and read the same prompts: the divergence "
+            "is 0 and stays 0, so nothing is learned. Pass another teacher, or a column 'privileged_context' that only "
+            "the teacher reads."
+        )
+    return bool(same)
 
 
 def warn_of_splits(eval_dataset: Any) -> None:

@@ -90,5 +90,5 @@ def student_limits(student: CausalLM, args: OPSDConfig) -> PromptLimits:
     if args.use_vllm and args.vllm_max_model_length is not None:
         context = min(args.vllm_max_model_length, context or args.vllm_max_model_length)
     limits = PromptLimits(vocabulary=model_shape(student)[0], context=context, completion=args.max_completion_length)
-    limits.check_room("the student")
+    limits.check_room()
     return limits

@@ -58,6 +58,8 @@ class Prepared:
     """What generates."""
     without_effect: tuple[str, ...]
     """Options that are set and have no effect."""
+    is_same_model: bool
+    """Whether it was said that a teacher is the student, and reads nothing more."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -144,9 +146,8 @@ def prepared(
     check_models(model, models, args)
     warn_of_splits(eval_dataset)
     warn_of_template(args, datasets, teacher_prompt_fn is not None)
-    if quantization_config is None:
-        tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
-        warn_of_same_model(model, models, args, datasets, tells_more)
+    tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
+    is_same_model = quantization_config is None and warn_of_same_model(model, models, args, datasets, tells_more)
     prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
     intake = Intake(teachers=tuple(models), prompts=prompts)
     rows = surveyed(datasets, args, bool(several))
@@ -169,8 +170,9 @@ def prepared(
         processing_class=processing_class,
         rollout=picked,
         without_effect=without_effect,
+        is_same_model=is_same_model,
     )
-    check_template(found.tokenizer, rows, args)
+    check_template(found.tokenizer, rows, args, tools)
     ensure_special_tokens(found.tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
     check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
     return found

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 from accelerate.logging import get_logger
 from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows
-from trl_opsd.data.chat_templates import check_template_arguments, warn_of_bare_text
+from trl_opsd.data.chat_templates import check_template_arguments, warn_of_prompts
 
 logger = get_logger(__name__)
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, Rows], args: OPSDConfig) -> None:
+def check_template(
+    tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, Rows], args: OPSDConfig, tools: Any
+) -> None:
     """Checks what the chat template is given: its arguments, and whether prompts are meant for it.
 
     Args:
@@ -24,16 +28,28 @@ def check_template(tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, Ro
             What is known of the rows, by dataset.
         args ([`OPSDConfig`]):
             Contains the arguments of the template.
+        tools (`Any`):
+            As the trainer takes them.
 
     Raises:
-        ValueError: The template does not read an argument that the teacher's prompts are to differ in.
+        ValueError: The template does not read an argument that the teacher's prompts are to differ in, or prints a
+            prompt as Python does.
     """
     if wrong := check_template_arguments(tokenizer, "teacher_chat_template_kwargs", args.teacher_template_kwargs):
         raise ValueError(wrong)
     if wrong := check_template_arguments(tokenizer, "chat_template_kwargs", args.chat_template_kwargs or {}):
         logger.warning(wrong)
-    for rows in datasets.values():
-        some = rows.first_prompts()
-        if some and all(isinstance(prompt, str) for prompt in some):
-            warn_of_bare_text(tokenizer, rows.where, some)
-            break
+    rows = next(iter(datasets.values()))
+    if some := rows.first_prompts():
+        look_at(tokenizer, rows.where, some, args, tools)
+
+
+def look_at(tokenizer: PreTrainedTokenizerBase, where: str, prompts: list[Any], args: OPSDConfig, tools: Any) -> None:
+    """Warns of what is seldom meant in some prompts, as [`~data.chat_templates.warn_of_prompts`]."""
+    render = partial(
+        tokenizer.apply_chat_template,
+        tokenize=False,
+        tools=tools or None,
+        **{"add_generation_prompt": True, **(args.chat_template_kwargs or {})},
+    )
+    warn_of_prompts(tokenizer, where, prompts, render)

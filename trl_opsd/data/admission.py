@@ -221,14 +221,24 @@ def _is_stream(dataset: Any) -> bool:
 
 
 def _stays(where: str, reader: Reader, dropped: Counter[str]) -> Callable[[Any], bool]:
-    """A filter for the rows of a stream, which keeps those whose prompt fits and counts the others."""
+    """A filter for the rows of a stream, which keeps those whose prompt fits, and counts and mentions the others."""
+    mentioned = 0
 
     def stays(row: dict[str, Any]) -> bool:
+        nonlocal mentioned
         request = reader.intake.read(row, f"a row that {where} streams")
         prompts = [reader.prompt_of(request)]
         reader.check_kind(prompts)
-        fits = reader.limits_of(request).fits(len(reader.token_ids(prompts)[0]))
-        dropped[where] += not fits
-        return fits
+        if reader.limits_of(request).fits(len(reader.token_ids(prompts)[0])):
+            return True
+        dropped[where] += 1
+        count = dropped[where]
+        if count > mentioned and str(count).strip("0") == "1":  # the first, the tenth, ...; a row may be read again
+            mentioned = count
+            logger.warning(
+                f"{where} streams prompts that leave no room for a completion of `max_completion_length` tokens in the "
+                f"context; {count} so far {'was' if count == 1 else 'were'} dropped. `trainer.dropped_prompts` counts."
+            )
+        return False
 
     return stays

@@ -1,13 +1,17 @@
-"""Examines what a tokenizer adds to text, and which arguments its chat template reads."""
+"""Examines what a tokenizer adds to text, which arguments its chat template reads, and what that makes of prompts."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from inspect import signature
+from os.path import commonprefix
+from typing import Any
 
 from accelerate.logging import get_logger
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 logger = get_logger(__name__)
@@ -22,6 +26,8 @@ _TAKEN = {
     "return_dict",
 }
 """Arguments of `apply_chat_template` that TRL passes, or that contradict one of those."""
+_ANSWER = "The answer."
+"""An answer, to see what a template writes around one."""
 
 
 def added_at_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -58,21 +64,109 @@ def check_template_arguments(tokenizer: PreTrainedTokenizerBase, option: str, na
     return f"`{option}` sets {unread[0]!r}, which the chat template of the tokenizer never reads: {hint}"
 
 
-def warn_of_bare_text(tokenizer: PreTrainedTokenizerBase, where: str, prompts: Iterable[str]) -> None:
-    """Warns when a chat model gets prompts that are text without any of its special tokens.
+def check_parts(messages: Sequence[Mapping[str, Any]], text: str, where: str) -> None:
+    """Refuses a list of content parts that a chat template wrote as Python prints it.
+
+    Args:
+        messages (`Sequence[Mapping[str, Any]]`):
+            A prompt.
+        text (`str`):
+            What the template made of it.
+        where (`str`):
+            The prompt's name in messages.
+
+    Raises:
+        ValueError: The prompt would be Python code.
+    """
+    if any(isinstance(one["content"], list) and str(one["content"]) in text for one in messages):
+        raise ValueError(
+            f"{where} has content in parts, [{{'type': 'text', ...}}], which the chat template of the tokenizer writes "
+            "as Python prints them: give each content as text."
+        )
+
+
+def warn_of_prompts(
+    tokenizer: PreTrainedTokenizerBase, where: str, prompts: Sequence[Any], render: Callable[..., str]
+) -> None:
+    """Looks at some prompts as a model will see them, and warns of what is seldom meant.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             The student's.
         where (`str`):
-            The dataset, for the message.
-        prompts (`Iterable[str]`):
-            Some of its prompts.
+            The dataset, for messages.
+        prompts (`Sequence`):
+            Some of its prompts, from the first on; all texts, or all messages.
+        render (`Callable`):
+            `render(messages, add_generation_prompt=True)` applies the chat template.
+
+    Raises:
+        ValueError: As [`check_parts`].
     """
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    if not tokenizer.chat_template or any(token in prompt for prompt in prompts for token in special):
+    if all(isinstance(prompt, str) for prompt in prompts):
+        warn_of_bare_text(tokenizer, where, prompts)
+        warn_of_ended_text(tokenizer, where, prompts, render)
+    elif tokenizer.chat_template:
+        with suppress(TemplateError, TypeError):  # the reader names the row that a template refuses
+            _warn_of_template(where, prompts, render)
+
+
+def warn_of_bare_text(tokenizer: PreTrainedTokenizerBase, where: str, prompts: Iterable[str]) -> None:
+    """Warns when a chat model gets prompts that are text without any of its special tokens."""
+    if not tokenizer.chat_template or any(token in prompt for prompt in prompts for token in _special(tokenizer)):
         return
     logger.warning(
         f"The prompts of {where} are text, which is read as it is: no chat template is applied, although the tokenizer "
         "has one. If the student is a chat model, give messages: [{'role': 'user', 'content': '...'}]."
     )
+
+
+def warn_of_ended_text(
+    tokenizer: PreTrainedTokenizerBase, where: str, prompts: Iterable[str], render: Callable[..., str]
+) -> None:
+    """Warns when prompts that are text end as an answer does, so that nothing is left to be written."""
+    ends = {str(tokenizer.eos_token)}
+    if tokenizer.chat_template:
+        with suppress(TemplateError, TypeError):
+            _, end = _around_answer([{"role": "user", "content": "?"}], render)
+            ends.update({end} & set(_special(tokenizer)))
+    for number, prompt in enumerate(prompts):
+        text = prompt.rstrip()
+        if found := next((end for end in ends if text.endswith(end) and text != end), None):
+            logger.warning(
+                f"The prompt in row {number} of {where} ends with {found!r}, after which a model has nothing to "
+                "answer: end it where the answer begins, or give messages, which the chat template completes."
+            )
+            return
+
+
+def _warn_of_template(where: str, prompts: Sequence[Any], render: Callable[..., str]) -> None:
+    texts = [render(messages) for messages in prompts]
+    for number, (messages, text) in enumerate(zip(prompts, texts, strict=True)):
+        check_parts(messages, text, f"The prompt in row {number} of {where}")
+    differ = len({str([(one["role"], one["content"]) for one in messages]) for messages in prompts})
+    if differ > 1 and len(set(texts)) == 1:
+        logger.warning(
+            f"The chat template of the tokenizer makes the same text of {differ} different prompts of {where}, "
+            f"{texts[0]!r}: it does not read them. Use the template the student was trained with."
+        )
+    before, _ = _around_answer(prompts[0], render)
+    if before and render(prompts[0], add_generation_prompt=False) == texts[0]:
+        logger.warning(
+            f"The chat template of the tokenizer writes {before!r} before an answer, but not at the end of a prompt: "
+            "it ignores `add_generation_prompt`, so the student would have to begin with that. Use a template that "
+            "reads it."
+        )
+
+
+def _around_answer(messages: list[Any], render: Callable[..., str]) -> tuple[str, str]:
+    """What a template writes between a prompt and the answer to it, and after that answer."""
+    prompt = render(messages)
+    whole = render([*messages, {"role": "assistant", "content": _ANSWER}], add_generation_prompt=False)
+    shared = len(commonprefix([prompt, whole]))  # noqa: RUF071 (characters are meant)
+    before, _, after = whole[shared:].rpartition(_ANSWER)
+    return before.strip(), after.strip()
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]

@@ -58,12 +58,12 @@ class Intake:
         if isinstance(row, Request):
             return row
         check_no_images(row, where)
-        check_columns(row, where, self.teachers if len(self.teachers) > 1 else ())
+        check_columns(row, where, self.teachers if len(self.teachers) > 1 else (), features=row)
         teacher = teacher_of(row, where, self.teachers)
         student = Prompt.of(row["prompt"], f"The prompt in {where}")
         in_row = self.prompts.prompt_fn is None and self.prompts.in_row(row)
         return Request(row, where, student, teacher, self.prompts.of(row, where) if in_row else student)
 
-    def read_batch(self, rows: Iterable[Row]) -> list[Request]:
-        """Parses the rows of a generation batch; raises as [`read`]."""
-        return [self.read(row, f"row {number} of this batch") for number, row in enumerate(rows)]
+    def read_batch(self, rows: Iterable[Row], batch: str) -> list[Request]:
+        """Parses the rows of a generation batch of this name; raises as [`read`]."""
+        return [self.read(row, f"row {number} of {batch}") for number, row in enumerate(rows)]

@@ -13,12 +13,18 @@ from typing import Any, NoReturn
 IMAGE_COLUMNS = ("image", "images")
 """Columns from which TRL reads images."""
 _CONVERSATIONS = ("messages", "conversation", "conversations")
+_SHAREGPT = "{'role': {'human': 'user', 'gpt': 'assistant'}.get(one['from'], one['from']), 'content': one['value']}"
+"""Makes a message of one in ShareGPT's format."""
 _QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
 """Columns of other trainers and well-known datasets: whole conversations, and what a prompt is called."""
 
 
 def check_columns(
-    columns: Iterable[str] | None, where: str, teachers: Collection[str] = (), optional: Collection[str] = ()
+    columns: Iterable[str] | None,
+    where: str,
+    teachers: Collection[str] = (),
+    optional: Collection[str] = (),
+    features: Mapping[str, Any] | None = None,
 ) -> None:
     """Checks the names of the columns.
 
@@ -31,6 +37,8 @@ def check_columns(
             Names of the teachers, if there are several and each row names its own.
         optional (`Collection[str]`, *optional*):
             Columns that need not be there, of which a misspelt one is refused.
+        features (`Mapping[str, Any]`, *optional*):
+            Their types, if these are known.
 
     Raises:
         ValueError: There is no column `prompt`, or no `teacher` although there are several; or one is misspelt.
@@ -39,7 +47,7 @@ def check_columns(
         return
     names = list(columns)
     if "prompt" not in names:
-        raise ValueError(f"{where} has no column 'prompt', only {names}: {_how_to_get_prompts(names)}.")
+        raise ValueError(f"{where} has no column 'prompt', only {names}: {_how_to_get_prompts(names, features or {})}.")
     if teachers and "teacher" not in names:
         raise ValueError(
             f"There are several teachers, but {where} has no column 'teacher', only {names}: add one that names one of "
@@ -54,12 +62,15 @@ def check_columns(
             )
 
 
-def _how_to_get_prompts(names: Collection[str]) -> str:
+def _how_to_get_prompts(names: Collection[str], features: Mapping[str, Any]) -> str:
     for name in _CONVERSATIONS:
         if name in names:
+            messages = f"row[{name!r}][:-1]"
+            if "'from'" in str(features.get(name)):
+                messages = f"[{_SHAREGPT} for one in {messages}]"
             return (
                 "take what precedes the answer in each conversation, for instance `dataset.map(lambda row: "
-                f"{{'prompt': row[{name!r}][:-1]}}, remove_columns={name!r})`"
+                f"{{'prompt': {messages}}}, remove_columns={name!r})`"
             )
     (found,) = get_close_matches("prompt", names, n=1, cutoff=0.75) or [*(set(_QUESTIONS) & set(names)), "question"][:1]
     return f"rename the column that holds the prompts, for instance `dataset.rename_column({found!r}, 'prompt')`"
@@ -124,6 +135,11 @@ class Prompt:
     where: str
     """Its name in error messages: `"The prompt in row 3 of train_dataset"`."""
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether a message is a list of parts."""
+        return self.kind == "messages" and any(isinstance(one["content"], list) for one in self.value)
+
     @classmethod
     def of(cls, value: Any, where: str) -> Prompt:
         """Checks a prompt; raises as [`check_prompt`], and `ValueError` when the assistant has the last word in it.
@@ -165,7 +181,8 @@ def common_kind(prompts: Iterable[Prompt], kind: str | None = None) -> str | Non
 def _check_message(message: Any, where: str) -> None:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
         found = f"a dict with {sorted(map(str, message))}" if isinstance(message, dict) else _kind(message)
-        raise ValueError(f"{where} is {found}: expected a dict with 'role' and 'content'.")
+        hint = f", `[{_SHAREGPT} for one in row['prompt']]`" if found == "a dict with ['from', 'value']" else ""
+        raise ValueError(f"{where} is {found}: expected a dict with 'role' and 'content'{hint}.")
     content = message["content"]
     if content is None and message.get("tool_calls"):
         return
@@ -196,6 +213,8 @@ class PromptLimits:
     """Context length in tokens, or `None` for no limit."""
     completion: int
     """Tokens reserved for the completion: `max_completion_length`."""
+    reader: str = "the student"
+    """Whose context it is, in messages."""
 
     def fits(self, prompt_tokens: int) -> bool:
         """Whether a prompt of this length leaves room for a whole completion."""
@@ -219,12 +238,12 @@ class PromptLimits:
         wide = self.context is None or (other.context is not None and other.context <= self.context)
         return wide and other.vocabulary <= self.vocabulary and other.completion >= self.completion
 
-    def check_room(self, reader: str) -> None:
+    def check_room(self) -> None:
         """Raises `ValueError` when a completion alone fills the context."""
         if self.context is not None and self.completion >= self.context:
             raise ValueError(
-                f"`max_completion_length={self.completion}` leaves no room for a prompt in the context of {reader}, "
-                f"{self.context} tokens: lower it."
+                f"`max_completion_length={self.completion}` leaves no room for a prompt in the context of "
+                f"{self.reader}, {self.context} tokens: lower it."
             )
 
     def check(self, prompt_tokens: int, largest_id: int, where: str) -> None:
@@ -236,17 +255,23 @@ class PromptLimits:
         if not self.fits(prompt_tokens):
             raise ValueError(
                 f"{where} has {prompt_tokens} tokens; with a completion of {self.completion} that is more than the "
-                f"context of {self.context}: shorten it, lower max_completion_length, or set overlong_prompts='drop'."
+                f"context of {self.reader}, {self.context} tokens: shorten it, lower max_completion_length, or set "
+                "overlong_prompts='drop'."
             )
         self._check_known(largest_id, where)
 
     def check_completion(self, prompt_ids: list[int], completion_ids: list[int], backend: str) -> None:
-        """Raises `ValueError` when a completion exceeds the context or has token ids outside the vocabulary."""
+        """Raises `ValueError` when a completion exceeds the limits or has token ids outside the vocabulary."""
         length = len(prompt_ids) + len(completion_ids)
         if self.context is not None and length > self.context:
             raise ValueError(
                 f"{backend} wrote {len(completion_ids)} tokens after a prompt of {len(prompt_ids)}, but the context is "
                 f"{self.context}: let it write at most max_completion_length={self.completion}."
+            )
+        if len(completion_ids) > self.completion:
+            raise ValueError(
+                f"{backend} wrote {len(completion_ids)} tokens, but `max_completion_length={self.completion}`: let it "
+                "write at most that many, or raise the option."
             )
         where = f"What {backend} wrote"
         if (smallest := min(completion_ids, default=0)) < 0:

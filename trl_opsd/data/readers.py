@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.data.bounds import at_most_one_token_per_byte
-from trl_opsd.data.chat_templates import added_at_end
+from trl_opsd.data.chat_templates import added_at_end, check_parts
 from trl_opsd.data.intake import Intake, Request
 from trl_opsd.data.prompts import Prompt, PromptLimits, common_kind
 from trl_opsd.data.vocabulary import largest_id
@@ -86,16 +86,19 @@ class Reader:
         """The token ids of prompts whose kind was checked.
 
         Raises:
-            ValueError: The chat template refuses one, or it has two start tokens; the message names its row.
+            ValueError: The chat template refuses one or prints it, or it has two start tokens; the message names its
+                row.
         """
         try:
             found = self.tokenize([prompt.value for prompt in prompts])
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # the latter where content in parts is joined as text
             if len(prompts) > 1:
                 return [ids for prompt in prompts for ids in self.token_ids([prompt])]
             raise ValueError(f"{prompts[0].where}: the chat template of the tokenizer refuses it: {error}.") from error
         for prompt, ids in zip(prompts, found, strict=True):
             self.check_start(ids, prompt.where)
+            if prompt.has_parts:
+                check_parts(prompt.value, self.tokenizer.decode(ids), prompt.where)
         return found
 
     def check_start(self, prompt_ids: list[int], where: str) -> None:
@@ -167,9 +170,14 @@ class Readers:
             ValueError: A completion does not fit into a teacher's context.
         """
         limits = replace(self.student_limits, vocabulary=vocabulary or self.student_limits.vocabulary)
-        theirs = {name: replace(limits, context=context) for name, context in contexts.items()}
-        for name, one in theirs.items():
-            one.check_room(name)
+        theirs = {
+            name: replace(
+                limits, context=context, reader=f"the teacher {name!r}" if len(contexts) > 1 else "the teacher"
+            )
+            for name, context in contexts.items()
+        }
+        for one in theirs.values():
+            one.check_room()
         return replace(self, student_limits=limits, teacher_limits=theirs)
 
     def bounded_by_teacher(self, columns: Iterable[str]) -> Readers:
@@ -179,26 +187,34 @@ class Readers:
         """
         if len(self.teacher_limits) > 1 or not self.are_alike(columns):
             return self
-        limits = (self.student_limits, *self.teacher_limits.values())
-        context = min((one.context for one in limits if one.context is not None), default=None)
-        return replace(self, student_limits=replace(self.student_limits, context=context))
+        limits = [one for one in (self.student_limits, *self.teacher_limits.values()) if one.context is not None]
+        if not limits:
+            return self
+        least = min(limits, key=lambda one: one.context or 0)
+        return replace(self, student_limits=replace(self.student_limits, context=least.context, reader=least.reader))
 
-    def read_batch(self, rows: Iterable[Mapping[str, Any]]) -> list[Request]:
+    def read_batch(self, rows: Iterable[Mapping[str, Any]], batch: str) -> list[Request]:
         """Parses the rows of a generation batch.
+
+        Args:
+            rows (`Iterable[Mapping[str, Any]]`):
+                Dataset rows.
+            batch (`str`):
+                Its name in messages.
 
         Raises:
             ValueError: A row is invalid, or prompts are of two kinds; the message names the row.
             TypeError: A prompt is neither text nor messages.
         """
-        requests = self.intake.read_batch(rows)
+        requests = self.intake.read_batch(rows, batch)
         self.student.check_kind([request.student for request in requests])
         return requests
 
-    def check_batch(self, prompt_ids: Sequence[list[int]]) -> None:
-        """Raises `ValueError` when the student cannot read a prompt of a generation batch."""
+    def check_batch(self, prompt_ids: Sequence[list[int]], batch: str) -> None:
+        """Raises `ValueError` when the student cannot read a prompt of a generation batch of this name."""
         student = self.student
         for number, ids in enumerate(prompt_ids):
-            where = f"The prompt in row {number} of this batch"
+            where = f"The prompt in row {number} of {batch}"
             self.student_limits.check(len(ids), max(ids, default=0), where)
             student.check_start(ids, where)
 

@@ -102,7 +102,8 @@ class TeacherPrompts:
         elif "teacher_prompt" in row:
             prompt, source = row["teacher_prompt"], "The teacher_prompt in"
         elif "privileged_context" in row:
-            prompt, source = self._with_context(row["prompt"], row["privileged_context"], where), "The prompt in"
+            prompt = self._with_context(row["prompt"], row["privileged_context"], where)
+            source = "The teacher's prompt in"
         else:
             prompt, source = row["prompt"], "The prompt in"
         return Prompt.of(prompt, f"{source} {where}")

@@ -18,6 +18,7 @@ from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.data.teacher_prompts import Row
 from trl_opsd.loop.verbs import Verbs
 from trl_opsd.loop.weights import checked_weights
+from trl_opsd.models.mode import preserved_mode
 from trl_opsd.run.precision import autocast
 from trl_opsd.run.targets import check_targets
 from trl_opsd.types import Rollout
@@ -49,11 +50,12 @@ class Scoring(Verbs, DistillationTrainer):
         """
         rollout, name = _written(batch), type(self).__name__
         digest = _digest(rollout)
-        with self.phase("teach"), autocast(self.accelerator):
-            targets = self.teach(rollout, rows)
-        check_targets(targets, rollout, f"{name}.teach")
-        _check_unchanged(batch, digest, f"`{name}.teach`, or the teacher that it asks,")
-        weights = self.weigh(rollout, rows, targets)
+        with preserved_mode(self.model):
+            with self.phase("teach"), autocast(self.accelerator):
+                targets = self.teach(rollout, rows)
+            check_targets(targets, rollout, f"{name}.teach")
+            _check_unchanged(batch, digest, f"`{name}.teach`, or the teacher that it asks,")
+            weights = self.weigh(rollout, rows, targets)
         _check_unchanged(batch, digest, f"`{name}.weigh`")
         weights = checked_weights(weights, _written(batch))
         return {**targets.pack(), "loss_weights": weights, "rows": list(rows), "scored": digest}

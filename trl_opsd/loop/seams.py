@@ -30,6 +30,7 @@ from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.scoring import Scoring
 from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.wrapping import WrappedToTrain
+from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.model_checks import check_can_learn
 from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.run.accounts import Accounts
@@ -172,8 +173,8 @@ class SeamTrainer(
         self, prompt_ids: list, images: Any, multimodal_fields: dict, has_tool_images: bool = False
     ) -> list[list[int]]:
         hidden, self._hides_engine = self._hides_engine, False
-        with self.phase("complete"):
-            completions = self.complete(prompt_ids)
+        with self.phase("complete"), preserved_mode(self.model):
+            completions = self.checked_completions(prompt_ids, self.complete(prompt_ids))
         self._hides_engine = hidden
         if self._first_turn:
             # TRL reads the last token of each completion. An empty one travels as a pad token and is masked below.

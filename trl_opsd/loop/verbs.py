@@ -6,6 +6,7 @@ B rows · C completion tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -38,6 +39,10 @@ class Verbs:
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """Writes one completion for each prompt; token ids in, token ids out."""
+        raise NotImplementedError
+
+    def checked_completions(self, prompt_ids: list[list[int]], completions: Any) -> list[list[int]]:
+        """What `complete` returned, as token ids up to the first end token; raises if these cannot be trained on."""
         raise NotImplementedError
 
     def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:

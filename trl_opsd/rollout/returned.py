@@ -1,35 +1,61 @@
-"""Validates what a rollout backend returned."""
+"""Validates what a rollout backend, or the `complete` of a subclass, returned."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from operator import index
 from typing import Any
 
 from trl_opsd.host import Host
-from trl_opsd.rollout.base import RolloutBackend, cut_after_end
+from trl_opsd.rollout.base import cut_after_end
+
+_TELLING = 8
+"""Prompt tokens in a batch from which on it is no chance that they occur again."""
 
 
-def checked_completions(backend: RolloutBackend, host: Host, prompt_ids: list[list[int]]) -> list[list[int]]:
+def checked_completions(returned: Any, host: Host, prompt_ids: list[list[int]], name: str) -> list[list[int]]:
     """One completion for each prompt, up to its first end token.
 
     Args:
-        backend ([`RolloutBackend`]):
-            Generates them. It gets a copy of the prompts, so that changing them does not change what is trained on.
+        returned (`Any`):
+            What is to be checked.
         host ([`~host.Host`]):
             The trainer, with the end tokens and the limits of a completion.
         prompt_ids (`list[list[int]]`):
             The prompts, not padded.
+        name (`str`):
+            Who returned it, for messages.
 
     Raises:
-        ValueError: It did not return token ids that the models can read.
+        ValueError: These are not token ids that the models can read, or too many.
     """
-    name = type(backend).__name__
-    returned = backend.complete([list(ids) for ids in prompt_ids], host.state.global_step)
     completions = [cut_after_end(ids, host.eos_token_ids) for ids in _token_ids(returned, len(prompt_ids), name)]
     for prompt, completion in zip(prompt_ids, completions, strict=True):
         host.limits.check_completion(prompt, completion, name)
     return completions
+
+
+def begin_with_prompts(completions: Sequence[list[int]], prompt_ids: Sequence[list[int]], padding: set[int]) -> bool:
+    """Whether each completion begins with its whole prompt, as what `generate` returns does.
+
+    Args:
+        completions (`Sequence[list[int]]`):
+            Up to their first end token.
+        prompt_ids (`Sequence[list[int]]`):
+            Their prompts.
+        padding (`set[int]`):
+            Ids that `generate` may have written before a shorter prompt. A completion of nothing else tells nothing.
+    """
+    tokens = 0
+    for prompt, completion in zip(prompt_ids, completions, strict=True):
+        start = next((place for place, token in enumerate(completion) if token not in padding), None)
+        if start is None:
+            continue
+        if completion[start : start + len(prompt)] != prompt and completion[: len(prompt)] != prompt:
+            return False
+        tokens += len(prompt)
+    return tokens >= _TELLING
 
 
 def _token_ids(returned: Any, prompts: int, backend: str) -> list[list[int]]:

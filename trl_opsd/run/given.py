@@ -25,7 +25,7 @@ def check_given(
             Its other arguments by name.
 
     Raises:
-        TypeError: An argument is of a kind that cannot be used; the message says what is expected.
+        TypeError: An argument, or a name in one, is of a kind that cannot be used; the message says what is expected.
         ValueError: The adapter is for another task.
     """
     for name, value in {**given, "peft_config": peft_config}.items():
@@ -34,6 +34,10 @@ def check_given(
             raise TypeError(f"`{name}` is a {type(value).__name__}: expected a path as text, `str(path)`.")
         if isinstance(value, Mapping):
             for key, one in value.items():
+                if not isinstance(key, str):
+                    raise TypeError(
+                        f"`{name}` has the name {key!r}, a {type(key).__name__}: expected text, {str(key)!r}."
+                    )
                 _check_no_class(f"{name}[{key!r}]", one)
     if isinstance(given.get("teacher_model"), TrainingArguments):
         raise TypeError(

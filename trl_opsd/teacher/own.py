@@ -9,6 +9,7 @@ from typing import Any, final
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, context_of
+from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.padding import Reading
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.forward import max_over_processes, passes_needed, read
@@ -76,14 +77,11 @@ class OwnTeacher(Teacher):
         return self._reading()
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            device = rollout.completion_ids.device
+        device = rollout.completion_ids.device
+        with preserved_mode(self.model):
+            self.model.eval()
             # The forward of a split student is collective, so all processes run the same number of passes.
             passes = max_over_processes(passes_needed(self.model, rollout), device)
             with self._as_teacher():
                 hidden_BCH = read(self._run, rollout, passes, device, self._cache_device, self._progress, self.reading)
                 return TeacherTargets(hidden=hidden_BCH)
-        finally:
-            self.model.train(was_training)
