@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig
+from transformers import get_constant_schedule
 
 pytestmark = pytest.mark.quick
 
@@ -71,6 +72,37 @@ def test_options_of_an_optimizer_that_is_kept_are_refused_until_it_is_dropped(ma
             max(group.get("initial_lr", 0) if key == "lr" else group[key] for group in trainer.optimizer.param_groups)
             == 0.05
         )
+
+
+def test_an_optimizer_that_is_assigned_is_checked_as_one_that_is_passed(make_trainer, caplog):
+    def sgd(parameters, rate):
+        return torch.optim.SGD(parameters, lr=rate)
+
+    trainer = make_trainer(max_steps=1)
+    trainer.create_optimizer()
+    trainer.train()
+    trainer.optimizer = sgd(tiny.qwen2().parameters(), 1.0)
+    with pytest.raises(ValueError, match="has no trained parameter of the student"):
+        trainer.train()
+    trainer.optimizer = sgd(trainer.model.parameters(), 0.0)
+    with pytest.raises(ValueError, match="a learning rate of 0"):
+        trainer.train()
+    trainer.optimizer = sgd(trainer.model.lm_head.parameters(), 1.0)
+    trainer.args.learning_rate = 0.5  # not read by an optimizer that was assigned
+    before = {name: one.clone() for name, one in trainer.model.named_parameters()}
+    trainer.train()
+    assert "The optimizer steps 1 of the" in caplog.text
+    moved = {name for name, one in trainer.model.named_parameters() if not torch.equal(one, before[name])}
+    assert moved == {"lm_head.weight"}
+
+
+def test_an_optimizer_does_not_keep_the_scheduler_of_another(make_trainer):
+    student = tiny.qwen2()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    trainer = make_trainer(model=student, optimizers=(optimizer, get_constant_schedule(optimizer)))
+    trainer.optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="The scheduler belongs to another optimizer"):
+        trainer.train()
 
 
 def test_a_student_that_can_no_longer_learn_is_refused(make_trainer):

@@ -9,7 +9,7 @@ from typing import Any
 
 from trl_opsd import fingerprint
 from trl_opsd.arguments.dataset_checks import check_datasets, check_train_size, looked_through, surveyed
-from trl_opsd.arguments.effects import check_evaluation
+from trl_opsd.arguments.effects import check_evaluation, check_that_it_learns
 from trl_opsd.arguments.model_checks import check_other_teacher, student_limits
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.config import OPSDConfig
@@ -154,6 +154,11 @@ class Teaching(SeamTrainer):
         return rows
 
     # ---- What the loop calls ---------------------------------------------------------------------------------------
+
+    def check_effect(self) -> None:
+        check_that_it_learns(self.args, self.train_dataset, (self.optimizer, self.lr_scheduler))
+        if self.train_dataset is not None:
+            check_train_size(self.train_dataset, self.args)
 
     def read_rows(self, rows: Sequence[Row]) -> list[Request]:
         return self.readers.read_batch(rows)

@@ -131,6 +131,7 @@ OWNERS = (
         where=(_TRAINER,),
         entries=("predict", "train"),
         names={
+            "_created_lr_scheduler": "whether it will make another scheduler",
             "_get_dataloader": "streams are shared out by rows",
             "_get_grad_norm": "called before each step: where one can still be left out",
             "_get_output_dir": "a folder aside while a checkpoint is written",
@@ -169,6 +170,7 @@ OWNERS = (
             "model": "",
             "model_wrapped": "reset, so that each training has an engine of its own",
             "neftune_hook_handle": "removed after a training that failed",
+            "lr_scheduler": "",
             "optimizer": "",
             "predict": "returns completions",
             "prediction_step": "",

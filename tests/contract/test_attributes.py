@@ -238,7 +238,9 @@ def test_use_vllm_is_hidden_from_trls_tool_loop_only(make_trainer):
         max_steps=1,
     )
     trainer.args.use_vllm = True
-    trainer._read_once = ReadOnce(trainer.args, OPSDConfig)  # as if it had been so from the start, without an engine
+    trainer._read_once = ReadOnce.by_trainer(
+        trainer.args, OPSDConfig
+    )  # as if it had been so from the start, without an engine
     trainer.train()
     assert len(seen) > 1, "the tool was called"
     assert set(seen) == {True}
