@@ -154,6 +154,7 @@ OWNERS = (
             "compute_loss": "",
             "_prepare_inputs": "",
             "create_model_card": "",
+            "create_scheduler": "settings of the optimizer before a checkpoint is loaded",
             "create_optimizer": "FSDP2 is prepared with it, for an evaluation before training",
             "deepspeed": "reset, so that each training has an engine of its own",
             "eval_dataset": "",
