@@ -118,3 +118,48 @@ def test_a_student_that_can_no_longer_learn_is_refused(make_trainer):
     frozen.model.requires_grad_(False)
     with pytest.raises(ValueError, match="The student is frozen"):
         frozen.train()
+
+
+def lora(**options):
+    return LoraConfig(r=4, target_modules="all-linear", **options)
+
+
+@pytest.mark.parametrize("kind", [None, "base", "ema"])
+def test_a_student_with_the_adapter_of_an_earlier_trainer_is_refused_until_it_is_unloaded(make_trainer, kind):
+    def build(model, peft_config):
+        given = {} if kind is None else {"teacher_model": None, "teacher_model_kind": kind}
+        rows = tiny.rows().add_column("privileged_context", ["a hint"] * 8)
+        return make_trainer(model=model, peft_config=peft_config, train_dataset=rows, max_steps=1, **given)
+
+    student = tiny.qwen2()
+    before = {name: one.clone() for name, one in student.named_parameters()}
+    trainer = build(student, lora())
+    trainer.train()
+    for again in (lora(), None):
+        with pytest.raises(ValueError, match=r"`model` still has the adapter .*`model = trainer\.model\.unload\(\)`"):
+            build(student, again)
+    further = build(trainer.model, None)
+    assert further.model is trainer.model
+    student = trainer.model.unload()
+    assert all(torch.equal(one, before[name]) for name, one in student.named_parameters())
+    anew = build(student, lora())
+    anew.train()
+    assert losses(anew) == losses(trainer)
+
+
+def test_a_teacher_with_the_adapter_of_an_earlier_trainer_is_said(make_trainer, caplog):
+    model = tiny.qwen2(48, seed=1)
+    first = make_trainer(model=model, peft_config=lora())
+    trainer = make_trainer(teacher_model=model)
+    assert caplog.text.count("still has the adapter of an earlier trainer in its layers, and teaches with it") == 1
+    trainer.teacher_model = tiny.qwen2(48, seed=2)
+    trainer.teacher_model = model
+    assert caplog.text.count("and teaches with it") == 2
+    make_trainer(teacher_model=first.model)
+    assert caplog.text.count("and teaches with it") == 2, "a PeftModel is what it looks like"
+
+
+def test_a_student_whose_adapter_is_its_own_is_not_taken_for_one_that_was_left(make_trainer):
+    student = tiny.qwen2()
+    student.add_adapter(lora())
+    make_trainer(model=student, max_steps=1).train()

@@ -311,6 +311,11 @@ OWNERS = (
     ),
     Owner(
         kind=ANYWHERE,
+        where=("transformers/integrations/peft.py:PeftAdapterMixin",),
+        names={"_hf_peft_config_loaded": "whether an adapter in its layers is the model's own"},
+    ),
+    Owner(
+        kind=ANYWHERE,
         where=("transformers/configuration_utils.py:PreTrainedConfig",),
         names={"_attn_implementation": "whether scores of attention exist in full"},
     ),
