@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 from trl import DistillationConfig
 
-from trl_opsd import OPSDConfig, fingerprint
+from trl_opsd import FixedRollout, OPSDConfig, fingerprint
 from trl_opsd.losses import ForwardKL
 
 LATE = "when the trainer was built, where it was read"
@@ -70,6 +71,18 @@ class _Suffixed(OPSDConfig):
 def test_what_a_subclass_makes_of_its_options_is_made_once(make_trainer, tmp_path):
     trainer = make_trainer(args=_Suffixed(**tiny.options(tmp_path / "run")))
     assert trainer.args.output_dir == f"{tmp_path / 'run'}-a"
+
+
+class Counting(FixedRollout):
+    """Notes how many prompts it is asked to complete."""
+
+    def __init__(self) -> None:
+        super().__init__(tiny.recorded(tiny.tokenizer()))
+        self.asked: list[int] = []
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        self.asked.append(len(prompt_ids))
+        return super().complete(prompt_ids, step)
 
 
 # ---- After the trainer is built -------------------------------------------------------------------------------------
@@ -142,6 +155,79 @@ def test_a_late_change_to_a_bad_value_is_refused(make_trainer):
     with pytest.raises(ValueError, match="`learning_rate='fast'`: expected a number"):
         trainer.train()
 
+
+# ---- During a training, and between two -----------------------------------------------------------------------------
+
+
+class Changing(TrainerCallback):
+    """Changes an option at the end of a step, or of a micro-step."""
+
+    def __init__(self, name: str, value: Any, event: str = "on_step_end") -> None:
+        self.name, self.value = name, value
+        setattr(self, event, self.change)
+
+    def change(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        setattr(args, self.name, self.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "event"),
+    [
+        ("gradient_accumulation_steps", 4, "on_step_end"),
+        ("gradient_accumulation_steps", 4, "on_substep_end"),
+        ("learning_rate", 1e-2, "on_step_end"),
+        ("max_steps", 9, "on_step_end"),
+        ("logging_steps", 5, "on_step_end"),
+        ("weight_decay", 0.5, "on_step_end"),
+    ],
+)
+def test_what_a_training_has_read_cannot_be_changed_in_it(make_trainer, name, value, event):
+    trainer = make_trainer(callbacks=[Changing(name, value, event)], gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=rf"`args\.{name}` was .* when the training began, .* change it between two"):
+        trainer.train()
+    assert trainer.state.global_step == (1 if event == "on_step_end" else 0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_grad_norm", 0.5), ("nonfinite", "skip"), ("save_total_limit", 1)])
+def test_what_a_training_reads_at_each_step_may_be_changed_in_it(make_trainer, name, value):
+    trainer = make_trainer(callbacks=[Changing(name, value)])
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_accumulation_may_be_changed_between_two_trainings(make_trainer):
+    trainer = make_trainer(rollout=Counting(), max_steps=1)
+    trainer.train()
+    trainer.args.gradient_accumulation_steps = 3
+    trainer.train()
+    assert trainer.rollout.asked == [2, 6]
+    trainer.args.gradient_accumulation_steps = 5
+    with pytest.raises(ValueError, match="has 8 rows, but one generation batch takes 10"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"learning_rate": 0.0}, "no weight would change"), ({"max_steps": 0}, "means that it is not set")],
+)
+def test_a_training_that_would_change_nothing_is_refused_also_later(make_trainer, change, said):
+    trainer = make_trainer()
+    for name, value in change.items():
+        setattr(trainer.args, name, value)
+    with pytest.raises(ValueError, match=said):
+        trainer.train()
+
+
+def test_accumulation_cannot_differ_from_that_of_deepspeed(make_trainer, monkeypatch):
+    trainer = make_trainer()
+    plugin = SimpleNamespace(deepspeed_config={"gradient_accumulation_steps": 1})
+    monkeypatch.setattr(trainer.args, "deepspeed_plugin", plugin)
+    trainer.args.gradient_accumulation_steps = 2
+    with pytest.raises(ValueError, match=r"`gradient_accumulation_steps` is 1 in the .* DeepSpeed file"):
+        trainer.train()
+
+
+# ---- The tables ----------------------------------------------------------------------------------------------------
 
 _NAMES = {one.name for one in fields(OPSDConfig)}
 _READ_ALL = ("dataclasses", "trl_opsd.run.option_changes", "trl_opsd.run.option_types", "trl_opsd.run.training_options")

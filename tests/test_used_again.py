@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig
+from transformers import get_constant_schedule
 
 pytestmark = pytest.mark.quick
 
@@ -73,6 +74,37 @@ def test_options_of_an_optimizer_that_is_kept_are_refused_until_it_is_dropped(ma
         )
 
 
+def test_an_optimizer_that_is_assigned_is_checked_as_one_that_is_passed(make_trainer, caplog):
+    def sgd(parameters, rate):
+        return torch.optim.SGD(parameters, lr=rate)
+
+    trainer = make_trainer(max_steps=1)
+    trainer.create_optimizer()
+    trainer.train()
+    trainer.optimizer = sgd(tiny.qwen2().parameters(), 1.0)
+    with pytest.raises(ValueError, match="has no trained parameter of the student"):
+        trainer.train()
+    trainer.optimizer = sgd(trainer.model.parameters(), 0.0)
+    with pytest.raises(ValueError, match="a learning rate of 0"):
+        trainer.train()
+    trainer.optimizer = sgd(trainer.model.lm_head.parameters(), 1.0)
+    trainer.args.learning_rate = 0.5  # not read by an optimizer that was assigned
+    before = {name: one.clone() for name, one in trainer.model.named_parameters()}
+    trainer.train()
+    assert "The optimizer steps 1 of the" in caplog.text
+    moved = {name for name, one in trainer.model.named_parameters() if not torch.equal(one, before[name])}
+    assert moved == {"lm_head.weight"}
+
+
+def test_an_optimizer_does_not_keep_the_scheduler_of_another(make_trainer):
+    student = tiny.qwen2()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    trainer = make_trainer(model=student, optimizers=(optimizer, get_constant_schedule(optimizer)))
+    trainer.optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="The scheduler belongs to another optimizer"):
+        trainer.train()
+
+
 def test_a_student_that_can_no_longer_learn_is_refused(make_trainer):
     trainer = make_trainer(peft_config=LoraConfig(r=4, target_modules="all-linear"))
     trainer.model.merge_adapter()
@@ -86,3 +118,48 @@ def test_a_student_that_can_no_longer_learn_is_refused(make_trainer):
     frozen.model.requires_grad_(False)
     with pytest.raises(ValueError, match="The student is frozen"):
         frozen.train()
+
+
+def lora(**options):
+    return LoraConfig(r=4, target_modules="all-linear", **options)
+
+
+@pytest.mark.parametrize("kind", [None, "base", "ema"])
+def test_a_student_with_the_adapter_of_an_earlier_trainer_is_refused_until_it_is_unloaded(make_trainer, kind):
+    def build(model, peft_config):
+        given = {} if kind is None else {"teacher_model": None, "teacher_model_kind": kind}
+        rows = tiny.rows().add_column("privileged_context", ["a hint"] * 8)
+        return make_trainer(model=model, peft_config=peft_config, train_dataset=rows, max_steps=1, **given)
+
+    student = tiny.qwen2()
+    before = {name: one.clone() for name, one in student.named_parameters()}
+    trainer = build(student, lora())
+    trainer.train()
+    for again in (lora(), None):
+        with pytest.raises(ValueError, match=r"`model` still has the adapter .*`model = trainer\.model\.unload\(\)`"):
+            build(student, again)
+    further = build(trainer.model, None)
+    assert further.model is trainer.model
+    student = trainer.model.unload()
+    assert all(torch.equal(one, before[name]) for name, one in student.named_parameters())
+    anew = build(student, lora())
+    anew.train()
+    assert losses(anew) == losses(trainer)
+
+
+def test_a_teacher_with_the_adapter_of_an_earlier_trainer_is_said(make_trainer, caplog):
+    model = tiny.qwen2(48, seed=1)
+    first = make_trainer(model=model, peft_config=lora())
+    trainer = make_trainer(teacher_model=model)
+    assert caplog.text.count("still has the adapter of an earlier trainer in its layers, and teaches with it") == 1
+    trainer.teacher_model = tiny.qwen2(48, seed=2)
+    trainer.teacher_model = model
+    assert caplog.text.count("and teaches with it") == 2
+    make_trainer(teacher_model=first.model)
+    assert caplog.text.count("and teaches with it") == 2, "a PeftModel is what it looks like"
+
+
+def test_a_student_whose_adapter_is_its_own_is_not_taken_for_one_that_was_left(make_trainer):
+    student = tiny.qwen2()
+    student.add_adapter(lora())
+    make_trainer(model=student, max_steps=1).train()

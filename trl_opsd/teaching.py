@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from trl_opsd import fingerprint
-from trl_opsd.arguments.dataset_checks import check_train_size, surveyed
+from trl_opsd.arguments.dataset_checks import check_datasets, check_train_size, looked_through, surveyed
+from trl_opsd.arguments.effects import check_evaluation, check_that_it_learns
 from trl_opsd.arguments.model_checks import check_other_teacher, student_limits
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.arguments.templates import look_at
@@ -18,7 +19,8 @@ from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name,
 from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
 from trl_opsd.data.readers import Reader, Readers
-from trl_opsd.data.teacher_prompts import COLUMNS, Row
+from trl_opsd.data.solutions import solutions_as_context
+from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED, Row
 from trl_opsd.data.vocabulary import shared_vocabulary
 from trl_opsd.loop.footprint import footprint
 from trl_opsd.loop.seams import SeamTrainer
@@ -42,6 +44,8 @@ class Teaching(SeamTrainer):
     teachers: Teachers
     reading: Reading = PADDED
     """Which rows the student can read in one batch."""
+    _described_rows: str | None = None
+    """The training dataset in the fingerprint, once it is needed."""
 
     def set_up_teaching(self, given: Prepared) -> None:
         """Builds readers and teachers, and checks every row with both.
@@ -86,6 +90,7 @@ class Teaching(SeamTrainer):
         # Known only once they are built: their vocabularies and contexts.
         self._vocabulary = shared_vocabulary(self.limits.vocabulary, self.teachers.vocabularies, self.processing_class)
         self.readers = self.readers.with_teachers(self._vocabulary, self.teachers.contexts)
+        self._readers_of_any_rows = self.readers
 
     def replace_teacher(self, teacher_model: Any) -> None:
         self.restore_launch()
@@ -94,16 +99,43 @@ class Teaching(SeamTrainer):
             raise ValueError(
                 "`trainer.teacher_model` was assigned within an optimizer step: do it before or after one."
             )
+        with self._rebuilding():
+            self.readers = self._student_readers
+            self._set_up_teachers({"teacher": teacher_model})
+            datasets = {"train_dataset": self.train_dataset, **by_name(self.eval_dataset)}
+            self._admit_for_teachers(surveyed(datasets, self.args))
+
+    def replace_dataset(self, name: str, dataset: Any) -> None:
+        self.restore_launch()
+        if self.is_in_train and name == "train_dataset":
+            raise ValueError("`trainer.train_dataset` was assigned within a training: assign it between two.")
+        given = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+        given[name] = solutions_as_context(dataset) if self.reads_solutions else dataset
+        check_evaluation(self.args, given["eval_dataset"])
+        datasets = {"train_dataset": given["train_dataset"], **by_name(given["eval_dataset"])}
+        intake = self.readers.intake
+        several = intake.teachers if len(intake.teachers) > 1 else ()
+        optional = PRIVILEGED if intake.prompts.prompt_fn is None else ()
+        check_datasets(datasets, self.args, several, optional, self.reads_solutions)
+        with self._rebuilding():
+            self.readers, self._described_rows = self._readers_of_any_rows, None
+            self.train_dataset, self.eval_dataset = given["train_dataset"], given["eval_dataset"]
+            rows = looked_through(datasets, self.args, intake, self.row_columns)
+            self._admit_for_teachers(self._admit_datasets(rows, self.readers.student))
+
+    @contextmanager
+    def _rebuilding(self) -> Iterator[None]:
+        """Lets the body assign any attributes, which are as before if it raises."""
         before = dict(vars(self))
+        self.is_built = False
         try:
             with preserved_rng(self.accelerator.device):
-                self.readers = self._student_readers
-                self._set_up_teachers({"teacher": teacher_model})
-                datasets = {"train_dataset": self.train_dataset, **by_name(self.eval_dataset)}
-                self._admit_for_teachers(surveyed(datasets, self.args))
+                yield
         except BaseException:
+            self.__dict__.clear()
             self.__dict__.update(before)
             raise
+        self.is_built = True
 
     def _admit_for_teachers(self, rows: dict[str, Rows]) -> None:
         self._admit_datasets(rows, self.readers.teacher)
@@ -124,6 +156,11 @@ class Teaching(SeamTrainer):
         return rows
 
     # ---- What the loop calls ---------------------------------------------------------------------------------------
+
+    def check_effect(self) -> None:
+        check_that_it_learns(self.args, self.train_dataset, (self.optimizer, self.lr_scheduler))
+        if self.train_dataset is not None:
+            check_train_size(self.train_dataset, self.args)
 
     def read_rows(self, rows: Sequence[Row]) -> list[Request]:
         requests = self.readers.read_batch(rows, self._batch)
@@ -185,6 +222,9 @@ class Teaching(SeamTrainer):
         self.teachers.load(folder)
 
     def _fingerprint(self) -> fingerprint.Fingerprint:
-        columns = None if self.readers.intake.prompts.prompt_fn else self.row_columns  # a function may read any column
-        rows = partial(describe_rows, self.train_dataset, columns)
-        return self._identity.now(self.divergence, rows, self.tools or (), self.processing_class.chat_template)
+        if self._described_rows is None:
+            columns = None if self.readers.intake.prompts.prompt_fn else self.row_columns  # a function may read any
+            self._described_rows = describe_rows(self.train_dataset, columns)
+        rows = {"train_dataset": self._described_rows}
+        template = self.processing_class.chat_template
+        return self._identity.now(self.divergence, lambda: rows["train_dataset"], self.tools or (), template) | rows

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from accelerate.logging import get_logger
@@ -43,6 +44,9 @@ from trl_opsd.teaching import Teaching
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 logger = get_logger(__name__)
+
+_users: WeakValueDictionary[int, OPSDTrainer] = WeakValueDictionary()
+"""The trainer that each rollout was last bound to, by the id of the rollout, which that trainer keeps alive."""
 
 
 class OPSDTrainer(StrictNames, Teaching):
@@ -192,9 +196,7 @@ class OPSDTrainer(StrictNames, Teaching):
                 self._prove()
             self.set_up_teaching(given)
         self._prove_divergence(self.divergence)
-        self.rollout: RolloutBackend = given.rollout
-        with explained("start", partial(self.footprint, "start")):
-            self.rollout.bind(self)
+        self._bind(given.rollout)
         self.is_built = True
         self.remember_launch()
         self.add_callback(Banner(self._announced))
@@ -217,11 +219,19 @@ class OPSDTrainer(StrictNames, Teaching):
                 "student is trained to make it smaller, which may lead away from the teacher."
             )
 
+    def _bind(self, rollout: RolloutBackend) -> None:
+        with explained("start", partial(self.footprint, "start")):
+            rollout.bind(self)
+        self._rollout = rollout
+        _users[id(rollout)] = self
+
     # ---- The verbs ----------------------------------------------------------------------------------------------
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         if not self._student_is_proved:
             self._prove()
+        if _users.get(id(self.rollout)) is not self:  # another trainer has used it since
+            self._bind(self.rollout)
         # A copy, so that changing it does not change what is trained on.
         returned = self.rollout.complete([list(ids) for ids in prompt_ids], self.state.global_step)
         return checked_completions(returned, self, prompt_ids, type(self.rollout).__name__)
@@ -271,7 +281,7 @@ class OPSDTrainer(StrictNames, Teaching):
         self._has_compared = True
 
     def __repr__(self) -> str:
-        if not hasattr(self, "rollout"):
+        if not self.is_built:
             return super().__repr__()
         self.restore_launch()
         return self._described.text()
@@ -293,6 +303,17 @@ class OPSDTrainer(StrictNames, Teaching):
             readers=self.readers,
             without_effect=self._without_effect,
         )
+
+    @property
+    def rollout(self) -> RolloutBackend:
+        """What writes completions. Another can be assigned; the former is not closed."""
+        return self._rollout
+
+    @rollout.setter
+    def rollout(self, rollout: RolloutBackend | None) -> None:
+        self.restore_launch()
+        with preserved_rng(self.accelerator.device):
+            self._bind(chosen_rollout(rollout, self.args))
 
     @property
     def divergence(self) -> Divergence:

@@ -131,6 +131,7 @@ OWNERS = (
         where=(_TRAINER,),
         entries=("predict", "train"),
         names={
+            "_created_lr_scheduler": "whether it will make another scheduler",
             "_get_dataloader": "streams are shared out by rows",
             "_get_grad_norm": "called before each step: where one can still be left out",
             "_get_output_dir": "a folder aside while a checkpoint is written",
@@ -153,6 +154,7 @@ OWNERS = (
             "compute_loss": "",
             "_prepare_inputs": "",
             "create_model_card": "",
+            "create_scheduler": "settings of the optimizer before a checkpoint is loaded",
             "create_optimizer": "FSDP2 is prepared with it, for an evaluation before training",
             "deepspeed": "reset, so that each training has an engine of its own",
             "eval_dataset": "",
@@ -169,6 +171,7 @@ OWNERS = (
             "model": "",
             "model_wrapped": "reset, so that each training has an engine of its own",
             "neftune_hook_handle": "removed after a training that failed",
+            "lr_scheduler": "",
             "optimizer": "",
             "predict": "returns completions",
             "prediction_step": "",
@@ -305,6 +308,11 @@ OWNERS = (
         kind=ANYWHERE,
         where=("transformers/modeling_utils.py:PreTrainedModel",),
         names={"_can_compile_fullgraph": "", "_from_config": "an empty twin of a model"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("transformers/integrations/peft.py:PeftAdapterMixin",),
+        names={"_hf_peft_config_loaded": "whether an adapter in its layers is the model's own"},
     ),
     Owner(
         kind=ANYWHERE,

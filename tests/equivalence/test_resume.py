@@ -135,3 +135,43 @@ def test_resuming_a_finished_run_trains_no_step(tmp_path, caplog, options, raise
         assert longer.witness.written == whole.witness.written[done:] != []
         assert longer.witness.weights == whole.witness.weights[done:]
         assert "train_loss" in result.metrics
+
+
+def rates(run: Watched) -> list[float]:
+    return [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_resumed_run_has_the_rates_of_its_own_schedule_from_the_first_step_on(tmp_path, kind):
+    options = {"lr_scheduler_type": kind, "warmup_steps": 2, "max_steps": 4, "eval_strategy": "no"}
+    short = trainer(tmp_path, "full", save_strategy="steps", save_steps=1, **options)
+    short.train()
+    whole = trainer(tmp_path / "whole", "full", **options | {"max_steps": 6})
+    whole.train()
+    for step in (3, 4):  # in the middle, and finished: a schedule that has ended leaves a rate of 0
+        longer = trainer(tmp_path / "longer", "full", **options | {"max_steps": 6})
+        longer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert rates(longer) == [*rates(short)[:step], *rates(whole)[step:]]
+        assert min(rates(longer)[step:]) > 0
+    resumed = trainer(tmp_path / "resumed", "full", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.witness.weights == short.witness.weights[3:]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"learning_rate": 0.5}, "learning_rate=0.01 instead of 0.5."),
+        (
+            {"weight_decay": 0.25, "adam_beta1": 0.5},
+            "betas=(0.9, 0.999) instead of (0.5, 0.999), weight_decay=0 instead of",
+        ),
+        ({"max_steps": 3, "max_grad_norm": 0.5}, None),
+    ],
+)
+def test_settings_that_a_checkpoint_overwrites_are_said(tmp_path, caplog, whole, options, said):
+    run = trainer(tmp_path, "full", **{"max_steps": 2, "eval_strategy": "no", **options})
+    run.train(resume_from_checkpoint=str(whole["full"][0] / "checkpoint-1"))
+    assert run.optimizer.param_groups[0]["lr"] == 1e-2
+    assert ("The optimizer goes on as in" in caplog.text) is (said is not None)
+    assert (said or "") in caplog.text

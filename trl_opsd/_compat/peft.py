@@ -62,6 +62,16 @@ def without_peft(model: CausalLM) -> Any:
     return model.get_base_model() if is_peft(model) else model
 
 
+def has_foreign_adapter(model: CausalLM) -> bool:
+    """Whether layers of the model have an adapter that belongs to a `PeftModel` elsewhere, which PEFT put into them.
+
+    A model that transformers has loaded with an adapter, or `add_adapter` gave one, has it as its own.
+    """
+    if is_peft(model) or getattr(model, "_hf_peft_config_loaded", False):
+        return False
+    return any(isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) for module in model.modules())
+
+
 def is_merged(model: CausalLM) -> bool:
     """Whether an adapter's weights have been added to those of the base."""
     return any(getattr(module, "merged", False) for module in model.modules())

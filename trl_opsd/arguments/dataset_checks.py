@@ -6,13 +6,16 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
 from trl_opsd._compat.peft import is_peft
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.admission import Rows
-from trl_opsd.data.datasets import AnyDataset, columns_of
+from trl_opsd.data.admission import Rows, look_ahead
+from trl_opsd.data.datasets import AnyDataset, columns_of, describe_rows
+from trl_opsd.data.intake import Intake
 from trl_opsd.data.prompts import IMAGE_COLUMNS, check_columns, refuse_images
+from trl_opsd.data.row_sharding import check_alike
 from trl_opsd.data.survey import has_values
 from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED
 
@@ -33,6 +36,33 @@ def surveyed(
     columns = [name for name in COLUMNS if names_teachers or name != "teacher"]
     progress = args.process_index == 0 and not args.disable_tqdm
     return {name: Rows.of(one, name, columns, progress) for name, one in datasets.items() if one is not None}
+
+
+def looked_through(
+    datasets: Mapping[str, AnyDataset | None], args: OPSDConfig, intake: Intake, columns: Collection[str]
+) -> dict[str, Rows]:
+    """The datasets that are there, surveyed, after the checks of their rows that need no tokenizer. Collective.
+
+    Args:
+        datasets (`Mapping`):
+            By their names in messages.
+        args ([`OPSDConfig`]):
+            The options.
+        intake ([`~data.intake.Intake`]):
+            Parses rows.
+        columns (`Collection[str]`):
+            Columns that are read.
+
+    Raises:
+        ValueError: A row is invalid, or another process has other rows.
+        TypeError: A prompt is neither text nor messages.
+    """
+    rows = surveyed(datasets, args, len(intake.teachers) > 1)
+    for one in rows.values():
+        look_ahead(one, intake)
+    if args.world_size > 1:
+        check_alike(gather_object([{name: describe_rows(one, columns) for name, one in datasets.items()}]))
+    return rows
 
 
 def check_datasets(

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from accelerate.logging import get_logger
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.peft import CausalLM, has_foreign_adapter
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.prompts import PromptLimits
 from trl_opsd.models.backbone import context_of
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.model_checks import check_in_memory, check_own_loss, language_config
 from trl_opsd.teacher.teacher_checks import check_teachers, check_tokenizers
+
+logger = get_logger(__name__)
 
 
 def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) -> None:
@@ -29,13 +33,35 @@ def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) ->
 
     Raises:
         ValueError: A model cannot be found or is not a causal language model, or the student adds an auxiliary loss in
-            its forward, or is not in memory.
+            its forward, is not in memory, or has the adapter of an earlier trainer in it.
     """
     own_code = {"trust_remote_code": args.trust_remote_code}
     config = language_config(student, "model", {**own_code, **(args.model_init_kwargs or {})})
     check_own_loss({**config, **(args.model_init_kwargs or {})})
     check_in_memory(student)
+    _check_no_foreign_adapter(student, teachers)
     _check_teacher_models(teachers, args)
+
+
+def _check_no_foreign_adapter(student: Any, teachers: Mapping[str, Any]) -> None:
+    """Refuses a student in whose layers the adapter of an earlier trainer is left, and tells of such a teacher.
+
+    PEFT puts an adapter into the layers of the model it is given. Another one would join it, and without another one
+    only what is left would be trained.
+    """
+    if isinstance(student, nn.Module) and has_foreign_adapter(student):
+        raise ValueError(
+            "`model` still has the adapter of an earlier trainer in its layers, where PEFT puts it: take it out, "
+            "`model = trainer.model.unload()` with that trainer (`merge_and_unload()` to keep what it has learned), or "
+            "load the model again; to train that adapter further, pass `trainer.model` without a `peft_config`."
+        )
+    for teacher in teachers.values():
+        if isinstance(teacher, nn.Module) and has_foreign_adapter(teacher):
+            logger.warning(
+                f"The teacher, a {type(teacher).__name__}, still has the adapter of an earlier trainer in its layers, "
+                "and teaches with it: if that is not meant, call that trainer's `trainer.model.unload()`, or load it "
+                "again."
+            )
 
 
 def _check_teacher_models(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
@@ -76,6 +102,7 @@ def check_other_teacher(
         raise ValueError("`trainer.teacher_model = None`: a trainer needs a teacher; assign another model or path.")
     check_teachers(teacher_model, student, args)
     models = {"teacher": teacher_model}
+    _check_no_foreign_adapter(student, models)
     _check_teacher_models(models, args)
     check_tokenizers(tokenizer, models, None, args)
 

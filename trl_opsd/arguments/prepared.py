@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from trl_opsd import fingerprint
-from trl_opsd.arguments.dataset_checks import check_datasets, needs_privilege, surveyed
+from trl_opsd.arguments.dataset_checks import check_datasets, looked_through, needs_privilege
 from trl_opsd.arguments.effects import (
     check_evaluation,
     check_that_it_learns,
@@ -22,10 +21,9 @@ from trl_opsd.arguments.effects import (
 from trl_opsd.arguments.model_checks import check_models
 from trl_opsd.arguments.templates import check_template
 from trl_opsd.config import OPSDConfig, checked_args
-from trl_opsd.data.admission import Rows, look_ahead
-from trl_opsd.data.datasets import AnyDataset, EvalDatasets, by_name, describe_rows
+from trl_opsd.data.admission import Rows
+from trl_opsd.data.datasets import AnyDataset, EvalDatasets, by_name
 from trl_opsd.data.intake import Intake
-from trl_opsd.data.row_sharding import check_alike
 from trl_opsd.data.solutions import solutions_as_context
 from trl_opsd.data.teacher_prompts import PRIVILEGED, TeacherPrompts, check_prompt_fn
 from trl_opsd.models.processing import check_processing_class, loaded_processing_class, text_tokenizer
@@ -150,11 +148,7 @@ def prepared(
     is_same_model = quantization_config is None and warn_of_same_model(model, models, args, datasets, tells_more)
     prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
     intake = Intake(teachers=tuple(models), prompts=prompts)
-    rows = surveyed(datasets, args, bool(several))
-    for one in rows.values():
-        look_ahead(one, intake)
-    if args.world_size > 1:
-        check_alike(gather_object([{name: describe_rows(one, row_columns) for name, one in datasets.items()}]))
+    rows = looked_through(datasets, args, intake, row_columns)
     if processing_class is None:
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
         check_processing_class(processing_class)

@@ -1,7 +1,7 @@
 """Lets a trainer be used after other things happened in its process: another config, another training, new objects.
 
 Every `TrainingArguments` resets the launch's state, which all trainers of a process share; and transformers keeps the
-optimizer of an earlier training, and never looks at a model that was assigned.
+optimizer of an earlier training, and never looks at a model or an optimizer that was assigned.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import Any
 
 from accelerate.state import AcceleratorState
 from transformers import Trainer
+
+from trl_opsd.models.model_checks import check_trainable
 
 __all__ = ["UsedAgain"]
 
@@ -30,17 +32,21 @@ class UsedAgain(Trainer):
 
     model: Any
     optimizer: Any
+    lr_scheduler: Any
     is_deepspeed_enabled: bool
     _launch: dict[str, Any] | None = None
     """The launch's state when the trainer was built."""
     _trained: Any = None
     """The model that was built, or trained last."""
+    _stepped: Any = None
+    """The optimizer that was passed, or stepped last."""
     _made_for: tuple[Any, ...] | None = None
     """Options of the optimizer that a training has made."""
 
     def remember_launch(self) -> None:
         """Keeps the launch's state, and the model; to be called when the trainer is complete."""
-        self._launch, self._trained = dict(AcceleratorState._shared_state), self.model
+        self._launch = dict(AcceleratorState._shared_state)
+        self._trained, self._stepped = self.model, self.optimizer
 
     def restore_launch(self) -> None:
         """Makes the launch's state that of this trainer, if another config or trainer has replaced it."""
@@ -52,7 +58,8 @@ class UsedAgain(Trainer):
         """As transformers'.
 
         Raises:
-            ValueError: The model is another, or options were changed that an existing optimizer does not read.
+            ValueError: The model is another, the optimizer is another model's, or options were changed that an existing
+                optimizer does not read.
         """
         self.restore_launch()
         if self._trained is not None and self.model is not self._trained:
@@ -60,6 +67,10 @@ class UsedAgain(Trainer):
                 "`trainer.model` was assigned after the trainer was built, but optimizer, rollout and checks have the "
                 "model it was built with: build another trainer."
             )
+        if self.optimizer is not None and self.optimizer is not self._stepped:
+            scheduler = None if self._created_lr_scheduler else self.lr_scheduler  # else it is made anew
+            check_trainable(self.model, (self.optimizer, scheduler))
+            self._made_for = None
         own = self.optimizer is None or self._made_for is not None
         options = tuple(getattr(self.args, name) for name in _OF_THE_OPTIMIZER)
         if self.optimizer is None or self.is_deepspeed_enabled:  # one is made now
@@ -72,9 +83,10 @@ class UsedAgain(Trainer):
                 f"`args.{changed[0]}` was changed, but the optimizer of the earlier training is kept, which does not "
                 "read it: set `trainer.optimizer = trainer.lr_scheduler = None` for a new one."
             )
-        result = super().train(*args, **kwargs)
-        self._trained = self.model
-        return result
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._trained, self._stepped = self.model, self.optimizer
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers'."""

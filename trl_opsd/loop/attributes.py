@@ -1,11 +1,14 @@
-"""What assigning to an attribute of TRL's trainer does once the trainer is built: it works, or it is an error.
+"""What assigning to an attribute does once the trainer is built: it works, or it is an error.
 
-Most of TRL's attributes are read once, at construction; to assign one later would change nothing, silently.
+Most of TRL's attributes are read once, at construction; to assign one later would change nothing, silently. So would an
+attribute that is called like an option, or almost like an attribute that exists.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +16,7 @@ from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import divergence_of
+from trl_opsd.run.foreign_options import TRAINER_ARGUMENTS
 from trl_opsd.run.ranges import above, in_range
 
 __all__ = ["FIXED", "Attributes"]
@@ -31,6 +35,9 @@ FIXED: Mapping[str, str] = MappingProxyType(
         "max_completion_length": f"{_OPTION}, or assign less to `trainer.generation_config.max_new_tokens`",
         "eos_token_ids": "set `model.generation_config.eos_token_id` before the trainer is built",
         "tools": "pass `tools` when the trainer is built",
+        "processing_class": "pass `processing_class` when the trainer is built",
+        "teacher": "assign to `trainer.teacher_model`",
+        "teachers": "assign to `trainer.teacher_model`, or pass several when the trainer is built",
         "use_vllm": _OPTION,
         "vllm_mode": _OPTION,
         "compute_metrics": _NO_LABELS,
@@ -39,6 +46,9 @@ FIXED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Attributes that are read at construction only, and what to do instead of assigning to them."""
+
+DATASETS = ("train_dataset", "eval_dataset")
+"""Attributes whose values are checked as those of the arguments are."""
 
 
 class Attributes(DistillationTrainer):
@@ -56,16 +66,45 @@ class Attributes(DistillationTrainer):
     """Whether TRL's tool loop is running, which would ask an engine of TRL's for its context."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in FIXED and self.is_built:
+        if not self.is_built:
+            return super().__setattr__(name, value)
+        if name in DATASETS:
+            if value is not getattr(self, name):
+                self.replace_dataset(name, value)
+            return None
+        if wrong := self._without_effect_on(name, value):
+            raise AttributeError(
+                f"`trainer.{name} = {_shown(value)}` would have no effect: {wrong}", name=name, obj=self
+            )
+        return super().__setattr__(name, value)
+
+    def _without_effect_on(self, name: str, value: Any) -> str | None:
+        """Why assigning this would have no effect, and what to do; `None` where it has one, or is the user's own."""
+        if name in FIXED:
             now = getattr(self, name, None)
-            if value is not now and value != now:
-                raise AttributeError(
-                    f"`trainer.{name} = {value!r}` would have no effect: it is {now!r} since the trainer was built. "
-                    f"Instead, {FIXED[name]}.",
-                    name=name,
-                    obj=self,
-                )
-        super().__setattr__(name, value)
+            same = value is now or value == now
+            return None if same else f"it is {_shown(now)} since the trainer was built. Instead, {FIXED[name]}."
+        if name.startswith("_") or name in vars(self) or hasattr(type(self), name):
+            return None
+        options = {one.name for one in fields(self.args)}
+        if name in options and value == getattr(self.args, name):
+            return None  # a copy, in a subclass
+        if name in options:
+            advice = f"it is an option: assign to `trainer.args.{name}`, or build the trainer with that value"
+        elif name in TRAINER_ARGUMENTS:
+            advice = f"it is an argument: pass `{name}` when the trainer is built"
+        else:
+            public = {one for one in (*vars(self), *dir(type(self)), *options) if not one.startswith("_")}
+            longer = [one for one in public if not name.startswith(one)]  # `rollouts` may be the user's list of them
+            close = difflib.get_close_matches(name, longer, n=1, cutoff=0.9)
+            if not close:
+                return None
+            advice = f"nothing reads it, did you mean `{close[0]}`"
+        return f"{advice}. An attribute of your own needs another name."
+
+    def replace_dataset(self, name: str, dataset: Any) -> None:
+        """Checks other rows as the first were, and takes them; the implementation of assigning to a dataset."""
+        raise NotImplementedError
 
     def replace_teacher(self, teacher_model: Any) -> None:
         """Builds the teacher anew from another model or path; the implementation of assigning to `teacher_model`."""
@@ -126,3 +165,9 @@ class Attributes(DistillationTrainer):
             name="vllm_generation",
             obj=self,
         )
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: a tokenizer's would fill the screen."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"a {type(value).__name__}"

@@ -16,6 +16,7 @@ from transformers import ProcessorMixin, Trainer, TrainingArguments
 
 from trl_opsd.loop.leftovers import cleanup_on_error
 from trl_opsd.run import checkpoint
+from trl_opsd.run.schedule import Settings, not_taken, set_rates, settings_of
 from trl_opsd.run.sigterm import StopOnSigterm
 
 __all__ = ["SEAMS", "SafeCheckpoints"]
@@ -29,6 +30,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_push_from_checkpoint": ("self", "checkpoint_folder"),
     "_save_optimizer_and_scheduler": ("self", "output_dir"),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+    "create_scheduler": ("self", "num_training_steps", "optimizer"),
     "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
     "_load_best_model": ("self",),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
@@ -48,6 +50,8 @@ class SafeCheckpoints(Trainer):
     loads: int = 0
     processor: ProcessorMixin | None = None
     _writes_to_staging: bool = False
+    _settings: Settings
+    """Those that the options gave the optimizer of the latest training."""
 
     def __init__(self, *, args: TrainingArguments, **kwargs: Any) -> None:
         # Here transformers would install a SIGTERM handler, and remove it only when training ends without an error.
@@ -97,9 +101,21 @@ class SafeCheckpoints(Trainer):
         super()._load_best_model()
         self.loads += 1
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As transformers', which loads a checkpoint after this."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        self._settings = settings_of(self.optimizer)
+        return scheduler
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
+            set_rates(self.lr_scheduler)
+            if changed := not_taken(self._settings, settings_of(self.optimizer)):
+                logger.warning(
+                    f"The optimizer goes on as in {checkpoint}: {changed}. For other settings begin a new run with its "
+                    "model: pass that to a trainer, and do not resume."
+                )
             self.loads += self.is_deepspeed_enabled  # whose engine loads the weights, not `_load_from_checkpoint`
             self.load_own_state(checkpoint)
 

@@ -41,7 +41,7 @@ from trl_opsd.run.option_changes import ReadOnce
 from trl_opsd.run.option_types import convert_text
 from trl_opsd.run.precision import autocast
 from trl_opsd.run.rng import preserved_rng
-from trl_opsd.run.training_options import check_training
+from trl_opsd.run.training_options import check_accumulation, check_training
 from trl_opsd.run.watchdog import Watchdog
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
@@ -79,7 +79,7 @@ class SeamTrainer(
 ):
     """TRL's trainer with four hooks in its loop: `complete`, `teach`, `weigh` and `compare`.
 
-    A subclass implements all of them but `weigh`, and three checks; it is given our own types only. TRL builds neither
+    A subclass implements all of them but `weigh`, and four checks; it is given our own types only. TRL builds neither
     a teacher nor an engine: the subclass provides both.
     """
 
@@ -118,7 +118,8 @@ class SeamTrainer(
         self._first_turn = False
         self._unwritten_rows: list[int] = []
         self._loss_parts: LossParts | None = None
-        self._read_once = ReadOnce(self.args, OPSDConfig)
+        self._read_once = ReadOnce.by_trainer(self.args, OPSDConfig)
+        self._read_at_start = ReadOnce.by_training(self.args)
         self._watchdog = Watchdog(self.args.phase_timeout, self.accelerator.process_index)
         self._accounts = {mode: Accounts(self._watched) for mode in ("train", "eval")}
 
@@ -232,6 +233,7 @@ class SeamTrainer(
         return output
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        self._read_at_start.check(self.args)
         with self._accounts["train"].clock("compare"):
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self._step % self.args.gradient_accumulation_steps == 0:
@@ -262,6 +264,9 @@ class SeamTrainer(
         self._read_once.check(self.args)
         convert_text(self.args)
         check_training(self.args)
+        check_accumulation(self.args)
+        self.check_effect()
+        self._read_at_start = ReadOnce.by_training(self.args)
         set_known(self, _buffered_inputs=None, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
         self._accounts["train"].clear()

@@ -85,6 +85,10 @@ class Verbs:
         """
         raise NotImplementedError
 
+    def check_effect(self) -> None:
+        """Rejects a training that would change nothing, before it begins; options may have been changed."""
+        raise NotImplementedError
+
     def check_sums(self, sums: dict[str, float]) -> None:
         """Rejects an implausible loss before its gradient is computed, by its sums over all processes, all finite."""
         raise NotImplementedError

@@ -240,7 +240,7 @@ def check_trainable(student: nn.Module, optimizers: tuple[Any, Any]) -> None:
     optimizer, scheduler = optimizers
     if scheduler is not None and getattr(scheduler, "optimizer", None) not in (None, optimizer):
         raise ValueError(
-            "The scheduler in `optimizers` belongs to another optimizer, so it would not change this one's rate: pass "
+            "The scheduler belongs to another optimizer, so it would not change this one's rate: pass "
             "`(optimizer, scheduler)` with the optimizer it was made for."
         )
     groups = getattr(optimizer, "param_groups", None)
@@ -250,13 +250,13 @@ def check_trainable(student: nn.Module, optimizers: tuple[Any, Any]) -> None:
     left_out = [name for place, name in trained.items() if place not in held]
     if len(left_out) == len(trained):
         raise ValueError(
-            "The optimizer in `optimizers` has no trained parameter of the student: it was made for another model, or "
+            "The optimizer has no trained parameter of the student: it was made for another model, or "
             "before the adapter was added. Make it from `model.parameters()` of the student that is passed, with its "
             "adapter, or set `optim` in `OPSDConfig`."
         )
     if left_out:
         logger.warning(
-            f"The optimizer in `optimizers` steps {len(trained) - len(left_out)} of the {len(trained)} trained "
+            f"The optimizer steps {len(trained) - len(left_out)} of the {len(trained)} trained "
             f"parameters of the student; {left_out[0]!r} is the first that stays as it is. Freeze those "
             "(`requires_grad_(False)`) if that is meant: their gradients are computed."
         )

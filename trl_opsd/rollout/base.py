@@ -19,7 +19,7 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def bind(self, trainer: Host) -> None:
-        """Called once, when the trainer is complete and before anything is generated.
+        """Called when the trainer is complete, before anything is generated; again after another trainer has used it.
 
         Args:
             trainer ([`~host.Host`]):

@@ -1,9 +1,10 @@
-"""Notices options that are changed after they were read: by the config, which checks them, or by a trainer."""
+"""Notices options that are changed after they were read: by the config, which checks them, a trainer or a training."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import fields
-from typing import Any
+from typing import Any, Self
 
 from transformers import TrainingArguments
 
@@ -38,6 +39,28 @@ _READ_ONCE = {
 }
 """Options of transformers that are read only when a trainer is built, of those on which something depends."""
 
+_AT_START = {
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "max_steps",
+    "num_train_epochs",
+    "seed",
+    "logging_steps",
+    "eval_steps",
+    "save_steps",
+    "learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "optim",
+    "optim_args",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+}
+"""Options of transformers that are read when a training begins, and for the rest of it, or have to stay during it."""
+
 _INSTEAD = {
     "divergence": "assign `trainer.divergence`",
     "beta": "assign `trainer.divergence`",
@@ -52,18 +75,40 @@ def option_values(args: TrainingArguments) -> dict[str, Any]:
 
 
 class ReadOnce:
-    """The options that a trainer has read when it was built, and does not read again.
+    """Options that are not read again, with the values they had.
 
     Args:
         args ([`~trl.DistillationConfig`]):
-            The options of the trainer; a class derived from the config may have more, which are the user's.
-        ours (`type`):
-            The config of this package.
+            The options.
+        names (`Collection[str]`):
+            Which of them.
+        when (`str`):
+            When they were read.
+        instead (`str`):
+            What to do instead of changing one.
     """
 
-    def __init__(self, args: DistillationConfig, ours: type) -> None:
-        names = {*DistillationConfig.__annotations__, *ours.__annotations__, *_READ_ONCE} - _LIVE
+    def __init__(self, args: DistillationConfig, names: Collection[str], when: str, instead: str) -> None:
+        self._when, self._instead = when, instead
         self._then = {name: value for name, value in option_values(args).items() if name in names}
+
+    @classmethod
+    def by_trainer(cls, args: DistillationConfig, ours: type) -> Self:
+        """The options that a trainer has read when it was built.
+
+        Args:
+            args ([`~trl.DistillationConfig`]):
+                The options of the trainer; a class derived from the config may have more, which are the user's.
+            ours (`type`):
+                The config of this package.
+        """
+        names = {*DistillationConfig.__annotations__, *ours.__annotations__, *_READ_ONCE} - _LIVE
+        return cls(args, names, "the trainer was built", "build the trainer with that value")
+
+    @classmethod
+    def by_training(cls, args: DistillationConfig) -> Self:
+        """The options that a training has read when it began."""
+        return cls(args, _AT_START, "the training began", "change it between two trainings")
 
     @property
     def names(self) -> set[str]:
@@ -71,15 +116,15 @@ class ReadOnce:
         return set(self._then)
 
     def check(self, args: DistillationConfig) -> None:
-        """Refuses changes, which would have no effect.
+        """Refuses changes, which would have no effect, or break what has begun.
 
         Raises:
-            ValueError: An option has another value than when the trainer was built.
+            ValueError: An option has another value than when it was read.
         """
         for name, then in self._then.items():
             now = getattr(args, name)
             if now != then:
                 raise ValueError(
-                    f"`args.{name}` was {then!r} when the trainer was built, where it was read, and is {now!r} now, "
-                    f"which has no effect: {_INSTEAD.get(name, 'build the trainer with that value')}, or restore it."
+                    f"`args.{name}` was {then!r} when {self._when}, where it was read, and is {now!r} now, "
+                    f"which has no effect: {_INSTEAD.get(name, self._instead)}, or restore it."
                 )

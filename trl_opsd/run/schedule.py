@@ -1,0 +1,56 @@
+"""What a resumed run does with the rates of its optimizer: the base is the checkpoint's, the schedule this run's.
+
+transformers loads the optimizer with all its settings, whatever the options say, and takes the first step at the rate
+that the schedule of the earlier run had left.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from torch.optim.lr_scheduler import LambdaLR
+
+Settings: TypeAlias = list[dict[str, Any]]
+"""What is set of an optimizer, for each of its groups."""
+
+
+def settings_of(optimizer: Any) -> Settings:
+    """The settings of an optimizer that no schedule changes; the rate is the one a schedule multiplies.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`):
+            One that a launcher wraps may have no groups to look at.
+    """
+
+    def is_set(name: str, value: Any) -> bool:
+        return name not in ("params", "param_names", "lr") and value is not None and not isinstance(value, bool)
+
+    groups = getattr(optimizer, "param_groups", [])
+    return [{name: value for name, value in one.items() if is_set(name, value)} for one in groups]
+
+
+def not_taken(asked: Settings, loaded: Settings) -> str:
+    """The settings that a checkpoint has overwritten, with both values; empty if there are none."""
+    pairs = {
+        f"{'learning_rate' if name == 'initial_lr' else name}={group[name]:g} instead of {value:g}"
+        if isinstance(value, float)
+        else f"{name}={group[name]} instead of {value}"
+        for before, group in zip(asked, loaded, strict=False)
+        for name, value in before.items()
+        if name in group and group[name] != value
+    }
+    return ", ".join(sorted(pairs))
+
+
+def set_rates(scheduler: Any) -> None:
+    """Sets the rates to those of this schedule at its step; the loaded ones are of the schedule before.
+
+    Without a change of the schedule they are the same, bit for bit.
+
+    Args:
+        scheduler (`torch.optim.lr_scheduler.LRScheduler`):
+            Of a kind that computes a rate from the step alone, as almost all of transformers do; else nothing is done.
+    """
+    if isinstance(scheduler, LambdaLR):
+        scheduler.last_epoch -= 1
+        scheduler.step()
