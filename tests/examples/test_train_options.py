@@ -106,7 +106,10 @@ def test_what_is_missing_is_named_and_nothing_else_is_trained(disk, refused, giv
 COMMAND_LINE = {
     "misspelt": (["--learning_rat", "1"], "unknown option '--learning_rat', did you mean '--learning_rate'?"),
     "misspelt, with dashes": (["--learning-rat=1"], "unknown option '--learning-rat', did you mean '--learning_rate'?"),
-    "a part of a name": (["--model", "x"], "did you mean '--model_init_kwargs' or '--model_name_or_path' or '--model_"),
+    "a part of a name": (["--model_r", "x"], "did you mean '--model_revision'?"),
+    "parts of several names": (["--vllm_port", "1"], "did you mean '--vllm_group_port' or '--vllm_server_port'?"),
+    "another script's": (["--torch_dtype", "x"], "it is called `dtype`; that of the teacher is `teacher_dtype`"),
+    "nothing near": (["--eos_tokens", "x"], "error: unknown option '--eos_tokens'\n"),
     "another trainer's": (["--lmbda", "0.5"], "unknown option '--lmbda': the student writes all completions"),
     "TRL's old name": (["--teacher_revision", "x"], "did you mean '--teacher_model_revision'?"),
     "nothing like it": (["--qqq"], "error: unknown option '--qqq'\n"),
