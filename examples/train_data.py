@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,9 +34,6 @@ def loaded(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
             "dataset, list several as `datasets` in the file of `--config`, or train on a built-in task with `--task`."
         )
     if mixture.datasets:
-        ignored = [one for one in ("dataset_name", "dataset_config", "dataset_streaming") if getattr(script, one)]
-        if ignored:
-            warnings.warn(f"`datasets` is loaded; `{'`, `'.join(ignored)}` is ignored.", stacklevel=2)
         return get_dataset(mixture)
     if mixture.streaming:
         raise ValueError("`streaming` belongs to `datasets`: with `dataset_name` set `dataset_streaming`.")

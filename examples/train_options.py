@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
+from accelerate.logging import get_logger
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from trl.scripts.utils import DatasetConfig
 
@@ -18,6 +19,8 @@ from trl_opsd import OPSDConfig
 from trl_opsd.run.failure import ends_first, share_tracebacks
 from trl_opsd.run.foreign_options import OPTIONS, known_elsewhere
 from trl_opsd.run.nearest import nearest
+
+logger = get_logger(__name__)
 
 TASKS = {"arithmetic": Path(__file__).parent / "arithmetic.yaml"}
 """The built-in tasks, and a file with the options of each."""
@@ -68,6 +71,47 @@ class ExtraArguments:
 
 GROUPS = (ExtraArguments, ScriptArguments, OPSDConfig, ModelConfig, DatasetMixtureConfig)
 """The dataclasses whose fields are the options."""
+
+
+_DATA = ("dataset_name", "dataset_config", "dataset_streaming")
+_MIXTURE = ("datasets", "streaming", "test_split_size")
+_LORA = (*(one.name for one in fields(ModelConfig) if one.name.startswith("lora_")), "use_rslora", "use_dora")
+_4_BIT = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
+_OF_TEACHER = ("teacher_dtype", "teacher_attn_implementation")
+
+
+def warn_of_options(
+    extra: ExtraArguments,
+    script: ScriptArguments,
+    config: OPSDConfig,
+    model: ModelConfig,
+    mixture: DatasetMixtureConfig,
+) -> None:
+    """Says which options of the script are set and have no effect; `OPSDTrainer` says so of those of its config."""
+    unread: list[tuple[Any, Sequence[str], str]] = [(script, ["ignore_bias_buffers"], "this trainer has no use for it")]
+    if not model.use_peft:
+        unread.append((model, _LORA, "`use_peft` is not set"))
+    if not model.load_in_4bit:
+        unread.append((model, _4_BIT, "`load_in_4bit` is not set"))
+    if config.teacher_model_kind is not None:
+        unread.append((extra, _OF_TEACHER, "the student is its own teacher"))
+    if config.eval_strategy == "no":
+        unread.append((script, ["dataset_test_split"], "`eval_strategy` is not set"))
+    if extra.task:
+        unread += [
+            (group, names, "the task has a dataset of its own")
+            for group, names in ((script, _DATA), (mixture, _MIXTURE))
+        ]
+    elif mixture.datasets:
+        unread.append((script, _DATA, "`datasets` is loaded"))
+    found = [
+        f"`{name}={getattr(group, name)!r}`, because {reason}"
+        for group, names, reason in unread
+        for name in names
+        if getattr(group, name) != getattr(type(group), name, [])  # a list has its default in a factory
+    ]
+    if found:
+        logger.warning(f"Options without effect: {'; '.join(found)}.")
 
 
 class OptionParser(TrlParser):

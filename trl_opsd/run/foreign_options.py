@@ -112,7 +112,7 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         # supervised fine-tuning
         "dataset_text_field": "the column is called 'prompt'",
         "dataset_num_proc": "datasets are read in one process",
-        "chat_template_path": "set `chat_template` of the tokenizer that you pass as `processing_class`",
+        "chat_template_path": "give it to the tokenizer that you pass as `processing_class`",
         **dict.fromkeys(("eos_token", "pad_token", "pad_token_id"), _OF_THE_TOKENIZER),
         **dict.fromkeys(("eos_token_id", "stop", "stop_strings", "stop_token_ids"), _END_TOKENS),
         **dict.fromkeys(("do_sample", "num_beams"), "put it into `generation_kwargs`"),
@@ -169,7 +169,7 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
 )
 """Options that configs of other trainers have, and what to do here."""
 
-_FAMILIES: MappingProxyType[str, str] = MappingProxyType(
+FAMILIES: MappingProxyType[str, str] = MappingProxyType(
     {
         "student_": _LOADING_STUDENT,
         "teacher_": _LOADING_TEACHER,
@@ -237,7 +237,7 @@ TRAINER_ARGUMENTS = (
 
 def known_elsewhere(name: str) -> str:
     """What to do instead of an option of another trainer; empty for a name that none of them is known to have."""
-    return OPTIONS.get(name) or next((said for start, said in _FAMILIES.items() if name.startswith(start)), "")
+    return OPTIONS.get(name) or next((said for start, said in FAMILIES.items() if name.startswith(start)), "")
 
 
 def explained_option(name: str, known: Collection[str]) -> str:
@@ -279,7 +279,7 @@ def explained_argument(name: str, known: Collection[str], options: Collection[st
 
 
 def _closest(name: str, known: Collection[str]) -> str:
-    family = next((start for start in _FAMILIES if name.startswith(start)), "")
+    family = next((start for start in FAMILIES if name.startswith(start)), "")
     if close := [one for one in nearest(name, known) if one.startswith(family)]:
         return f". Did you mean {' or '.join(map(repr, close))}?"
     said = known_elsewhere(name) or known_elsewhere(next(iter(nearest(name, OPTIONS)), ""))
