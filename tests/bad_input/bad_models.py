@@ -292,6 +292,16 @@ TOKENIZERS = [
 ]
 
 OTHERS = [
+    *(
+        untouched(
+            "at least",
+            f"{name!r} for the name of a teacher",
+            r"`teacher_model` has the name .*: expected text that is not empty, as in the column 'teacher'",
+            TypeError,
+            teacher_model={"one": "teacher", name: "teacher"},
+        )
+        for name in (1, None, "", ("a", "b"))
+    ),
     untouched(
         "at least", "a number for a teacher", "`teacher_model` is a int: expected a path", TypeError, teacher_model=3
     ),

@@ -11,8 +11,10 @@ import torch
 import train
 import yaml
 from accelerate import PartialState
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from train_data import loaded
 from train_options import GROUPS, HERE, OptionParser, warn_of_options
+from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ScriptArguments
 
 
@@ -200,6 +202,40 @@ def test_a_local_dataset_is_read_in_every_form(disk, form, streaming):
     splits = loaded(script, DatasetMixtureConfig())
     assert set(splits) == ({"train", "validation"} if form == "splits_saved" else {"train"})
     assert [row["prompt"][0]["content"] for row in splits["train"]] == tiny.rows(16)["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.jsonl", "is neither a file or folder here nor a dataset that the Hub gives access to"),
+        ("/no/where", "is neither a file or folder here nor a dataset"),
+        ("nobody/nothing", "is neither a file or folder here nor a dataset"),
+        ("notes.txt", "is a file of no kind that is read here: expected one of .json, .jsonl, .parquet, .csv, .arrow"),
+    ],
+)
+def test_a_dataset_that_is_not_there_is_refused_by_its_name(models, refused, tmp_path, monkeypatch, name, message):
+    (tmp_path / "notes.txt").write_text("a")
+    monkeypatch.chdir(tmp_path)
+    assert f"`dataset_name='{name}'` {message}" in refused(*models, "--dataset_name", name)
+
+
+def test_one_of_several_datasets_that_is_not_there_is_refused_by_its_name(config, disk, refused):
+    given = config(datasets=[{"path": disk.data}, {"path": "/no/where"}])
+    assert "`datasets='/no/where'` is neither a file or folder here nor a dataset" in refused(*given)
+
+
+@pytest.mark.parametrize("option", ["model_name_or_path", "teacher_model_name_or_path"])
+def test_an_adapter_is_refused_with_advice_that_can_be_followed_here(models, disk, options, refused, tmp_path, option):
+    path, folder = str(tmp_path / "adapter"), str(tmp_path / "whole")
+    base = AutoModelForCausalLM.from_pretrained(disk.student if option == "model_name_or_path" else disk.teacher)
+    get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")).save_pretrained(path)
+    given = [*models, "--dataset_name", disk.data]
+    said = refused(*given, f"--{option}", path)
+    advice = "AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(folder)"
+    assert f"save the two as one model, `{advice}` with its tokenizer" in said
+    eval(advice, {"AutoPeftModelForCausalLM": AutoPeftModelForCausalLM, "path": path, "folder": folder})
+    tiny.tokenizer().save_pretrained(folder)
+    assert train.main([*given, f"--{option}", folder, *options]).state.global_step == 1
 
 
 def test_a_format_is_no_dataset(models, refused):

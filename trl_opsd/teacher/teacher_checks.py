@@ -42,7 +42,7 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
 
     Raises:
         ValueError: There is no teacher, it is the student, or it is specified twice.
-        TypeError: An object of this type cannot be a teacher.
+        TypeError: An object of this type cannot be a teacher, or be its name.
     """
     kind = args.teacher_model_kind
     if teacher_model is None and kind is None:
@@ -72,6 +72,11 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
                 "it together, but one of them may have no row for it. Set `teacher_offload='stream'`."
             )
         for name, one in teacher_model.items():
+            if not isinstance(name, str) or not name:
+                raise TypeError(
+                    f"`teacher_model` has the name {name!r}: expected text that is not empty, as in the column "
+                    "'teacher' of each row."
+                )
             _check_one(one, student, f"`teacher_model[{name!r}]`", args)
     elif teacher_model is not None:
         _check_one(teacher_model, student, "`teacher_model`", args)
