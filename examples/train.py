@@ -14,14 +14,15 @@ is evaluated before and after training, and `score.py` evaluates the saved stude
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from arithmetic import STUDENT, TEACHER
 from arithmetic.evaluate import accuracy
 from score import held_out, result
 from train_data import arithmetic, loaded, split
-from train_options import ExtraArguments, OptionParser
+from train_options import ExtraArguments, OptionParser, warn_of_options
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from trl_opsd import OPSDConfig, OPSDTrainer
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str]) -> OPSDTrainer:
         if config.teacher_model_kind is None:
             config.teacher_model_name_or_path = config.teacher_model_name_or_path or TEACHER
     check_models(config, model)
+    warn_of_options(extra, script, config, model, mixture)
     set_loading(extra, config, model)
     data = arithmetic() if extra.task else loaded(script, mixture)
     evaluated = config.eval_strategy != "no"
@@ -74,19 +76,34 @@ def check_models(config: OPSDConfig, model: ModelConfig) -> None:
 
 
 def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -> None:
-    """Says in the config how to load each model; what its `*_init_kwargs` already say goes first."""
-    config.model_init_kwargs = {
-        "revision": model.model_revision,
-        "dtype": model.dtype,
-        "attn_implementation": model.attn_implementation,
-        **(config.model_init_kwargs or {}),
-    }
+    """Says in the config how to load each model; what its `*_init_kwargs` already say goes before a default.
+
+    Raises:
+        ValueError: An option that is set says something else.
+    """
+    attention = model.attn_implementation
+    options = {"model_revision": "revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
+    config.model_init_kwargs = _joined(model, options, "model_init_kwargs", config)
     if config.teacher_model_name_or_path is not None:
+        options = {"teacher_dtype": "dtype", "teacher_attn_implementation": "attn_implementation"}
+        loading = _joined(extra, options, "teacher_model_init_kwargs", config)
         config.teacher_model_init_kwargs = {
-            "dtype": extra.teacher_dtype,
-            "attn_implementation": extra.teacher_attn_implementation or model.attn_implementation,
-            **(config.teacher_model_init_kwargs or {}),
+            **loading,
+            "attn_implementation": loading["attn_implementation"] or attention,
         }
+
+
+def _joined(group: Any, options: Mapping[str, str], of_model: str, config: OPSDConfig) -> dict[str, Any]:
+    """How to load a model, as `options` of a group and the dict `of_model` say; `options` has the names in that."""
+    given = getattr(config, of_model) or {}
+    for option, name in options.items():
+        value = getattr(group, option)
+        if name in given and value not in (given[name], getattr(type(group), option)):
+            raise ValueError(
+                f"`{option}={value!r}` and `{of_model}={{{name!r}: {given[name]!r}}}` are two values for one thing: "
+                "remove one of them."
+            )
+    return {**{name: getattr(group, option) for option, name in options.items()}, **given}
 
 
 def evaluate(trainer: OPSDTrainer) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from arithmetic.task import draw, prompts
@@ -35,10 +35,8 @@ def loaded(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
             "dataset, list several as `datasets` in the file of `--config`, or train on a built-in task with `--task`."
         )
     if mixture.datasets:
-        ignored = [one for one in ("dataset_name", "dataset_config", "dataset_streaming") if getattr(script, one)]
-        if ignored:
-            warnings.warn(f"`datasets` is loaded; `{'`, `'.join(ignored)}` is ignored.", stacklevel=2)
-        return get_dataset(mixture)
+        with _explained("datasets", [one.path for one in mixture.datasets]):
+            return get_dataset(mixture)
     if mixture.streaming:
         raise ValueError("`streaming` belongs to `datasets`: with `dataset_name` set `dataset_streaming`.")
     if mixture.test_split_size is not None:
@@ -58,8 +56,13 @@ def _one_dataset(name: str, config: str | None, streaming: bool) -> Splits:
         )
     if path.is_file() and path.suffix in FORMATS:
         return load_dataset(FORMATS[path.suffix], data_files=name, name=config, streaming=streaming)
+    if path.is_file():
+        raise ValueError(
+            f"`dataset_name={name!r}` is a file of no kind that is read here: expected one of {', '.join(FORMATS)}."
+        )
     if not any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
-        return load_dataset(name, name=config, streaming=streaming)
+        with _explained("dataset_name", [name]):
+            return load_dataset(name, name=config, streaming=streaming)
     if config is not None:
         raise ValueError(
             f"`dataset_config={config!r}`: {name!r} was written by `save_to_disk` and has only one: remove the option."
@@ -67,6 +70,21 @@ def _one_dataset(name: str, config: str | None, streaming: bool) -> Splits:
     saved = load_from_disk(name)
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
     return {split: rows.to_iterable_dataset() if streaming else rows for split, rows in splits.items()}
+
+
+@contextmanager
+def _explained(option: str, names: Sequence[str]) -> Iterator[None]:
+    """Says which dataset is not there; `datasets` only says that the Hub cannot be reached, or where it looked."""
+    try:
+        yield
+    except (ConnectionError, FileNotFoundError) as error:
+        absent = [name for name in names if name not in FORMATS.values() and not Path(name).exists()]
+        if not absent:
+            raise
+        raise ValueError(
+            f"`{option}={' or '.join(map(repr, absent))}` is neither a file or folder here nor a dataset that the Hub "
+            f"gives access to: correct it, or log in. {str(error).splitlines()[0]}"
+        ) from error
 
 
 def split(data: Splits, option: str, name: str) -> Dataset | IterableDataset:

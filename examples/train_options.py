@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from argparse import ArgumentParser
@@ -12,17 +11,44 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
+from accelerate.logging import get_logger
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from trl.scripts.utils import DatasetConfig
 
 from trl_opsd import OPSDConfig
 from trl_opsd.run.failure import ends_first, share_tracebacks
-from trl_opsd.run.foreign_options import OPTIONS
+from trl_opsd.run.foreign_options import OPTIONS, known_elsewhere
+from trl_opsd.run.nearest import nearest
+
+logger = get_logger(__name__)
 
 TASKS = {"arithmetic": Path(__file__).parent / "arithmetic.yaml"}
 """The built-in tasks, and a file with the options of each."""
 
 DTYPES = ["auto", "bfloat16", "float16", "float32"]
+
+
+_STUDENT = "it is called `model_name_or_path`"
+_DATASET = "it is called `dataset_name`, the name or path of a dataset"
+_PEFT = "set `use_peft`, and `lora_r`, `lora_alpha`, `lora_target_modules`"
+_QUANTIZED = "set `load_in_4bit` or `load_in_8bit`"
+
+HERE = {
+    **dict.fromkeys(("model", "model_path", "base_model", "student", "student_model"), _STUDENT),
+    "student_model_name_or_path": _STUDENT,
+    **dict.fromkeys(("teacher", "teacher_model", "teacher_path"), "it is called `teacher_model_name_or_path`"),
+    **dict.fromkeys(("dataset", "train_dataset", "data", "data_path", "train_file", "data_files"), _DATASET),
+    "eval_dataset": "`dataset_test_split` names the split that `eval_strategy` evaluates",
+    "torch_dtype": "it is called `dtype`; that of the teacher is `teacher_dtype`",
+    "revision": "it is called `model_revision`; that of the teacher is `teacher_model_revision`",
+    "flash_attn": "it is called `attn_implementation`",
+    **dict.fromkeys(("lora", "peft_config", "lora_config", "train_type", "tuner_type", "finetuning_type"), _PEFT),
+    "lora_rank": "it is called `lora_r`",
+    "target_modules": "it is called `lora_target_modules`",
+    **dict.fromkeys(("quantization_config", "quantization_bit"), _QUANTIZED),
+    **dict.fromkeys(("tokenizer", "processing_class"), "the one beside the student's weights is used"),
+}
+"""What options of other scripts are called in this one, which has more of them than `OPSDConfig`."""
 
 
 @dataclass
@@ -45,6 +71,47 @@ class ExtraArguments:
 
 GROUPS = (ExtraArguments, ScriptArguments, OPSDConfig, ModelConfig, DatasetMixtureConfig)
 """The dataclasses whose fields are the options."""
+
+
+_DATA = ("dataset_name", "dataset_config", "dataset_streaming")
+_MIXTURE = ("datasets", "streaming", "test_split_size")
+_LORA = (*(one.name for one in fields(ModelConfig) if one.name.startswith("lora_")), "use_rslora", "use_dora")
+_4_BIT = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
+_OF_TEACHER = ("teacher_dtype", "teacher_attn_implementation")
+
+
+def warn_of_options(
+    extra: ExtraArguments,
+    script: ScriptArguments,
+    config: OPSDConfig,
+    model: ModelConfig,
+    mixture: DatasetMixtureConfig,
+) -> None:
+    """Says which options of the script are set and have no effect; `OPSDTrainer` says so of those of its config."""
+    unread: list[tuple[Any, Sequence[str], str]] = [(script, ["ignore_bias_buffers"], "this trainer has no use for it")]
+    if not model.use_peft:
+        unread.append((model, _LORA, "`use_peft` is not set"))
+    if not model.load_in_4bit:
+        unread.append((model, _4_BIT, "`load_in_4bit` is not set"))
+    if config.teacher_model_kind is not None:
+        unread.append((extra, _OF_TEACHER, "the student is its own teacher"))
+    if config.eval_strategy == "no":
+        unread.append((script, ["dataset_test_split"], "`eval_strategy` is not set"))
+    if extra.task:
+        unread += [
+            (group, names, "the task has a dataset of its own")
+            for group, names in ((script, _DATA), (mixture, _MIXTURE))
+        ]
+    elif mixture.datasets:
+        unread.append((script, _DATA, "`datasets` is loaded"))
+    found = [
+        f"`{name}={getattr(group, name)!r}`, because {reason}"
+        for group, names, reason in unread
+        for name in names
+        if getattr(group, name) != getattr(type(group), name, [])  # a list has its default in a factory
+    ]
+    if found:
+        logger.warning(f"Options without effect: {'; '.join(found)}.")
 
 
 class OptionParser(TrlParser):
@@ -145,11 +212,15 @@ def _unknown(what: str, names: Iterable[str], groups: Iterable[Any] = GROUPS, wh
     said = []
     for name in names:
         plain = name.removeprefix("--").replace("-", "_")
-        longer = [one for one in known if one.startswith(plain)] or [one for one in known if plain in one]
-        close = (longer or difflib.get_close_matches(plain, known, n=1))[:3]
         dashes = "--" if name.startswith("--") else ""
-        hint = f", did you mean {' or '.join(repr(dashes + one) for one in close)}?" if close else ""
-        said.append(f"unknown {what} {name!r}{where}{f': {OPTIONS[plain]}' if plain in OPTIONS else hint}")
+        close = " or ".join(repr(dashes + one) for one in nearest(plain, known))
+        if elsewhere := HERE.get(plain) or OPTIONS.get(plain):
+            hint = f": {elsewhere}"
+        elif close:
+            hint = f", did you mean {close}?"
+        else:
+            hint = f": {one}" if (one := known_elsewhere(plain)) else ""
+        said.append(f"unknown {what} {name!r}{where}{hint}")
     return "; ".join(said)
 
 

@@ -17,7 +17,7 @@ from transformers import HfArgumentParser, Qwen2ForCausalLM
 from trl import DistillationConfig
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.run.foreign_options import ARGUMENTS, OPTIONS, TRAINER_ARGUMENTS
+from trl_opsd.run.foreign_options import ARGUMENTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_parameters_of_the_trainer_are_told_from_options():
     assert set(TRAINER_ARGUMENTS) == arguments - {one.name for one in fields(OPSDConfig)} - {"teacher_model"}
 
 
-@pytest.mark.parametrize("table", [OPTIONS, ARGUMENTS], ids=["options", "arguments"])
+@pytest.mark.parametrize("table", [OPTIONS, ARGUMENTS, FAMILIES], ids=["options", "arguments", "families"])
 def test_what_is_said_about_names_of_other_trainers_is_true(table):
     """No name exists here, and each option that is recommended does."""
     options = {one.name for one in fields(OPSDConfig)}

@@ -23,7 +23,7 @@ from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import explained_option
 from trl_opsd.run.launch_file import check_nested_keys
 from trl_opsd.run.option_changes import option_values
-from trl_opsd.run.option_types import check_json, convert_text
+from trl_opsd.run.option_types import check_json, convert_text, settle_loading
 from trl_opsd.run.precision import check_scaler
 from trl_opsd.run.ranges import above, at_least, at_least_one, in_range, one_of
 from trl_opsd.run.sampling_options import settle_sampling
@@ -214,6 +214,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         in_range("beta", self.beta, 0.0, 1.0)  # TRL accepts NaN
         super().__post_init__()
         self._check_dicts()
+        settle_loading(self)
         self._check_objective()
         self._check_teacher()
         self._check_teacher_placement()

@@ -90,8 +90,8 @@ class OPSDTrainer(StrictNames, Teaching):
         rollout ([`RolloutBackend`], *optional*):
             The rollout backend. When `None`, vLLM with `use_vllm=True`, otherwise `transformers`.
         teacher_processing_class ([`~transformers.PreTrainedTokenizerBase`] or a `dict` of them by name, *optional*):
-            The tokenizer of a teacher passed as an object, to be compared with the student's. When `None`, the one at
-            the teacher's path is compared, and a teacher passed as an object is assumed to use the student's.
+            The tokenizer of a teacher, to be compared with the student's. When `None`, the one at the teacher's path
+            is; for a teacher passed as an object, at the path it was loaded from.
         teacher_prompt_fn (`Callable`, *optional*):
             Takes a row and the text of the student's completion, and returns what the teacher reads before that
             completion: text or messages. Overrides the columns.

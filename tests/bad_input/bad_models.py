@@ -146,6 +146,20 @@ def permuted_beside_the_teacher(lab: Lab) -> None:
     lab.make(teacher_model=str(lab.folder / "teacher"))
 
 
+def loaded_from(path: str) -> PreTrainedModel:
+    teacher = tiny.qwen2(48, 1)
+    teacher.config._name_or_path = path  # as `from_pretrained` leaves it
+    return teacher
+
+
+def permuted_where_the_teacher_was_loaded_from(form: Callable[[PreTrainedModel], Any]) -> Callable[[Lab], None]:
+    def provoke(lab: Lab) -> None:
+        permuted().save_pretrained(lab.folder / "teacher")
+        lab.make(teacher_model=form(loaded_from(str(lab.folder / "teacher"))))
+
+    return provoke
+
+
 def without(*names: str) -> PreTrainedTokenizerFast:
     """A tokenizer that lacks some of its special tokens."""
     words = tiny.tokenizer()
@@ -237,6 +251,19 @@ UNFIT = [
         lambda lab: lab.make(teacher_processing_class=extended()),
         before_loading=True,
     ),
+    *(
+        Case(
+            "tokenizer mismatch",
+            f"the one in the folder of {name}",
+            r"id 3 is .* The teacher's was read from .*teacher, .* pass its tokenizer as `teacher_processing_class`",
+            permuted_where_the_teacher_was_loaded_from(form),
+        )
+        for name, form in {
+            "a teacher that is an object": lambda teacher: teacher,
+            "one with an adapter": lambda teacher: get_peft_model(teacher, LoraConfig(target_modules=["q_proj"])),
+            "one in a `FrozenTeacher`": lambda teacher: FrozenTeacher(Resident(teacher, torch.device("cpu"))),
+        }.items()
+    ),
     *(unlike_its_config(role, called) for role, called in zip(ROLES, ("student", "teacher"), strict=True)),
     Case(
         "token ids beyond the embedding",
@@ -265,6 +292,16 @@ TOKENIZERS = [
 ]
 
 OTHERS = [
+    *(
+        untouched(
+            "at least",
+            f"{name!r} for the name of a teacher",
+            r"`teacher_model` has the name .*: expected text that is not empty, as in the column 'teacher'",
+            TypeError,
+            teacher_model={"one": "teacher", name: "teacher"},
+        )
+        for name in (1, None, "", ("a", "b"))
+    ),
     untouched(
         "at least", "a number for a teacher", "`teacher_model` is a int: expected a path", TypeError, teacher_model=3
     ),

@@ -66,6 +66,25 @@ GENERATION_KWARGS = [
     option("generation kwargs: unknown", "did you mean 'suppress_tokens'", generation_kwargs={"supress_tokens": [1]}),
 ]
 
+TWICE = [
+    option(
+        "at least",
+        r"`dtype='float32'` and `model_init_kwargs=\{'torch_dtype': 'bfloat16'\}` are two values",
+        model_init_kwargs={"dtype": "float32", "torch_dtype": "bfloat16"},
+    ),
+    option(
+        "at least",
+        r"`dtype='float32'` and `teacher_model_init_kwargs=\{'torch_dtype': 'bfloat16'\}` are two",
+        teacher_model_init_kwargs={"dtype": "float32", "torch_dtype": "bfloat16"},
+    ),
+    option(
+        "at least",
+        r"`teacher_model_revision='a'` and `teacher_model_init_kwargs=\{'revision': 'b'\}` are two",
+        teacher_model_revision="a",
+        teacher_model_init_kwargs={"revision": "b"},
+    ),
+]
+
 NAMES = [
     option("cache_implementation", "Did you mean 'static'", cache_implementation="statc"),
     option("vllm_mode", "Did you mean 'colocate'", vllm_mode="colocated"),
@@ -122,4 +141,4 @@ OTHERS = [
     ),
 ]
 
-CASES: list[Case] = [*RANGES, *GENERATION_KWARGS, *NAMES, *WITHOUT_EFFECT, *OTHERS]
+CASES: list[Case] = [*RANGES, *GENERATION_KWARGS, *TWICE, *NAMES, *WITHOUT_EFFECT, *OTHERS]

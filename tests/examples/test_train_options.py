@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 import pytest
 import tiny
 import torch
 import train
 import yaml
+from accelerate import PartialState
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from train_data import loaded
+from train_options import GROUPS, HERE, OptionParser, warn_of_options
+from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ScriptArguments
 
 
@@ -106,7 +111,10 @@ def test_what_is_missing_is_named_and_nothing_else_is_trained(disk, refused, giv
 COMMAND_LINE = {
     "misspelt": (["--learning_rat", "1"], "unknown option '--learning_rat', did you mean '--learning_rate'?"),
     "misspelt, with dashes": (["--learning-rat=1"], "unknown option '--learning-rat', did you mean '--learning_rate'?"),
-    "a part of a name": (["--model", "x"], "did you mean '--model_init_kwargs' or '--model_name_or_path' or '--model_"),
+    "a part of a name": (["--model_r", "x"], "did you mean '--model_revision'?"),
+    "parts of several names": (["--vllm_port", "1"], "did you mean '--vllm_group_port' or '--vllm_server_port'?"),
+    "another script's": (["--torch_dtype", "x"], "it is called `dtype`; that of the teacher is `teacher_dtype`"),
+    "nothing near": (["--eos_tokens", "x"], "error: unknown option '--eos_tokens'\n"),
     "another trainer's": (["--lmbda", "0.5"], "unknown option '--lmbda': the student writes all completions"),
     "TRL's old name": (["--teacher_revision", "x"], "did you mean '--teacher_model_revision'?"),
     "nothing like it": (["--qqq"], "error: unknown option '--qqq'\n"),
@@ -130,6 +138,14 @@ COMMAND_LINE = {
     ),
     "streaming of `datasets`": (["--streaming"], "with `dataset_name` set `dataset_streaming`"),
     "test split of `datasets`": (["--test_split_size", "0.1"], "and would have no effect on `dataset_name`"),
+    "a dtype given twice": (
+        ["--dtype", "bfloat16", "--model_init_kwargs", '{"torch_dtype": "float32"}'],
+        "`dtype='bfloat16'` and `model_init_kwargs={'dtype': 'float32'}` are two values for one thing",
+    ),
+    "an attention of the teacher given twice": (
+        ["--teacher_attn_implementation", "sdpa", "--teacher_model_init_kwargs", '{"attn_implementation": "eager"}'],
+        "`teacher_attn_implementation='sdpa'` and `teacher_model_init_kwargs={'attn_implementation': 'eager'}` are two",
+    ),
     "a task and a dataset": (["--task", "arithmetic"], "`task='arithmetic'` has a dataset of its own"),
 }
 
@@ -138,6 +154,14 @@ COMMAND_LINE = {
 def test_a_mistake_on_the_command_line_is_refused_with_the_nearest_name(models, disk, refused, case):
     arguments, message = COMMAND_LINE[case]
     assert message in refused(*models, "--dataset_name", disk.data, *arguments)
+
+
+def test_what_the_script_says_about_names_of_other_scripts_is_true():
+    options = {name for group in GROUPS for name in (one.name for one in fields(group))}
+    assert not HERE.keys() & options
+    named = {name for advice in HERE.values() for name in re.findall(r"`(\w+)`", advice)}
+    assert named
+    assert named <= options
 
 
 FILE = {
@@ -180,6 +204,40 @@ def test_a_local_dataset_is_read_in_every_form(disk, form, streaming):
     assert [row["prompt"][0]["content"] for row in splits["train"]] == tiny.rows(16)["prompt"]
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.jsonl", "is neither a file or folder here nor a dataset that the Hub gives access to"),
+        ("/no/where", "is neither a file or folder here nor a dataset"),
+        ("nobody/nothing", "is neither a file or folder here nor a dataset"),
+        ("notes.txt", "is a file of no kind that is read here: expected one of .json, .jsonl, .parquet, .csv, .arrow"),
+    ],
+)
+def test_a_dataset_that_is_not_there_is_refused_by_its_name(models, refused, tmp_path, monkeypatch, name, message):
+    (tmp_path / "notes.txt").write_text("a")
+    monkeypatch.chdir(tmp_path)
+    assert f"`dataset_name='{name}'` {message}" in refused(*models, "--dataset_name", name)
+
+
+def test_one_of_several_datasets_that_is_not_there_is_refused_by_its_name(config, disk, refused):
+    given = config(datasets=[{"path": disk.data}, {"path": "/no/where"}])
+    assert "`datasets='/no/where'` is neither a file or folder here nor a dataset" in refused(*given)
+
+
+@pytest.mark.parametrize("option", ["model_name_or_path", "teacher_model_name_or_path"])
+def test_an_adapter_is_refused_with_advice_that_can_be_followed_here(models, disk, options, refused, tmp_path, option):
+    path, folder = str(tmp_path / "adapter"), str(tmp_path / "whole")
+    base = AutoModelForCausalLM.from_pretrained(disk.student if option == "model_name_or_path" else disk.teacher)
+    get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")).save_pretrained(path)
+    given = [*models, "--dataset_name", disk.data]
+    said = refused(*given, f"--{option}", path)
+    advice = "AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(folder)"
+    assert f"save the two as one model, `{advice}` with its tokenizer" in said
+    eval(advice, {"AutoPeftModelForCausalLM": AutoPeftModelForCausalLM, "path": path, "folder": folder})
+    tiny.tokenizer().save_pretrained(folder)
+    assert train.main([*given, f"--{option}", folder, *options]).state.global_step == 1
+
+
 def test_a_format_is_no_dataset(models, refused):
     assert "`dataset_name='json'` is a format" in refused(*models, "--dataset_name", "json")
 
@@ -197,10 +255,57 @@ def test_a_mixture_of_datasets_is_loaded_and_split_as_trl_does(config, disk, opt
     assert any("eval_loss" in row for row in trainer.state.log_history)
 
 
-def test_what_a_mixture_makes_void_is_warned_of(config, disk, options):
+def test_what_a_mixture_makes_void_is_warned_of(config, disk, options, caplog):
     given = config(datasets=[{"path": disk.data}], dataset_name="nobody/nothing")
-    with pytest.warns(UserWarning, match="`datasets` is loaded; `dataset_name` is ignored"):
-        check_trained(train.main([*given, *options]), disk)
+    check_trained(train.main([*given, *options]), disk)
+    assert "Options without effect: `dataset_name='nobody/nothing'`, because `datasets` is loaded." in caplog.text
+
+
+VOID = {
+    "an adapter": (
+        ["--lora_r", "4", "--use_dora"],
+        "`lora_r=4`, because `use_peft` is not set; `use_dora=True`, because",
+    ),
+    "4 bits": (["--bnb_4bit_quant_type", "fp4"], "`bnb_4bit_quant_type='fp4'`, because `load_in_4bit` is not set"),
+    "a split": (
+        ["--dataset_test_split", "validation"],
+        "`dataset_test_split='validation'`, because `eval_strategy` is",
+    ),
+    "buffers": (["--ignore_bias_buffers"], "`ignore_bias_buffers=True`, because this trainer has no use for it"),
+    "a teacher": (
+        ["--teacher_model_kind", "base", "--teacher_dtype", "bfloat16", "--teacher_attn_implementation", "eager"],
+        "`teacher_dtype='bfloat16'`, because the student is its own teacher; `teacher_attn_implementation='eager'`, ",
+    ),
+    "a dataset": (
+        ["--task", "arithmetic", "--dataset_config", "main", "--test_split_size", "0.1"],
+        "`dataset_config='main'`, because the task has a dataset of its own; `test_split_size=0.1`, because the task",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VOID)
+def test_options_without_effect_beside_the_others_are_named(case, caplog):
+    PartialState()  # which the config makes; the logger asks it for the process
+    given, message = VOID[case]
+    teacher = [] if "--teacher_model_kind" in given else ["--teacher_model_name_or_path", "teacher"]
+    warn_of_options(*OptionParser().parse_args_and_config(["--model_name_or_path", "student", *teacher, *given]))
+    (said,) = (record.getMessage() for record in caplog.records if "without effect" in record.getMessage())
+    assert f"Options without effect: {message}" in said
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--use_peft", "--lora_r", "4", "--eval_strategy", "epoch", "--dataset_test_split", "validation"],
+        ["--load_in_4bit", "--bnb_4bit_quant_type", "fp4", "--teacher_dtype", "float32"],
+        ["--dataset_name", "a", "--dataset_config", "b", "--dataset_streaming"],
+    ],
+    ids=["adapter and split", "4 bits and dtype", "dataset"],
+)
+def test_options_that_have_an_effect_are_not_named(given, caplog):
+    models = ["--model_name_or_path", "student", "--teacher_model_name_or_path", "teacher"]
+    warn_of_options(*OptionParser().parse_args_and_config([*models, *given]))
+    assert "without effect" not in caplog.text
 
 
 def test_the_named_split_is_evaluated(models, disk, options):
@@ -219,8 +324,23 @@ def test_the_named_split_is_evaluated(models, disk, options):
         (["--teacher_offload", "stream"], torch.float32, torch.bfloat16),
         (["--dtype", "auto", "--learning_rate", "1e-2"], torch.bfloat16, torch.bfloat16),
         (["--model_init_kwargs", '{"dtype": "bfloat16"}', "--learning_rate", "1e-2"], torch.bfloat16, torch.bfloat16),
+        (
+            ["--model_init_kwargs", '{"torch_dtype": "bfloat16"}', "--learning_rate", "1e-2"],
+            torch.bfloat16,
+            torch.bfloat16,
+        ),
+        (["--teacher_model_init_kwargs", '{"torch_dtype": "float32"}'], torch.float32, torch.float32),
     ],
-    ids=["by default", "a dtype", "as JSON", "in host memory", "that of the checkpoint", "as JSON, of the student"],
+    ids=[
+        "by default",
+        "a dtype",
+        "as JSON",
+        "in host memory",
+        "that of the checkpoint",
+        "as JSON, of the student",
+        "as JSON, by its older name, of the student",
+        "as JSON, by its older name",
+    ],
 )
 def test_each_model_is_loaded_in_a_dtype_of_its_own(models, disk, options, given, student, teacher):
     trainer = train.main([*models, "--dataset_name", disk.data, *options, "--bf16", "True", *given])

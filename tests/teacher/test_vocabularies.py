@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import tiny
 import torch
@@ -61,6 +63,43 @@ def test_a_teacher_saved_with_the_students_tokenizer_is_accepted(make_trainer, t
     tiny.tokenizer().save_pretrained(tmp_path / "teacher")
     assert AutoTokenizer.from_pretrained(tmp_path / "teacher").get_vocab() == tiny.tokenizer().get_vocab()
     make_trainer(teacher_model=str(tmp_path / "teacher")).train()
+
+
+@pytest.fixture
+def loaded_from():
+    """A teacher as `from_pretrained` leaves it, but for the weights."""
+
+    def loaded_from(path):
+        teacher = padded(tiny.qwen2(48, 1), tiny.VOCABULARY + 1)
+        teacher.config._name_or_path = str(path)
+        return teacher
+
+    return loaded_from
+
+
+def test_tokens_added_since_the_teacher_was_loaded_are_accepted(make_trainer, loaded_from, tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path / "teacher")
+    words = tiny.tokenizer()
+    words.add_tokens(["extra"])
+    student = padded(tiny.qwen2(32, 0), tiny.VOCABULARY + 1)
+    make_trainer(model=student, teacher_model=loaded_from(tmp_path / "teacher"), processing_class=words).train()
+
+
+@pytest.mark.parametrize("path", ["", ".", "no/where", "/no/where", "not: an id", "a/b/c"])
+def test_a_teacher_whose_tokenizer_is_not_here_is_accepted(make_trainer, loaded_from, path, caplog):
+    make_trainer(teacher_model=loaded_from(path))
+    assert "not compared" not in caplog.text
+
+
+def test_a_tokenizer_with_code_of_its_own_beside_a_loaded_teacher_is_not_compared_and_said_so(
+    make_trainer, loaded_from, tmp_path, caplog
+):
+    tiny.tokenizer().save_pretrained(tmp_path / "teacher")
+    described = json.loads((tmp_path / "teacher" / "tokenizer_config.json").read_text())
+    described |= {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    (tmp_path / "teacher" / "tokenizer_config.json").write_text(json.dumps(described))
+    make_trainer(teacher_model=loaded_from(tmp_path / "teacher"))
+    assert "its tokenizer is not compared with the student's" in caplog.text
 
 
 @pytest.mark.refusal

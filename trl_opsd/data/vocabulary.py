@@ -10,7 +10,9 @@ _SHOWN = 3
 """Maximum number of differing ids that a message lists."""
 
 
-def check_token_maps(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, role: str = "teacher") -> None:
+def check_token_maps(
+    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, role: str = "teacher", source: str | None = None
+) -> None:
     """Checks that two tokenizers give every token the same id.
 
     Args:
@@ -20,12 +22,15 @@ def check_token_maps(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
             The teacher's.
         role (`str`, *optional*, defaults to `"teacher"`):
             Name of the teacher in messages.
+        source (`str`, *optional*):
+            Where the teacher's was saved, if its model may have got tokens since: ids that it lacks are not compared.
 
     Raises:
         ValueError: They do not; the message lists the first differing ids.
     """
     mine, yours = _tokens(student), _tokens(teacher)
-    differing = sorted(number for number in mine.keys() | yours.keys() if mine.get(number) != yours.get(number))
+    compared = mine.keys() | yours.keys() if source is None else yours.keys()
+    differing = sorted(number for number in compared if mine.get(number) != yours.get(number))
     if not differing:
         return
     listed = "; ".join(
@@ -33,9 +38,13 @@ def check_token_maps(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
         for number in differing[:_SHOWN]
     )
     more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    read = (
+        f" The teacher's was read from {source}, where it was loaded from: if that is not the one it uses, pass its "
+        "tokenizer as `teacher_processing_class`."
+    )
     raise ValueError(
         f"The tokenizers of student and {role} differ: {listed}{more}. The loss compares the two distributions id by "
-        "id, so pass a teacher with the student's tokenizer."
+        f"id, so pass a teacher with the student's tokenizer.{read if source else ''}"
     )
 
 

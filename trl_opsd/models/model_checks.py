@@ -119,7 +119,9 @@ def _other_contents(path: str) -> str:
     if (Path(path) / ADAPTER_CONFIG).is_file():
         return (
             "It has an adapter alone: load its base model, and pass `PeftModel.from_pretrained(base, path, "
-            "is_trainable=True)`; a teacher needs no `is_trainable`."
+            "is_trainable=True)`; a teacher needs no `is_trainable`. Where only a path can be passed, save the two as "
+            "one model, `AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(folder)` "
+            "with its tokenizer, and pass that folder."
         )
     return "There is none."
 

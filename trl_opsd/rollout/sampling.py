@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Collection
 from typing import Any
 
 from trl_opsd._compat.vllm import sampling_params
 from trl_opsd.config import OPSDConfig
+from trl_opsd.run.nearest import nearest
 from trl_opsd.run.sampling_options import ENDS
 
 _SET_HERE = {
@@ -75,7 +75,11 @@ def _checked_kwargs(generation_kwargs: dict[str, Any], known: Collection[str]) -
         if name in _SET_HERE:
             raise ValueError(f"{shown} would override what {_SET_HERE[name]} decides: remove it.")
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "see `vllm.SamplingParams` for those it has."
+            close = nearest(name, known)
+            hint = (
+                f"did you mean {' or '.join(map(repr, close))}?"
+                if close
+                else "see `vllm.SamplingParams` for those it has."
+            )
             raise ValueError(f"{shown} is not an option of vLLM: {hint}")
     return others

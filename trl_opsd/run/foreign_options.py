@@ -5,9 +5,10 @@ No class is read here; `strict_names.py` asks when a name is unknown.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from types import MappingProxyType
+
+from trl_opsd.run.nearest import nearest
 
 _WRITTEN_ONCE = (
     "each prompt is completed once in an epoch, and its completion is used for one optimizer step; for more "
@@ -22,7 +23,22 @@ _NO_LABELS = (
     "there are no labels to hold predictions against; an evaluation logs `eval_loss` and `eval_divergence/mean`"
 )
 _OWN_WEIGHTS = "override `weigh`, see docs/extending.md"
+_WHOLE_LOSS = "the divergence is the whole loss; `divergence` and `beta` say which"
+_OF_THE_TOKENIZER = "set it in the tokenizer that you pass as `processing_class`"
+_END_TOKENS = "`generation_kwargs={'eos_token_id': ...}` says which tokens end a completion"
+_BOTH_MODELS = "`temperature` applies to both models"
+_OF_THE_LAUNCH = "the launch decides: `accelerate launch`, see docs/sharding.md"
+_OF_THE_FILE = "it belongs into the file of `accelerate launch`, see docs/sharding.md"
+_OF_THE_LOADER = "put it into `accelerator_config`"
+_GLOBAL_BATCH = "it is `per_device_train_batch_size` x processes x `gradient_accumulation_steps`"
+_CONTINUOUS = "rows leave the batch as they end; `use_vllm=True` hands them to vLLM, which batches continuously"
+_DECAY = "with `teacher_model_kind='ema'`, `teacher_update_rate` is 1 - decay"
+_PRECISION = "set `bf16` or `fp16`"
+_COLUMN = "it is a column of the dataset, see docs/teachers.md"
 _LOADING = "it says how to load a model: put it into `model_init_kwargs` or `teacher_model_init_kwargs`"
+_LOADING_STUDENT = "it says how to load the student: put it, without 'student_', into `model_init_kwargs`"
+_LOADING_TEACHER = "it says how to load the teacher: put it, without 'teacher_', into `teacher_model_init_kwargs`"
+_QUANTIZED = "pass `quantization_config` to `OPSDTrainer`, or put one into `teacher_model_init_kwargs`"
 _PEFT = "pass `peft_config=LoraConfig(...)` to `OPSDTrainer`"
 
 OPTIONS: MappingProxyType[str, str] = MappingProxyType(
@@ -50,8 +66,17 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         "reverse_kl_top_1_mode": _FULL_VOCABULARY,
         "loss_type": "it is called `divergence`",
         "kl_type": "it is called `divergence`",
-        "teacher_temperature": "`temperature` applies to both models",
+        **dict.fromkeys(("teacher_temperature", "kd_temperature", "distill_temperature"), _BOTH_MODELS),
+        **dict.fromkeys(("kd_alpha", "kd_coef", "sft_alpha", "ce_weight"), _WHOLE_LOSS),
+        **dict.fromkeys(("kl_coef", "init_kl_coef", "kl_loss_coef", "use_kl_loss", "kl_penalty"), _WHOLE_LOSS),
+        **dict.fromkeys(("router_aux_loss_coef", "label_smoothing"), _WHOLE_LOSS),
+        **dict.fromkeys(("f_divergence_type", "kl_loss_type", "kl_estimator"), "it is called `divergence`"),
+        **dict.fromkeys(("jsd_beta", "kl_beta", "gkd_beta"), "it is called `beta`"),
+        **dict.fromkeys(("gkd_logits_topk", "top_logprobs", "kd_top_k"), _FULL_VOCABULARY),
+        "offload_teacher_model": "`teacher_offload` says where its weights are kept",
+        "teacher_deepspeed": "`teacher_offload='zero3'` splits it over the processes",
         "teacher_model": "pass it to `OPSDTrainer`, or set `teacher_model_name_or_path`",
+        "student_model_name_or_path": "pass it to `OPSDTrainer` as `model`",
         "teacher_model_server_url": _NO_SERVER,
         "teacher_server_urls": _NO_SERVER,
         "use_teacher_server": _NO_SERVER,
@@ -59,6 +84,10 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         "use_uld_loss": _ONE_TOKENIZER,
         "num_loss_tokens_to_skip": _OWN_WEIGHTS,
         "mask_truncated_completions": _OWN_WEIGHTS,
+        **dict.fromkeys(("ema_decay", "teacher_ema", "teacher_ema_decay"), _DECAY),
+        **dict.fromkeys(("ema_rate", "ema_alpha", "tau"), "it is called `teacher_update_rate`"),
+        "self_distillation": "set `teacher_model_kind`",
+        **dict.fromkeys(("privileged_context", "privileged_column", "prompt_column", "hint_column"), _COLUMN),
         "sync_ref_model": "`teacher_model_kind='ema'` is a teacher that follows the student",
         "ref_model_mixup_alpha": "it is called `teacher_update_rate`, with `teacher_model_kind='ema'`",
         "ref_model_sync_steps": "it is called `teacher_sync_steps`, with `teacher_model_kind='ema'`",
@@ -69,38 +98,40 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         "num_generations_eval": _WRITTEN_ONCE,
         "num_iterations": _WRITTEN_ONCE,
         "steps_per_generation": _WRITTEN_ONCE,
-        "generation_batch_size": "it is `per_device_train_batch_size` x processes x `gradient_accumulation_steps`",
-        "reward_weights": _NO_REWARDS,
-        "scale_rewards": _NO_REWARDS,
-        "epsilon": _NO_REWARDS,
-        "epsilon_high": _NO_REWARDS,
-        "delta": _NO_REWARDS,
-        "importance_sampling_level": _NO_REWARDS,
-        "vllm_importance_sampling_correction": "every weight sync is verified instead, see `vllm_sync_check`",
+        **dict.fromkeys(("n_samples_per_prompt", "rollout_n", "num_return_sequences"), _WRITTEN_ONCE),
+        **dict.fromkeys(("generation_batch_size", "rollout_batch_size", "ppo_mini_batch_size"), _GLOBAL_BATCH),
+        **dict.fromkeys(("scale_rewards", "missing_eos_penalty", "normalize_advantages"), _NO_REWARDS),
+        **dict.fromkeys(("epsilon", "epsilon_high", "delta", "importance_sampling_level"), _NO_REWARDS),
+        "top_entropy_quantile": _OWN_WEIGHTS,
         "vllm_sync_frequency": "weights are sent to vLLM whenever they have changed",
         "entropy_coef": "the divergence is the whole loss; `divergence='forward_kl'` keeps the student's entropy up",
+        **dict.fromkeys(("use_transformers_paged", "use_transformers_continuous_batching"), _CONTINUOUS),
+        "tensor_model_parallel_size": "it is called `vllm_tensor_parallel_size`",
         "log_completions_steps": "`log_completions=True` logs every `logging_steps`",
         "wandb_log_unique_prompts": "it is called `log_unique_prompts`",
         # supervised fine-tuning
         "dataset_text_field": "the column is called 'prompt'",
         "dataset_num_proc": "datasets are read in one process",
+        "chat_template_path": "give it to the tokenizer that you pass as `processing_class`",
+        **dict.fromkeys(("eos_token", "pad_token", "pad_token_id"), _OF_THE_TOKENIZER),
+        **dict.fromkeys(("eos_token_id", "stop", "stop_strings", "stop_token_ids"), _END_TOKENS),
+        **dict.fromkeys(("do_sample", "num_beams"), "put it into `generation_kwargs`"),
+        **dict.fromkeys(("truncation_mode", "cutoff_len"), "prompts are never cut; see `overlong_prompts`"),
+        "activation_offloading": "`gradient_checkpointing`, which is on by default, saves that memory",
+        "packing_strategy": "completions have different lengths, and none is packed",
         "packing": "completions have different lengths, and none is packed",
         "eval_packing": "completions have different lengths, and none is packed",
         "padding_free": "completions have different lengths, and none is packed",
         "completion_only_loss": _COMPLETION_ONLY,
         "assistant_only_loss": _COMPLETION_ONLY,
         # loading
-        "dtype": _LOADING,
-        "torch_dtype": _LOADING,
-        "attn_implementation": _LOADING,
-        "device_map": _LOADING,
-        "load_in_4bit": _LOADING,
-        "load_in_8bit": _LOADING,
+        **dict.fromkeys(("dtype", "torch_dtype", "attn_implementation", "flash_attn", "device_map"), _LOADING),
+        **dict.fromkeys(("revision", "subfolder", "cache_dir", "max_memory"), _LOADING),
+        **dict.fromkeys(("load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "quantization_bit"), _QUANTIZED),
         "model_revision": "put `revision` into `model_init_kwargs`",
-        "model_name_or_path": "pass it to `OPSDTrainer` as `model`",
-        "use_peft": _PEFT,
-        "lora_r": _PEFT,
-        "lora_alpha": _PEFT,
+        **dict.fromkeys(("model_name_or_path", "model_path", "base_model"), "pass it to `OPSDTrainer` as `model`"),
+        **dict.fromkeys(("use_peft", "use_dora", "use_rslora", "target_modules"), _PEFT),
+        **dict.fromkeys(("train_type", "tuner_type", "finetuning_type"), _PEFT),
         # earlier versions of transformers, and short names
         "evaluation_strategy": "it is called `eval_strategy`",
         "no_cuda": "it is called `use_cpu`",
@@ -115,9 +146,45 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         "epochs": "it is called `num_train_epochs`",
         "num_epochs": "it is called `num_train_epochs`",
         "batch_size": "it is called `per_device_train_batch_size`",
+        **dict.fromkeys(("micro_batch_size", "micro_train_batch_size"), "it is called `per_device_train_batch_size`"),
+        "train_batch_size": _GLOBAL_BATCH,
+        "sampling_temperature": "it is called `temperature`",
+        "total_epochs": "it is called `num_train_epochs`",
+        "max_epochs": "it is called `num_train_epochs`",
+        **dict.fromkeys(("num_steps", "total_training_steps", "num_training_steps"), "it is called `max_steps`"),
+        **dict.fromkeys(("max_response_length", "generate_max_len"), "it is called `max_completion_length`"),
+        "actor_lr": "it is called `learning_rate`",
+        "save_freq": "it is called `save_steps`",
+        "test_freq": "it is called `eval_steps`",
+        "wandb_project": "it is called `project`",
+        "use_wandb": "set `report_to='wandb'`",
+        **dict.fromkeys(("fp16_backend", "half_precision_backend", "mixed_precision", "precision"), _PRECISION),
+        **dict.fromkeys(("push_to_hub_model_id", "push_to_hub_organization"), "it is a part of `hub_model_id`"),
+        "push_to_hub_token": "it is called `hub_token`",
+        "adafactor": "set `optim='adafactor'`",
+        **dict.fromkeys(("dispatch_batches", "split_batches", "even_batches"), _OF_THE_LOADER),
+        **dict.fromkeys(("device", "n_gpu", "num_processes", "world_size"), _OF_THE_LAUNCH),
+        **dict.fromkeys(("zero_stage", "sharded_ddp", "fsdp_transformer_layer_cls_to_wrap"), _OF_THE_FILE),
     }
 )
 """Options that configs of other trainers have, and what to do here."""
+
+FAMILIES: MappingProxyType[str, str] = MappingProxyType(
+    {
+        "student_": _LOADING_STUDENT,
+        "teacher_": _LOADING_TEACHER,
+        "lora_": _PEFT,
+        "bnb_4bit_": _QUANTIZED,
+        "dataset_": "pass the dataset itself to `OPSDTrainer`, as `train_dataset` or `eval_dataset`",
+        "reward_": _NO_REWARDS,
+        "sapo_": _NO_REWARDS,
+        "vespo_": _NO_REWARDS,
+        "uld_": _ONE_TOKENIZER,
+        "vllm_importance_sampling_": "every weight sync is verified instead, see `vllm_sync_check`",
+        "precompute_ref_": "completions are new in each step, so the teacher cannot read them before",
+    }
+)
+"""What to do instead of options that begin so."""
 
 ARGUMENTS: MappingProxyType[str, str] = MappingProxyType(
     {
@@ -168,6 +235,11 @@ TRAINER_ARGUMENTS = (
 """Arguments of `OPSDTrainer` that are no options as well."""
 
 
+def known_elsewhere(name: str) -> str:
+    """What to do instead of an option of another trainer; empty for a name that none of them is known to have."""
+    return OPTIONS.get(name) or next((said for start, said in FAMILIES.items() if name.startswith(start)), "")
+
+
 def explained_option(name: str, known: Collection[str]) -> str:
     """A sentence about an option that does not exist.
 
@@ -183,7 +255,7 @@ def explained_option(name: str, known: Collection[str]) -> str:
         return f"has no option {name!r}: it is an argument of `OPSDTrainer`."
     if name in ARGUMENTS:
         return f"has no option {name!r}; of `OPSDTrainer`: {ARGUMENTS[name]}."
-    return f"has no option {name!r}. {_closest(name, known)}"
+    return f"has no option {name!r}{_closest(name, known)}"
 
 
 def explained_argument(name: str, known: Collection[str], options: Collection[str]) -> str:
@@ -203,9 +275,12 @@ def explained_argument(name: str, known: Collection[str], options: Collection[st
         return f"has no argument {name!r}: it is an option, `args=OPSDConfig({name}=...)`."
     if name in OPTIONS:
         return f"has no argument {name!r}; in `OPSDConfig`: {OPTIONS[name]}."
-    return f"has no argument {name!r}. {_closest(name, known)}"
+    return f"has no argument {name!r}{_closest(name, known)}"
 
 
 def _closest(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {close[0]!r}?" if close else "docs/reference.md lists all."
+    family = next((start for start in FAMILIES if name.startswith(start)), "")
+    if close := [one for one in nearest(name, known) if one.startswith(family)]:
+        return f". Did you mean {' or '.join(map(repr, close))}?"
+    said = known_elsewhere(name) or known_elsewhere(next(iter(nearest(name, OPTIONS)), ""))
+    return f": {said}." if said else ". docs/reference.md lists all."

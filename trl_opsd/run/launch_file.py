@@ -5,8 +5,9 @@ Of `deepspeed_config` only: accelerate tells its processes which keys that had, 
 
 from __future__ import annotations
 
-import difflib
 import os
+
+from trl_opsd.run.nearest import nearest
 
 
 def check_nested_keys() -> None:
@@ -23,8 +24,12 @@ def check_nested_keys() -> None:
     known = vars(launch_command_parser().parse_args(["script"]))
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean '{close[0]}'?" if close else "remove it, or write a file for `deepspeed_config_file`."
+            close = nearest(name, known)
+            hint = (
+                f"did you mean {' or '.join(map(repr, close))}?"
+                if close
+                else "remove it, or write a file for `deepspeed_config_file`."
+            )
             raise ValueError(
                 f"`deepspeed_config` in the accelerate file has the key '{name}', which accelerate ignores: {hint}"
             )

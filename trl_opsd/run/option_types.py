@@ -62,6 +62,38 @@ def check_json(args: TrainingArguments) -> None:
                 ) from None
 
 
+def settle_loading(args: TrainingArguments) -> None:
+    """Gives the dtype in `*_init_kwargs` its present name, in place, and refuses what is said twice there.
+
+    TRL loads a student as `dtype` says, or in float32, and never looks for `torch_dtype`.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            The options, with dicts parsed.
+
+    Raises:
+        ValueError: A value is given twice, and they differ.
+    """
+    for option in ("model_init_kwargs", "teacher_model_init_kwargs"):
+        loading = dict(getattr(args, option) or {})
+        if (older := loading.pop("torch_dtype", None)) is not None:
+            _check_once("dtype", loading.setdefault("dtype", older), option, "torch_dtype", older)
+            setattr(args, option, loading)
+    revision = (args.teacher_model_init_kwargs or {}).get("revision", args.teacher_model_revision)
+    if args.teacher_model_revision is not None:
+        _check_once(
+            "teacher_model_revision", args.teacher_model_revision, "teacher_model_init_kwargs", "revision", revision
+        )
+
+
+def _check_once(name: str, value: Any, option: str, key: str, again: Any) -> None:
+    if value != again:
+        raise ValueError(
+            f"`{name}={value!r}` and `{option}={{{key!r}: {again!r}}}` are two values for one thing: remove "
+            "one of them."
+        )
+
+
 def _kinds(config: type) -> dict[str, type]:
     """The options that are booleans or numbers only, or `None`, with their type."""
     found = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import warnings
 from typing import Any
@@ -11,6 +10,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.run.nearest import nearest
 from trl_opsd.run.ranges import above, at_least_one, in_range, one_of
 
 _OPTIONS = {
@@ -138,8 +138,12 @@ def _check_generation_kwargs(args: DistillationConfig) -> None:
         if name in ("eos_token_id", "stop_token_ids") and not all(map(_is_token, _listed(value))):
             raise ValueError(f"{given}: expected a token id, or a list of them, of which each ends a completion.")
         if name not in (*known, "eos_token_id") and not args.use_vllm:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "see `transformers.GenerationConfig` for all of them."
+            close = nearest(name, known)
+            hint = (
+                f"did you mean {' or '.join(map(repr, close))}?"
+                if close
+                else "see `transformers.GenerationConfig` for all of them."
+            )
             raise ValueError(f"{given} is not an option of `generate`: {hint}")
 
 

@@ -11,11 +11,13 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from trl_opsd._compat.peft import is_peft
+from trl_opsd._compat.peft import is_peft, without_peft
+from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.vocabulary import check_token_maps
 from trl_opsd.models.model_checks import naming_trust
 from trl_opsd.teacher.base import Teacher
+from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.sharing import share_memory
 from trl_opsd.types import OutputHead
 
@@ -41,7 +43,7 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
 
     Raises:
         ValueError: There is no teacher, it is the student, or it is specified twice.
-        TypeError: An object of this type cannot be a teacher.
+        TypeError: An object of this type cannot be a teacher, or be its name.
     """
     kind = args.teacher_model_kind
     if teacher_model is None and kind is None:
@@ -71,6 +73,11 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
                 "it together, but one of them may have no row for it. Set `teacher_offload='stream'`."
             )
         for name, one in teacher_model.items():
+            if not isinstance(name, str) or not name:
+                raise TypeError(
+                    f"`teacher_model` has the name {name!r}: expected text that is not empty, as in the column "
+                    "'teacher' of each row."
+                )
             _check_one(one, student, f"`teacher_model[{name!r}]`", args)
     elif teacher_model is not None:
         _check_one(teacher_model, student, "`teacher_model`", args)
@@ -152,7 +159,7 @@ def check_tokenizers(
         teachers (`Mapping[str, Any]`):
             The teachers by name, as the user passes them.
         given ([`~transformers.PreTrainedTokenizerBase`] or a `dict` of them by name, *optional*):
-            The teachers' tokenizers. When `None`, those found at their paths.
+            The teachers' tokenizers. When `None`, those found at their paths, or where the objects were loaded from.
         args ([`OPSDConfig`]):
             Says how to load a tokenizer from a path.
 
@@ -168,32 +175,61 @@ def check_tokenizers(
         )
     for name, teacher in teachers.items():
         theirs = given.get(name) if isinstance(given, Mapping) else given
-        if theirs is None:
+        source = None
+        if theirs is None and isinstance(teacher, str):
             theirs = _tokenizer_beside(teacher, args)
+        elif theirs is None and (source := _source(teacher)):
+            theirs = _tokenizer_kept(source, name, args)
         if theirs is not None:
-            check_token_maps(tokenizer, theirs, name)
+            check_token_maps(tokenizer, theirs, name, source)
 
 
-def _tokenizer_beside(teacher_model: Any, args: OPSDConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer saved beside a teacher's weights, or `None`."""
-    if not isinstance(teacher_model, str):
-        return None
+def _tokenizer_beside(path: str, args: OPSDConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside the weights that will be loaded from a path or model id, or `None` if there is none."""
     asked = {
         "revision": args.teacher_model_revision,
         "trust_remote_code": args.teacher_trust_remote_code,
         **(args.teacher_model_init_kwargs or {}),
     }
     options = {name: asked[name] for name in LOCATION_OPTIONS if asked.get(name) is not None}
-    place = {name: value for name, value in options.items() if name != "trust_remote_code"}
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    # Without tokenizer files `AutoTokenizer` builds an empty tokenizer of the model's family.
-    if not any(
-        cached_file(teacher_model, name, **place, **quiet) for name in ("tokenizer_config.json", "tokenizer.json")
-    ):
-        logger.warning(f"{teacher_model} has no tokenizer; the student's is assumed.")
+    if not _has_tokenizer(path, {name: value for name, value in options.items() if name != "trust_remote_code"}):
+        logger.warning(f"{path} has no tokenizer; the student's is assumed.")
         return None
-    what = f"The tokenizer of the teacher ({teacher_model})"
-    code = naming_trust(what, "teacher_trust_remote_code", tokenizer_of=teacher_model)
+    code = naming_trust(f"The tokenizer of the teacher ({path})", "teacher_trust_remote_code", tokenizer_of=path)
     with nullcontext() if options.get("trust_remote_code") else code:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(teacher_model, **options)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **options)
     return tokenizer
+
+
+def _source(teacher: Any) -> str | None:
+    """The path or model id that a teacher which is an object was loaded from, if that is known."""
+    model = teacher.model if isinstance(teacher, FrozenTeacher) else teacher
+    return get_config_model_id(without_peft(model).config) if isinstance(model, nn.Module) else None
+
+
+def _tokenizer_kept(source: str, name: str, args: OPSDConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that a loaded teacher was saved with, if it can be read here and without the network."""
+    here = {"local_files_only": True}
+    try:
+        found = _has_tokenizer(source, here)
+    except (OSError, ValueError):  # neither a folder nor the form of a model id
+        found = False
+    if not found:
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=args.teacher_trust_remote_code, **here
+        )
+    except (OSError, ValueError) as error:
+        logger.warning(
+            f"The {name} was loaded from {source}, and its tokenizer is not compared with the student's, since it "
+            f"cannot be read ({str(error).splitlines()[0]}): pass it as `teacher_processing_class`."
+        )
+        return None
+    return tokenizer
+
+
+def _has_tokenizer(path: str, place: Mapping[str, Any]) -> bool:
+    """Without tokenizer files `AutoTokenizer` builds an empty tokenizer of the model's family."""
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    return any(cached_file(path, name, **place, **quiet) for name in ("tokenizer_config.json", "tokenizer.json"))
