@@ -73,10 +73,9 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
                 "it together, but one of them may have no row for it. Set `teacher_offload='stream'`."
             )
         for name, one in teacher_model.items():
-            if not isinstance(name, str) or not name:
-                raise TypeError(
-                    f"`teacher_model` has the name {name!r}: expected text that is not empty, as in the column "
-                    "'teacher' of each row."
+            if not name:
+                raise ValueError(
+                    "`teacher_model` has an empty name: expected one that the column 'teacher' of each row may contain."
                 )
             _check_one(one, student, f"`teacher_model[{name!r}]`", args)
     elif teacher_model is not None:
