@@ -29,6 +29,7 @@ FLOORS = {
     "fingerprint": 7,
     "arguments": 8,
     "teaching": 9,
+    "writing": 9,
     "trainer": 10,
     "__init__": 11,
 }

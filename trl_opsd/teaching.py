@@ -24,7 +24,7 @@ from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED, Row
 from trl_opsd.data.vocabulary import shared_vocabulary
 from trl_opsd.loop.footprint import footprint
 from trl_opsd.loop.seams import SeamTrainer
-from trl_opsd.models.padding import PADDED, Reading
+from trl_opsd.models.padding import Reading
 from trl_opsd.run.precision import autocast
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.teacher.build import build_teachers
@@ -42,7 +42,7 @@ class Teaching(SeamTrainer):
     eval_dataset: EvalDatasets
     readers: Readers
     teachers: Teachers
-    reading: Reading = PADDED
+    reading: Reading
     """Which rows the student can read in one batch."""
     _described_rows: str | None = None
     """The training dataset in the fingerprint, once it is needed."""

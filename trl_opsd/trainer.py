@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
-from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from accelerate.logging import get_logger
@@ -26,14 +24,11 @@ from trl_opsd.losses.registry import divergence_of
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.head import whole_head
 from trl_opsd.models.model_checks import check_student, check_trainable
-from trl_opsd.models.proofs import prove_student
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
-from trl_opsd.rollout.returned import begin_with_prompts, checked_completions
 from trl_opsd.run.agreement import agree
 from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import explained_argument
-from trl_opsd.run.memory import explained
 from trl_opsd.run.precision import warn_of_lost_updates
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.run.strict_names import StrictNames
@@ -42,14 +37,12 @@ from trl_opsd.teacher.comparison import compared
 from trl_opsd.teacher.teacher_checks import TeacherLike
 from trl_opsd.teaching import Teaching
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
+from trl_opsd.writing import Writing
 
 logger = get_logger(__name__)
 
-_users: WeakValueDictionary[int, OPSDTrainer] = WeakValueDictionary()
-"""The trainer that each rollout was last bound to, by the id of the rollout, which that trainer keeps alive."""
 
-
-class OPSDTrainer(StrictNames, Teaching):
+class OPSDTrainer(StrictNames, Writing, Teaching):
     """Trainer for on-policy distillation: the student writes completions, a frozen teacher scores each token, and the
     student moves toward the teacher's next-token distribution.
 
@@ -188,15 +181,14 @@ class OPSDTrainer(StrictNames, Teaching):
         self.divergence = self.args.divergence if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
         self._without_effect = given.without_effect
-        self._student_is_proved = self._has_completed = False
         self._has_compared = given.is_same_model  # what a first divergence of 0 means was said
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
             if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
-                self._prove()
+                self.prove_student()
             self.set_up_teaching(given)
         self._prove_divergence(self.divergence)
-        self._bind(given.rollout)
+        self.bind(given.rollout)
         self.is_built = True
         self.remember_launch()
         self.add_callback(Banner(self._announced))
@@ -205,10 +197,6 @@ class OPSDTrainer(StrictNames, Teaching):
     def explain(cls, name: str, known: Collection[str]) -> str:
         """What an argument of another trainer is called here, or the closest name."""
         return explained_argument(name, known, [one.name for one in fields(OPSDConfig)])
-
-    def _prove(self) -> None:
-        self.reading = prove_student(self.model, self.in_student, self.args, self.accelerator)
-        self._student_is_proved = True
 
     def _prove_divergence(self, divergence: Divergence) -> None:
         with preserved_rng(self.accelerator.device):
@@ -219,37 +207,7 @@ class OPSDTrainer(StrictNames, Teaching):
                 "student is trained to make it smaller, which may lead away from the teacher."
             )
 
-    def _bind(self, rollout: RolloutBackend) -> None:
-        with explained("start", partial(self.footprint, "start")):
-            rollout.bind(self)
-        self._rollout = rollout
-        _users[id(rollout)] = self
-
     # ---- The verbs ----------------------------------------------------------------------------------------------
-
-    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        if not self._student_is_proved:
-            self._prove()
-        if _users.get(id(self.rollout)) is not self:  # another trainer has used it since
-            self._bind(self.rollout)
-        # A copy, so that changing it does not change what is trained on.
-        returned = self.rollout.complete([list(ids) for ids in prompt_ids], self.state.global_step)
-        return checked_completions(returned, self, prompt_ids, type(self.rollout).__name__)
-
-    def checked_completions(self, prompt_ids: list[list[int]], completions: Any) -> list[list[int]]:
-        name = type(self.rollout).__name__
-        if type(self).complete is not OPSDTrainer.complete:
-            name = f"{type(self).__name__}.complete"
-            completions = checked_completions(completions, self, prompt_ids, name)
-        padding = {self.processing_class.pad_token_id, *self.eos_token_ids}
-        if not self._has_completed and begin_with_prompts(completions, prompt_ids, padding):
-            logger.warning(
-                f"Every completion that {name} returned begins with its whole prompt, which would be learned as part "
-                "of it: return only what follows the prompt, `ids[len(prompt):]`. If the student itself repeats its "
-                "prompts, see how they end in what is printed when a training begins."
-            )
-        self._has_completed = True
-        return completions
 
     def compare(
         self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
@@ -303,17 +261,6 @@ class OPSDTrainer(StrictNames, Teaching):
             readers=self.readers,
             without_effect=self._without_effect,
         )
-
-    @property
-    def rollout(self) -> RolloutBackend:
-        """What writes completions. Another can be assigned; the former is not closed."""
-        return self._rollout
-
-    @rollout.setter
-    def rollout(self, rollout: RolloutBackend | None) -> None:
-        self.restore_launch()
-        with preserved_rng(self.accelerator.device):
-            self._bind(chosen_rollout(rollout, self.args))
 
     @property
     def divergence(self) -> Divergence:

@@ -1,0 +1,81 @@
+"""The part of the trainer that knows the rollout: what writes completions, and that these can be trained on."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+from accelerate.logging import get_logger
+
+from trl_opsd.config import OPSDConfig
+from trl_opsd.loop.seams import SeamTrainer
+from trl_opsd.models.padding import PADDED, Reading
+from trl_opsd.models.proofs import prove_student
+from trl_opsd.rollout import RolloutBackend
+from trl_opsd.rollout.pick import chosen_rollout
+from trl_opsd.rollout.returned import begin_with_prompts, checked_completions
+from trl_opsd.run.memory import explained
+from trl_opsd.run.rng import preserved_rng
+
+logger = get_logger(__name__)
+
+_users: WeakValueDictionary[int, Writing] = WeakValueDictionary()
+"""The trainer that each rollout was last bound to, by the id of the rollout, which that trainer keeps alive."""
+
+
+class Writing(SeamTrainer):
+    """A trainer whose student writes completions; a subclass teaches, and compares."""
+
+    args: OPSDConfig
+    reading: Reading = PADDED
+    """Which rows the student can read in one batch."""
+    _student_is_proved = False
+    _has_completed = False
+
+    def prove_student(self) -> None:
+        """Examines the student by running it, once its weights are where they will be."""
+        self.reading = prove_student(self.model, self.in_student, self.args, self.accelerator)
+        self._student_is_proved = True
+
+    def bind(self, rollout: RolloutBackend) -> None:
+        """Has a rollout write for this trainer."""
+        with explained("start", partial(self.footprint, "start")):
+            rollout.bind(self)
+        self._rollout = rollout
+        _users[id(rollout)] = self
+
+    @property
+    def rollout(self) -> RolloutBackend:
+        """What writes completions. Another can be assigned; the former is not closed."""
+        return self._rollout
+
+    @rollout.setter
+    def rollout(self, rollout: RolloutBackend | None) -> None:
+        self.restore_launch()
+        with preserved_rng(self.accelerator.device):
+            self.bind(chosen_rollout(rollout, self.args))
+
+    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        if not self._student_is_proved:
+            self.prove_student()
+        if _users.get(id(self.rollout)) is not self:  # another trainer has used it since
+            self.bind(self.rollout)
+        # A copy, so that changing it does not change what is trained on.
+        returned = self.rollout.complete([list(ids) for ids in prompt_ids], self.state.global_step)
+        return checked_completions(returned, self, prompt_ids, type(self.rollout).__name__)
+
+    def checked_completions(self, prompt_ids: list[list[int]], completions: Any) -> list[list[int]]:
+        name = type(self.rollout).__name__
+        if type(self).complete is not Writing.complete:
+            name = f"{type(self).__name__}.complete"
+            completions = checked_completions(completions, self, prompt_ids, name)
+        padding = {self.processing_class.pad_token_id, *self.eos_token_ids}
+        if not self._has_completed and begin_with_prompts(completions, prompt_ids, padding):
+            logger.warning(
+                f"Every completion that {name} returned begins with its whole prompt, which would be learned as part "
+                "of it: return only what follows the prompt, `ids[len(prompt):]`. If the student itself repeats its "
+                "prompts, see how they end in what is printed when a training begins."
+            )
+        self._has_completed = True
+        return completions
