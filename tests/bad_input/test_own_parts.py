@@ -107,6 +107,12 @@ class TestTeacher:
         with pytest.raises(TypeError, match=message):
             make_trainer(teacher_model=odd())
 
+    def test_a_teacher_that_asks_one_with_the_student_s_weights_is_refused(self, make_trainer):
+        student, teacher = tiny.qwen2(32), Own()
+        teacher.inner = FrozenTeacher(Resident(student, torch.device("cpu")))
+        with pytest.raises(ValueError, match=r"^`teacher_model` shares parameters with the student"):
+            make_trainer(model=student, teacher_model=teacher)
+
     def test_targets_of_a_trainer_of_ones_own_are_checked_too(self, make_trainer):
         class Teaching(OPSDTrainer):
             def teach(self, rollout, rows):
@@ -262,6 +268,7 @@ class TestDivergence:
     def test_a_negative_one_is_said_and_a_sound_one_is_not(self, make_trainer, said):
         make_trainer(divergence=Upwards())
         assert ["`Upwards.value` is negative, -" in one for one in said()] == [True]
+        assert repr(Upwards()) == "Upwards()"
         make_trainer().divergence = ForwardKL()
         assert len(said()) == 1
 
