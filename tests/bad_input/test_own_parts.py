@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from accelerate import PartialState
 from peft import LoraConfig
 
 from trl_opsd import FrozenTeacher, OPSDTrainer, Teacher
 from trl_opsd.losses import Divergence, ForwardKL, ReverseKL
 from trl_opsd.teacher import Resident
 from trl_opsd.teacher.teachers import Teachers
+from trl_opsd.types import OutputHead
 
 pytestmark = pytest.mark.refusal
 OURS = ("trl_opsd.teacher", "trl_opsd.loop", "trl_opsd.run", "trl_opsd.trainer")
@@ -79,7 +81,8 @@ WARNED = {
 
 
 def asked(teacher, names=("teacher",), tokens=(4, 6)):
-    """What the trainer gets from teachers for rows of so many tokens, of which the last are different."""
+    """What the trainer gets from teachers for rows of so many tokens."""
+    PartialState(cpu=True)  # warnings are those of the main process
     ids = torch.arange(20).reshape(2, 10) + 40
     mask = (torch.arange(6) < torch.tensor(tokens)[:, None]).long()
     return Teachers(dict.fromkeys(names, teacher)).targets(tiny.rollout(ids[:, :4], ids[:, 4:], mask), [*names] * 2)
@@ -162,6 +165,22 @@ class TestTeacher:
     def test_nothing_is_said_of_a_sound_teacher(self, said, tokens):
         asked(Own(), tokens=tokens)
         assert said() == []
+
+    def test_large_numbers_that_are_always_the_same_hide_nothing(self, said):
+        """As those of a teacher that returns logits, with unused tokens masked."""
+
+        class Masking(Own):
+            @property
+            def head(self):
+                return OutputHead(torch.nn.functional.pad(super().head.weight, (0, 1)))
+
+        def masked(shift):
+            return states(lambda hidden: torch.nn.functional.pad(hidden.roll(-shift, 1), (0, 1), value=-1e9))
+
+        asked(Masking(masked(0)))
+        assert said() == []
+        with pytest.raises(ValueError, match="1 token too far"):
+            asked(Masking(masked(1)))
 
     def test_a_teacher_may_reuse_its_memory(self, said):
         memory = torch.empty(2, 6, 48)
