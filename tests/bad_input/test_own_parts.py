@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from accelerate import PartialState
 from peft import LoraConfig
 
 from trl_opsd import FrozenTeacher, OPSDTrainer, Teacher
 from trl_opsd.losses import Divergence, ForwardKL, ReverseKL
 from trl_opsd.teacher import Resident
 from trl_opsd.teacher.teachers import Teachers
+from trl_opsd.types import OutputHead
 
 pytestmark = pytest.mark.refusal
 OURS = ("trl_opsd.teacher", "trl_opsd.loop", "trl_opsd.run", "trl_opsd.trainer")
@@ -79,7 +81,8 @@ WARNED = {
 
 
 def asked(teacher, names=("teacher",), tokens=(4, 6)):
-    """What the trainer gets from teachers for rows of so many tokens, of which the last are different."""
+    """What the trainer gets from teachers for rows of so many tokens."""
+    PartialState(cpu=True)  # warnings are those of the main process
     ids = torch.arange(20).reshape(2, 10) + 40
     mask = (torch.arange(6) < torch.tensor(tokens)[:, None]).long()
     return Teachers(dict.fromkeys(names, teacher)).targets(tiny.rollout(ids[:, :4], ids[:, 4:], mask), [*names] * 2)
@@ -106,6 +109,12 @@ class TestTeacher:
         odd = type("Odd", (Own,), {member: value})
         with pytest.raises(TypeError, match=message):
             make_trainer(teacher_model=odd())
+
+    def test_a_teacher_that_asks_one_with_the_student_s_weights_is_refused(self, make_trainer):
+        student, teacher = tiny.qwen2(32), Own()
+        teacher.inner = FrozenTeacher(Resident(student, torch.device("cpu")))
+        with pytest.raises(ValueError, match=r"^`teacher_model` shares parameters with the student"):
+            make_trainer(model=student, teacher_model=teacher)
 
     def test_targets_of_a_trainer_of_ones_own_are_checked_too(self, make_trainer):
         class Teaching(OPSDTrainer):
@@ -156,6 +165,22 @@ class TestTeacher:
     def test_nothing_is_said_of_a_sound_teacher(self, said, tokens):
         asked(Own(), tokens=tokens)
         assert said() == []
+
+    def test_large_numbers_that_are_always_the_same_hide_nothing(self, said):
+        """As those of a teacher that returns logits, with unused tokens masked."""
+
+        class Masking(Own):
+            @property
+            def head(self):
+                return OutputHead(torch.nn.functional.pad(super().head.weight, (0, 1)))
+
+        def masked(shift):
+            return states(lambda hidden: torch.nn.functional.pad(hidden.roll(-shift, 1), (0, 1), value=-1e9))
+
+        asked(Masking(masked(0)))
+        assert said() == []
+        with pytest.raises(ValueError, match="1 token too far"):
+            asked(Masking(masked(1)))
 
     def test_a_teacher_may_reuse_its_memory(self, said):
         memory = torch.empty(2, 6, 48)
@@ -262,6 +287,7 @@ class TestDivergence:
     def test_a_negative_one_is_said_and_a_sound_one_is_not(self, make_trainer, said):
         make_trainer(divergence=Upwards())
         assert ["`Upwards.value` is negative, -" in one for one in said()] == [True]
+        assert repr(Upwards()) == "Upwards()"
         make_trainer().divergence = ForwardKL()
         assert len(said()) == 1
 

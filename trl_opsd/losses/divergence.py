@@ -21,6 +21,9 @@ class Divergence(ABC):
     A subclass needs to define only `value`. If it is a dataclass, checkpoints record its settings.
     """
 
+    def __repr__(self) -> str:  # a dataclass has its own, with its settings
+        return f"{type(self).__name__}()"
+
     @abstractmethod
     def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
         """The definition, [R] in nats: differentiable, in any precision. Log-probabilities must be finite."""

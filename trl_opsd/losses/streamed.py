@@ -197,7 +197,7 @@ class _Fold:
                     statistics_4N[:, rows] = step(self.divergence, finishes, *products, weights_R, gradient_RV)
             student.backproject_(gradient_GV, group, hidden_NH, *shared)
         if hidden_NH is not None:  # no divergence without a gradient: that of a user may be NaN where its value is not
-            broken_N = ~hidden_NH.isfinite().all(-1)
+            broken_N = ~hidden_NH.sum(-1).isfinite()
             statistics_4N[0].masked_fill_(broken_N & statistics_4N[0].isfinite(), torch.nan)
         return tuple(statistics_4N), gradients
 

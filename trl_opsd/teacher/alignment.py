@@ -18,7 +18,8 @@ from trl_opsd.types import Rollout, TeacherTargets
 logger = get_logger(__name__)
 
 _CHANGED = 0.05
-"""By how much states differ that have read different tokens, relative to the largest; rounding stays below it."""
+"""By how much states differ that have read different tokens, relative to how far those of a row lie apart; rounding
+stays below it."""
 
 
 def prove_alignment(
@@ -94,4 +95,5 @@ def _with_another_token(pair: Rollout, places: list[int]) -> Rollout:
 
 def _differ(one_nH: Tensor, other_nH: Tensor) -> Tensor:
     """[n], whether states differ by more than rounding."""
-    return (one_nH - other_nH).abs().amax(-1) > _CHANGED * one_nH.abs().max()
+    apart = (one_nH - one_nH[:1]).abs().max()
+    return (one_nH - other_nH).abs().amax(-1) > _CHANGED * apart

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -19,9 +20,17 @@ def share_memory(teacher: Any, student: CausalLM) -> bool:
         student (`Any`):
             A model, or something that has no weights yet.
     """
-    models = [teacher, *vars(teacher).values()] if isinstance(teacher, Teacher) else [teacher]
-    theirs = {place for one in models if isinstance(one, nn.Module) for place in _places(one)}
+    theirs = {place for one in _models(teacher) for place in _places(one)}
     return bool(theirs) and isinstance(student, nn.Module) and not theirs.isdisjoint(_places(student))
+
+
+def _models(teacher: Any) -> Iterator[nn.Module]:
+    """A model, or those of a teacher; one teacher may ask another."""
+    if isinstance(teacher, nn.Module):
+        yield teacher
+    elif isinstance(teacher, Teacher):
+        for one in vars(teacher).values():
+            yield from _models(one)
 
 
 def _places(model: nn.Module) -> set[tuple[str, int]]:
