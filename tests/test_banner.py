@@ -83,6 +83,7 @@ def test_it_says_where_the_teacher_is(make_trainer, offload, where):
     [
         ("base", True, "the student as it was passed: ", "no weights of its own"),
         ("base", False, "the student as it was passed: Qwen2ForCausalLM, ", "on cpu"),
+        ("ema", True, "the student's moving average: 0.02 MB in float32 in place of the student's", "student's"),
         ("ema", False, "the student's moving average: Qwen2ForCausalLM, ", "on cpu"),
         ("live", False, "the student as it is: ", "no weights of its own"),
     ],
@@ -98,6 +99,33 @@ def test_a_student_that_teaches_itself_is_named(make_trainer, kind, adapter, sta
     )["teacher"]
     assert found.startswith(starts)
     assert found.endswith(ends)
+
+
+@pytest.mark.filterwarnings("ignore:.*of the student's trained weights would not move")
+def test_an_average_beside_its_teacher_is_named(make_trainer):
+    found = parts(
+        make_trainer(
+            model=tiny.qwen2().bfloat16(),
+            teacher_model=None,
+            teacher_model_kind="ema",
+            train_dataset=tiny.rows().add_column("privileged_context", ["4"] * 8),
+        )
+    )["teacher"]
+    size = megabytes(tiny.qwen2().parameters())
+    assert found.endswith(f"MB in bfloat16, on cpu; averaged in {size} in float32")
+
+
+def test_what_the_generation_config_of_the_student_adds_is_named(make_trainer):
+    student = tiny.qwen2()
+    student.generation_config.update(suppress_tokens=[5], num_beams=2, min_p=0.25, top_k=7, max_length=40)
+    found = parts(make_trainer(model=student, rollout=HFRollout()))["completions"]
+    assert found == (
+        "by transformers, at most 24 tokens, 2 beams, temperature 1.0, top_p 1.0, top_k 0, min_p 0.25, "
+        "repetition_penalty 1.0, suppress_tokens [5]"
+    )
+    found = parts(make_trainer(model=student, generation_kwargs={"suppress_tokens": [6]}, rollout=None))
+    assert "min_p 0.25, repetition_penalty 1.0, suppress_tokens [6]" in found["completions"]
+    assert "suppress" not in parts(make_trainer(model=student))["completions"], "another engine does not read it"
 
 
 def test_each_reader_shows_the_first_prompt_as_it_is_tokenized(make_trainer):
@@ -161,6 +189,7 @@ def test_several_teachers_are_named(make_trainer):
     rows = tiny.rows().add_column("teacher", ["a", "b"] * 4)
     found = parts(make_trainer(teacher_model={"a": tiny.qwen2(48), "b": tiny.qwen2(64)}, train_dataset=rows))
     assert "not read" not in found
+    assert found["of 'a'"] == "the same"
     assert [name for name in found if name.startswith("teacher")] == ["teacher 'a'", "teacher 'b'"]
 
 

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from datasets import Dataset
+from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -56,8 +57,12 @@ class Described:
     """The trainer: its student, options and datasets."""
     teachers: Mapping[str, object]
     """Its teachers by name; `str` describes each."""
+    averages: Collection[Tensor]
+    """The weights from which a teacher in half precision is averaged."""
     rollout: object
     """What generates; `str` describes it."""
+    of_student: Mapping[str, Any]
+    """What it takes from the student's own generation config."""
     divergence: Divergence
     """What it minimises."""
     readers: Readers
@@ -84,9 +89,10 @@ class Described:
     def _parts(self) -> Iterator[tuple[str, str]]:
         args = self.trainer.args
         yield "student", self._student()
+        kind = f"{_KINDS[args.teacher_model_kind]}: " if args.teacher_model_kind else ""
+        averaged = f"; averaged in {sizes(self.averages)}" if self.averages else ""
         for name, teacher in self.teachers.items():
-            kind = f"{_KINDS[args.teacher_model_kind]}: " if args.teacher_model_kind else ""
-            yield "teacher" if len(self.teachers) == 1 else f"teacher {name!r}", f"{kind}{teacher}"
+            yield "teacher" if len(self.teachers) == 1 else f"teacher {name!r}", f"{kind}{teacher}{averaged}"
         yield "processes", self.trainer.strategy
         yield "steps", self._steps()
         yield "completions", self._completions()
@@ -112,20 +118,17 @@ class Described:
 
     def _completions(self) -> str:
         options, limit = self.trainer.generation_config, self.readers.student_limits.completion
-        sampling = ", ".join(f"{name} {value}" for name in _SAMPLING if (value := getattr(options, name)) is not None)
-        others = self.trainer.args.generation_kwargs or {}
+        others = {**(self.trainer.args.generation_kwargs or {}), **self.of_student}
+        sampling = {name: self.of_student.get(name, getattr(options, name)) for name in _SAMPLING}
+        beams = others.pop("num_beams", options.num_beams) or 1
         shown = [
             f"by {self.rollout}",
             f"at most {min(options.max_new_tokens or limit, limit)} tokens",
-            *([f"{options.num_beams} beams"] if (options.num_beams or 1) > 1 else []),
-            sampling if options.do_sample else "greedy",
-            *(
-                f"{name} {value}"
-                for name, value in others.items()
-                if name not in (*_SAMPLING, "do_sample", "num_beams")
-            ),
+            *([f"{beams} beams"] if beams > 1 else []),
+            _listed(sampling) if options.do_sample else "greedy",
+            _listed({name: value for name, value in others.items() if name not in (*_SAMPLING, "do_sample")}),
         ]
-        return ", ".join(shown)
+        return ", ".join(filter(None, shown))
 
     def _optimizer(self) -> str:
         args, used = self.trainer.args, self.trainer.optimizer
@@ -153,11 +156,12 @@ class Described:
             raise ValueError(f"`{where}` is a stream without rows, or all of them are too long and were dropped.")
         request = self.readers.intake.read(row, f"row 0 of {where}")
         yield "prompt", self._decoded(self.readers.student, request)
+        reader = "of the teacher" if len(self.teachers) == 1 else f"of {request.teacher!r}"
         if self.readers.intake.prompts.prompt_fn is not None:
-            yield "of the teacher", "what `teacher_prompt_fn` returns"
+            yield reader, "what `teacher_prompt_fn` returns"
         else:
             alike = self.readers.are_alike(request)
-            yield "of the teacher", "the same" if alike else self._decoded(self.readers.teacher, request)
+            yield reader, "the same" if alike else self._decoded(self.readers.teacher, request)
 
     def _unread(self, dataset: AnyDataset) -> list[str]:
         """Columns that nothing reads, as far as that is known: a function or a subclass may read any."""
@@ -175,3 +179,7 @@ class Described:
             text = f"{text[: _PROMPT // 2]} [...] {text[-_PROMPT // 2 :]}"
         source = "chat template" if prompt.kind == "messages" else "text, no chat template"
         return f"{len(ids)} tokens ({source}): {text!r}"
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)

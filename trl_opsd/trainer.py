@@ -25,7 +25,7 @@ from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.head import whole_head
 from trl_opsd.models.model_checks import check_student, check_trainable
 from trl_opsd.models.proofs import prove_student
-from trl_opsd.rollout import RolloutBackend
+from trl_opsd.rollout import HFRollout, RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions
 from trl_opsd.run.agreement import agree
@@ -277,7 +277,9 @@ class OPSDTrainer(StrictNames, Teaching):
         return Described(
             trainer=self,
             teachers=self.teachers,
+            averages=() if self.teachers.average is None else self.teachers.average.copies.values(),
             rollout=self.rollout,
+            of_student=self.rollout.of_student if isinstance(self.rollout, HFRollout) else {},
             divergence=self.divergence,
             readers=self.readers,
             without_effect=self._without_effect,
