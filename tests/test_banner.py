@@ -164,11 +164,21 @@ def test_a_long_prompt_is_shown_by_its_beginning_and_its_end(make_trainer):
     assert len(found) < 700
 
 
-def test_a_prompt_function_is_named_and_may_read_any_column(make_trainer):
-    found = parts(make_trainer(train_dataset=chat(), processing_class=with_template(), rollout=HFRollout(),
-                               teacher_prompt_fn=lambda row, completion: row["prompt"]))  # fmt: skip
-    assert found["of the teacher"] == "what `teacher_prompt_fn` returns"
+def test_a_prompt_function_may_read_any_column_and_its_first_prompt_is_shown(make_trainer, capsys):
+    trainer = make_trainer(teacher_prompt_fn=lambda row, completion: f"{row['prompt']} Is it {completion}?")
+    found = parts(trainer)
+    assert found["of the teacher"] == "what `teacher_prompt_fn` returns, shown after the first step"
     assert "not read" not in found
+    trainer.train()
+    made = parts(trainer)["of the teacher"]
+    answers = [answer.removesuffix("<|im_end|>") for answer in tiny.ANSWERS]
+    possible = [f"{prompt} Is it {answer}?" for prompt, answer in zip(tiny.PROMPTS, answers, strict=True)]
+    assert made in [f"{len(text)} tokens (`teacher_prompt_fn`): {text!r}" for text in possible]
+    printed = capsys.readouterr().out
+    assert printed.count(f"\n  of the teacher  {made}\n") == 1
+    trainer.train()
+    printed = capsys.readouterr().out
+    assert printed.count(made) == 1, "with the description, as it is known"
 
 
 def test_a_subclass_that_weighs_may_read_any_column(make_trainer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -27,6 +27,8 @@ _PROMPT = 600
 """Characters of a prompt that are shown; of a longer one, its beginning and its end."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling options of a rollout that are shown where they are set."""
+_OF_TEACHER = "of the teacher"
+"""The entry of the teacher's first prompt."""
 _KINDS = {"base": "the student as it was passed", "ema": "the student's moving average", "live": "the student as it is"}
 """What each `teacher_model_kind` is."""
 
@@ -39,14 +41,23 @@ class Banner(TrainerCallback):
     Args:
         describe (`Callable`):
             Returns the description.
+        add (`Callable`):
+            Returns what is known only after a step and belongs to it, or `None`; printed once.
     """
 
-    def __init__(self, describe: Callable[[], str]) -> None:
-        self._describe = describe
+    def __init__(self, describe: Callable[[], str], add: Callable[[], str | None]) -> None:
+        self._describe, self._add = describe, add
+        self._added: str | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
             tqdm.write(self._describe())  # on lines of its own, beside a progress bar
+        self._added = self._add()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.is_world_process_zero and self._added is None and (added := self._add()) is not None:
+            tqdm.write(added)
+            self._added = added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +80,8 @@ class Described:
     """Turn rows into prompts."""
     without_effect: Collection[str]
     """Options that are set and have no effect."""
+    first_made: list[int] | None
+    """Token ids of the first prompt that `teacher_prompt_fn` has made, if it has made one."""
 
     def text(self, reads_stream: bool = False) -> str:
         """The description, an entry for each part.
@@ -77,14 +90,13 @@ class Described:
             reads_stream (`bool`, *optional*, defaults to `False`):
                 Whether to read the first row of a stream, to show its prompt.
         """
-        parts = list(chain(self._parts(), self._rows(reads_stream)))
-        width = max(len(name) for name, _ in parts)
-        indent = " " * (width + 4)
-        filled = (
-            textwrap.fill(f"  {name:<{width}}  {text}", _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
-            for name, text in parts
-        )
-        return "\n".join([type(self.trainer).__name__, *filled])
+        return "\n".join([type(self.trainer).__name__, *_filled(chain(self._parts(), self._rows(reads_stream)))])
+
+    def later(self) -> str | None:
+        """The entry that is known only after a step: the first prompt that `teacher_prompt_fn` has made."""
+        if self.first_made is None:
+            return None
+        return "\n".join(_filled([(_OF_TEACHER, self._shown(self.first_made, "`teacher_prompt_fn`"))]))
 
     def _parts(self) -> Iterator[tuple[str, str]]:
         args = self.trainer.args
@@ -156,9 +168,11 @@ class Described:
             raise ValueError(f"`{where}` is a stream without rows, or all of them are too long and were dropped.")
         request = self.readers.intake.read(row, f"row 0 of {where}")
         yield "prompt", self._decoded(self.readers.student, request)
-        reader = "of the teacher" if len(self.teachers) == 1 else f"of {request.teacher!r}"
-        if self.readers.intake.prompts.prompt_fn is not None:
-            yield reader, "what `teacher_prompt_fn` returns"
+        reader = _OF_TEACHER if len(self.teachers) == 1 else f"of {request.teacher!r}"
+        if self.first_made is not None:
+            yield _OF_TEACHER, self._shown(self.first_made, "`teacher_prompt_fn`")
+        elif self.readers.intake.prompts.prompt_fn is not None:
+            yield _OF_TEACHER, "what `teacher_prompt_fn` returns, shown after the first step"
         else:
             alike = self.readers.are_alike(request)
             yield reader, "the same" if alike else self._decoded(self.readers.teacher, request)
@@ -173,12 +187,23 @@ class Described:
 
     def _decoded(self, reader: Reader, request: Request) -> str:
         prompt = reader.prompt_of(request)
-        ids = reader.token_ids([prompt])[0]
+        source = "chat template" if prompt.kind == "messages" else "text, no chat template"
+        return self._shown(reader.token_ids([prompt])[0], source)
+
+    def _shown(self, ids: list[int], source: str) -> str:
         text = self.trainer.processing_class.decode(ids)
         if len(text) > _PROMPT:
             text = f"{text[: _PROMPT // 2]} [...] {text[-_PROMPT // 2 :]}"
-        source = "chat template" if prompt.kind == "messages" else "text, no chat template"
         return f"{len(ids)} tokens ({source}): {text!r}"
+
+
+def _filled(parts: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Names and texts in two columns."""
+    parts = list(parts)
+    width = max(len(name) for name, _ in parts)
+    indent = " " * (width + 4)
+    for name, text in parts:
+        yield textwrap.fill(f"  {name:<{width}}  {text}", _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _listed(options: Mapping[str, Any]) -> str:

@@ -42,6 +42,8 @@ class Teaching(SeamTrainer):
     teachers: Teachers
     reading: Reading = PADDED
     """Which rows the student can read in one batch."""
+    first_made: list[int] | None = None
+    """Token ids of the first prompt that `teacher_prompt_fn` has made."""
 
     def set_up_teaching(self, given: Prepared) -> None:
         """Builds readers and teachers, and checks every row with both.
@@ -158,6 +160,8 @@ class Teaching(SeamTrainer):
         requests = self.readers.read_batch(rows, self._batch)
         decode = self.processing_class.batch_decode
         prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
+        if self.first_made is None and prompts is not None and self.readers.intake.prompts.prompt_fn is not None:
+            self.first_made = prompts[0]
         if prompts is not None:  # the same completions, token by token, after the teacher's prompts
             rollout = rollout.after(self.pad_prompts(prompts))
         return self.teachers.targets(rollout, [request.teacher for request in requests])

@@ -195,7 +195,7 @@ class OPSDTrainer(StrictNames, Teaching):
             self.rollout.bind(self)
         self.is_built = True
         self.remember_launch()
-        self.add_callback(Banner(self._announced))
+        self.add_callback(Banner(self._announced, lambda: self._described.later()))
 
     @classmethod
     def explain(cls, name: str, known: Collection[str]) -> str:
@@ -283,6 +283,7 @@ class OPSDTrainer(StrictNames, Teaching):
             divergence=self.divergence,
             readers=self.readers,
             without_effect=self._without_effect,
+            first_made=self.first_made,
         )
 
     @property
