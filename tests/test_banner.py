@@ -7,9 +7,12 @@ import tiny
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+from trl.chat_template_utils import qwen3_chat_template
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.banner import Banner
+from trl_opsd.models.size import described
 
 pytestmark = pytest.mark.quick
 
@@ -125,7 +128,7 @@ def test_what_the_generation_config_of_the_student_adds_is_named(make_trainer):
     )
     found = parts(make_trainer(model=student, generation_kwargs={"suppress_tokens": [6]}, rollout=None))
     assert "min_p 0.25, repetition_penalty 1.0, suppress_tokens [6]" in found["completions"]
-    assert "suppress" not in parts(make_trainer(model=student))["completions"], "another engine does not read it"
+    assert "suppress" not in parts(make_trainer(model=student))["completions"], "another rollout does not read it"
 
 
 def test_each_reader_shows_the_first_prompt_as_it_is_tokenized(make_trainer):
@@ -291,9 +294,45 @@ def test_parts_of_ones_own_are_described_by_their_string(make_trainer):
         def __str__(self):
             return "answers of last week"
 
-    trainer = make_trainer(rollout=Recorded(tiny.recorded(tiny.tokenizer())))
-    assert parts(trainer)["completions"].startswith("by answers of last week, ")
-    assert parts(make_trainer())["completions"].startswith("by FixedRollout, ")
+    trainer = make_trainer(rollout=Recorded(tiny.recorded(tiny.tokenizer())), top_p=0.9)
+    assert parts(trainer)["completions"] == "by answers of last week, at most 24 tokens", "how it samples is not known"
+    assert parts(make_trainer())["completions"] == "by FixedRollout, at most 24 tokens"
+
+
+def test_tools_are_named(make_trainer):
+    def add(a: int, b: int) -> int:
+        """Adds.
+
+        Args:
+            a: The first number.
+            b: The second number.
+
+        Returns:
+            The sum.
+        """
+        return a + b
+
+    words = tiny.tokenizer()
+    words.chat_template = qwen3_chat_template
+    models = [tiny.qwen2(width, seed, max_position_embeddings=4096) for seed, width in enumerate((32, 48))]
+    found = parts(
+        make_trainer(
+            tools=[add], processing_class=words, train_dataset=chat(), model=models[0], teacher_model=models[1]
+        )
+    )
+    assert found["completions"].endswith(", with the tools add")
+    assert '"name": "add"' in found["prompt"]
+
+
+@pytest.mark.parametrize(
+    "given", [BitsAndBytesConfig(load_in_4bit=True), {"quant_method": "gptq"}], ids=["object", "dict"]
+)
+def test_a_quantised_model_is_called_that(given):
+    model = tiny.qwen2()
+    assert "quantised" not in described(model)
+    model.is_quantized, model.config.quantization_config = True, given
+    method = "gptq" if isinstance(given, dict) else "bitsandbytes"
+    assert described(model).startswith(f"Qwen2ForCausalLM quantised with {method}, ")
 
 
 def test_a_trainer_that_only_evaluates_is_described(make_trainer):

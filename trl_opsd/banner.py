@@ -72,8 +72,8 @@ class Described:
     """The weights from which a teacher in half precision is averaged."""
     rollout: object
     """What generates; `str` describes it."""
-    of_student: Mapping[str, Any]
-    """What it takes from the student's own generation config."""
+    of_student: Mapping[str, Any] | None
+    """What it takes from the student's own generation config; `None` if not even the options are known to hold."""
     divergence: Divergence
     """What it minimises."""
     readers: Readers
@@ -130,16 +130,18 @@ class Described:
 
     def _completions(self) -> str:
         options, limit = self.trainer.generation_config, self.readers.student_limits.completion
-        others = {**(self.trainer.args.generation_kwargs or {}), **self.of_student}
-        sampling = {name: self.of_student.get(name, getattr(options, name)) for name in _SAMPLING}
-        beams = others.pop("num_beams", options.num_beams) or 1
-        shown = [
-            f"by {self.rollout}",
-            f"at most {min(options.max_new_tokens or limit, limit)} tokens",
-            *([f"{beams} beams"] if beams > 1 else []),
-            _listed(sampling) if options.do_sample else "greedy",
-            _listed({name: value for name, value in others.items() if name not in (*_SAMPLING, "do_sample")}),
-        ]
+        shown = [f"by {self.rollout}", f"at most {min(options.max_new_tokens or limit, limit)} tokens"]
+        if self.of_student is not None:
+            others = {**(self.trainer.args.generation_kwargs or {}), **self.of_student}
+            sampling = {name: self.of_student.get(name, getattr(options, name)) for name in _SAMPLING}
+            beams = others.pop("num_beams", options.num_beams) or 1
+            shown += [
+                f"{beams} beams" if beams > 1 else "",
+                _listed(sampling) if options.do_sample else "greedy",
+                _listed({name: value for name, value in others.items() if name not in (*_SAMPLING, "do_sample")}),
+            ]
+        if self.trainer.tools:
+            shown.append(f"with the tools {', '.join(tool.__name__ for tool in self.trainer.tools)}")
         return ", ".join(filter(None, shown))
 
     def _optimizer(self) -> str:

@@ -25,9 +25,10 @@ from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.head import whole_head
 from trl_opsd.models.model_checks import check_student, check_trainable
 from trl_opsd.models.proofs import prove_student
-from trl_opsd.rollout import HFRollout, RolloutBackend
+from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions
+from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.run.agreement import agree
 from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import explained_argument
@@ -274,12 +275,13 @@ class OPSDTrainer(StrictNames, Teaching):
 
     @property
     def _described(self) -> Described:
+        of_student = {} if isinstance(self.rollout, SyncedRollout) else getattr(self.rollout, "of_student", None)
         return Described(
             trainer=self,
             teachers=self.teachers,
             averages=() if self.teachers.average is None else self.teachers.average.copies.values(),
             rollout=self.rollout,
-            of_student=self.rollout.of_student if isinstance(self.rollout, HFRollout) else {},
+            of_student=of_student,
             divergence=self.divergence,
             readers=self.readers,
             without_effect=self._without_effect,
