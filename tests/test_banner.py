@@ -7,9 +7,12 @@ import tiny
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+from trl.chat_template_utils import qwen3_chat_template
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.banner import Banner
+from trl_opsd.models.size import described
 
 pytestmark = pytest.mark.quick
 
@@ -83,6 +86,7 @@ def test_it_says_where_the_teacher_is(make_trainer, offload, where):
     [
         ("base", True, "the student as it was passed: ", "no weights of its own"),
         ("base", False, "the student as it was passed: Qwen2ForCausalLM, ", "on cpu"),
+        ("ema", True, "the student's moving average: 0.02 MB in float32 in place of the student's", "student's"),
         ("ema", False, "the student's moving average: Qwen2ForCausalLM, ", "on cpu"),
         ("live", False, "the student as it is: ", "no weights of its own"),
     ],
@@ -98,6 +102,33 @@ def test_a_student_that_teaches_itself_is_named(make_trainer, kind, adapter, sta
     )["teacher"]
     assert found.startswith(starts)
     assert found.endswith(ends)
+
+
+@pytest.mark.filterwarnings("ignore:.*of the student's trained weights would not move")
+def test_an_average_beside_its_teacher_is_named(make_trainer):
+    found = parts(
+        make_trainer(
+            model=tiny.qwen2().bfloat16(),
+            teacher_model=None,
+            teacher_model_kind="ema",
+            train_dataset=tiny.rows().add_column("privileged_context", ["4"] * 8),
+        )
+    )["teacher"]
+    size = megabytes(tiny.qwen2().parameters())
+    assert found.endswith(f"MB in bfloat16, on cpu; averaged in {size} in float32")
+
+
+def test_what_the_generation_config_of_the_student_adds_is_named(make_trainer):
+    student = tiny.qwen2()
+    student.generation_config.update(suppress_tokens=[5], num_beams=2, min_p=0.25, top_k=7, max_length=40)
+    found = parts(make_trainer(model=student, rollout=HFRollout()))["completions"]
+    assert found == (
+        "by transformers, at most 24 tokens, 2 beams, temperature 1.0, top_p 1.0, top_k 0, min_p 0.25, "
+        "repetition_penalty 1.0, suppress_tokens [5]"
+    )
+    found = parts(make_trainer(model=student, generation_kwargs={"suppress_tokens": [6]}, rollout=None))
+    assert "min_p 0.25, repetition_penalty 1.0, suppress_tokens [6]" in found["completions"]
+    assert "suppress" not in parts(make_trainer(model=student))["completions"], "another rollout does not read it"
 
 
 def test_each_reader_shows_the_first_prompt_as_it_is_tokenized(make_trainer):
@@ -136,11 +167,21 @@ def test_a_long_prompt_is_shown_by_its_beginning_and_its_end(make_trainer):
     assert len(found) < 700
 
 
-def test_a_prompt_function_is_named_and_may_read_any_column(make_trainer):
-    found = parts(make_trainer(train_dataset=chat(), processing_class=with_template(), rollout=HFRollout(),
-                               teacher_prompt_fn=lambda row, completion: row["prompt"]))  # fmt: skip
-    assert found["of the teacher"] == "what `teacher_prompt_fn` returns"
+def test_a_prompt_function_may_read_any_column_and_its_first_prompt_is_shown(make_trainer, capsys):
+    trainer = make_trainer(teacher_prompt_fn=lambda row, completion: f"{row['prompt']} Is it {completion}?")
+    found = parts(trainer)
+    assert found["of the teacher"] == "what `teacher_prompt_fn` returns, shown after the first step"
     assert "not read" not in found
+    trainer.train()
+    made = parts(trainer)["of the teacher"]
+    answers = [answer.removesuffix("<|im_end|>") for answer in tiny.ANSWERS]
+    possible = [f"{prompt} Is it {answer}?" for prompt, answer in zip(tiny.PROMPTS, answers, strict=True)]
+    assert made in [f"{len(text)} tokens (`teacher_prompt_fn`): {text!r}" for text in possible]
+    printed = capsys.readouterr().out
+    assert printed.count(f"\n  of the teacher  {made}\n") == 1
+    trainer.train()
+    printed = capsys.readouterr().out
+    assert printed.count(made) == 1, "with the description, as it is known"
 
 
 def test_a_subclass_that_weighs_may_read_any_column(make_trainer):
@@ -161,6 +202,7 @@ def test_several_teachers_are_named(make_trainer):
     rows = tiny.rows().add_column("teacher", ["a", "b"] * 4)
     found = parts(make_trainer(teacher_model={"a": tiny.qwen2(48), "b": tiny.qwen2(64)}, train_dataset=rows))
     assert "not read" not in found
+    assert found["of 'a'"] == "the same"
     assert [name for name in found if name.startswith("teacher")] == ["teacher 'a'", "teacher 'b'"]
 
 
@@ -252,9 +294,45 @@ def test_parts_of_ones_own_are_described_by_their_string(make_trainer):
         def __str__(self):
             return "answers of last week"
 
-    trainer = make_trainer(rollout=Recorded(tiny.recorded(tiny.tokenizer())))
-    assert parts(trainer)["completions"].startswith("by answers of last week, ")
-    assert parts(make_trainer())["completions"].startswith("by FixedRollout, ")
+    trainer = make_trainer(rollout=Recorded(tiny.recorded(tiny.tokenizer())), top_p=0.9)
+    assert parts(trainer)["completions"] == "by answers of last week, at most 24 tokens", "how it samples is not known"
+    assert parts(make_trainer())["completions"] == "by FixedRollout, at most 24 tokens"
+
+
+def test_tools_are_named(make_trainer):
+    def add(a: int, b: int) -> int:
+        """Adds.
+
+        Args:
+            a: The first number.
+            b: The second number.
+
+        Returns:
+            The sum.
+        """
+        return a + b
+
+    words = tiny.tokenizer()
+    words.chat_template = qwen3_chat_template
+    models = [tiny.qwen2(width, seed, max_position_embeddings=4096) for seed, width in enumerate((32, 48))]
+    found = parts(
+        make_trainer(
+            tools=[add], processing_class=words, train_dataset=chat(), model=models[0], teacher_model=models[1]
+        )
+    )
+    assert found["completions"].endswith(", with the tools add")
+    assert '"name": "add"' in found["prompt"]
+
+
+@pytest.mark.parametrize(
+    "given", [BitsAndBytesConfig(load_in_4bit=True), {"quant_method": "gptq"}], ids=["object", "dict"]
+)
+def test_a_quantised_model_is_called_that(given):
+    model = tiny.qwen2()
+    assert "quantised" not in described(model)
+    model.is_quantized, model.config.quantization_config = True, given
+    method = "gptq" if isinstance(given, dict) else "bitsandbytes"
+    assert described(model).startswith(f"Qwen2ForCausalLM quantised with {method}, ")
 
 
 def test_a_trainer_that_only_evaluates_is_described(make_trainer):

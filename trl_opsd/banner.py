@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from datasets import Dataset
+from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -26,6 +27,8 @@ _PROMPT = 600
 """Characters of a prompt that are shown; of a longer one, its beginning and its end."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling options of a rollout that are shown where they are set."""
+_OF_TEACHER = "of the teacher"
+"""The entry of the teacher's first prompt."""
 _KINDS = {"base": "the student as it was passed", "ema": "the student's moving average", "live": "the student as it is"}
 """What each `teacher_model_kind` is."""
 
@@ -38,14 +41,23 @@ class Banner(TrainerCallback):
     Args:
         describe (`Callable`):
             Returns the description.
+        add (`Callable`):
+            Returns what is known only after a step and belongs to it, or `None`; printed once.
     """
 
-    def __init__(self, describe: Callable[[], str]) -> None:
-        self._describe = describe
+    def __init__(self, describe: Callable[[], str], add: Callable[[], str | None]) -> None:
+        self._describe, self._add = describe, add
+        self._added: str | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
             tqdm.write(self._describe())  # on lines of its own, beside a progress bar
+        self._added = self._add()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.is_world_process_zero and self._added is None and (added := self._add()) is not None:
+            tqdm.write(added)
+            self._added = added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +68,20 @@ class Described:
     """The trainer: its student, options and datasets."""
     teachers: Mapping[str, object]
     """Its teachers by name; `str` describes each."""
+    averages: Collection[Tensor]
+    """The weights from which a teacher in half precision is averaged."""
     rollout: object
     """What generates; `str` describes it."""
+    of_student: Mapping[str, Any] | None
+    """What it takes from the student's own generation config; `None` if not even the options are known to hold."""
     divergence: Divergence
     """What it minimises."""
     readers: Readers
     """Turn rows into prompts."""
     without_effect: Collection[str]
     """Options that are set and have no effect."""
+    first_made: list[int] | None
+    """Token ids of the first prompt that `teacher_prompt_fn` has made, if it has made one."""
 
     def text(self, reads_stream: bool = False) -> str:
         """The description, an entry for each part.
@@ -72,21 +90,21 @@ class Described:
             reads_stream (`bool`, *optional*, defaults to `False`):
                 Whether to read the first row of a stream, to show its prompt.
         """
-        parts = list(chain(self._parts(), self._rows(reads_stream)))
-        width = max(len(name) for name, _ in parts)
-        indent = " " * (width + 4)
-        filled = (
-            textwrap.fill(f"  {name:<{width}}  {text}", _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
-            for name, text in parts
-        )
-        return "\n".join([type(self.trainer).__name__, *filled])
+        return "\n".join([type(self.trainer).__name__, *_filled(chain(self._parts(), self._rows(reads_stream)))])
+
+    def later(self) -> str | None:
+        """The entry that is known only after a step: the first prompt that `teacher_prompt_fn` has made."""
+        if self.first_made is None:
+            return None
+        return "\n".join(_filled([(_OF_TEACHER, self._shown(self.first_made, "`teacher_prompt_fn`"))]))
 
     def _parts(self) -> Iterator[tuple[str, str]]:
         args = self.trainer.args
         yield "student", self._student()
+        kind = f"{_KINDS[args.teacher_model_kind]}: " if args.teacher_model_kind else ""
+        averaged = f"; averaged in {sizes(self.averages)}" if self.averages else ""
         for name, teacher in self.teachers.items():
-            kind = f"{_KINDS[args.teacher_model_kind]}: " if args.teacher_model_kind else ""
-            yield "teacher" if len(self.teachers) == 1 else f"teacher {name!r}", f"{kind}{teacher}"
+            yield "teacher" if len(self.teachers) == 1 else f"teacher {name!r}", f"{kind}{teacher}{averaged}"
         yield "processes", self.trainer.strategy
         yield "steps", self._steps()
         yield "completions", self._completions()
@@ -112,20 +130,19 @@ class Described:
 
     def _completions(self) -> str:
         options, limit = self.trainer.generation_config, self.readers.student_limits.completion
-        sampling = ", ".join(f"{name} {value}" for name in _SAMPLING if (value := getattr(options, name)) is not None)
-        others = self.trainer.args.generation_kwargs or {}
-        shown = [
-            f"by {self.rollout}",
-            f"at most {min(options.max_new_tokens or limit, limit)} tokens",
-            *([f"{options.num_beams} beams"] if (options.num_beams or 1) > 1 else []),
-            sampling if options.do_sample else "greedy",
-            *(
-                f"{name} {value}"
-                for name, value in others.items()
-                if name not in (*_SAMPLING, "do_sample", "num_beams")
-            ),
-        ]
-        return ", ".join(shown)
+        shown = [f"by {self.rollout}", f"at most {min(options.max_new_tokens or limit, limit)} tokens"]
+        if self.of_student is not None:
+            others = {**(self.trainer.args.generation_kwargs or {}), **self.of_student}
+            sampling = {name: self.of_student.get(name, getattr(options, name)) for name in _SAMPLING}
+            beams = others.pop("num_beams", options.num_beams) or 1
+            shown += [
+                f"{beams} beams" if beams > 1 else "",
+                _listed(sampling) if options.do_sample else "greedy",
+                _listed({name: value for name, value in others.items() if name not in (*_SAMPLING, "do_sample")}),
+            ]
+        if self.trainer.tools:
+            shown.append(f"with the tools {', '.join(tool.__name__ for tool in self.trainer.tools)}")
+        return ", ".join(filter(None, shown))
 
     def _optimizer(self) -> str:
         args, used = self.trainer.args, self.trainer.optimizer
@@ -153,11 +170,14 @@ class Described:
             raise ValueError(f"`{where}` is a stream without rows, or all of them are too long and were dropped.")
         request = self.readers.intake.read(row, f"row 0 of {where}")
         yield "prompt", self._decoded(self.readers.student, request)
-        if self.readers.intake.prompts.prompt_fn is not None:
-            yield "of the teacher", "what `teacher_prompt_fn` returns"
+        reader = _OF_TEACHER if len(self.teachers) == 1 else f"of {request.teacher!r}"
+        if self.first_made is not None:
+            yield _OF_TEACHER, self._shown(self.first_made, "`teacher_prompt_fn`")
+        elif self.readers.intake.prompts.prompt_fn is not None:
+            yield _OF_TEACHER, "what `teacher_prompt_fn` returns, shown after the first step"
         else:
             alike = self.readers.are_alike(request)
-            yield "of the teacher", "the same" if alike else self._decoded(self.readers.teacher, request)
+            yield reader, "the same" if alike else self._decoded(self.readers.teacher, request)
 
     def _unread(self, dataset: AnyDataset) -> list[str]:
         """Columns that nothing reads, as far as that is known: a function or a subclass may read any."""
@@ -169,9 +189,24 @@ class Described:
 
     def _decoded(self, reader: Reader, request: Request) -> str:
         prompt = reader.prompt_of(request)
-        ids = reader.token_ids([prompt])[0]
+        source = "chat template" if prompt.kind == "messages" else "text, no chat template"
+        return self._shown(reader.token_ids([prompt])[0], source)
+
+    def _shown(self, ids: list[int], source: str) -> str:
         text = self.trainer.processing_class.decode(ids)
         if len(text) > _PROMPT:
             text = f"{text[: _PROMPT // 2]} [...] {text[-_PROMPT // 2 :]}"
-        source = "chat template" if prompt.kind == "messages" else "text, no chat template"
         return f"{len(ids)} tokens ({source}): {text!r}"
+
+
+def _filled(parts: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Names and texts in two columns."""
+    parts = list(parts)
+    width = max(len(name) for name, _ in parts)
+    indent = " " * (width + 4)
+    for name, text in parts:
+        yield textwrap.fill(f"  {name:<{width}}  {text}", _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)

@@ -46,6 +46,8 @@ class Teaching(SeamTrainer):
     """Which rows the student can read in one batch."""
     _described_rows: str | None = None
     """The training dataset in the fingerprint, once it is needed."""
+    first_made: list[int] | None = None
+    """Token ids of the first prompt that `teacher_prompt_fn` has made."""
 
     def set_up_teaching(self, given: Prepared) -> None:
         """Builds readers and teachers, and checks every row with both.
@@ -195,6 +197,8 @@ class Teaching(SeamTrainer):
         requests = self.readers.read_batch(rows, self._batch)
         decode = self.processing_class.batch_decode
         prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
+        if self.first_made is None and prompts is not None and self.readers.intake.prompts.prompt_fn is not None:
+            self.first_made = prompts[0]
         if prompts is not None:  # the same completions, token by token, after the teacher's prompts
             rollout = rollout.after(self.pad_prompts(prompts))
         return self.teachers.targets(rollout, [request.teacher for request in requests])

@@ -26,6 +26,7 @@ from trl_opsd.models.head import whole_head
 from trl_opsd.models.model_checks import check_student, check_trainable
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
+from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.run.agreement import agree
 from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import explained_argument
@@ -191,7 +192,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         self.bind(given.rollout)
         self.is_built = True
         self.remember_launch()
-        self.add_callback(Banner(self._announced))
+        self.add_callback(Banner(self._announced, lambda: self._described.later()))
 
     @classmethod
     def explain(cls, name: str, known: Collection[str]) -> str:
@@ -253,13 +254,17 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
 
     @property
     def _described(self) -> Described:
+        of_student = {} if isinstance(self.rollout, SyncedRollout) else getattr(self.rollout, "of_student", None)
         return Described(
             trainer=self,
             teachers=self.teachers,
+            averages=() if self.teachers.average is None else self.teachers.average.copies.values(),
             rollout=self.rollout,
+            of_student=of_student,
             divergence=self.divergence,
             readers=self.readers,
             without_effect=self._without_effect,
+            first_made=self.first_made,
         )
 
     @property

@@ -296,3 +296,24 @@ class TestCompile:
         student._can_compile_fullgraph = False
         with pytest.raises(ValueError, match="Qwen2ForCausalLM does not support it"):
             make_writing(HFRollout(compile=True), model=student)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("stop_strings", ["x"]), ("prompt_lookup_num_tokens", 2), ("assistant_early_exit", 1), ("token_healing", True)],
+)
+def test_what_would_fail_in_a_rollout_is_refused_wherever_it_is_set(make_trainer, name, value):
+    trainer = make_trainer(rollout=HFRollout())
+    setattr(trainer.generation_config, name, value)
+    with pytest.raises(ValueError, match=rf"`trainer\.generation_config\.{name} = .*` cannot be followed: it "):
+        trainer.complete([[5]])
+    student = tiny.qwen2()
+    setattr(student.generation_config, name, value)
+    with pytest.raises(
+        ValueError, match=rf"^`model\.generation_config\.{name}` of the student is .*: it .*; set it to"
+    ):
+        make_trainer(model=student, rollout=HFRollout())
+    with pytest.raises(ValueError, match=rf"`generation_kwargs=\{{'{name}': .*: it "):
+        make_trainer(generation_kwargs={name: value})
+    make_trainer(model=student)  # another engine does not read it

@@ -1,4 +1,7 @@
-"""Finds what was assigned to `trainer.generation_config` after construction, and refuses what cannot be followed."""
+"""Finds what `generate` takes from elsewhere than the options, and refuses what cannot be followed.
+
+That is what was assigned to `trainer.generation_config` after construction, and what the student's own config adds.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,23 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from trl_opsd._compat.peft import CausalLM
+from trl_opsd.run.sampling_options import FAIL_IN_GENERATE
+
 IN_GENERATE: Mapping[str, str] = {
     "eos_token_id": "set `model.generation_config.eos_token_id` before the trainer is built",
     "pad_token_id": "set `tokenizer.pad_token` before the trainer is built",
     "num_return_sequences": "a rollout is one completion for each prompt",
     "return_dict_in_generate": "a rollout is token ids",
+    **{name: f"it {reason}" for name, reason in FAIL_IN_GENERATE.items()},
 }
 """What `generate` cannot follow here, and why or what to do."""
+_CHANGES_NO_TOKEN = (
+    *("transformers_version", "bos_token_id", "decoder_start_token_id", "max_length", "cache_implementation"),
+    *("return_dict_in_generate", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores"),
+    *("output_logits", "use_cache"),
+)
+"""What a checkpoint's generation config may have without a difference to a rollout."""
 
 
 def assigned(config: GenerationConfig, bound: GenerationConfig) -> dict[str, Any]:
@@ -37,3 +50,24 @@ def check_followed(changes: Mapping[str, Any], unable: Mapping[str, str]) -> Non
     for name, value in changes.items():
         if name in unable:
             raise ValueError(f"`trainer.generation_config.{name} = {value!r}` cannot be followed: {unable[name]}.")
+
+
+def of_student(student: CausalLM, config: GenerationConfig) -> dict[str, Any]:
+    """What `generate` takes from the student's own generation config, because it is not set in this one.
+
+    Raises:
+        ValueError: It would fail in the middle of a run.
+    """
+    own = student.generation_config.to_diff_dict()
+    found = {
+        name: value
+        for name, value in own.items()
+        if getattr(config, name, None) is None and name not in _CHANGES_NO_TOKEN and not name.startswith("_")
+    }
+    for name, value in found.items():
+        if name in FAIL_IN_GENERATE:
+            raise ValueError(
+                f"`model.generation_config.{name}` of the student is {value!r}: it {FAIL_IN_GENERATE[name]}; set it to "
+                "None before the trainer is built."
+            )
+    return found

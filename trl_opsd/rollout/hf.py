@@ -24,7 +24,7 @@ from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.host import Host
 from trl_opsd.models.padding import PADDED
 from trl_opsd.rollout.base import RolloutBackend
-from trl_opsd.rollout.changes import IN_GENERATE, assigned, check_followed
+from trl_opsd.rollout.changes import IN_GENERATE, assigned, check_followed, of_student
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 from trl_opsd.rollout.every_row import KnownTokensOnly
 from trl_opsd.rollout.generate import completions_of, generate, other_generate
@@ -53,6 +53,7 @@ class HFRollout(RolloutBackend):
 
     Attributes:
         writing ([`~rollout.writing_proof.Writing`]): how this student generates, determined before the first rollout.
+        of_student (`dict`): what `generate` takes from the student's own generation config, as it does in TRL.
     """
 
     def __init__(self, compile: bool | CompileConfig = False) -> None:
@@ -67,9 +68,11 @@ class HFRollout(RolloutBackend):
         """Takes the trainer.
 
         Raises:
-            ValueError: `compile` is set and the student cannot be compiled.
+            ValueError: `compile` is set and the student cannot be compiled, or its generation config has what cannot
+                be followed.
         """
         self._trainer, self.writing = trainer, None
+        self.of_student = of_student(trainer.model, trainer.generation_config)
         self._bound = copy.deepcopy(trainer.generation_config)
         self._caches.clear()
         self._is_split = in_zero3_model(trainer.model) or trainer.accelerator.distributed_type == DistributedType.FSDP

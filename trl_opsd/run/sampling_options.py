@@ -53,13 +53,14 @@ _BREAK_A_ROLLOUT = {
 ENDS = ("eos_token_id", "stop_token_ids", "ignore_eos")
 """`generation_kwargs` that determine the end tokens."""
 
-_FAIL_IN_GENERATE = {
+FAIL_IN_GENERATE = {
     "stop_strings": "looks for text, but a rollout is token ids: let completions end with an end token, for instance "
     "with `model.generation_config.eos_token_id`",
     "prompt_lookup_num_tokens": "decodes one row at a time, but a rollout is a batch: remove it",
     "assistant_early_exit": "decodes one row at a time, but a rollout is a batch: remove it",
+    "token_healing": "rewrites the end of a prompt, but a rollout keeps it: remove it",
 }
-"""`generation_kwargs` that `generate` refuses only in the middle of a run, and why."""
+"""Options of `generate` that it refuses only in the middle of a run, and why."""
 
 
 def settle_sampling(args: DistillationConfig) -> None:
@@ -129,8 +130,8 @@ def _check_generation_kwargs(args: DistillationConfig) -> None:
     known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
     for name, value in (args.generation_kwargs or {}).items():
         given = _shown(name, value)
-        if name in _FAIL_IN_GENERATE and not args.use_vllm:
-            raise ValueError(f"{given}: it {_FAIL_IN_GENERATE[name]}.")
+        if name in FAIL_IN_GENERATE and not args.use_vllm:
+            raise ValueError(f"{given}: it {FAIL_IN_GENERATE[name]}.")
         if name == "temperature" and not args.use_vllm and not (_is_number(value) and 0 < value < math.inf):
             raise ValueError(
                 f"{given}: expected a finite number above 0; for greedy decoding set 'do_sample' to False."

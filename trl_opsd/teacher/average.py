@@ -76,6 +76,15 @@ class Average(TrainerCallback):
             finally:
                 self._swap()
 
+    @property
+    def copies(self) -> dict[str, Tensor]:
+        """The averages that are not the teacher's own tensors, because these are in half precision."""
+        return {
+            name: average
+            for name, average in self._average.items()
+            if average.data_ptr() != self._teacher[name].data_ptr()
+        }
+
     def save(self, folder: str | Path) -> None:
         """Writes the average into a checkpoint."""
         tensors = {name: average.contiguous() for name, average in self._average.items()}
@@ -103,9 +112,8 @@ class Average(TrainerCallback):
         self._copy_to_teacher()
 
     def _copy_to_teacher(self) -> None:
-        for name, average in self._average.items():
-            if average.data_ptr() != self._teacher[name].data_ptr():
-                self._teacher[name].copy_(average)
+        for name, average in self.copies.items():
+            self._teacher[name].copy_(average)
 
     def _swap(self) -> None:
         student = self._student()

@@ -170,7 +170,7 @@ def build_own_teacher(
         adapter = {name: whole(parameter).clone() for name, parameter in followed.items()}
         broadcast_from_first(adapter, device)
         average = _average(student, adapter, args)
-        return own(average.swapped_in), average
+        return own(average.swapped_in, kept=adapter.values()), average
     copied = whole_copy(student)
     broadcast_from_first(copied.state_dict(), device)
     teacher = _frozen(copied, args, device, progress)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, final
+
+from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, context_of
 from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.padding import Reading
+from trl_opsd.models.size import sizes
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.forward import max_over_processes, passes_needed, read
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
@@ -36,6 +39,8 @@ class OwnTeacher(Teacher):
             Where targets are kept until they are used: see `OPSDConfig.teacher_cache_device`.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
+        kept (`Collection[torch.Tensor]`, *optional*):
+            Weights that `as_teacher` puts in place of the student's.
 
     Attributes:
         reading ([`~models.padding.Reading`]): which rows are read in one batch; the same as for the student.
@@ -49,6 +54,7 @@ class OwnTeacher(Teacher):
         reading: Callable[[], Reading],
         cache_device: str = "auto",
         progress: bool = False,
+        kept: Collection[Tensor] = (),
     ) -> None:
         self.model = student
         with as_teacher():
@@ -60,9 +66,10 @@ class OwnTeacher(Teacher):
         self._cache_device = cache_device
         self._progress = progress
         self._reading = reading
+        self._kept = kept
 
     def __str__(self) -> str:
-        return "no weights of its own"
+        return f"{sizes(self._kept)} in place of the student's" if self._kept else "no weights of its own"
 
     @property
     def head(self) -> OutputHead:
