@@ -280,6 +280,13 @@ def test_an_evaluation_without_rows_is_refused_before_loading(make_trainer):
         make_trainer(eval_strategy="steps", eval_steps=1)
 
 
+def test_an_evaluation_of_no_rows_is_refused(make_trainer):
+    trainer = make_trainer()
+    for run in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ValueError, match="the dataset has no rows: pass one that has some"):
+            run(tiny.rows(0))
+
+
 def test_text_for_the_teacher_of_a_student_that_reads_messages_is_said(make_trainer, caplog):
     rows = [{"prompt": [{"role": "user", "content": "2+2="}], "teacher_prompt": "The answer is 4. 2+2="}] * 8
     make_trainer(train_dataset=Dataset.from_list(rows), rollout=HFRollout(), max_steps=1).train()
