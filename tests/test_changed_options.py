@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
@@ -57,6 +58,28 @@ def test_options_changed_before_the_trainer_is_built_have_their_effect(make_trai
     assert (trainer.temperature, repr(trainer.divergence), args.learning_rate) == (0.5, "ForwardKL()", 1e-3)
     assert (args.mixed_precision, trainer.accelerator.mixed_precision) == ("bf16", "bf16")
     assert trainer.generation_config.no_repeat_ngram_size == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temperatue", "temperature"),
+        ("max_completion_lenght", "max_completion_length"),
+        ("learningrate", "learning_rate"),
+    ],
+)
+def test_a_misspelt_option_cannot_be_set_later(tmp_path, name, meant):
+    args = tiny.config(tmp_path)
+    with pytest.raises(AttributeError, match=rf"`args\.{name} = 5` would have no effect: .*did you mean `{meant}`"):
+        setattr(args, name, 5)
+    assert not hasattr(args, name)
+
+
+@pytest.mark.parametrize("name", ["project_name", "temperatures", "run_name_2", "_max_step", "alpha"])
+def test_a_config_may_have_attributes_of_ones_own(tmp_path, name):
+    args = tiny.config(tmp_path)
+    setattr(args, name, 5)
+    assert getattr(copy.deepcopy(args), name) == 5
 
 
 @dataclass

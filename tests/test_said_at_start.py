@@ -44,6 +44,10 @@ def saved(folder, seed=0):
         ({"log_unique_prompts": True}, "`log_unique_prompts=True`, because `log_completions` is False"),
         ({"max_tool_calling_iterations": 2}, "because there are no tools"),
         ({"teacher_update_rate": "0.1"}, "`teacher_update_rate=0.1`"),
+        ({"eval_steps": 5}, "`eval_steps=5`, because `eval_strategy` is not 'steps'"),
+        ({"save_steps": 5}, "`save_steps=5`, because `save_strategy` is not 'steps'"),
+        ({"save_total_limit": 2}, "`save_total_limit=2`, because `save_strategy` is 'no'"),
+        ({"metric_for_best_model": "loss"}, "`metric_for_best_model='loss'`, because `eval_strategy` is 'no'"),
         ({"teacher_prompt_template": "{privileged_context} {prompt}"}, "no dataset has a column 'privileged_context'"),
     ],
 )
@@ -57,6 +61,31 @@ def test_an_option_without_effect_is_said(make_trainer, caplog, options, said):
 def test_a_warmup_that_does_not_end_is_said(make_trainer, caplog, warmup_steps, is_said):
     make_trainer(warmup_steps=warmup_steps, max_steps=3)
     assert ("training ends before the rate reaches `learning_rate=0.0001`" in caplog.text) is is_said
+
+
+@pytest.mark.parametrize(
+    ("metric", "several", "close"),
+    [
+        ("accuracy", False, "eval_"),
+        ("divergence", False, "eval_divergence/mean"),
+        ("loss", True, "eval_hard_loss"),
+        ("loss", False, None),
+        ("eval_entropy/student", False, None),
+        ("completions/mean_length", False, None),
+        ("easy_loss", True, None),
+    ],
+)
+def test_a_metric_for_the_best_model_that_no_evaluation_logs_is_said(make_trainer, caplog, metric, several, close):
+    rows = {"easy": tiny.rows(2), "hard": tiny.rows(2)} if several else tiny.rows(2)
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "max_steps": 1}
+    trainer = make_trainer(metric_for_best_model=metric, eval_dataset=rows, **options)
+    assert (f"Did you mean '{close}" in caplog.text) if close else ("no evaluation logs" not in caplog.text)
+    if close:
+        with pytest.raises(KeyError, match="not found in the evaluation metrics"):
+            trainer.train()
+    else:
+        trainer.train()
+        assert trainer.state.best_global_step == 1
 
 
 @pytest.mark.parametrize(("splits", "is_said"), [(("test", "train"), True), (("easy", "hard"), False)])
@@ -256,6 +285,13 @@ def test_an_evaluation_that_would_leave_the_weights_cast_is_refused(tmp_path, op
 def test_an_evaluation_without_rows_is_refused_before_loading(make_trainer):
     with pytest.raises(ValueError, match="`eval_strategy='steps'` without an `eval_dataset`"):
         make_trainer(eval_strategy="steps", eval_steps=1)
+
+
+def test_an_evaluation_of_no_rows_is_refused(make_trainer):
+    trainer = make_trainer()
+    for run in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ValueError, match="the dataset has no rows: pass one that has some"):
+            run(tiny.rows(0))
 
 
 def test_text_for_the_teacher_of_a_student_that_reads_messages_is_said(make_trainer, caplog):

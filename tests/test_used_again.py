@@ -8,6 +8,8 @@ import torch
 from peft import LoraConfig
 from transformers import get_constant_schedule
 
+from trl_opsd import HFRollout
+
 pytestmark = pytest.mark.quick
 
 
@@ -163,3 +165,21 @@ def test_a_student_whose_adapter_is_its_own_is_not_taken_for_one_that_was_left(m
     student = tiny.qwen2()
     student.add_adapter(lora())
     make_trainer(model=student, max_steps=1).train()
+
+
+def test_a_trainer_repeats_another_of_its_process_if_nothing_draws_between_building_and_training(make_trainer):
+    def made():
+        return make_trainer(rollout=HFRollout(), max_steps=2)
+
+    def run(trainer):
+        trainer.train()
+        return losses(trainer)
+
+    expected = run(made())
+    assert run(made()) == expected, "after another has been built and trained"
+    first, second = made(), made()
+    assert run(first) == expected, "building another leaves the random state as it was"
+    assert run(second) != expected, "training draws from the one that all trainers share"
+    second = made()
+    torch.rand(1)
+    assert run(second) != expected

@@ -20,7 +20,7 @@ from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
 from trl_opsd.losses.registry import BETAS, divergence_of
 from trl_opsd.run import versions
 from trl_opsd.run.failure import share_tracebacks
-from trl_opsd.run.foreign_options import explained_option
+from trl_opsd.run.foreign_options import explained_option, misspelt
 from trl_opsd.run.launch_file import check_nested_keys
 from trl_opsd.run.option_changes import option_values
 from trl_opsd.run.option_types import check_json, convert_text, settle_loading
@@ -237,6 +237,18 @@ class OPSDConfig(StrictNames, DistillationConfig):
         """
         if option_values(self) != self._checked:
             OPSDConfig.__post_init__(self)  # a subclass has extended what the user asked for already
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        there = vars(self)
+        is_new = "_checked" in there and name not in there and not hasattr(type(self), name)
+        if is_new and (meant := misspelt(name, {*there, *dir(type(self))})):
+            raise AttributeError(
+                f"`args.{name} = {value!r}` would have no effect: nothing reads it, did you mean `{meant}`. An "
+                "attribute of your own needs another name.",
+                name=name,
+                obj=self,
+            )
+        super().__setattr__(name, value)
 
     @classmethod
     def explain(cls, name: str, known: Collection[str]) -> str:

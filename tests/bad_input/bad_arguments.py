@@ -7,7 +7,7 @@ from typing import Any
 
 import tiny
 import torch
-from cases import Case, Lab, untouched
+from cases import Case, Lab, MustNotLoad, untouched
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, get_constant_schedule
 
@@ -218,4 +218,61 @@ OTHERS = [
     Case("divergence assigned", "unknown", "Did you mean 'forward_kl'", divergence_assigned("forwardkl")),
 ]
 
-CASES: list[Case] = [*CLASSES, *NOTHING_LEARNED, *TWICE, *OTHERS]
+
+def absent(name: str, message: str, probe: str, **options: Any) -> Case:
+    """An option that needs a package, where that is not installed."""
+
+    def provoke(lab: Lab) -> None:
+        lab.patch.setattr(probe, lambda *_: False)
+        lab.make(model=MustNotLoad(), teacher_model="teacher", **options)
+
+    return Case("package missing", name, message, provoke, before_loading=True)
+
+
+_OPTIMIZERS = "transformers.trainer_optimizer.is_"
+
+PACKAGES = [
+    absent(
+        "8-bit Adam",
+        r"`optim='adamw_8bit'` cannot be used: .*`pip install -U bitsandbytes`",
+        f"{_OPTIMIZERS}bitsandbytes_available",
+        optim="adamw_8bit",
+    ),
+    absent("GaLore", "`optim='galore_adamw'`", f"{_OPTIMIZERS}galore_torch_available", optim="galore_adamw"),
+    absent(
+        "Liger",
+        "`use_liger_kernel=True`: `pip install liger-kernel`",
+        "trl_opsd.arguments.packages.is_liger_kernel_available",
+        use_liger_kernel=True,
+    ),
+    absent(
+        "a logger",
+        "`report_to='wandb'`: its package is not installed",
+        "transformers.integrations.integration_utils.is_wandb_available",
+        report_to="wandb",
+    ),
+    untouched("package missing", "no such logger", "Did you mean 'wandb'", report_to=["wandbb"]),
+    untouched("package missing", "malformed arguments", "with `optim_args='lr'` cannot be used", optim_args="lr"),
+]
+
+BEST = [
+    untouched(
+        "best model without evaluations",
+        f"{name} {value}",
+        f"`{name}={value!r}` without evaluations",
+        **{name: value, "metric_for_best_model": "loss"},
+    )
+    for name, value in (("save_strategy", "best"), ("load_best_model_at_end", True))
+]
+BEST.append(
+    untouched(
+        "best model without evaluations",
+        "no metric",
+        "`save_strategy='best'` without `metric_for_best_model`",
+        save_strategy="best",
+        eval_strategy="epoch",
+        eval_dataset=tiny.rows(2),
+    )
+)
+
+CASES: list[Case] = [*PACKAGES, *BEST, *CLASSES, *NOTHING_LEARNED, *TWICE, *OTHERS]

@@ -98,6 +98,8 @@ PHRASES = (
     "rollout given twice",
     "resume with unknown changes",
     "divergence assigned",
+    "package missing",
+    "best model without evaluations",
 )
 """The bad inputs that must be refused, in the order in which they were listed."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, columns_of
 from trl_opsd.data.teacher_prompts import PRIVILEGED, TEMPLATE
 from trl_opsd.models.model_checks import same_weights
+from trl_opsd.run.metrics import METRICS
 from trl_opsd.run.without_effect import described, without_effect
 
 logger = get_logger(__name__)
@@ -59,7 +61,7 @@ def check_that_it_learns(args: OPSDConfig, train_dataset: Any, optimizers: tuple
 
 
 def check_evaluation(args: OPSDConfig, eval_dataset: Any) -> None:
-    """Refuses evaluations without rows, before the student is loaded; transformers does after.
+    """Refuses evaluations without rows, and a best model without evaluations, before the student is loaded.
 
     Args:
         args ([`OPSDConfig`]):
@@ -68,12 +70,49 @@ def check_evaluation(args: OPSDConfig, eval_dataset: Any) -> None:
             As the trainer takes it.
 
     Raises:
-        ValueError: `eval_strategy` is set, and there is no dataset.
+        ValueError: `eval_strategy` is set and there is no dataset, or it is not set and something depends on it.
     """
+    best = {
+        "save_strategy='best'": args.save_strategy == "best",
+        "load_best_model_at_end=True": args.load_best_model_at_end,
+    }
+    for option in (option for option, is_set in best.items() if is_set):
+        if args.eval_strategy == "no":
+            raise ValueError(
+                f"`{option}` without evaluations, so that no model would be the best: set `eval_strategy`, with an "
+                "`eval_dataset`, or leave it out."
+            )
+        if args.metric_for_best_model is None:
+            raise ValueError(f"`{option}` without `metric_for_best_model`: set one, for instance 'loss'.")
     if args.eval_strategy != "no" and (eval_dataset is None or eval_dataset == {}):
         raise ValueError(
             f"`eval_strategy={args.eval_strategy.value!r}` without an `eval_dataset`: pass one, or leave it out."
         )
+
+
+def warn_of_metric(args: OPSDConfig, eval_dataset: Any) -> None:
+    """Says that no evaluation logs `metric_for_best_model` by itself; transformers fails after the first one.
+
+    Args:
+        args ([`OPSDConfig`]):
+            The options.
+        eval_dataset (`Any`):
+            As the trainer takes it; the metrics of each of several have its name.
+    """
+    metric = args.metric_for_best_model
+    if metric is None or args.eval_strategy == "no":
+        return
+    several = [f"{name}_" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else [""]
+    names = ("loss", "entropy", *(name for name, one in METRICS.items() if one.evaluated))
+    known = [f"eval_{dataset}{name}" for dataset in several for name in names]
+    asked = f"eval_{metric.removeprefix('eval_')}"
+    if asked in known or asked.startswith(tuple(f"eval_{dataset}completions/" for dataset in several)):
+        return
+    close = difflib.get_close_matches(asked, known, n=1) or known[:1]
+    logger.warning(
+        f"`metric_for_best_model={metric!r}`: no evaluation logs {asked!r} by itself, and one without it ends the "
+        f"training with an error. Did you mean {close[0]!r}?"
+    )
 
 
 def warn_of_options(

@@ -13,12 +13,14 @@ from trl_opsd.arguments.dataset_checks import check_datasets, looked_through, ne
 from trl_opsd.arguments.effects import (
     check_evaluation,
     check_that_it_learns,
+    warn_of_metric,
     warn_of_options,
     warn_of_same_model,
     warn_of_splits,
     warn_of_template,
 )
 from trl_opsd.arguments.model_checks import check_models
+from trl_opsd.arguments.packages import check_packages
 from trl_opsd.arguments.templates import check_template
 from trl_opsd.config import OPSDConfig, checked_args
 from trl_opsd.data.admission import Rows
@@ -121,6 +123,7 @@ def prepared(
     fingerprint.check_accepted(args.resume_with_changes)
     check_that_it_learns(args, train_dataset, optimizers)
     check_evaluation(args, eval_dataset)
+    check_packages(args, train_dataset, optimizers)
     picked = pick(rollout, args)
     check_named_once(teacher_model, args)
     teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
@@ -143,6 +146,7 @@ def prepared(
     check_datasets(datasets, args, several, optional, needs_context)
     check_models(model, models, args)
     warn_of_splits(eval_dataset)
+    warn_of_metric(args, eval_dataset)
     warn_of_template(args, datasets, teacher_prompt_fn is not None)
     tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
     is_same_model = quantization_config is None and warn_of_same_model(model, models, args, datasets, tells_more)

@@ -6,7 +6,6 @@ attribute that is called like an option, or almost like an attribute that exists
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import divergence_of
-from trl_opsd.run.foreign_options import TRAINER_ARGUMENTS
+from trl_opsd.run.foreign_options import TRAINER_ARGUMENTS, misspelt
 from trl_opsd.run.ranges import above, in_range
 
 __all__ = ["FIXED", "Attributes"]
@@ -94,12 +93,10 @@ class Attributes(DistillationTrainer):
         elif name in TRAINER_ARGUMENTS:
             advice = f"it is an argument: pass `{name}` when the trainer is built"
         else:
-            public = {one for one in (*vars(self), *dir(type(self)), *options) if not one.startswith("_")}
-            longer = [one for one in public if not name.startswith(one)]  # `rollouts` may be the user's list of them
-            close = difflib.get_close_matches(name, longer, n=1, cutoff=0.9)
-            if not close:
+            meant = misspelt(name, {*vars(self), *dir(type(self)), *options})
+            if meant is None:
                 return None
-            advice = f"nothing reads it, did you mean `{close[0]}`"
+            advice = f"nothing reads it, did you mean `{meant}`"
         return f"{advice}. An attribute of your own needs another name."
 
     def replace_dataset(self, name: str, dataset: Any) -> None:

@@ -115,6 +115,8 @@ class EachRowOnce(Trainer):
         elif not is_training:
             # A kept loader would continue with another order, and would be reused for the next dataset.
             options = {"dataloader_persistent_workers": False}
+            if not len(dataset):
+                raise ValueError(f"{description}: the dataset has no rows: pass one that has some.")
         self._streams["train" if is_training else "eval"] = stream
         with self._with_options(options):
             loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)

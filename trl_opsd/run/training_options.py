@@ -24,7 +24,7 @@ _AT_LEAST_0 = (
     "eval_delay",
 )
 _AT_LEAST_0_OR_NONE = ("max_grad_norm", "save_total_limit", "max_tool_calling_iterations", "num_completions_to_print")
-_EVERY = {"logging_steps": "logging_strategy", "save_steps": "save_strategy", "eval_steps": "eval_strategy"}
+EVERY = {"logging_steps": "logging_strategy", "save_steps": "save_strategy", "eval_steps": "eval_strategy"}
 """Intervals, and the option that switches each on with `"steps"`."""
 
 
@@ -57,7 +57,7 @@ def check_training(args: DistillationConfig) -> None:
             f"`max_steps={args.max_steps}`: expected the number of optimizer steps, or -1, where `num_train_epochs` "
             "decides."
         )
-    for name, strategy in _EVERY.items():
+    for name, strategy in EVERY.items():
         value = getattr(args, name)
         unset = name == "eval_steps" and not value  # then it is `logging_steps`
         if _word(getattr(args, strategy)) == "steps" and not unset:

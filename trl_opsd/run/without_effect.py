@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.run.training_options import EVERY
 
 _SERVER = (
     "vllm_server_base_url",
@@ -103,6 +104,13 @@ def _unread(
         yield _OPTIMIZER, "an optimizer was passed"
     if scheduler is not None:
         yield _SCHEDULER, "a scheduler was passed"
+    for name, strategy in EVERY.items():
+        if getattr(args, strategy) != "steps":
+            yield (name,), f"`{strategy}` is not 'steps'"
+    if args.eval_strategy == "no":
+        yield ("eval_delay", "metric_for_best_model"), "`eval_strategy` is 'no'"
+    if args.save_strategy == "no" and not args.enable_jit_checkpoint:
+        yield ("save_total_limit", "save_only_model"), "`save_strategy` is 'no'"
     if not args.log_completions:
         yield ("num_completions_to_print", "log_unique_prompts"), "`log_completions` is False"
     if not tools:
