@@ -75,8 +75,9 @@ def check_processing_class(processing_class: Any) -> None:
         raise TypeError(f"`processing_class` is a {name}: expected a tokenizer, or a processor that has one.")
     if len(processing_class) <= len(set(processing_class.all_special_tokens)):
         raise ValueError(
-            f"The tokenizer ({processing_class.name_or_path or name}) has no tokens but special ones, as one that is loaded "
-            "from a folder without tokenizer files: save the model's tokenizer there, or pass it as `processing_class`."
+            f"The tokenizer ({processing_class.name_or_path or name}) has no tokens but special ones, as one that is "
+            "loaded from a folder without tokenizer files: save the model's tokenizer there, or pass it as "
+            "`processing_class`."
         )
     if processing_class.eos_token_id is None:
         raise ValueError(
