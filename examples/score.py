@@ -5,7 +5,7 @@ python examples/score.py out/train
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from arithmetic.evaluate import accuracy
@@ -26,10 +26,15 @@ def result(share: float) -> str:
 
 def main(folder: str) -> float:
     """The accuracy of the student in a folder, either a full model, or a LoRA adapter with the path of its base."""
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder!r} is not a folder: expected one that `train.py` has written, its `output_dir`.")
     is_adapter = (Path(folder) / "adapter_config.json").is_file()
     student = (AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM).from_pretrained(folder)
     return accuracy(student, AutoTokenizer.from_pretrained(folder), held_out())
 
 
 if __name__ == "__main__":
-    print(f"{sys.argv[1]}: {result(main(sys.argv[1]))}")
+    parser = argparse.ArgumentParser(description="Evaluates a student that `train.py` saved on held-out problems.")
+    parser.add_argument("folder", help="the `output_dir` of the run, for instance out/train")
+    folder = parser.parse_args().folder
+    print(f"{folder}: {result(main(folder))}")

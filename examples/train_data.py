@@ -9,6 +9,7 @@ from pathlib import Path
 
 from arithmetic.task import draw, prompts
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 from score import held_out
 from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
 
@@ -55,7 +56,10 @@ def _one_dataset(name: str, config: str | None, streaming: bool) -> Splits:
             "every file below the working directory."
         )
     if path.is_file() and path.suffix in FORMATS:
-        return load_dataset(FORMATS[path.suffix], data_files=name, name=config, streaming=streaming)
+        if not path.stat().st_size:
+            raise ValueError(f"`dataset_name={name!r}` is an empty file: expected a row in each line.")
+        with _explained("dataset_name", [name]):
+            return load_dataset(FORMATS[path.suffix], data_files=name, name=config, streaming=streaming)
     if path.is_file():
         raise ValueError(
             f"`dataset_name={name!r}` is a file of no kind that is read here: expected one of {', '.join(FORMATS)}."
@@ -74,9 +78,16 @@ def _one_dataset(name: str, config: str | None, streaming: bool) -> Splits:
 
 @contextmanager
 def _explained(option: str, names: Sequence[str]) -> Iterator[None]:
-    """Says which dataset is not there; `datasets` only says that the Hub cannot be reached, or where it looked."""
+    """Says which dataset is not there or cannot be read; `datasets` only says that the Hub cannot be reached, where it
+    looked, or that an error occurred.
+    """
     try:
         yield
+    except DatasetGenerationError as error:
+        why = str(error.__cause__ or error).splitlines()[0]
+        raise ValueError(
+            f"`{option}={' or '.join(map(repr, names))}` cannot be read as it is written: {why}"
+        ) from error
     except (ConnectionError, FileNotFoundError) as error:
         absent = [name for name in names if name not in FORMATS.values() and not Path(name).exists()]
         if not absent:

@@ -174,6 +174,14 @@ def no_end_token_beside_the_student(lab: Lab) -> None:
     lab.make(model=str(lab.folder / "student"), processing_class=None)
 
 
+def no_tokenizer_beside_the_student(made: Callable[[], PreTrainedModel]) -> Callable[[Lab], None]:
+    def provoke(lab: Lab) -> None:
+        made().save_pretrained(lab.folder / "student")
+        lab.make(model=str(lab.folder / "student"), processing_class=None)
+
+    return provoke
+
+
 NO_TEACHER = r"There is no teacher: .* or `teacher_model_kind='base'`"
 NO_END = "The tokenizer has no end-of-sequence token"
 
@@ -287,6 +295,15 @@ TOKENIZERS = [
         NO_END,
         lambda lab: lab.make(processing_class=without("eos_token", "pad_token")),
         before_loading=True,
+    ),
+    *(
+        Case(
+            "no tokenizer",
+            made.__name__,
+            r"The tokenizer \(.*student\) has no tokens but special ones, .* save the model's tokenizer there, or",
+            no_tokenizer_beside_the_student(made),
+        )
+        for made in (tiny.qwen2, tiny.gemma2, tiny.gpt2)
     ),
     Case("no eos and no pad", "no eos beside the student", NO_END, no_end_token_beside_the_student),
 ]

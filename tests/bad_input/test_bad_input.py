@@ -47,6 +47,7 @@ PHRASES = (
     "no chat template",
     "overlong",
     "token ids beyond the embedding",
+    "no tokenizer",
     "no eos and no pad",
     "beta",
     "temperature",

@@ -158,6 +158,7 @@ OWNERS = (
             "create_optimizer": "FSDP2 is prepared with it, for an evaluation before training",
             "deepspeed": "reset, so that each training has an engine of its own",
             "eval_dataset": "",
+            "get_optimizer_cls_and_kwargs": "whether the package of an optimizer is there",
             "evaluate": "with the launch's state of this trainer",
             "evaluation_loop": "seeded, timed, and weighed by tokens",
             "get_eval_dataloader": "renames a column of its dataset",

@@ -8,6 +8,7 @@ import json
 import compare
 import pytest
 import quickstart
+import score
 import self_distillation
 import torch
 import two_teachers
@@ -50,6 +51,12 @@ def test_the_quickstart_model_loads_in_transformers_and_has_learned(demo):
     start = AutoModelForCausalLM.from_pretrained(STUDENT)
     assert not torch.equal(trained.lm_head.weight, start.lm_head.weight)
     assert AutoTokenizer.from_pretrained(demo[0] / "student").chat_template
+
+
+@pytest.mark.quick
+def test_a_student_that_was_not_saved_is_not_looked_for_elsewhere():
+    with pytest.raises(ValueError, match=r"'out/nowhere' is not a folder: expected one that `train.py` has written"):
+        score.main("out/nowhere")
 
 
 @pytest.mark.parametrize("script", [quickstart, self_distillation, two_teachers], ids=lambda script: script.__name__)

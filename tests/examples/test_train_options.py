@@ -219,6 +219,22 @@ def test_a_dataset_that_is_not_there_is_refused_by_its_name(models, refused, tmp
     assert f"`dataset_name='{name}'` {message}" in refused(*models, "--dataset_name", name)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is an empty file: expected a row in each line"),
+        (
+            '{"prompt": "a"}\n{"prompt": \n',
+            "cannot be read as it is written: JSON parse error: Invalid value. in row 1",
+        ),
+    ],
+    ids=["empty", "broken"],
+)
+def test_a_file_without_rows_is_refused_by_its_name(models, refused, tmp_path, text, message):
+    (tmp_path / "rows.jsonl").write_text(text)
+    assert f"rows.jsonl'` {message}" in refused(*models, "--dataset_name", str(tmp_path / "rows.jsonl"))
+
+
 def test_one_of_several_datasets_that_is_not_there_is_refused_by_its_name(config, disk, refused):
     given = config(datasets=[{"path": disk.data}, {"path": "/no/where"}])
     assert "`datasets='/no/where'` is neither a file or folder here nor a dataset" in refused(*given)

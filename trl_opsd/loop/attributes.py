@@ -15,7 +15,8 @@ from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import divergence_of
-from trl_opsd.run.foreign_options import TRAINER_ARGUMENTS, misspelt
+from trl_opsd.run.foreign_options import TRAINER_ARGUMENTS
+from trl_opsd.run.nearest import misspelt
 from trl_opsd.run.ranges import above, in_range
 
 __all__ = ["FIXED", "Attributes"]

@@ -67,12 +67,18 @@ def check_processing_class(processing_class: Any) -> None:
 
     Raises:
         TypeError: It is neither a tokenizer nor a processor that has one.
-        ValueError: It has no end-of-sequence token.
+        ValueError: It has no end-of-sequence token, or no tokens but special ones.
     """
     processing_class, given = text_tokenizer(processing_class), processing_class
     name = type(given).__name__
     if not isinstance(processing_class, PreTrainedTokenizerBase):
         raise TypeError(f"`processing_class` is a {name}: expected a tokenizer, or a processor that has one.")
+    if len(processing_class) <= len(set(processing_class.all_special_tokens)):
+        raise ValueError(
+            f"The tokenizer ({processing_class.name_or_path or name}) has no tokens but special ones, as one that is "
+            "loaded from a folder without tokenizer files: save the model's tokenizer there, or pass it as "
+            "`processing_class`."
+        )
     if processing_class.eos_token_id is None:
         raise ValueError(
             "The tokenizer has no end-of-sequence token, so no completion could end: set `tokenizer.eos_token`."

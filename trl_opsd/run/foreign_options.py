@@ -278,20 +278,6 @@ def explained_argument(name: str, known: Collection[str], options: Collection[st
     return f"has no argument {name!r}{_closest(name, known)}"
 
 
-def misspelt(name: str, known: Collection[str]) -> str | None:
-    """The name that a new attribute was most likely meant to have; `None` for a name of the user's own.
-
-    Args:
-        name (`str`):
-            The new attribute.
-        known (`Collection[str]`):
-            Names of attributes that exist. One that continues them is the user's: `rollouts`, `train_dataset_2`.
-    """
-    candidates = [one for one in known if not one.startswith("_") and not name.startswith(one)]
-    close = () if name.startswith("_") else difflib.get_close_matches(name, candidates, n=1, cutoff=0.9)
-    return close[0] if close else None
-
-
 def _closest(name: str, known: Collection[str]) -> str:
     family = next((start for start in FAMILIES if name.startswith(start)), "")
     if close := [one for one in nearest(name, known) if one.startswith(family)]:

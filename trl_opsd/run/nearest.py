@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 _SHORTEST = 3
 """Letters of a part of a name that count as an abbreviation."""
@@ -33,6 +33,20 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
         or difflib.get_close_matches(name, longer, n=3, cutoff=0)
         or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     )
+
+
+def misspelt(name: str, known: Collection[str]) -> str | None:
+    """The name that a new attribute was most likely meant to have; `None` for a name of the user's own.
+
+    Args:
+        name (`str`):
+            The new attribute.
+        known (`Collection[str]`):
+            Names of attributes that exist. One that continues them is the user's: `rollouts`, `train_dataset_2`.
+    """
+    candidates = [one for one in known if not one.startswith("_") and not name.startswith(one)]
+    close = () if name.startswith("_") else difflib.get_close_matches(name, candidates, n=1, cutoff=0.9)
+    return close[0] if close else None
 
 
 def _has_parts(known: str, name: str) -> bool:
