@@ -21,8 +21,8 @@ from trl_opsd.losses.registry import BETAS, divergence_of
 from trl_opsd.run import versions
 from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import explained_option
-from trl_opsd.run.nearest import misspelt
 from trl_opsd.run.launch_file import check_nested_keys
+from trl_opsd.run.nearest import misspelt
 from trl_opsd.run.option_changes import option_values
 from trl_opsd.run.option_types import check_json, convert_text, settle_loading
 from trl_opsd.run.precision import check_scaler
