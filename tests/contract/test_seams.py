@@ -119,7 +119,7 @@ def test_a_row_is_parsed_once_and_reaches_the_verbs_with_all_columns(make_traine
     class Keeping(OPSDTrainer):
         def teach(self, rollout, rows):
             given.append(list(rows))
-            assert self.readers.read_batch(rows)[0] is rows[0], "a parsed row is not parsed again"
+            assert self.readers.read_batch(rows, "this batch")[0] is rows[0], "a parsed row is not parsed again"
             return super().teach(rollout, rows)
 
         def weigh(self, rollout, rows, targets):
