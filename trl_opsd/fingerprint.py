@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -90,35 +90,30 @@ class Identity:
         self._args, self._student = args, student
         self._of_student, self._of_optimizer = describe_student(student, handed_in), describe_optimizer(optimizer, args)
         self._teachers: Mapping[str, Teacher] = {}
-        self._rows: str | None = None
 
     def set_teachers(self, teachers: Mapping[str, Teacher]) -> None:
         """Adds the teachers, once they are loaded."""
         self._teachers, kind = teachers, self._args.teacher_model_kind
         self._of_teachers = digest_teachers(teachers, kind)
 
-    def now(
-        self, divergence: Divergence, rows: Callable[[], str], tools: Sequence[Any], chat_template: Any
-    ) -> Fingerprint:
+    def now(self, divergence: Divergence, rows: str, tools: Sequence[Any], chat_template: Any) -> Fingerprint:
         """The fingerprint of a checkpoint written now.
 
         Args:
             divergence ([`~losses.Divergence`]):
                 The objective; a dataclass is recorded with its settings.
-            rows (`Callable`):
-                Describes the training dataset; called once.
+            rows (`str`):
+                The training dataset, as [`~data.datasets.describe_rows`] describes it.
             tools (`Sequence`):
                 Functions the student may call.
             chat_template (`Any`):
                 The tokenizer's.
         """
-        if self._rows is None:
-            self._rows = rows()
         hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
         return fingerprint(
             self._args,
             divergence=repr(divergence) if is_dataclass(divergence) else type(divergence).__qualname__,
-            train_dataset=self._rows,
+            train_dataset=rows,
             teachers=describe_teachers(self._teachers, self._args.teacher_model_kind),
             teacher_weights=self._of_teachers,
             student=self._of_student,

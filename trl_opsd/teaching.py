@@ -229,6 +229,5 @@ class Teaching(SeamTrainer):
         if self._described_rows is None:
             columns = None if self.readers.intake.prompts.prompt_fn else self.row_columns  # a function may read any
             self._described_rows = describe_rows(self.train_dataset, columns)
-        rows = {"train_dataset": self._described_rows}
         template = self.processing_class.chat_template
-        return self._identity.now(self.divergence, lambda: rows["train_dataset"], self.tools or (), template) | rows
+        return self._identity.now(self.divergence, self._described_rows, self.tools or (), template)
