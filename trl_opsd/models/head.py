@@ -17,6 +17,7 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3, unsharded, whole_shape
 from trl_opsd._compat.trl import maybe_gather_lm_head_ctx
 from trl_opsd.models.backbone import Run, call, hidden_states
+from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.probing import explain_forward_errors, without_autocast_if_possible
 from trl_opsd.types import OutputHead
 
@@ -79,16 +80,12 @@ def prove_head(model: CausalLM, role: str, run: Run | None = None) -> None:
     run = run or partial(call, model)
     # Spread over the vocabulary, and without touching the random state of training.
     ids_BL = torch.arange(8, device=head.weight.device).mul(rows // 8)[None]
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), explain_forward_errors(model, role):
-            hidden_BLH, own_BLV = without_autocast_if_possible(model, role, lambda: _read_both(run, ids_BL))
-            hidden_BLH, expected_BLV = hidden_BLH.to(head.weight.device), own_BLV.float().to(head.weight.device)
-            with torch.autocast(head.weight.device.type, enabled=False), whole_head(model) as head:
-                actual_BLV = _logits(hidden_BLH, head)
-    finally:
-        model.train(was_training)
+    with preserved_mode(model), torch.no_grad(), explain_forward_errors(model, role):
+        model.eval()
+        hidden_BLH, own_BLV = without_autocast_if_possible(model, role, lambda: _read_both(run, ids_BL))
+        hidden_BLH, expected_BLV = hidden_BLH.to(head.weight.device), own_BLV.float().to(head.weight.device)
+        with torch.autocast(head.weight.device.type, enabled=False), whole_head(model) as head:
+            actual_BLV = _logits(hidden_BLH, head)
     if not (expected_BLV.amax(-1) > expected_BLV.amin(-1)).any():
         raise ValueError(
             f"The {role} ({type(model).__name__}) gives all {rows} tokens the same logit for any input: its head is "

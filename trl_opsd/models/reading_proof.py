@@ -10,6 +10,7 @@ import torch
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, backbone_of, call, context_of, hidden_states
 from trl_opsd.models.head import shape_of
+from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.padding import Reading, prove_reading
 from trl_opsd.models.probing import without_autocast_if_possible
 from trl_opsd.run.precision import least_precise
@@ -39,24 +40,20 @@ def prove_padding(model: CausalLM, role: str, run: Run | None = None) -> Reading
     head = OutputHead.of(model)
     rounded = least_precise(model)
     takes_positions = "position_ids" in inspect.signature(backbone_of(model).forward).parameters
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), preserved_rng(head.weight.device):
-            reading: Reading = without_autocast_if_possible(
-                model,
-                role,
-                lambda: prove_reading(
-                    lambda *inputs: run(hidden_states, *inputs).to(rounded),
-                    vocabulary=shape_of(head)[0],
-                    device=head.weight.device,
-                    borders=_borders(model) if takes_positions else set(),
-                    called=f"{role} ({type(model).__name__})",
-                ),
-            )
-            return reading
-    finally:
-        model.train(was_training)
+    with preserved_mode(model), torch.no_grad(), preserved_rng(head.weight.device):
+        model.eval()
+        reading: Reading = without_autocast_if_possible(
+            model,
+            role,
+            lambda: prove_reading(
+                lambda *inputs: run(hidden_states, *inputs).to(rounded),
+                vocabulary=shape_of(head)[0],
+                device=head.weight.device,
+                borders=_borders(model) if takes_positions else set(),
+                called=f"{role} ({type(model).__name__})",
+            ),
+        )
+        return reading
 
 
 def _borders(model: CausalLM) -> set[int]:

@@ -15,6 +15,7 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split
 from trl_opsd.models.backbone import Run, call, completion_hidden
 from trl_opsd.models.head import shape_of
+from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.probing import CANNOT_RUN
 from trl_opsd.types import OutputHead, Rollout
 
@@ -40,10 +41,9 @@ def prove_training(model: CausalLM, run: Run | None = None) -> list[str]:
     """
     run = run or partial(call, model)
     whole = not any(map(is_split, model.parameters()))  # a graph without a backward pass disturbs the hooks of shards
-    was_training = model.training
-    model.train()
     try:
-        with torch.set_grad_enabled(whole):
+        with preserved_mode(model), torch.set_grad_enabled(whole):
+            model.train()
             hidden_BCH = run(completion_hidden, _row(OutputHead.of(model)))
     except (ValueError, *CANNOT_RUN) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -52,8 +52,6 @@ def prove_training(model: CausalLM, run: Run | None = None) -> list[str]:
             f"The student ({type(model).__name__}) cannot read eight tokens in training mode, {type(error).__name__}: "
             f"{error}. In eval mode it can: use another model as the student, or this one as a teacher."
         ) from error
-    finally:
-        model.train(was_training)
     if not whole:
         return []
     of_head = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
