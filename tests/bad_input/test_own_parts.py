@@ -292,7 +292,11 @@ class TestDivergence:
         assert len(said()) == 1
 
     @pytest.mark.before_loading
-    @pytest.mark.parametrize("given", [plain_function, lambda student, teacher: 0, torch.nn.KLDivLoss()], ids=str)
+    @pytest.mark.parametrize(
+        "given",
+        [plain_function, lambda student, teacher: 0, torch.nn.KLDivLoss()],
+        ids=["function", "lambda", "module"],
+    )
     def test_a_function_or_module_says_how_to_make_it_a_divergence(self, make_trainer, given):
         words = r"expected an object of a class derived from `trl_opsd.losses.Divergence`.* `value`.*docs/extending.md"
         for place in ({}, {"args": None}):
