@@ -35,6 +35,7 @@ from trl_opsd.run.rng import preserved_rng
 from trl_opsd.run.strict_names import StrictNames
 from trl_opsd.run.uniform import check_not_uniform
 from trl_opsd.teacher.comparison import compared
+from trl_opsd.teacher.routed import shares
 from trl_opsd.teacher.teacher_checks import TeacherLike
 from trl_opsd.teaching import Teaching
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
@@ -213,6 +214,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
     def compare(
         self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
     ) -> LossParts:
+        mine = shares(len(self.teachers), targets, rollout.weights)  # before the device is given work to wait for
         hidden_BCH = completion_hidden(student, rollout, self.reading)
         with whole_head(student) as head, self.teachers.whole_heads() as teacher_heads:
             return compared(
@@ -220,7 +222,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
                 head,
                 targets,
                 teacher_heads,
-                rollout.weights,
+                mine,
                 num_items,
                 divergence=self.divergence,
                 temperature=self.temperature,

@@ -117,7 +117,7 @@ class SeamTrainer(
         self.add_callback(self._epochs)
         self._first_turn = False
         self._unwritten_rows: list[int] = []
-        self._loss_parts: LossParts | None = None
+        self._loss_rows: Tensor | None = None
         self._read_once = ReadOnce.by_trainer(self.args, OPSDConfig)
         self._read_at_start = ReadOnce.by_training(self.args)
         self._watchdog = Watchdog(self.args.phase_timeout, self.accelerator.process_index)
@@ -198,15 +198,12 @@ class SeamTrainer(
         return batch
 
     def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple:
-        if num_items_in_batch is not None and (total := inputs.get("num_items_in_batch")) is not None:
-            # TRL counts tokens, and divides by 1 at least; weights may add up to less.
-            num_items_in_batch = num_items_in_batch * total.clamp(max=1.0).where(total > 0, 1.0)
         # TRL calls this method in place of the `forward` that accelerate wrapped in autocast.
         with autocast(self.accelerator):
             parts = self.compare(
                 unwrapped_student, Rollout.unpack(inputs), TeacherTargets.unpack(inputs), num_items_in_batch
             )
-        self._loss_parts = parts
+        self._loss_rows = parts.rows
         if self.model.training:
             self._probe.attach(unwrapped_student)
         weight, _, student_entropy, *_ = parts.rows.sum(0)
@@ -215,22 +212,29 @@ class SeamTrainer(
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        """As TRL's, which reads two numbers for its log more: each would wait for the device."""
         inputs = self.scored(inputs)
-        output = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.model.training and (total := inputs.get("num_items_in_batch")) is not None:
+            # Weights may add up to less than 1, which is TRL's lower bound. Processes' gradients are averaged.
+            num_items_in_batch = total.where(total > 0, 1.0) / self.accelerator.num_processes
+        student = self.accelerator.unwrap_model(model)
+        loss, *_ = self._forward_redirection(model, student, self._compute_loss, student, inputs, num_items_in_batch)
+        rows, self._loss_rows = self._loss_rows, None
+        assert rows is not None, "_compute_loss has set them"
         # No collective may run inside the wrapper's forward, so the sums of this process are reduced here.
-        parts, self._loss_parts = self._loss_parts, None
-        assert parts is not None, "_compute_loss has set them"
         if self.model.training:
-            sums = self.accelerator.reduce(parts.rows.sum(0), "sum")
+            sums = self.accelerator.reduce(rows.sum(0), "sum")
         else:
-            sums = self.gather_distinct_rows(parts.rows).sum(0)
+            sums = self.gather_distinct_rows(rows).sum(0)
             self._written = inputs["completion_ids"].masked_fill(inputs["completion_mask"] == 0, NO_TOKEN)
         named = dict(zip(LossParts.ROW_NAMES, sums.tolist(), strict=True))
-        if not self.is_finite_loss(named, parts):
-            return self.with_nan_gradient(output)
-        self.check_sums(named)
-        self._accounts[self._mode].add(named)
-        return output
+        if self.is_finite_loss(named, rows):
+            self.check_sums(named)
+            self._accounts[self._mode].add(named)
+        else:
+            loss = self.with_nan_gradient(loss)
+        self.record("entropy", named["student_entropy"] / named["weight"] if named["weight"] else 0.0)
+        return (loss, None) if return_outputs else loss
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         self._read_at_start.check(self.args)

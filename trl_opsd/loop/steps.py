@@ -71,14 +71,14 @@ class GuardedSteps(Trainer):
 
     # ---- The loss -----------------------------------------------------------------------------------------------
 
-    def is_finite_loss(self, named: dict[str, float], parts: LossParts) -> bool:
+    def is_finite_loss(self, named: dict[str, float], rows: Tensor) -> bool:
         """Whether a loss is finite in all processes, by its sums over them; every process returns the same.
 
         Args:
             named (`dict[str, float]`):
                 The sums over all processes.
-            parts ([`~types.LossParts`]):
-                Those of this process.
+            rows (`torch.Tensor`):
+                [B, 6], the sums of each row of this process, as in [`~types.LossParts`].
 
         Raises:
             NonFiniteError: It is not, and `nonfinite="raise"`.
@@ -88,7 +88,7 @@ class GuardedSteps(Trainer):
         side = nonfinite_side(named)
         if side is None:
             return True
-        mine = dict(zip(LossParts.ROW_NAMES, parts.rows.sum(0).tolist(), strict=True))
+        mine = dict(zip(LossParts.ROW_NAMES, rows.sum(0).tolist(), strict=True))
         each = tuple(gather_object([mine]))
         ranks = tuple(rank for rank, sums in enumerate(each) if nonfinite_side(sums) is not None)
         evaluating = not self.model.training

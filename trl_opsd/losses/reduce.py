@@ -23,22 +23,27 @@ def reduce(per_token: PerToken, weights: Tensor, num_items: Tensor | float | Non
     divergence = per_token.divergence
     weights_BC = weights.to(divergence.device, divergence.dtype)
     counts_BC = weights_BC != 0
-    weights_N = weights_BC[counts_BC]
     if num_items is None:
-        num_items = weights_N.sum() if weights_N.numel() else 1.0
+        total = weights_BC.sum()
+        num_items = total.where(total > 0, 1.0)
     elif isinstance(num_items, Tensor):
         num_items = num_items.to(divergence.device)
+    uniform = per_token.teacher_uniform
+
+    def sums(values_N: Tensor, factors_BC: Tensor | float = 1.0) -> Tensor:
+        # Scattered, because to select the weights of the tokens would wait for the device.
+        return (torch.zeros_like(weights_BC).masked_scatter(counts_BC, values_N.to(weights_BC)) * factors_BC).sum(1)
+
     columns = (
-        weights_N,
-        divergence.detach(),
-        per_token.student_entropy * weights_N,
-        per_token.teacher_entropy * weights_N,
-        torch.ones_like(weights_N),
-        torch.zeros_like(weights_N) if per_token.teacher_uniform is None else per_token.teacher_uniform.to(weights_N),
+        weights_BC.sum(1),
+        sums(divergence.detach()),
+        sums(per_token.student_entropy, weights_BC),
+        sums(per_token.teacher_entropy, weights_BC),
+        counts_BC.sum(1).to(weights_BC),
+        weights_BC.new_zeros(len(weights_BC)) if uniform is None else sums(uniform),
     )
-    values_BC = divergence.new_zeros(counts_BC.shape)
     return LossParts(
         # The gradient of `sum` is one expanded number for all tokens, which the streamed loss recognises for free.
         loss=divergence.sum() / num_items,
-        rows=torch.stack([values_BC.masked_scatter(counts_BC, column).sum(1) for column in columns], dim=1),
+        rows=torch.stack(columns, dim=1),
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trl_opsd.losses import Divergence, reduce, streamed_divergence
-from trl_opsd.teacher.routed import tokens_by_teacher
+from trl_opsd.teacher.routed import Share, teacher_states
 from trl_opsd.types import LazyLogits, LossParts, OutputHead, TeacherTargets
 
 
@@ -19,7 +19,7 @@ def compared(
     head: OutputHead,
     targets: TeacherTargets,
     teacher_heads: Sequence[OutputHead],
-    weights_BC: Tensor,
+    shares: Sequence[Share],
     num_items: Tensor | float | None,
     *,
     divergence: Divergence,
@@ -27,7 +27,7 @@ def compared(
     chunk_tokens: int | None,
     vocabulary: int | None,
 ) -> LossParts:
-    """The loss of one micro-batch.
+    """The loss of one micro-batch. Waits for no device.
 
     Args:
         hidden_BCH (`torch.Tensor`):
@@ -38,8 +38,8 @@ def compared(
             Row-aligned with them.
         teacher_heads (`Sequence[OutputHead]`):
             Of all teachers, in their order.
-        weights_BC (`torch.Tensor`):
-            [B, C], the weight of each token.
+        shares (`Sequence[Share]`):
+            The tokens in the loss by teacher, as [`~teacher.routed.shares`] returns them.
         num_items (`torch.Tensor` or `float`, *optional*):
             Denominator: the sum of weights over the whole optimizer step. `None` means over this micro-batch.
         divergence ([`~losses.Divergence`]):
@@ -51,32 +51,21 @@ def compared(
         vocabulary (`int`, *optional*):
             Size of the shared vocabulary, where the heads differ in size.
     """
-    counts_BC = weights_BC != 0
     if num_items is None:
-        num_items = weights_BC.sum() if counts_BC.any() else 1.0
+        num_items = sum(float(share.weights_BC.sum()) for share in shares) or 1.0
+    device = head.weight.device
     parts: LossParts | None = None
-    for teacher_head, teacher_BCH, theirs_BC in tokens_by_teacher(teacher_heads, targets, counts_BC):
-        of_theirs_BC = weights_BC * theirs_BC
+    for share in shares:
+        teacher_head = teacher_heads[share.teacher]
         per_token = streamed_divergence(
-            LazyLogits(_select(hidden_BCH, theirs_BC, head), head, temperature),
-            LazyLogits(_select(teacher_BCH, theirs_BC, teacher_head), teacher_head, temperature),
+            LazyLogits(share.select(hidden_BCH, device), head, temperature),
+            LazyLogits(teacher_states(share, targets, teacher_head), teacher_head, temperature),
             divergence,
-            weights=_unless_ones(weights_BC[theirs_BC].to(head.weight.device)),
+            weights=None if share.weights_N is None else share.weights_N.to(device, non_blocking=True),
             chunk_tokens=chunk_tokens,
             vocabulary=vocabulary,
         )
-        part = reduce(per_token, of_theirs_BC, num_items)
+        part = reduce(per_token, share.weights_BC, num_items)
         parts = part if parts is None else parts + part
     assert parts is not None, "there is a teacher"
     return parts
-
-
-def _unless_ones(weights_N: Tensor) -> Tensor | None:
-    """The weights, or `None` if all are 1, which saves the loss a product with each logit's gradient."""
-    return None if bool((weights_N == 1).all()) else weights_N
-
-
-def _select(hidden_BCH: Tensor, counts_BC: Tensor, head: OutputHead) -> Tensor:
-    """The hidden states of the tokens in the loss, [N, H], on the head's device."""
-    device = head.weight.device
-    return hidden_BCH.to(device)[counts_BC.to(device)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -54,32 +54,60 @@ def targets_of(
     return TeacherTargets(hidden=hidden_BCH, teacher=numbers_B.to(hidden_BCH.device))
 
 
-def tokens_by_teacher(
-    heads: Sequence[OutputHead], targets: TeacherTargets, counts_BC: Tensor
-) -> Iterator[tuple[OutputHead, Tensor, Tensor]]:
-    """Splits the tokens in a loss by teacher.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The tokens in a loss that one teacher has scored. N of them, by row and place."""
+
+    teacher: int
+    """Its number."""
+    places_N: Tensor
+    """Where the tokens are in [B * C], int64, in host memory."""
+    weights_BC: Tensor
+    """The weights of these tokens, 0 for all others, in host memory."""
+    weights_N: Tensor | None
+    """The same for these tokens alone; `None` if all are 1, which saves a product with each logit's gradient."""
+
+    def select(self, hidden_BCH: Tensor, device: torch.device) -> Tensor:
+        """The states of these tokens, [N, H], on a device; differentiable."""
+        rows = hidden_BCH.flatten(0, 1)
+        return rows.index_select(0, self.places_N.to(rows.device, non_blocking=True)).to(device, non_blocking=True)
+
+
+def shares(teachers: int, targets: TeacherTargets, weights_BC: Tensor) -> list[Share]:
+    """Splits the tokens in a loss by teacher. Waits for the weights, so it is to be called before the student reads.
 
     Args:
-        heads (`Sequence[OutputHead]`):
-            Those of the teachers, in the order of the teachers in [`targets_of`].
+        teachers (`int`):
+            Number of teachers.
         targets ([`~types.TeacherTargets`]):
             What [`targets_of`] returned, for these rows.
-        counts_BC (`torch.Tensor`):
-            [B, C], whether the token counts in the loss.
+        weights_BC (`torch.Tensor`):
+            [B, C], 0 for a token that does not count.
 
-    Yields:
-        A head, its teacher's hidden states [B, C, H] in its own width and dtype, and whether a token counts and is that
-        teacher's [B, C]. Teachers without a token are left out, but for the first, so that there is always a loss.
+    Returns:
+        `list[Share]`: Teachers without a token are left out, but for the first, so that there is always a loss.
     """
-    for number, head in enumerate(heads):
-        if targets.teacher is None:
-            yield head, targets.hidden, counts_BC
-            continue
-        theirs_BC = counts_BC & (targets.teacher == number).to(counts_BC.device).unsqueeze(-1)
-        if number == 0 or theirs_BC.any():
-            hidden_BCH = targets.hidden[..., : shape_of(head)[1]]
-            # Stored in float32 if teachers differ in dtype; the cast back to the teacher's own dtype is exact.
-            yield head, hidden_BCH.to(head.weight.dtype) if hidden_BCH.dtype == torch.float32 else hidden_BCH, theirs_BC
+    host_BC = weights_BC.cpu()
+    found = []
+    for number in range(teachers):
+        theirs_BC = host_BC
+        if targets.teacher is not None:
+            theirs_BC = host_BC * (targets.teacher.cpu() == number).unsqueeze(-1)
+        places_N = theirs_BC.flatten().nonzero().squeeze(1)
+        if number == 0 or len(places_N):
+            weights_N = theirs_BC.flatten()[places_N]
+            found.append(Share(number, places_N, theirs_BC, None if bool((weights_N == 1).all()) else weights_N))
+    return found
+
+
+def teacher_states(share: Share, targets: TeacherTargets, head: OutputHead) -> Tensor:
+    """The states of the teacher of a share, [N, H], in its own width and dtype, on the device of its head."""
+    hidden_NH = share.select(targets.hidden, head.weight.device)
+    if targets.teacher is None:
+        return hidden_NH
+    hidden_NH = hidden_NH[:, : shape_of(head)[1]]
+    # Stored in float32 if teachers differ in dtype; the cast back to the teacher's own dtype is exact.
+    return hidden_NH.to(head.weight.dtype) if hidden_NH.dtype == torch.float32 else hidden_NH
 
 
 def _checked(teacher: Teacher, rollout: Rollout, name: str, unproved: bool) -> TeacherTargets:
