@@ -169,3 +169,19 @@ def test_two_trainers_that_share_a_rollout_write_with_a_student_each(make_traine
     torch.manual_seed(42)
     assert losses(first) == expected
     assert other.rollout is first.rollout is shared
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("max_prompt_length", 5, "prompts are never cut"),
+        ("num_generations", 4, "each prompt is completed once"),
+        ("teacher_prompt_template", "{prompt}", "was read at construction: build the trainer with that value"),
+        ("generation_config", None, "assign to its attributes"),
+        ("phase", "warmup", "it is a method"),
+        ("score", 0.5, "it is a method"),
+    ],
+)
+def test_names_that_mean_something_else_here_are_refused(make_trainer, name, value, words):
+    with pytest.raises(AttributeError, match=f"`trainer.{name} = .* would have no effect: .*{words}"):
+        setattr(make_trainer(), name, value)

@@ -282,3 +282,27 @@ def test_options_that_are_read_at_construction_only_are_those_that_may_not_chang
     elsewhere = {"ds3_gather_for_generation", "resume_with_changes", "vllm_sync_check", "remove_unused_columns"}
     assert declared - reads - elsewhere <= kept
     assert reads & kept <= {*fingerprint.OPTIONS, *fingerprint.EMA_OPTIONS, "report_to"}
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "num_generations", "warmup_ratio", "max_prompt_length"])
+def test_names_of_other_trainers_are_explained_when_they_are_assigned(tmp_path, name):
+    with pytest.raises(AttributeError, match=f"`args.{name} = 5` would have no effect: "):
+        setattr(tiny.config(tmp_path), name, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("nonfinite", "skpi", "Did you mean 'skip'"),
+        ("save_strategy", "step", "not a valid IntervalStrategy|not a valid SaveStrategy"),
+        ("loss_chunk_tokens", 0, "`loss_chunk_tokens=0`: expected an integer of at least 1"),
+        ("label_smoothing_factor", 0.1, "has no effect: there are no labels"),
+        ("auto_find_batch_size", True, "would restart with another generation batch"),
+    ],
+)
+def test_options_changed_after_construction_are_checked_as_at_construction(make_trainer, name, value, words):
+    trainer = make_trainer(max_steps=1)
+    setattr(trainer.args, name, value)
+    with pytest.raises(ValueError, match=words):
+        trainer.train()
+    assert trainer.state.global_step == 0

@@ -183,3 +183,24 @@ def test_a_trainer_repeats_another_of_its_process_if_nothing_draws_between_build
     second = made()
     torch.rand(1)
     assert run(second) != expected
+
+
+def test_a_part_of_the_student_that_no_optimizer_knows_is_said_at_each_training(make_trainer, caplog):
+    trainer = make_trainer(max_steps=1)
+    trainer.model.requires_grad_(False)
+    trainer.model.lm_head.requires_grad_(True)
+    trainer.train()
+    trainer.model.requires_grad_(True)
+    trainer.train()
+    assert "The optimizer steps 27 of the 27" not in caplog.text
+    assert "The optimizer steps 1 of the 27 trained parameters" in caplog.text
+
+
+def test_a_schedule_that_has_ended_is_refused(make_trainer):
+    student = tiny.qwen2(32, seed=0)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 2))
+    trainer = make_trainer(model=student, optimizers=(optimizer, schedule), max_steps=2)
+    trainer.train()
+    with pytest.raises(ValueError, match="The scheduler has ended, and its rate is 0"):
+        trainer.train()

@@ -20,7 +20,7 @@ from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
 from trl_opsd.losses.registry import BETAS, divergence_of
 from trl_opsd.run import versions
 from trl_opsd.run.failure import share_tracebacks
-from trl_opsd.run.foreign_options import explained_option
+from trl_opsd.run.foreign_options import distinct_elsewhere, explained_option
 from trl_opsd.run.launch_file import check_nested_keys
 from trl_opsd.run.nearest import misspelt
 from trl_opsd.run.option_changes import option_values
@@ -230,7 +230,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
             raise ValueError(f"`resume_with_changes={self.resume_with_changes!r}`: expected a list of names.")
         self._checked = option_values(self)
 
-    def _check_again(self) -> None:
+    def check_again(self) -> None:
         """Checks the options again, if some were changed since, as if the config was made with these values.
 
         Raises:
@@ -242,13 +242,16 @@ class OPSDConfig(StrictNames, DistillationConfig):
     def __setattr__(self, name: str, value: Any) -> None:
         there = vars(self)
         is_new = "_checked" in there and name not in there and not hasattr(type(self), name)
-        if is_new and (meant := misspelt(name, {*there, *dir(type(self))})):
-            raise AttributeError(
-                f"`args.{name} = {value!r}` would have no effect: nothing reads it, did you mean `{meant}`. An "
-                "attribute of your own needs another name.",
-                name=name,
-                obj=self,
-            )
+        if is_new and not name.startswith("_"):
+            meant = misspelt(name, {*there, *dir(type(self))})
+            why = distinct_elsewhere(name) or (meant and f"nothing reads it, did you mean `{meant}`")
+            if why:
+                raise AttributeError(
+                    f"`args.{name} = {value!r}` would have no effect: {why}. An attribute of your own needs another "
+                    "name.",
+                    name=name,
+                    obj=self,
+                )
         super().__setattr__(name, value)
 
     @classmethod
@@ -397,5 +400,5 @@ def checked_args(args: DistillationConfig | None, model: Any, divergence: Diverg
             else "which comes third, after the teacher; pass arguments by name"
         )
         raise TypeError(f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`, {remedy}.")
-    args._check_again()
+    args.check_again()
     return args

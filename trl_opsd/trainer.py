@@ -18,6 +18,7 @@ from trl_opsd.arguments.prepared import prepared
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig, check_divergence
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
+from trl_opsd.loop.verbs import check_verbs
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.proof import ROUNDING, prove_divergence
 from trl_opsd.losses.registry import divergence_of
@@ -143,6 +144,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
     ) -> None:
         share_tracebacks()
+        check_verbs(type(self))
         given = prepared(
             model=model,
             teacher_model=teacher_model,

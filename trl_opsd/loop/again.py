@@ -34,6 +34,7 @@ class UsedAgain(Trainer):
     optimizer: Any
     lr_scheduler: Any
     is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
     _launch: dict[str, Any] | None = None
     """The launch's state when the trainer was built."""
     _trained: Any = None
@@ -67,9 +68,16 @@ class UsedAgain(Trainer):
                 "`trainer.model` was assigned after the trainer was built, but optimizer, rollout and checks have the "
                 "model it was built with: build another trainer."
             )
-        if self.optimizer is not None and self.optimizer is not self._stepped:
-            scheduler = None if self._created_lr_scheduler else self.lr_scheduler  # else it is made anew
+        scheduler = None if self._created_lr_scheduler else self.lr_scheduler  # else it is made anew
+        if self.optimizer is not None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            # Those two step other tensors than the model's. What is trained may have changed since the last training.
             check_trainable(self.model, (self.optimizer, scheduler))
+        if scheduler is not None and not any(scheduler.get_last_lr()) and scheduler.state_dict().get("last_epoch"):
+            raise ValueError(
+                "The scheduler has ended, and its rate is 0, so that no weight would change: set `trainer.optimizer = "
+                "trainer.lr_scheduler = None` for new ones, or assign a new scheduler."
+            )
+        if self.optimizer is not None and self.optimizer is not self._stepped:
             self._made_for = None
         own = self.optimizer is None or self._made_for is not None
         options = tuple(getattr(self.args, name) for name in _OF_THE_OPTIMIZER)

@@ -6,6 +6,7 @@ attribute that is called like an option, or almost like an attribute that exists
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
@@ -15,8 +16,9 @@ from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import divergence_of
-from trl_opsd.run.foreign_options import TRAINER_ARGUMENTS
+from trl_opsd.run.foreign_options import TRAINER_ARGUMENTS, distinct_elsewhere
 from trl_opsd.run.nearest import misspelt
+from trl_opsd.run.option_changes import ReadOnce
 from trl_opsd.run.ranges import above, in_range
 
 __all__ = ["FIXED", "Attributes"]
@@ -32,6 +34,7 @@ FIXED: Mapping[str, str] = MappingProxyType(
         "min_p": _SAMPLING,
         "repetition_penalty": _SAMPLING,
         "generation_kwargs": "assign to the attributes of `trainer.generation_config`",
+        "generation_config": "assign to its attributes",
         "max_completion_length": f"{_OPTION}, or assign less to `trainer.generation_config.max_new_tokens`",
         "eos_token_ids": "set `model.generation_config.eos_token_id` before the trainer is built",
         "tools": "pass `tools` when the trainer is built",
@@ -62,6 +65,7 @@ class Attributes(DistillationTrainer):
     divergence: Divergence
     teacher: Any = None
     is_built: bool = False
+    _read_once: ReadOnce
     _hides_engine: bool = False
     """Whether TRL's tool loop is running, which would ask an engine of TRL's for its context."""
 
@@ -84,15 +88,21 @@ class Attributes(DistillationTrainer):
             now = getattr(self, name, None)
             same = value is now or value == now
             return None if same else f"it is {_shown(now)} since the trainer was built. Instead, {FIXED[name]}."
+        if inspect.isroutine(getattr(type(self), name, None)) and not callable(value):
+            return "it is a method. An attribute of your own needs another name."
         if name.startswith("_") or name in vars(self) or hasattr(type(self), name):
             return None
         options = {one.name for one in fields(self.args)}
         if name in options and value == getattr(self.args, name):
             return None  # a copy, in a subclass
-        if name in options:
+        if name in self._read_once.names:
+            advice = "it is an option that was read at construction: build the trainer with that value"
+        elif name in options:
             advice = f"it is an option: assign to `trainer.args.{name}`, or build the trainer with that value"
         elif name in TRAINER_ARGUMENTS:
             advice = f"it is an argument: pass `{name}` when the trainer is built"
+        elif elsewhere := distinct_elsewhere(name):
+            advice = elsewhere
         else:
             meant = misspelt(name, {*vars(self), *dir(type(self)), *options})
             if meant is None:

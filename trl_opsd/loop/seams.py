@@ -37,6 +37,7 @@ from trl_opsd.run.accounts import Accounts
 from trl_opsd.run.groups import set_group_timeout
 from trl_opsd.run.known import set_known
 from trl_opsd.run.memory import explained
+from trl_opsd.run.metrics import recorded
 from trl_opsd.run.option_changes import ReadOnce
 from trl_opsd.run.option_types import convert_text
 from trl_opsd.run.precision import autocast
@@ -126,8 +127,18 @@ class SeamTrainer(
     # ---- What a subclass may use --------------------------------------------------------------------------------
 
     def record(self, name: str, value: float) -> None:
-        """Adds a number of this process to the next log, which shows the mean; in an evaluation, to its metrics."""
-        self._metrics[self._mode][name].append(value)
+        """Adds a number of this process to the next log, which shows the mean; in an evaluation, to its metrics.
+
+        Args:
+            name (`str`):
+                Any that is not logged already.
+            value (`float` or `torch.Tensor`):
+                One number.
+
+        Raises:
+            ValueError: It is not one number, or the name is taken.
+        """
+        self._metrics[self._mode][name].append(recorded(name, value))
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Times the body as a phase of training, `time/<name>` in the log, and reports it if it hangs."""
@@ -266,6 +277,9 @@ class SeamTrainer(
                 f"`args.resume_from_checkpoint={self.args.resume_from_checkpoint!r}` has no effect: pass it to `train`."
             )
         self._read_once.check(self.args)
+        if self.args.deepspeed_plugin is None:  # its config is complete by now, and would be read anew
+            self.args.check_again()
+            self.restore_launch()
         convert_text(self.args)
         check_training(self.args)
         check_accumulation(self.args)

@@ -5,6 +5,8 @@ B rows · C completion tokens
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,3 +98,33 @@ class Verbs:
     def footprint(self, phase: str) -> dict[str, int]:
         """What a phase holds, in bytes by name, for out-of-memory errors."""
         raise NotImplementedError
+
+
+VERBS = ("complete", "teach", "weigh", "compare")
+"""What a user's subclass may override."""
+
+
+def check_verbs(trainer: type) -> None:
+    """Checks the verbs that a subclass overrides, which are called first when a generation batch has been paid for.
+
+    Raises:
+        TypeError: One takes other arguments, or a method is called almost like one.
+    """
+    for one in trainer.__mro__:
+        if one.__module__.split(".")[0] == __package__.split(".")[0]:  # ours, and what is below
+            return
+        for name, value in vars(one).items():
+            if not inspect.isfunction(value):
+                continue
+            if name in VERBS:
+                _check_signature(f"{one.__name__}.{name}", value, getattr(Verbs, name))
+            elif (near := difflib.get_close_matches(name, VERBS, n=1, cutoff=0.8)) and not name.startswith(near[0]):
+                raise TypeError(f"`{one.__name__}.{name}` is called by nothing, did you mean `{near[0]}`.")
+
+
+def _check_signature(name: str, given: Any, ours: Any) -> None:
+    parameters = list(inspect.signature(ours).parameters)
+    try:
+        inspect.signature(given).bind(*parameters)
+    except TypeError as error:
+        raise TypeError(f"`{name}` is called as `({', '.join(parameters[1:])})`: {error}.") from None

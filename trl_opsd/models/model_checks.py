@@ -240,7 +240,8 @@ def check_trainable(student: nn.Module, optimizers: tuple[Any, Any]) -> None:
     check_can_learn(student)
     trained = {id(one): name for name, one in student.named_parameters() if one.requires_grad}
     optimizer, scheduler = optimizers
-    if scheduler is not None and getattr(scheduler, "optimizer", None) not in (None, optimizer):
+    wrapped = getattr(optimizer, "optimizer", None)  # by accelerate, after a training
+    if scheduler is not None and getattr(scheduler, "optimizer", None) not in (None, optimizer, wrapped):
         raise ValueError(
             "The scheduler belongs to another optimizer, so it would not change this one's rate: pass "
             "`(optimizer, scheduler)` with the optimizer it was made for."

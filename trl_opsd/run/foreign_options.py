@@ -240,6 +240,11 @@ def known_elsewhere(name: str) -> str:
     return OPTIONS.get(name) or next((said for start, said in FAMILIES.items() if name.startswith(start)), "")
 
 
+def distinct_elsewhere(name: str) -> str:
+    """The same for an attribute: of names of one word, which may be the user's own, nothing is known."""
+    return (OPTIONS.get(name) or ARGUMENTS.get(name, "")) if "_" in name else ""
+
+
 def explained_option(name: str, known: Collection[str]) -> str:
     """A sentence about an option that does not exist.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,3 +141,24 @@ def token_metrics(totals: Mapping[str, float], seconds: Mapping[str, float], ste
         **{f"time/{phase}": spent / steps for phase, spent in seconds.items()},
         "tokens_per_second": totals["tokens"] / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),
     }
+
+
+_TAKEN = {
+    *("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"),
+    *(name for name in METRICS if name.startswith(("divergence/", "entropy/", "time/", "tokens"))),
+}
+"""Names that are logged from elsewhere, and would win over or lose to a recorded number."""
+
+
+def recorded(name: str, value: Any) -> float:
+    """A number that is to be logged under a name.
+
+    Raises:
+        ValueError: It is not one number, or the name is taken.
+    """
+    if name in _TAKEN:
+        raise ValueError(f"`record({name!r}, ...)`: something else is logged under that name, so choose another.")
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"`record({name!r}, {value!r})`: expected one number.") from error
