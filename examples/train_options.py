@@ -44,6 +44,7 @@ HERE = {
     "flash_attn": "it is called `attn_implementation`",
     **dict.fromkeys(("lora", "peft_config", "lora_config", "train_type", "tuner_type", "finetuning_type"), _PEFT),
     "lora_rank": "it is called `lora_r`",
+    "config_file": "it is an option of `accelerate launch`, and stands before the script",
     "target_modules": "it is called `lora_target_modules`",
     **dict.fromkeys(("quantization_config", "quantization_bit"), _QUANTIZED),
     **dict.fromkeys(("tokenizer", "processing_class"), "the one beside the student's weights is used"),

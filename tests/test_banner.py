@@ -84,10 +84,15 @@ def test_it_says_where_the_teacher_is(make_trainer, offload, where):
 @pytest.mark.parametrize(
     ("kind", "adapter", "starts", "ends"),
     [
-        ("base", True, "the student as it was passed: ", "no weights of its own"),
+        ("base", True, "the student without its adapter: ", "no weights of its own"),
         ("base", False, "the student as it was passed: Qwen2ForCausalLM, ", "on cpu"),
-        ("ema", True, "the student's moving average: 0.02 MB in float32 in place of the student's", "student's"),
-        ("ema", False, "the student's moving average: Qwen2ForCausalLM, ", "on cpu"),
+        (
+            "ema",
+            True,
+            "the student's moving average (0.05 of the way each 1 steps): 0.02 MB in float32 in place of the student's",
+            "student's",
+        ),
+        ("ema", False, "the student's moving average (0.05 of the way each 1 steps): Qwen2ForCausalLM, ", "on cpu"),
         ("live", False, "the student as it is: ", "no weights of its own"),
     ],
 )

@@ -16,6 +16,7 @@ from trl import DistillationConfig
 
 from trl_opsd import FixedRollout, OPSDConfig, fingerprint
 from trl_opsd.losses import ForwardKL
+from trl_opsd.run.option_changes import check_same_options, shared_options
 
 LATE = "when the trainer was built, where it was read"
 
@@ -306,3 +307,12 @@ def test_options_changed_after_construction_are_checked_as_at_construction(make_
     with pytest.raises(ValueError, match=words):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+def test_options_that_differ_between_processes_are_refused(tmp_path):
+    mine = shared_options(tiny.config(tmp_path), OPSDConfig)
+    assert {"seed", "learning_rate", "temperature", "teacher_model_kind", "max_completion_length"} <= mine.keys()
+    assert "output_dir" not in mine
+    check_same_options([mine, dict(mine)])
+    with pytest.raises(ValueError, match="`seed` is 43 in process 1 and 42 in process 0, but all processes train one"):
+        check_same_options([mine, {**mine, "seed": 43}])

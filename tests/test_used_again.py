@@ -110,7 +110,7 @@ def test_an_optimizer_does_not_keep_the_scheduler_of_another(make_trainer):
 def test_a_student_that_can_no_longer_learn_is_refused(make_trainer):
     trainer = make_trainer(peft_config=LoraConfig(r=4, target_modules="all-linear"))
     trainer.model.merge_adapter()
-    with pytest.raises(ValueError, match=r"adapter is merged .*`trainer.model.unmerge_adapter\(\)`"):
+    with pytest.raises(ValueError, match=r"adapter is merged .*`unmerge_adapter\(\)` on the model"):
         trainer.train()
     trainer.model.unmerge_adapter()
     with torch.no_grad(), pytest.raises(ValueError, match="Gradients are switched off"):
@@ -204,3 +204,10 @@ def test_a_schedule_that_has_ended_is_refused(make_trainer):
     trainer.train()
     with pytest.raises(ValueError, match="The scheduler has ended, and its rate is 0"):
         trainer.train()
+
+
+def test_checkpoints_of_an_earlier_run_are_said_when_a_new_one_begins(make_trainer, tmp_path, caplog):
+    make_trainer(max_steps=1, save_strategy="steps", save_steps=1).train()
+    assert "A new run begins" not in caplog.text
+    make_trainer(max_steps=1, save_strategy="steps", save_steps=1).train()
+    assert "checkpoint-1 is there, of an earlier one" in caplog.text

@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from trl_opsd._compat.peft import is_peft
 from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
 from trl_opsd.data.intake import Request
 from trl_opsd.data.readers import Reader, Readers
@@ -101,7 +102,7 @@ class Described:
     def _parts(self) -> Iterator[tuple[str, str]]:
         args = self.trainer.args
         yield "student", self._student()
-        kind = f"{_KINDS[args.teacher_model_kind]}: " if args.teacher_model_kind else ""
+        kind = f"{self._kind(args.teacher_model_kind)}: " if args.teacher_model_kind else ""
         averaged = f"; averaged in {sizes(self.averages)}" if self.averages else ""
         for name, teacher in self.teachers.items():
             yield "teacher" if len(self.teachers) == 1 else f"teacher {name!r}", f"{kind}{teacher}{averaged}"
@@ -118,6 +119,16 @@ class Described:
         trained = [one for one in model.parameters() if one.requires_grad]
         part = "" if len(trained) == len(list(model.parameters())) else f", of which {sizes(trained)} are trained"
         return f"{described(model)}{part}{'' if precision == 'no' else f'; computes in {precision}'}"
+
+    def _kind(self, kind: str) -> str:
+        """What a teacher of this `teacher_model_kind` is."""
+        if kind == "base" and is_peft(self.trainer.model):
+            return "the student without its adapter"
+        args = self.trainer.args
+        often = (
+            f" ({args.teacher_update_rate:g} of the way each {args.teacher_sync_steps} steps)" if kind == "ema" else ""
+        )
+        return f"{_KINDS[kind]}{often}"
 
     def _steps(self) -> str:
         args, state = self.trainer.args, self.trainer.state

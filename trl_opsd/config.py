@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -285,7 +286,10 @@ class OPSDConfig(StrictNames, DistillationConfig):
     def _choose_for_cpu(self) -> None:
         """Without an accelerator, float32 unless the options or the launch ask for less, and no pinned memory."""
         if self.use_cpu or not (torch.accelerator.is_available() or is_torch_xla_available()):
-            self.bf16 = bool(self.bf16)
+            # accelerate hands its precision on, but compares that of DeepSpeed's config with this one.
+            sharded = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+            launch = os.environ.get("ACCELERATE_MIXED_PRECISION") if sharded and self.bf16 is None else None
+            self.bf16 = bool(self.bf16) or launch == "bf16"
             self.dataloader_pin_memory = False
 
     def _check_dicts(self) -> None:

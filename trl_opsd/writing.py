@@ -13,7 +13,7 @@ from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.proofs import prove_student
 from trl_opsd.rollout import RolloutBackend
-from trl_opsd.rollout.pick import chosen_rollout
+from trl_opsd.rollout.pick import check_rollout, chosen_rollout
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions
 from trl_opsd.run.memory import explained
 from trl_opsd.run.rng import preserved_rng
@@ -54,7 +54,10 @@ class Writing(SeamTrainer):
     def rollout(self, rollout: RolloutBackend | None) -> None:
         self.restore_launch()
         with preserved_rng(self.accelerator.device):
-            self.bind(chosen_rollout(rollout, self.args))
+            if rollout is None:
+                rollout = chosen_rollout(None, self.args)
+            check_rollout(rollout)
+            self.bind(rollout)
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         if not self._student_is_proved:

@@ -192,8 +192,9 @@ def test_answers_that_are_too_large_or_compressed_are_refused(faults):
         handler.send(b"HTTP/1.1 200 OK\r\n\r\n")
         handler.send(b" " * 2**20, times=64)
 
+    packed = gzip.compress(b" " * 2**26)  # here, because the client waits one second
+
     def bomb(handler: _Handler) -> None:
-        packed = gzip.compress(b" " * 2**26)
         handler.send(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n" + packed)
 
     speaker = client(faults.server_port)

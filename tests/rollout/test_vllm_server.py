@@ -136,7 +136,6 @@ def test_options_reach_a_server(serve, monkeypatch):
     free.readers = replace(free.readers, student_limits=replace(free.limits, vocabulary=100))
     free.args.vllm_group_port = free_port()
     free.rollout = backend.VLLMServerRollout(free.args)
-    free.rollout.bind(free)
     assert max(map(max, free.rollout.complete(prompts * 4, 0))) < 100, "ids no tokenizer knows"
 
 

@@ -175,6 +175,8 @@ def warn_of_same_model(
     loading = args.model_init_kwargs or {}
     theirs = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
     same = [teacher for teacher in teachers.values() if same_weights(student, loading, teacher, theirs)]
+    if len(teachers) > 1:  # for the rows of one, the student is held where it was
+        return False
     for teacher in same:
         logger.warning(
             f"The teacher and the student are the same model, {teacher!r}, and read the same prompts: the divergence "

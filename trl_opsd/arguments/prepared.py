@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from trl_opsd import fingerprint
@@ -31,6 +33,7 @@ from trl_opsd.data.teacher_prompts import PRIVILEGED, TeacherPrompts, check_prom
 from trl_opsd.models.processing import check_processing_class, loaded_processing_class, text_tokenizer
 from trl_opsd.models.special_tokens import configured_vocabulary, ensure_special_tokens
 from trl_opsd.run.given import check_given
+from trl_opsd.run.option_changes import check_same_options, shared_options
 from trl_opsd.teacher.teacher_checks import check_named_once, check_teachers, check_tokenizers
 
 
@@ -152,6 +155,8 @@ def prepared(
     is_same_model = quantization_config is None and warn_of_same_model(model, models, args, datasets, tells_more)
     prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
     intake = Intake(teachers=tuple(models), prompts=prompts)
+    if args.world_size > 1:
+        check_same_options(gather_object([_named(args, models)]))
     rows = looked_through(datasets, args, intake, row_columns)
     if processing_class is None:
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
@@ -174,3 +179,9 @@ def prepared(
     ensure_special_tokens(found.tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
     check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
     return found
+
+
+def _named(args: OPSDConfig, models: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides how the student is trained; of paths the last part, as machines may keep models in other places."""
+    paths = {f"teacher_model[{name!r}]": Path(one).name for name, one in models.items() if isinstance(one, str)}
+    return {**shared_options(args, OPSDConfig), **paths}

@@ -259,8 +259,8 @@ class Readers:
             prompts = self._teacher_prompts(requests, completion_ids, decode)
             if reader.check_kind(prompts) == "text" and requests[0].student.kind == "messages":
                 logger.warning_once(
-                    f"{prompts[0].where} is text for the teacher and messages for the student: the teacher reads it "
-                    "without a chat template. If it is a chat model, give it messages, too."
+                    "The prompts are text for the teacher and messages for the student: the teacher reads them without "
+                    "a chat template. If it is a chat model, give it messages, too."
                 )
             prompt_ids = reader.token_ids(prompts)
         self._check_fits_teacher(requests, prompt_ids, list(map(len, completion_ids)))

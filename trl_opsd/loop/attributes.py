@@ -25,7 +25,7 @@ __all__ = ["FIXED", "Attributes"]
 
 _OPTION = "set it in `OPSDConfig` and build the trainer again"
 _SAMPLING = "assign to that of `trainer.generation_config`, or set it in `OPSDConfig` and build the trainer again"
-_NO_LABELS = "there are no labels to compute it from; `trainer.record` and `compare` are called for each batch"
+_NO_LABELS = "there are no labels to compute it from; override `compare` or `weigh`, and log numbers with `self.record`"
 
 FIXED: Mapping[str, str] = MappingProxyType(
     {

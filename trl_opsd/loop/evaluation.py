@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from datasets import Dataset, IterableDataset
 from torch import Tensor
@@ -19,6 +20,8 @@ from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.data.solutions import solutions_as_context
 from trl_opsd.run.accounts import Accounts
 from trl_opsd.run.rng import preserved_rng
+
+logger = get_logger(__name__)
 
 __all__ = ["NO_TOKEN", "SEAMS", "Evaluations"]
 
@@ -110,8 +113,12 @@ class Evaluations(DistillationTrainer):
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         found = {**accounts.metrics(per_batch=False), **self._means()}
-        if accounts.loss is not None:
-            found["loss"] = accounts.loss
+        found["loss"] = math.nan if accounts.loss is None else accounts.loss
+        if accounts.loss is None:
+            logger.warning(
+                f"No token counted in this evaluation, so `{metric_key_prefix}_loss` is not known: all completions are "
+                "empty, or their weights are 0."
+            )
         # TRL would add them when it logs, under "eval_" for every dataset, and never for `predict`.
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
         self._metrics["eval"].clear()

@@ -6,10 +6,13 @@ steps with `max_steps` only after a step.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
 from transformers import Trainer
+
+from trl_opsd.run.checkpoint import newest_complete
 
 __all__ = ["SEAMS", "FinishedRuns"]
 
@@ -46,6 +49,12 @@ class FinishedRuns(Trainer):
         begin: tuple[int, int] = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        left, _ = newest_complete(Path(self.args.output_dir))
+        if resume_from_checkpoint is None and left is not None:
+            logger.warning(
+                f"A new run begins, but {left} is there, of an earlier one: `resume_from_checkpoint=True` goes on from "
+                "whichever checkpoint has the highest number. Remove it, or choose another `output_dir`."
+            )
         self._was_finished = resume_from_checkpoint is not None and self.state.global_step >= max_steps
         if not self._was_finished:
             return begin

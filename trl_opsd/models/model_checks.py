@@ -209,15 +209,17 @@ def check_can_learn(student: nn.Module) -> None:
         raise ValueError("Gradients are switched off by `torch.no_grad` or `inference_mode`: train outside of it.")
     if is_peft(student) and is_merged(student):
         raise ValueError(
-            "The student's adapter is merged into its base, so that nothing would be learned: call "
-            "`trainer.model.unmerge_adapter()`."
+            "The student's adapter is merged into its base, so that nothing would be learned: call `unmerge_adapter()` "
+            "on the model."
         )
     if any(one.requires_grad for one in student.parameters()):
         return
     remedy = (
-        "load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`, or enable it again"
+        "load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`, leave `inference_mode=True` out of "
+        "its config, or enable it again"
         if is_peft(student)
-        else "call `model.requires_grad_(True)`, or pass a `peft_config`"
+        else "call `model.requires_grad_(True)`, on a `copy.deepcopy` if it is another trainer's teacher, or pass a "
+        "`peft_config`"
     )
     raise ValueError(
         "The student is frozen: none of its parameters has `requires_grad=True`, so nothing would be "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trl_opsd.config import OPSDConfig
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.hf import HFRollout
@@ -24,11 +26,16 @@ def chosen_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutB
 
             return VLLMRollout(args)
         return HFRollout()
-    if not isinstance(rollout, RolloutBackend):
-        raise TypeError(f"`rollout` is a {type(rollout).__name__}: expected a `trl_opsd.RolloutBackend`.")
+    check_rollout(rollout)
     if args.use_vllm:
         raise ValueError(
             f"There are two rollouts: `rollout`, a {type(rollout).__name__}, and vLLM by `use_vllm=True`: leave one of "
             "them out."
         )
     return rollout
+
+
+def check_rollout(rollout: Any) -> None:
+    """Raises `TypeError` unless it is a backend."""
+    if not isinstance(rollout, RolloutBackend):
+        raise TypeError(f"`rollout` is a {type(rollout).__name__}: expected a `trl_opsd.RolloutBackend`.")

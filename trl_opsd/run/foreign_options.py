@@ -64,6 +64,7 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         "loss_add_tail": _FULL_VOCABULARY,
         "teacher_top_k": _FULL_VOCABULARY,
         "reverse_kl_top_1_mode": _FULL_VOCABULARY,
+        **dict.fromkeys(("forward_kl", "reverse_kl", "jsd"), "name it: `divergence='reverse_kl'`"),
         "loss_type": "it is called `divergence`",
         "kl_type": "it is called `divergence`",
         **dict.fromkeys(("teacher_temperature", "kd_temperature", "distill_temperature"), _BOTH_MODELS),

@@ -26,7 +26,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     ```
     """
     known = list(known)
-    begin = [one for one in known if one.startswith(name)]
+    begin = [one for one in known if one.startswith(name) and len(name) >= _SHORTEST]
     longer = begin or [one for one in known if "_" in name and _has_parts(one, name)]
     return (
         difflib.get_close_matches(name, known, n=1, cutoff=0.9)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any, Self
 
@@ -72,6 +72,50 @@ def option_values(args: TrainingArguments) -> dict[str, Any]:
     """The options as they are now; dicts and lists are copied, so that a change in them shows."""
     values = {one.name: getattr(args, one.name) for one in fields(args)}
     return {name: value.copy() if isinstance(value, dict | list) else value for name, value in values.items()}
+
+
+_OF_A_PROCESS = (
+    "output_dir",
+    "report_to",
+    "log_completions",
+    "vllm_server_host",
+    "vllm_server_port",
+    "teacher_model_name_or_path",
+)
+"""Options that may differ between processes: what one of them logs, and what is nearer to one of them."""
+
+
+def shared_options(args: DistillationConfig, ours: type) -> dict[str, Any]:
+    """The options that decide how one student is trained, as far as they can be compared between processes.
+
+    Args:
+        args ([`~trl.DistillationConfig`]):
+            The options.
+        ours (`type`):
+            The config of this package.
+    """
+    names = {*DistillationConfig.__annotations__, *ours.__annotations__, *_READ_ONCE, *_AT_START} - {*_OF_A_PROCESS}
+    plain = (str, int, float, dict, list, type(None))
+    return {name: value for name in sorted(names) if isinstance(value := getattr(args, name), plain)}
+
+
+def check_same_options(each: Sequence[dict[str, Any]]) -> None:
+    """Refuses options that differ between processes, whose students would become different ones.
+
+    Args:
+        each (`Sequence[dict[str, Any]]`):
+            For each process, its options by name.
+
+    Raises:
+        ValueError: Two differ; the message names option and process.
+    """
+    for process, options in enumerate(each):
+        for name, value in options.items():
+            if value != each[0].get(name):
+                raise ValueError(
+                    f"`{name}` is {value!r} in process {process} and {each[0].get(name)!r} in process 0, but all "
+                    "processes train one student: give all the same. Each draws its own samples with one `seed`."
+                )
 
 
 class ReadOnce:

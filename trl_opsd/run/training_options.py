@@ -19,11 +19,12 @@ _AT_LEAST_0 = (
     "num_train_epochs",
     "warmup_steps",
     "weight_decay",
+    "max_grad_norm",
     "adam_epsilon",
     "dataloader_num_workers",
     "eval_delay",
 )
-_AT_LEAST_0_OR_NONE = ("max_grad_norm", "save_total_limit", "max_tool_calling_iterations", "num_completions_to_print")
+_AT_LEAST_0_OR_NONE = ("save_total_limit", "max_tool_calling_iterations", "num_completions_to_print")
 EVERY = {"logging_steps": "logging_strategy", "save_steps": "save_strategy", "eval_steps": "eval_strategy"}
 """Intervals, and the option that switches each on with `"steps"`."""
 
