@@ -290,6 +290,8 @@ class TestDivergence:
         assert repr(Upwards()) == "Upwards()"
         make_trainer().divergence = ForwardKL()
         assert len(said()) == 1
+        make_trainer().divergence = Saturated()
+        assert ["The gradient of `Saturated.value` is 0 for" in one for one in said()] == [False, True]
 
     @pytest.mark.before_loading
     @pytest.mark.parametrize(
