@@ -326,6 +326,53 @@ class Saturated(Divergence):
         return 1 + 0 * (log_student_RV - log_teacher_RV).sum(-1)
 
 
+class Comparing(OPSDTrainer):
+    """Changes what is returned for a micro-batch."""
+
+    def compare(self, *args):
+        return self.change(super().compare(*args))
+
+
+PARTS = {
+    "a tensor": (lambda parts: parts.loss, "a Tensor: expected"),
+    "nothing": (lambda parts: None, "None: expected"),
+    "a tuple": (lambda parts: (parts.loss, parts.rows), "a tuple: expected"),
+    "a number": (lambda parts: replace(parts, loss=parts.loss.item()), "`LossParts` with `loss`: float: expected"),
+    "no graph": (lambda parts: replace(parts, loss=parts.loss.detach()), "a loss without a graph"),
+    "a vector": (
+        lambda parts: replace(parts, loss=parts.loss.expand(2)),
+        r".* `loss`: of shape \[2\] in torch.float32",
+    ),
+    "one row": (lambda parts: replace(parts, rows=parts.rows.sum(0)), r".* `rows`: of shape \[6\] in .* \[2, 6\]"),
+}
+
+
+class TestCompare:
+    @pytest.mark.parametrize("case", PARTS)
+    def test_parts_of_another_kind_name_the_method_and_what_was_expected(self, make_trainer, case):
+        trainer = make_trainer(Comparing)
+        trainer.change, got = PARTS[case]
+        with pytest.raises(ValueError, match=rf"^`Comparing.compare` returned {got}"):
+            trainer.train()
+
+    def test_a_loss_needs_no_graph_in_an_evaluation(self, make_trainer):
+        trainer = make_trainer(Comparing, eval_dataset=tiny.rows(2))
+        trainer.change = lambda parts: replace(parts, loss=parts.loss.detach())
+        assert trainer.evaluate()["eval_loss"] > 0
+
+    @pytest.mark.parametrize("accumulated", [1, 2])
+    def test_a_nan_in_the_loss_alone_is_called_that(self, make_trainer, accumulated):
+        trainer = make_trainer(Comparing, gradient_accumulation_steps=accumulated)
+        factors = iter([float("nan"), 1.0])
+        trainer.change = lambda parts: replace(parts, loss=parts.loss * next(factors))
+        before = weights(trainer)
+        with pytest.raises(
+            FloatingPointError, match=r"^The loss is NaN .* are finite, in step 1 on rank 0: .*`compare`"
+        ):
+            trainer.train()
+        assert unchanged(trainer, before)
+
+
 def first_steps(said):
     return [one for one in said() if "Nothing was learned from the first step" in one]
 
