@@ -369,7 +369,8 @@ def check_divergence(divergence: Any) -> None:
     """
     if isinstance(divergence, type) and issubclass(divergence, Divergence):
         raise ValueError(f"`divergence={divergence.__name__}` is a class: pass an object, `{divergence.__name__}()`.")
-    if callable(divergence) and not isinstance(divergence, Divergence):
+    own = callable(divergence) or callable(getattr(divergence, "value", None))
+    if own and not isinstance(divergence, Divergence):
         raise ValueError(
             f"`divergence` is a {type(divergence).__name__}: expected an object of a class derived from "
             "`trl_opsd.losses.Divergence`, whose method `value` computes it from two log-probabilities, one number for "

@@ -136,6 +136,13 @@ class TestTeacher:
         with pytest.raises(ValueError, match=rf"`Own.targets` .* {shift} tokens? too far .*P - 1 : -1"):
             asked(Own(states(lambda hidden: hidden.roll(-shift, 1))))
 
+    @pytest.mark.parametrize("given", ["gpt2", tiny.gpt2()], ids=["path", "model"])
+    def test_a_frozen_teacher_of_no_placement_says_what_it_is_made_of(self, given):
+        with pytest.raises(
+            TypeError, match=r"got a \w+: .*`FrozenTeacher\(Resident\(model, device\)\)`. .*`OPSDTrainer`"
+        ):
+            FrozenTeacher(given)
+
     def test_the_student_learns_nothing_from_a_shifted_teacher(self, make_trainer):
         trainer = make_trainer(teacher_model=Own(states(lambda hidden: hidden.roll(-1, 1))))
         before = weights(trainer)
@@ -149,17 +156,17 @@ class TestTeacher:
         teacher = Own(change, **options)
         teacher.inner.model.train(bool(options))
         asked(teacher)
-        assert [words in one for one in said()] == [True]
+        assert [words in one and "the teacher was called a second time" in one for one in said()] == [True]
 
     def test_a_teacher_that_cannot_read_another_row_is_not_stopped(self, said):
         class Recorded(Own):
             def targets(self, rollout):
                 if self.asked:
-                    raise KeyError("never seen")
+                    raise LookupError("never seen" + 9 * "!" + "\nat " + 1000 * "x")
                 return super().targets(rollout)
 
         asked(Recorded())
-        assert ["KeyError: 'never seen'" in one for one in said()] == [True]
+        assert ["LookupError: never seen!!!!!!!!!. So" in one and "second time" in one for one in said()] == [True]
 
     @pytest.mark.parametrize("tokens", [(4, 6), (2, 2), (1, 0), (0, 0)])
     def test_nothing_is_said_of_a_sound_teacher(self, said, tokens):
@@ -266,6 +273,12 @@ class OnlyValue(ReverseKL):
         return (log_student_RV - log_teacher_RV).square().sum(-1)
 
 
+class Duck:
+    """Has the method, and not the base class."""
+
+    value = Upwards.value
+
+
 def plain_function(log_student, log_teacher):
     return (log_student - log_teacher).square().sum(-1)
 
@@ -296,8 +309,8 @@ class TestDivergence:
     @pytest.mark.before_loading
     @pytest.mark.parametrize(
         "given",
-        [plain_function, lambda student, teacher: 0, torch.nn.KLDivLoss()],
-        ids=["function", "lambda", "module"],
+        [plain_function, lambda student, teacher: 0, torch.nn.KLDivLoss(), Duck()],
+        ids=["function", "lambda", "module", "duck"],
     )
     def test_a_function_or_module_says_how_to_make_it_a_divergence(self, make_trainer, given):
         words = r"expected an object of a class derived from `trl_opsd.losses.Divergence`.* `value`.*docs/extending.md"

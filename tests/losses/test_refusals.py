@@ -133,6 +133,11 @@ class WrongSign(Analytic):
     factor = -1.0
 
 
+class ReturnsNone(Analytic):
+    def value_and_gradient(self, *storage):
+        super().value_and_gradient(*storage)
+
+
 class OnlyValue(ReverseKL):
     def value(self, log_student_RV, log_teacher_RV):
         return reverse_kl(log_student_RV, log_teacher_RV) ** 2
@@ -160,6 +165,7 @@ class HalfARoot(Divergence):
             OnlyValue,
             "`OnlyValue` has a `value` of its own, but .* by the `value_and_gradient` of `ReverseKL`, which is",
         ),
+        (ReturnsNone, "`ReturnsNone.value_and_gradient` returned a NoneType: expected two tensors"),
         (OverTheBatch, "`OverTheBatch.value` of a token depends on the other tokens, values differ by"),
         (HalfARoot, "The gradient of `HalfARoot.value` is NaN or infinite"),
     ],

@@ -89,7 +89,14 @@ def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.devi
             f"`{kind.__name__}.value` of a token depends on the other tokens, {gap}. Tokens are compared a few at a "
             "time, so compute nothing over the first dimension."
         )
-    if gap := _gap(computed(divergence.value_and_gradient), by_autograd):
+    returned = computed(divergence.value_and_gradient)
+    pair = isinstance(returned, tuple | list) and [isinstance(one, Tensor) for one in returned] == [True, True]
+    if not pair:
+        raise ValueError(
+            f"`{kind.__name__}.value_and_gradient` returned a {type(returned).__name__}: expected two tensors, the "
+            "value and its gradient with respect to the logits. Leave it out, and autograd computes them."
+        )
+    if gap := _gap(returned, by_autograd):
         value_from, gradient_from = (
             next(one for one in kind.__mro__ if name in vars(one)) for name in ("value", "value_and_gradient")
         )

@@ -42,5 +42,6 @@ def nothing_learned(sums: Mapping[str, float], gradient_norm: float) -> str | No
     return (
         f"its gradient is exactly 0, although the divergence is {sums['divergence'] / sums['weight']:.3g} nats per "
         "token. The student's probabilities are saturated (a `temperature` far below 1), the gradient is below the "
-        "range of its dtype, or the divergence does not depend on the student"
+        "range of its dtype, or the divergence is flat there, because it is bounded (`clamp`) or does not depend on "
+        "the student"
     )

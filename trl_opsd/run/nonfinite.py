@@ -21,7 +21,8 @@ logger = get_logger(__name__)
 
 _REMEDIES = {
     "weights": "Look at what `weigh` or a method of your own has put into the batch as `loss_weights`.",
-    "teacher": "Load the teacher in another dtype (bfloat16 instead of float16), or repair its weights.",
+    "teacher": "Load the teacher in another dtype (bfloat16 instead of float16), or repair its weights. One of your "
+    "own that excludes tokens needs a finite floor, such as -1e4, in place of -inf.",
     "student": "Lower the learning rate, or go back to an earlier checkpoint.",
     "divergence": "Remove whatever masks logits in one of the two, or use another `divergence`.",
     "loss": "Look at what `compare` returns as the `loss` of its `LossParts`.",
