@@ -339,6 +339,21 @@ class Saturated(Divergence):
         return 1 + 0 * (log_student_RV - log_teacher_RV).sum(-1)
 
 
+class Nothing(Divergence):
+    """A typo: compares the student with itself."""
+
+    def value(self, log_student_RV, log_teacher_RV):
+        return (log_student_RV.exp() * (log_student_RV - log_student_RV)).sum(-1)
+
+
+class Surrogate(Divergence):
+    """Has the gradient of a KL, and the value 0."""
+
+    def value(self, log_student_RV, log_teacher_RV):
+        value_R = ReverseKL().value(log_student_RV, log_teacher_RV)
+        return value_R - value_R.detach()
+
+
 class Comparing(OPSDTrainer):
     """Changes what is returned for a micro-batch."""
 
@@ -402,6 +417,18 @@ class TestFirstStep:
         assert ["gradient is exactly 0, although the divergence is 1 nats" in one for one in first_steps(said)] == [
             True
         ]
+
+    def test_a_surrogate_of_value_0_is_not_called_a_teacher_that_says_the_same(self, make_trainer, said):
+        trainer = make_trainer(divergence=Surrogate(), max_steps=1)
+        trainer.train()
+        assert trainer.state.log_history[0]["grad_norm"] > 1e-2
+        assert said() == []
+
+    def test_a_divergence_of_0_without_a_gradient_is_blamed_on_the_divergence(self, make_trainer, said):
+        make_trainer(divergence=Nothing(), max_steps=1).train()
+        flat, nothing = said()
+        assert "The gradient of `Nothing.value` is 0" in flat
+        assert "although the divergence is 0 nats per token and the models differ" in nothing
 
     @pytest.mark.parametrize("kind", ["base", "live"])
     def test_nothing_is_said_of_a_student_that_teaches_itself(self, make_trainer, said, kind):
