@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from trl_opsd.data.datasets import describe_rows
 from trl_opsd.fingerprint import EMA_OPTIONS, FILE, OPTIONS, OTHERS, check_accepted
+from trl_opsd.losses import Divergence, ReverseKL
+from trl_opsd.losses.divergence import describe
 from trl_opsd.models.samples import digest, sampled
 from trl_opsd.run.manifest import MANIFEST
 
@@ -135,3 +139,53 @@ def test_a_row_digest_depends_on_the_columns_read_and_not_on_storage():
     with_ids = rows.add_column("id", list(range(8)))
     assert describe_rows(with_ids, None) != describe_rows(rows, None)
     assert describe_rows(rows.to_iterable_dataset(), ["prompt"]) == "a stream"
+
+
+class Own(Divergence):
+    """One of the user's own."""
+
+    def value(self, log_student_RV, log_teacher_RV):
+        return ReverseKL().value(log_student_RV, log_teacher_RV)
+
+
+class Plain(Own):
+    """Has attributes, and a cache."""
+
+    def __init__(self, setting):
+        self.setting, self._cache = setting, object()
+
+
+@dataclass(frozen=True)
+class Fields(Own):
+    setting: Any
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", [Plain, Fields])
+def test_the_settings_of_a_divergence_are_described_alike_in_all_processes(kind):
+    def made():
+        table = torch.arange(300_000.0)
+        return [0.3, 0.4, lambda logits: logits, table, table[:-1], table + (table == 5000), table.bfloat16()]
+
+    one, other = ([describe(kind(setting)) for setting in made()] for _ in range(2))
+    assert one == other
+    assert len(set(one)) == len(one)
+    assert one[0] == f"{kind.__name__}(setting=0.3)"
+    assert one[3].startswith(f"{kind.__name__}(setting=torch.float32 [300000], sha256 ")
+    array = describe(kind(torch.arange(300_000.0).numpy()))
+    assert array == one[3]
+    assert all(len(text) < 130 for text in [*one, describe(kind(["a word"] * 1000))])
+
+
+@pytest.mark.refusal
+def test_another_setting_of_a_divergence_is_refused_and_the_same_is_not(make_trainer, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(divergence=Plain(len), max_steps=1, **options).train()
+    with pytest.raises(
+        ValueError, match=r"divergence: 'Plain\(setting=<.*len>\)' in the checkpoint, 'Plain\(setting=0"
+    ):
+        make_trainer(divergence=Plain(0.3), **options).train(resume_from_checkpoint=True)
+    trainer = make_trainer(divergence=Plain(len), max_steps=2, **options)
+    assert "Plain(setting=<built-in function len>), temperature" in repr(trainer)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 2

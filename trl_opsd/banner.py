@@ -20,6 +20,7 @@ from trl_opsd.data.readers import Reader, Readers
 from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.loop.verbs import Verbs
 from trl_opsd.losses import Divergence
+from trl_opsd.losses.divergence import describe
 from trl_opsd.models.size import described, sizes
 
 _WIDTH = 120
@@ -109,7 +110,7 @@ class Described:
         yield "processes", self.trainer.strategy
         yield "steps", self._steps()
         yield "completions", self._completions()
-        yield "objective", f"{self.divergence!r}, temperature {self.trainer.temperature}"
+        yield "objective", f"{describe(self.divergence)}, temperature {self.trainer.temperature}"
         yield "optimizer", self._optimizer()
         if self.without_effect:
             yield "no effect", ", ".join(f"{name}={getattr(args, name)!r}" for name in self.without_effect)

@@ -18,6 +18,7 @@ from trl_opsd.data.row_sharding import check_sharing
 from trl_opsd.data.solutions import named_as_here
 from trl_opsd.data.teacher_prompts import TEMPLATE, check_template
 from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
+from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import BETAS, divergence_of
 from trl_opsd.run import versions
 from trl_opsd.run.failure import share_tracebacks
@@ -273,9 +274,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
         return divergence_of(self.divergence, self.beta)
 
     def to_dict(self) -> dict[str, Any]:
-        """As transformers', for loggers and files, with a divergence object as its `repr`."""
+        """As transformers', for loggers and files, with a divergence object in words."""
         values: dict[str, Any] = super().to_dict()
-        return {name: repr(value) if isinstance(value, Divergence) else value for name, value in values.items()}
+        return {name: describe(value) if isinstance(value, Divergence) else value for name, value in values.items()}
 
     @property
     def teacher_template_kwargs(self) -> dict[str, Any]:
@@ -305,8 +306,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
             at_least_one("loss_chunk_tokens", self.loss_chunk_tokens)
         ignored = isinstance(self.divergence, Divergence) or self.beta != BETAS.get(self.divergence or "", self.beta)
         if ignored and self.beta != type(self).beta:
+            divergence = describe(self.divergence) if isinstance(self.divergence, Divergence) else repr(self.divergence)
             warnings.warn(
-                f"`divergence={self.divergence!r}` decides the objective; `beta={self.beta}` is ignored: set only one.",
+                f"`divergence={divergence}` decides the objective; `beta={self.beta}` is ignored: set only one.",
                 stacklevel=4,
             )
         objective = self.build_divergence()
@@ -374,7 +376,8 @@ def check_divergence(divergence: Any) -> None:
     """
     if isinstance(divergence, type) and issubclass(divergence, Divergence):
         raise ValueError(f"`divergence={divergence.__name__}` is a class: pass an object, `{divergence.__name__}()`.")
-    if callable(divergence) and not isinstance(divergence, Divergence):
+    own = callable(divergence) or callable(getattr(divergence, "value", None))
+    if own and not isinstance(divergence, Divergence):
         raise ValueError(
             f"`divergence` is a {type(divergence).__name__}: expected an object of a class derived from "
             "`trl_opsd.losses.Divergence`, whose method `value` computes it from two log-probabilities, one number for "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,6 +16,7 @@ from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import DIGEST
 from trl_opsd.losses import Divergence
+from trl_opsd.losses.divergence import describe
 from trl_opsd.models.head import model_shape, shape_of
 from trl_opsd.models.samples import Samples, digest, sampled
 from trl_opsd.run.ranges import one_of
@@ -101,7 +101,7 @@ class Identity:
 
         Args:
             divergence ([`~losses.Divergence`]):
-                The objective; a dataclass is recorded with its settings.
+                The objective, recorded with its settings.
             rows (`str`):
                 The training dataset, as [`~data.datasets.describe_rows`] describes it.
             tools (`Sequence`):
@@ -112,7 +112,7 @@ class Identity:
         hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
         return fingerprint(
             self._args,
-            divergence=repr(divergence) if is_dataclass(divergence) else type(divergence).__qualname__,
+            divergence=describe(divergence),
             train_dataset=rows,
             teachers=describe_teachers(self._teachers, self._args.teacher_model_kind),
             teacher_weights=self._of_teachers,

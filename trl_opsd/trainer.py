@@ -20,7 +20,7 @@ from trl_opsd.config import OPSDConfig, check_divergence
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.loop.verbs import check_verbs
 from trl_opsd.losses import Divergence
-from trl_opsd.losses.proof import ROUNDING, prove_divergence
+from trl_opsd.losses.proof import prove_divergence
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.head import whole_head
@@ -204,12 +204,9 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
 
     def _prove_divergence(self, divergence: Divergence) -> None:
         with preserved_rng(self.accelerator.device):
-            least = prove_divergence(divergence, self._vocabulary or self.limits.vocabulary, self.accelerator.device)
-        if least < -ROUNDING:
-            logger.warning(
-                f"`{type(divergence).__name__}.value` is negative, {least:.3g} nats for random distributions: the "
-                "student is trained to make it smaller, which may lead away from the teacher."
-            )
+            doubts = prove_divergence(divergence, self._vocabulary or self.limits.vocabulary, self.accelerator.device)
+        for doubt in doubts:
+            logger.warning(doubt)
 
     # ---- The verbs ----------------------------------------------------------------------------------------------
 

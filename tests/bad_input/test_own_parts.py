@@ -136,6 +136,13 @@ class TestTeacher:
         with pytest.raises(ValueError, match=rf"`Own.targets` .* {shift} tokens? too far .*P - 1 : -1"):
             asked(Own(states(lambda hidden: hidden.roll(-shift, 1))))
 
+    @pytest.mark.parametrize("given", ["gpt2", tiny.gpt2()], ids=["path", "model"])
+    def test_a_frozen_teacher_of_no_placement_says_what_it_is_made_of(self, given):
+        with pytest.raises(
+            TypeError, match=r"got a \w+: .*`FrozenTeacher\(Resident\(model, device\)\)`. .*`OPSDTrainer`"
+        ):
+            FrozenTeacher(given)
+
     def test_the_student_learns_nothing_from_a_shifted_teacher(self, make_trainer):
         trainer = make_trainer(teacher_model=Own(states(lambda hidden: hidden.roll(-1, 1))))
         before = weights(trainer)
@@ -149,17 +156,17 @@ class TestTeacher:
         teacher = Own(change, **options)
         teacher.inner.model.train(bool(options))
         asked(teacher)
-        assert [words in one for one in said()] == [True]
+        assert [words in one and "the teacher was called a second time" in one for one in said()] == [True]
 
     def test_a_teacher_that_cannot_read_another_row_is_not_stopped(self, said):
         class Recorded(Own):
             def targets(self, rollout):
                 if self.asked:
-                    raise KeyError("never seen")
+                    raise LookupError("never seen" + 9 * "!" + "\nat " + 1000 * "x")
                 return super().targets(rollout)
 
         asked(Recorded())
-        assert ["KeyError: 'never seen'" in one for one in said()] == [True]
+        assert ["LookupError: never seen!!!!!!!!!. So" in one and "second time" in one for one in said()] == [True]
 
     @pytest.mark.parametrize("tokens", [(4, 6), (2, 2), (1, 0), (0, 0)])
     def test_nothing_is_said_of_a_sound_teacher(self, said, tokens):
@@ -266,6 +273,12 @@ class OnlyValue(ReverseKL):
         return (log_student_RV - log_teacher_RV).square().sum(-1)
 
 
+class Duck:
+    """Has the method, and not the base class."""
+
+    value = Upwards.value
+
+
 def plain_function(log_student, log_teacher):
     return (log_student - log_teacher).square().sum(-1)
 
@@ -290,12 +303,14 @@ class TestDivergence:
         assert repr(Upwards()) == "Upwards()"
         make_trainer().divergence = ForwardKL()
         assert len(said()) == 1
+        make_trainer().divergence = Saturated()
+        assert ["The gradient of `Saturated.value` is 0 for" in one for one in said()] == [False, True]
 
     @pytest.mark.before_loading
     @pytest.mark.parametrize(
         "given",
-        [plain_function, lambda student, teacher: 0, torch.nn.KLDivLoss()],
-        ids=["function", "lambda", "module"],
+        [plain_function, lambda student, teacher: 0, torch.nn.KLDivLoss(), Duck()],
+        ids=["function", "lambda", "module", "duck"],
     )
     def test_a_function_or_module_says_how_to_make_it_a_divergence(self, make_trainer, given):
         words = r"expected an object of a class derived from `trl_opsd.losses.Divergence`.* `value`.*docs/extending.md"
@@ -324,6 +339,68 @@ class Saturated(Divergence):
         return 1 + 0 * (log_student_RV - log_teacher_RV).sum(-1)
 
 
+class Nothing(Divergence):
+    """A typo: compares the student with itself."""
+
+    def value(self, log_student_RV, log_teacher_RV):
+        return (log_student_RV.exp() * (log_student_RV - log_student_RV)).sum(-1)
+
+
+class Surrogate(Divergence):
+    """Has the gradient of a KL, and the value 0."""
+
+    def value(self, log_student_RV, log_teacher_RV):
+        value_R = ReverseKL().value(log_student_RV, log_teacher_RV)
+        return value_R - value_R.detach()
+
+
+class Comparing(OPSDTrainer):
+    """Changes what is returned for a micro-batch."""
+
+    def compare(self, *args):
+        return self.change(super().compare(*args))
+
+
+PARTS = {
+    "a tensor": (lambda parts: parts.loss, "a Tensor: expected"),
+    "nothing": (lambda parts: None, "None: expected"),
+    "a tuple": (lambda parts: (parts.loss, parts.rows), "a tuple: expected"),
+    "a number": (lambda parts: replace(parts, loss=parts.loss.item()), "`LossParts` with `loss`: float: expected"),
+    "no graph": (lambda parts: replace(parts, loss=parts.loss.detach()), "a loss without a graph"),
+    "a vector": (
+        lambda parts: replace(parts, loss=parts.loss.expand(2)),
+        r".* `loss`: of shape \[2\] in torch.float32",
+    ),
+    "one row": (lambda parts: replace(parts, rows=parts.rows.sum(0)), r".* `rows`: of shape \[6\] in .* \[2, 6\]"),
+}
+
+
+class TestCompare:
+    @pytest.mark.parametrize("case", PARTS)
+    def test_parts_of_another_kind_name_the_method_and_what_was_expected(self, make_trainer, case):
+        trainer = make_trainer(Comparing)
+        trainer.change, got = PARTS[case]
+        with pytest.raises(ValueError, match=rf"^`Comparing.compare` returned {got}"):
+            trainer.train()
+
+    def test_a_loss_needs_no_graph_in_an_evaluation(self, make_trainer):
+        trainer = make_trainer(Comparing, eval_dataset=tiny.rows(2))
+        trainer.change = lambda parts: replace(parts, loss=parts.loss.detach())
+        assert trainer.evaluate()["eval_loss"] > 0
+
+    @pytest.mark.parametrize("accumulated", [1, 2])
+    def test_a_nan_in_the_loss_alone_is_called_that(self, make_trainer, accumulated):
+        trainer = make_trainer(Comparing, gradient_accumulation_steps=accumulated)
+        factors = iter([float("nan"), 1.0])
+        trainer.change = lambda parts: replace(parts, loss=parts.loss * next(factors))
+        before = weights(trainer)
+        with pytest.raises(
+            FloatingPointError, match=r"^The loss is NaN .* are finite, in step 1 on rank 0: .*`compare`"
+        ):
+            trainer.train()
+        assert unchanged(trainer, before)
+
+
 def first_steps(said):
     return [one for one in said() if "Nothing was learned from the first step" in one]
 
@@ -340,6 +417,18 @@ class TestFirstStep:
         assert ["gradient is exactly 0, although the divergence is 1 nats" in one for one in first_steps(said)] == [
             True
         ]
+
+    def test_a_surrogate_of_value_0_is_not_called_a_teacher_that_says_the_same(self, make_trainer, said):
+        trainer = make_trainer(divergence=Surrogate(), max_steps=1)
+        trainer.train()
+        assert trainer.state.log_history[0]["grad_norm"] > 1e-2
+        assert said() == []
+
+    def test_a_divergence_of_0_without_a_gradient_is_blamed_on_the_divergence(self, make_trainer, said):
+        make_trainer(divergence=Nothing(), max_steps=1).train()
+        flat, nothing = said()
+        assert "The gradient of `Nothing.value` is 0" in flat
+        assert "although the divergence is 0 nats per token and the models differ" in nothing
 
     @pytest.mark.parametrize("kind", ["base", "live"])
     def test_nothing_is_said_of_a_student_that_teaches_itself(self, make_trainer, said, kind):

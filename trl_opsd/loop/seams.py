@@ -36,6 +36,7 @@ from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.run.accounts import Accounts
 from trl_opsd.run.groups import set_group_timeout
 from trl_opsd.run.known import set_known
+from trl_opsd.run.loss_parts import check_parts
 from trl_opsd.run.memory import explained
 from trl_opsd.run.metrics import recorded
 from trl_opsd.run.option_changes import ReadOnce
@@ -210,10 +211,10 @@ class SeamTrainer(
 
     def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple:
         # TRL calls this method in place of the `forward` that accelerate wrapped in autocast.
+        rollout = Rollout.unpack(inputs)
         with autocast(self.accelerator):
-            parts = self.compare(
-                unwrapped_student, Rollout.unpack(inputs), TeacherTargets.unpack(inputs), num_items_in_batch
-            )
+            parts = self.compare(unwrapped_student, rollout, TeacherTargets.unpack(inputs), num_items_in_batch)
+        check_parts(parts, rollout, f"{type(self).__name__}.compare", self.model.training)
         self._loss_rows = parts.rows
         if self.model.training:
             self._probe.attach(unwrapped_student)

@@ -30,6 +30,7 @@ logger = get_logger(__name__)
 
 SEAMS: dict[str, tuple[str, ...]] = {
     "_get_grad_norm": ("self", "model", "grad_norm"),
+    "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
 }
 """Overridden methods of transformers' trainer, with their parameters; a test compares them with the installed ones."""
@@ -46,6 +47,7 @@ class GuardedSteps(Trainer):
         self._probe = GradientProbe()
         self._guard = self._new_guard()
         self._first_sums: Counter[str] | None = None
+        self._broken_loss: Tensor | None = None
         self._check_launch()
 
     def train(
@@ -106,6 +108,13 @@ class GuardedSteps(Trainer):
         )
         return False
 
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As transformers', but remembers whether a loss of the step was not finite, without waiting for the device."""
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        broken = ~loss.isfinite()
+        self._broken_loss = broken if self._broken_loss is None else self._broken_loss | broken
+        return loss
+
     def with_nan_gradient(self, loss: Tensor) -> Tensor:
         """A loss whose gradient is NaN in every process, so that every optimizer's own check skips the step."""
         return loss * math.nan
@@ -121,8 +130,11 @@ class GuardedSteps(Trainer):
             broken = broken or self.accelerator.optimizer_step_was_skipped
         if self._guard.will_skip or broken:
             if not (self._guard.will_skip or self._scales_loss):
-                ranks = [rank for rank, broken in enumerate(gather_object([self._probe.broken()])) if broken]
-                self._guard.report(Finding(step=self.state.global_step + 1, side="gradient", ranks=tuple(ranks)))
+                in_loss = self._broken_loss is not None and bool(self._broken_loss)
+                each = gather_object([{"loss": in_loss, "gradient": self._probe.broken()}])
+                side = "loss" if any(one["loss"] for one in each) else "gradient"
+                ranks = tuple(rank for rank, one in enumerate(each) if one[side])
+                self._guard.report(Finding(step=self.state.global_step + 1, side=side, ranks=ranks))
             self._guard.step_skipped()
             self._skip_step(model)
         else:
@@ -130,7 +142,7 @@ class GuardedSteps(Trainer):
             self._mark_skipped(False)
             if self._first_sums and norm is not None and (why := nothing_learned(self._first_sums, number)):
                 logger.warning(f"Nothing was learned from the first step: {why}.")
-        self._first_sums = None
+        self._first_sums = self._broken_loss = None
         self._probe.forget()
         return norm
 

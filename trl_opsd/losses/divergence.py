@@ -5,8 +5,10 @@ R rows (tokens) · V vocabulary size; log-probabilities in nats
 
 from __future__ import annotations
 
+import hashlib
+import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, final
 
 import torch
@@ -14,15 +16,19 @@ from torch import Tensor
 
 from trl_opsd.types import LazyLogits
 
+_SHOWN = 120
+"""Longest `repr` of a setting that is shown."""
+
 
 class Divergence(ABC):
     """A divergence between the student's and the teacher's next-token distribution, one number per token.
 
-    A subclass needs to define only `value`. If it is a dataclass, checkpoints record its settings.
+    A subclass needs to define only `value`. Checkpoints record its settings: the fields of a dataclass, else all
+    attributes whose names do not begin with an underscore.
     """
 
-    def __repr__(self) -> str:  # a dataclass has its own, with its settings
-        return f"{type(self).__name__}()"
+    def __repr__(self) -> str:  # a dataclass has its own
+        return describe(self)
 
     @abstractmethod
     def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
@@ -141,6 +147,29 @@ class GeneralizedJSD(Divergence):
         student_part_R = term_RV.sum(-1)
         gradient_RV = term_RV.addcmul_(scaled_RV, student_part_R.unsqueeze(-1), value=1 / (1 - self.beta))
         return teacher_part_R.add_(student_part_R), gradient_RV
+
+
+def describe(divergence: Divergence) -> str:
+    """A divergence with its settings, in one line that is the same in every process; of large ones, a digest."""
+    names = (
+        [field.name for field in fields(divergence)]
+        if is_dataclass(divergence)
+        else [name for name in vars(divergence) if not name.startswith("_")]
+    )
+    settings = ", ".join(f"{name}={_setting(getattr(divergence, name))}" for name in names)
+    return f"{type(divergence).__name__}({settings})"
+
+
+def _setting(value: Any) -> str:
+    """A value in words: an array by shape and digest, anything else by its `repr` without an address."""
+    if hasattr(value, "__array__"):
+        array = torch.as_tensor(value).detach().cpu()
+        content = array.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        return f"{array.dtype} {list(array.shape)}, sha256 {hashlib.sha256(content).hexdigest()[:16]}"
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    if len(text) <= _SHOWN:
+        return text
+    return f"{type(value).__name__}, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _kl(log_p_RV: Tensor, log_q_RV: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ R rows (tokens) · V vocabulary size
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
@@ -15,11 +16,14 @@ from torch import Tensor
 from trl_opsd.losses.divergence import Divergence
 
 _Compute: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-_ROWS = 3
+_APART = (1.0, 0.3, 0.03)
+"""How far the teacher of each row is from its student: a divergence that is bounded is flat far away."""
 _TOLERANCE = 1e-3
 """Largest difference, relative to the largest number: rounding in float32 stays far below it."""
-ROUNDING = 1e-6
+_ROUNDING = 1e-6
 """What rounding leaves of 0."""
+_FLAT = 1e-5
+"""Gradient with respect to logits, relative to that with respect to log-probabilities: rounding stays below it."""
 
 
 def is_ours(divergence: Divergence) -> bool:
@@ -27,33 +31,38 @@ def is_ours(divergence: Divergence) -> bool:
     return type(divergence).__module__ == Divergence.__module__
 
 
-def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.device) -> float:
+def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.device) -> list[str]:
     """Checks that the gradient is that of the value, and that the value of a token depends on that token alone.
 
-    The package's own divergences are not checked. One that is random is checked for finite numbers only.
+    The package's own divergences are not checked. Sets the seed of torch's random numbers and Python's; one that draws
+    others is checked for finite numbers only.
 
     Args:
         divergence ([`Divergence`]):
-            The divergence. Draws random numbers if it does.
+            The divergence.
         vocabulary (`int`):
             V.
         device (`torch.device`):
             Where it will be computed.
 
     Returns:
-        `float`: The smallest value, in nats; no divergence is below 0.
+        `list[str]`: What is possible but hardly meant, a sentence each: negative values, a gradient of 0, and one that
+        does not depend on the teacher.
 
     Raises:
         ValueError: One of the two does not hold; or a number is not finite, although all probabilities are positive.
     """
     kind = type(divergence)
     if is_ours(divergence):
-        return 0.0
-    logits = 3 * torch.randn(2, _ROWS, vocabulary, generator=torch.Generator().manual_seed(0))
+        return []
+    logits = 3 * torch.randn(2, len(_APART), vocabulary, generator=torch.Generator().manual_seed(0))
+    logits[1] = logits[0].lerp(logits[1], torch.tensor(_APART)[:, None])
     logs_2RV = logits.to(device).log_softmax(-1)
 
-    def computed(by: _Compute, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        logs_2rV = logs_2RV[:, rows].clone()
+    def computed(by: _Compute, logs_2rV: Tensor = logs_2RV, seed: int = 0) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        logs_2rV = logs_2rV.clone()
         return by(*logs_2rV, *logs_2rV.exp())
 
     defined = partial(Divergence.value_and_gradient, divergence)
@@ -64,16 +73,30 @@ def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.devi
                 f"The {what} of `{kind.__name__}.value` is NaN or infinite for distributions without a probability of "
                 "0: look for roots, logarithms and quotients in it, also in a branch that `where` does not take."
             )
-    least = float(by_autograd[0].min())
-    if _gap(by_autograd, again):  # it is random
-        return least
-    alone, first = computed(defined, slice(1)), (by_autograd[0][:1], by_autograd[1][:1])
-    if gap := _gap(alone, first):
+    doubts = []
+    least, largest = float(by_autograd[0].min()), float(by_autograd[0].abs().max())
+    if least < -_TOLERANCE * largest - _ROUNDING:
+        doubts.append(
+            f"`{kind.__name__}.value` is negative, {least:.3g} nats for random distributions: the student is trained "
+            "to make it smaller, which may lead away from the teacher."
+        )
+    if _gap(by_autograd, again):  # it draws random numbers from elsewhere
+        return doubts
+    is_random = _gap(by_autograd, computed(defined, seed=1))  # then each row has draws of its own
+    alone, first = computed(defined, logs_2RV[:, :1]), (by_autograd[0][:1], by_autograd[1][:1])
+    if not is_random and (gap := _gap(alone, first)):
         raise ValueError(
             f"`{kind.__name__}.value` of a token depends on the other tokens, {gap}. Tokens are compared a few at a "
             "time, so compute nothing over the first dimension."
         )
-    if gap := _gap(computed(divergence.value_and_gradient), by_autograd):
+    returned = computed(divergence.value_and_gradient)
+    pair = isinstance(returned, tuple | list) and [isinstance(one, Tensor) for one in returned] == [True, True]
+    if not pair:
+        raise ValueError(
+            f"`{kind.__name__}.value_and_gradient` returned a {type(returned).__name__}: expected two tensors, the "
+            "value and its gradient with respect to the logits. Leave it out, and autograd computes them."
+        )
+    if gap := _gap(returned, by_autograd):
         value_from, gradient_from = (
             next(one for one in kind.__mro__ if name in vars(one)) for name in ("value", "value_and_gradient")
         )
@@ -88,7 +111,27 @@ def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.devi
             "value and its gradient with respect to the logits; leave it out, and autograd computes that. If another "
             "gradient is meant, write a `value` that has it, with `detach`."
         )
-    return least
+    if _is_flat(divergence, logs_2RV, by_autograd[1]):
+        doubts.append(
+            f"The gradient of `{kind.__name__}.value` is 0 for random distributions: nothing is learned from it, and "
+            "rounding, scaled up by the optimizer, moves the student at random. What is behind `detach` has no "
+            "gradient, nor has what is beyond a bound (`clamp`)."
+        )
+    elif torch.equal(by_autograd[1], computed(defined, torch.stack([logs_2RV[0], logs_2RV[1].roll(1, 0)]))[1]):
+        doubts.append(
+            f"The gradient of `{kind.__name__}.value` is the same whatever the teacher says, so nothing is learned "
+            "from it: use the second argument, and not in terms alone that do not depend on the first."
+        )
+    return doubts
+
+
+def _is_flat(divergence: Divergence, logs_2RV: Tensor, gradient_RV: Tensor) -> bool:
+    """Whether rounding is all there is of a gradient with respect to the logits."""
+    with torch.enable_grad():
+        log_student_RV = logs_2RV[0].clone().requires_grad_()
+        value_R = divergence.value(log_student_RV, logs_2RV[1].clone())
+        (of_logs_RV,) = torch.autograd.grad(value_R.sum(), log_student_RV)
+    return bool(gradient_RV.abs().max() <= _FLAT * of_logs_RV.abs().max())
 
 
 def _gap(some: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> str:
@@ -97,6 +140,6 @@ def _gap(some: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> str:
         if one.shape != other.shape:
             return f"{what} of shape {list(one.shape)} and not {list(other.shape)}"
         gap, largest = float((one - other).abs().max()), float(other.abs().max())
-        if not gap <= _TOLERANCE * largest + ROUNDING:
+        if not gap <= _TOLERANCE * largest + _ROUNDING:
             return f"{what} differ by {gap:.2g} where the largest is {largest:.2g}"
     return ""

@@ -10,15 +10,23 @@ from collections.abc import Mapping
 _SAME = 1e-6
 """Nats per token: what rounding leaves of the divergence between a float32 model and its copy."""
 
+_ALIKE = 0.02
+"""Nats per token by which entropies differ at most where a KL is that small (Pinsker, Fannes), for any vocabulary."""
+
 
 def agree(sums: Mapping[str, float]) -> bool:
-    """Whether the divergence is 0 up to rounding, as that of a model from itself; a trained student stays far above.
+    """Whether both models say the same: the divergence is 0 up to rounding, and the entropies are alike.
+
+    A trained student stays far above. A surrogate of the user's own may be 0 where the models differ.
 
     Args:
         sums (`Mapping[str, float]`):
             Sums over all processes, by the names in [`LossParts.ROW_NAMES`]; finite.
     """
-    return sums["weight"] > 0 and abs(sums["divergence"]) / sums["weight"] < _SAME
+    weight = sums["weight"]
+    if not weight or abs(sums["divergence"]) / weight >= _SAME:
+        return False
+    return abs(sums["student_entropy"] - sums["teacher_entropy"]) / weight < _ALIKE
 
 
 def nothing_learned(sums: Mapping[str, float], gradient_norm: float) -> str | None:
@@ -41,6 +49,7 @@ def nothing_learned(sums: Mapping[str, float], gradient_norm: float) -> str | No
         return None
     return (
         f"its gradient is exactly 0, although the divergence is {sums['divergence'] / sums['weight']:.3g} nats per "
-        "token. The student's probabilities are saturated (a `temperature` far below 1), the gradient is below the "
-        "range of its dtype, or the divergence does not depend on the student"
+        "token and the models differ. The student's probabilities are saturated (a `temperature` far below 1), the "
+        "gradient is below the range of its dtype, or the divergence is flat there, because it is bounded (`clamp`) or "
+        "does not depend on the student"
     )

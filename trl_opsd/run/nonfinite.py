@@ -21,9 +21,11 @@ logger = get_logger(__name__)
 
 _REMEDIES = {
     "weights": "Look at what `weigh` or a method of your own has put into the batch as `loss_weights`.",
-    "teacher": "Load the teacher in another dtype (bfloat16 instead of float16), or repair its weights.",
+    "teacher": "Load the teacher in another dtype (bfloat16 instead of float16), or repair its weights. One of your "
+    "own that excludes tokens needs a finite floor, such as -1e4, in place of -inf.",
     "student": "Lower the learning rate, or go back to an earlier checkpoint.",
     "divergence": "Remove whatever masks logits in one of the two, or use another `divergence`.",
+    "loss": "Look at what `compare` returns as the `loss` of its `LossParts`.",
     "gradient": "Lower the learning rate, compute in another dtype (bfloat16 instead of float16), or suspect the "
     "device, if it is always the same rank.",
 }
@@ -33,6 +35,7 @@ _WHAT = {
     "teacher": "The teacher's logits are NaN or infinite",
     "student": "The student's logits are NaN or infinite",
     "divergence": "The divergence is infinite, because one model excludes a token the other expects,",
+    "loss": "The loss is NaN or infinite, although its sums (`LossParts.rows`) are finite,",
     "gradient": "The loss is finite, but the student's gradient is NaN or infinite",
 }
 
@@ -60,11 +63,11 @@ class Finding:
     step: int
     """Optimizer step, counted from 1: the one in progress, or the last one before an evaluation."""
     side: str
-    """`"weights"`, `"teacher"`, `"student"`, `"divergence"` or `"gradient"`."""
+    """`"weights"`, `"teacher"`, `"student"`, `"divergence"`, `"loss"` or `"gradient"`."""
     ranks: tuple[int, ...]
     """Ranks of the processes it came from; empty if unknown because gradients were already averaged."""
     sums: tuple[dict[str, float], ...] = ()
-    """Sums of each process, by the names in [`LossParts.ROW_NAMES`]; empty for a gradient."""
+    """Sums of each process, by the names in [`LossParts.ROW_NAMES`]; empty for a loss or a gradient."""
     evaluating: bool = False
     temperature: float = 1.0
     """Divides the logits of both models."""

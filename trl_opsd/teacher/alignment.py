@@ -20,6 +20,12 @@ logger = get_logger(__name__)
 _CHANGED = 0.05
 """By how much states differ that have read different tokens, relative to how far those of a row lie apart; rounding
 stays below it."""
+_QUOTED = 200
+"""Characters of an error that are quoted."""
+_CALLED_AGAIN = (
+    "(For this check the teacher was called a second time, for two rows: one that replays recorded answers in order is "
+    "now ahead by one.)"
+)
 
 
 def prove_alignment(
@@ -51,8 +57,9 @@ def prove_alignment(
             hidden_2CH = read(pair).hidden
     except Exception as error:  # one that looks its targets up does not know the changed row
         logger.warning(
-            f"`{where}` could not read a row in which one token was changed, {type(error).__name__}: {error}. So it is "
-            "not known whether its targets are those of the tokens that they are compared at."
+            f"`{where}` could not read a row in which one token was changed, {type(error).__name__}: "
+            f"{next(iter(str(error).splitlines()), '')[:_QUOTED]}. So it is not known whether its targets are those of "
+            f"the tokens that they are compared at. {_CALLED_AGAIN}"
         )
         return
     read_nH, changed_nH = hidden_2CH[:, places].float()
@@ -61,7 +68,8 @@ def prove_alignment(
     if _differ(read_nH, targets.hidden[row, places].to(read_nH)).any():
         logger.warning(
             f"`{where}` returned other states for a row when it reads the row again, without the others of its batch: "
-            "are the rows in order, is the model in eval mode, and does padding leave it unchanged?"
+            "are the rows in order, is the model in eval mode, and does padding leave it unchanged? "
+            f"{_CALLED_AGAIN}"
         )
         return
     differ = _differ(read_nH, changed_nH).tolist()
@@ -69,18 +77,20 @@ def prove_alignment(
     if first is None:
         logger.warning(
             f"`{where}` returned states that do not depend on the token right before the one that they predict: are "
-            "they one token behind? The first target is the state at the last token of the prompt."
+            "they one token behind, or do they come from a cache, whatever the completion is? The first target is the "
+            f"state at the last token of the prompt. {_CALLED_AGAIN}"
         )
     elif first == 0:
         logger.warning(
             f"`{where}` returned states of which the first already depends on later tokens of the completion, maybe on "
-            "the one that it predicts: is the teacher to judge with hindsight?"
+            "the one that it predicts. If the teacher is to judge with hindsight, there is nothing to do; this is said "
+            f"once. {_CALLED_AGAIN}"
         )
     elif too_far := len(places) - 1 - first:
         raise ValueError(
             f"`{where}` returned states that are {too_far} token{'s' * (too_far > 1)} too far on: they have read the "
             "token that they should predict. Of a model's states after P prompt tokens and C completion tokens return "
-            "`hidden[:, P - 1 : -1]`; the student was not changed."
+            f"`hidden[:, P - 1 : -1]`; the student was not changed. {_CALLED_AGAIN}"
         )
 
 

@@ -31,6 +31,7 @@ class FrozenTeacher(Teacher):
         reading ([`~models.padding.Reading`]): which rows are read in one batch.
 
     Raises:
+        TypeError: `placement` is no placement, as a model or its path.
         ValueError: The model's logits cannot be rebuilt from its hidden states, or a row's hidden states depend on the
             other rows.
     """
@@ -38,6 +39,12 @@ class FrozenTeacher(Teacher):
     def __init__(
         self, placement: Placement, cache_device: str = "auto", pass_bytes: int = PASS_BYTES, progress: bool = False
     ) -> None:
+        if not isinstance(placement, Placement):
+            raise TypeError(
+                f"`FrozenTeacher` got a {type(placement).__name__}: expected a placement, which holds a loaded model, "
+                "as in `FrozenTeacher(Resident(model, device))`. A model or a path can also be passed to `OPSDTrainer` "
+                "directly, as `teacher_model`."
+            )
         self.placement = placement
         self.model: CausalLM = placement.model.eval().requires_grad_(False)
         self._cache_device = cache_device
