@@ -211,3 +211,13 @@ def test_checkpoints_of_an_earlier_run_are_said_when_a_new_one_begins(make_train
     assert "A new run begins" not in caplog.text
     make_trainer(max_steps=1, save_strategy="steps", save_steps=1).train()
     assert "checkpoint-1 is there, of an earlier one" in caplog.text
+
+
+def test_a_teacher_that_was_put_into_training_mode_reads_without_dropout(make_trainer):
+    teacher, modes = tiny.qwen2(48, seed=1), []
+    trainer = make_trainer(teacher_model=teacher, max_steps=1)
+    teacher.train()
+    teacher.model.register_forward_hook(lambda module, *_: modes.append(module.training))
+    trainer.train()
+    assert modes == [False]
+    assert teacher.training

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import context_of
 from trl_opsd.models.head import prove_head
+from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.reading_proof import prove_padding
 from trl_opsd.models.size import described
 from trl_opsd.teacher.base import Teacher
@@ -68,6 +69,8 @@ class FrozenTeacher(Teacher):
     def targets(self, rollout: Rollout) -> TeacherTargets:
         passes = self.placement.passes_to_run(passes_needed(self.model, rollout, self._pass_bytes))
         device = self.placement.device
-        with self.placement.reading(passes) as run:
+        with preserved_mode(self.model), self.placement.reading(passes) as run:
+            if self.model.training:  # whoever else has this model may have trained it
+                self.model.eval()
             hidden_BCH = read(run, rollout, passes, device, self._cache_device, self._progress, self.reading)
             return TeacherTargets(hidden=hidden_BCH)
