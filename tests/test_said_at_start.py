@@ -297,4 +297,4 @@ def test_an_evaluation_of_no_rows_is_refused(make_trainer):
 def test_text_for_the_teacher_of_a_student_that_reads_messages_is_said(make_trainer, caplog):
     rows = [{"prompt": [{"role": "user", "content": "2+2="}], "teacher_prompt": "The answer is 4. 2+2="}] * 8
     make_trainer(train_dataset=Dataset.from_list(rows), rollout=HFRollout(), max_steps=1).train()
-    assert "is text for the teacher and messages for the student" in caplog.text
+    assert "The prompts are text for the teacher and messages for the student" in caplog.text

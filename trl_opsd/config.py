@@ -241,6 +241,10 @@ class OPSDConfig(StrictNames, DistillationConfig):
         if option_values(self) != self._checked:
             OPSDConfig.__post_init__(self)  # a subclass has extended what the user asked for already
 
+    def accept_changes(self) -> None:
+        """Takes the options for checked as they are: TRL adapts some of them when it builds a trainer."""
+        self._checked = option_values(self)
+
     def __setattr__(self, name: str, value: Any) -> None:
         there = vars(self)
         is_new = "_checked" in there and name not in there and not hasattr(type(self), name)

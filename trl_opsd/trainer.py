@@ -195,6 +195,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         self.bind(given.rollout)
         self.is_built = True
         self.remember_launch()
+        self.args.accept_changes()
         self.add_callback(Banner(self._announced, lambda: self._described.later()))
 
     @classmethod
