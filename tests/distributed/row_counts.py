@@ -199,6 +199,8 @@ def refusals(folder: Path) -> dict[str, str]:
             name: refused(lambda rows=rows: build(folder, Variant("map"), 2, rows=rows)) for name, rows in given.items()
         },
         **{name: refused(lambda variant=variant: build(folder, variant, 2)) for name, variant in variants.items()},
+        "seed": refused(lambda: build(folder, Variant("map"), 2, seed=42 + rank)),
+        "rate": refused(lambda: build(folder, Variant("map"), 2, learning_rate=1e-4 * (1 + rank))),
     }
 
 

@@ -64,6 +64,14 @@ def test_processes_with_different_rows_are_refused(read, what):
     assert "Shuffle" in read[0]["refused"][what]
 
 
+@pytest.mark.parametrize(
+    ("what", "said"), [("seed", "`seed` is 43 in process 1"), ("rate", "`learning_rate` is 0.0002")]
+)
+def test_processes_with_different_options_are_refused(read, what, said):
+    assert said in read[0]["refused"][what]
+    assert "all processes train one student" in read[0]["refused"][what]
+
+
 @pytest.mark.parametrize("option", row_counts.OPTIONS, ids=str)
 def test_an_option_that_distributes_rows_differently_is_refused(read, option):
     ((name, value),) = option.items()

@@ -12,19 +12,9 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer
 
 from trl_opsd.models.model_checks import check_trainable
+from trl_opsd.run.option_changes import OF_THE_OPTIMIZER
 
 __all__ = ["UsedAgain"]
-
-_OF_THE_OPTIMIZER = (
-    "learning_rate",
-    "optim",
-    "optim_args",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-)
-"""Options that are read when an optimizer is made."""
 
 
 class UsedAgain(Trainer):
@@ -80,12 +70,12 @@ class UsedAgain(Trainer):
         if self.optimizer is not None and self.optimizer is not self._stepped:
             self._made_for = None
         own = self.optimizer is None or self._made_for is not None
-        options = tuple(getattr(self.args, name) for name in _OF_THE_OPTIMIZER)
+        options = tuple(getattr(self.args, name) for name in OF_THE_OPTIMIZER)
         if self.optimizer is None or self.is_deepspeed_enabled:  # one is made now
             self._made_for = options if own else None
         elif self._made_for is not None and options != self._made_for:
             changed = [
-                name for name, then, now in zip(_OF_THE_OPTIMIZER, self._made_for, options, strict=True) if then != now
+                name for name, then, now in zip(OF_THE_OPTIMIZER, self._made_for, options, strict=True) if then != now
             ]
             raise ValueError(
                 f"`args.{changed[0]}` was changed, but the optimizer of the earlier training is kept, which does not "

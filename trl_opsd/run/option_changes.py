@@ -39,6 +39,17 @@ _READ_ONCE = {
 }
 """Options of transformers that are read only when a trainer is built, of those on which something depends."""
 
+OF_THE_OPTIMIZER = (
+    "learning_rate",
+    "optim",
+    "optim_args",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
+"""Options that are read when an optimizer is made."""
+
 _AT_START = {
     "gradient_accumulation_steps",
     "gradient_checkpointing",
@@ -48,16 +59,10 @@ _AT_START = {
     "logging_steps",
     "eval_steps",
     "save_steps",
-    "learning_rate",
     "lr_scheduler_type",
     "lr_scheduler_kwargs",
     "warmup_steps",
-    "optim",
-    "optim_args",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
+    *OF_THE_OPTIMIZER,
 }
 """Options of transformers that are read when a training begins, and for the rest of it, or have to stay during it."""
 
