@@ -5,6 +5,8 @@ models once for its normalisers and entropies, and once more for the value and t
 contains a sum over the vocabulary that is not known by then read it a third time.
 
 R rows (tokens) · V vocabulary size, of which rows of tiles hold a multiple of 64
+
+Functions of the device are not annotated: their arguments are Triton's, which Python's types do not describe.
 """
 
 from __future__ import annotations
@@ -211,9 +213,7 @@ def _rows(  # type: ignore[no-untyped-def]
         columns = start + tl.arange(0, BLOCK)
         x = _logits(student, student_bias, student_cap, columns, width, padded, STUDENT_BIAS, STUDENT_CAP)
         y = _logits(teacher, teacher_bias, teacher_cap, columns, width, padded, TEACHER_BIAS, TEACHER_CAP)
-        log_ps, log_pt = x - top_s - log_s, y - top_t - log_t
-        ps = tl.exp(log_ps)
-        term, slope = TERMS(x - y, log_ps, log_pt, ps, tl.exp(log_pt), beta)
+        term, slope, ps = _terms(x, y, top_s, top_t, log_s, log_t, beta, TERMS)
         value += tl.sum(term, 0)
         if TOTAL == _THIRD_PASS:
             slopes += tl.sum(slope, 0)
@@ -224,9 +224,7 @@ def _rows(  # type: ignore[no-untyped-def]
             columns = start + tl.arange(0, BLOCK)
             x = _logits(student, student_bias, student_cap, columns, width, padded, STUDENT_BIAS, STUDENT_CAP)
             y = _logits(teacher, teacher_bias, teacher_cap, columns, width, padded, TEACHER_BIAS, TEACHER_CAP)
-            log_ps, log_pt = x - top_s - log_s, y - top_t - log_t
-            ps = tl.exp(log_ps)
-            _, slope = TERMS(x - y, log_ps, log_pt, ps, tl.exp(log_pt), beta)
+            _, slope, ps = _terms(x, y, top_s, top_t, log_s, log_t, beta, TERMS)
             _store(gradient, columns, padded, slope - ps * slopes, weight, x, student_cap, STUDENT_CAP)
 
     value = tl.where(value > _INFINITE, float("inf"), value)
@@ -235,6 +233,15 @@ def _rows(  # type: ignore[no-untyped-def]
     tl.store(statistics + rows + number, log_s - moment_s / sum_s)
     tl.store(statistics + 2 * rows + number, log_t - moment_t / sum_t)
     tl.store(statistics + 3 * rows + number, sum_t / width)
+
+
+@triton.jit
+def _terms(x, y, top_s, top_t, log_s, log_t, beta, TERMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The terms and slopes of a block of logits, and the student's probabilities."""
+    log_ps, log_pt = x - top_s - log_s, y - top_t - log_t
+    ps = tl.exp(log_ps)
+    term, slope = TERMS(x - y, log_ps, log_pt, ps, tl.exp(log_pt), beta)
+    return term, slope, ps
 
 
 @triton.jit
