@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.teacher import FrozenTeacher, Hosted, Resident, Streamed
-from trl_opsd.teacher.forward import PASS_BYTES, rows_per_pass
+from trl_opsd.teacher.forward import PASS_BYTES, bytes_per_token, pass_groups
 from trl_opsd.teacher.parts import parts_of, tensors_of
 from trl_opsd.types import Rollout
 
@@ -93,11 +93,11 @@ def hooked(args: argparse.Namespace, rollout: Rollout) -> tuple[Callable[[], Ten
     largest = max(sum(one.nbytes for one in module.parameters(recurse=False)) for module in model.modules())
     weights = CopiedOnAccess({name: tensor.detach() for name, tensor in model.state_dict().items()}, args.device)
     model = cpu_offload(model, execution_device=args.device, state_dict=weights)
-    rows = rows_per_pass(model, args.length, args.pass_bytes)
+    chunks = [rollout.select(rows) for rows in pass_groups(model, rollout, pass_bytes=args.pass_bytes)]
 
     def read() -> Tensor:
         with torch.no_grad():
-            return torch.cat([completion_hidden(model, chunk).clone() for chunk in rollout.chunks(rows)])
+            return torch.cat([completion_hidden(model, chunk).clone() for chunk in chunks])
 
     # The head is not on the device when the loss needs it; the embeddings are, while they are looked up.
     return read, lambda: {"between": 0, "during": largest, "moved": weights.moved}
@@ -149,13 +149,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             times[name].append(seconds(read, args.device))
     model = make_model(args)
     parts = parts_of(model)
-    rows = rows_per_pass(model, args.length, args.pass_bytes)
+    rows = max(1, args.pass_bytes // (args.length * bytes_per_token(model, args.length)))
     width, vocabulary, bytes_each = outputs["none"].size(-1), SHAPES[args.model][5], args.dtype.itemsize
     result: dict[str, Any] = {
         "model_bytes": sum(tensor.nbytes for tensor in tensors_of(model)),
         "layer_bytes": max(sum(tensor.nbytes for tensor in own) for _, own in parts.layers),
         "head_bytes": sum(tensor.nbytes for tensor in parts.head),
-        "passes": -(-args.rows // rows),
+        "passes": len(pass_groups(model, rollout, pass_bytes=args.pass_bytes)),
         "tokens_per_pass": min(rows, args.rows) * args.length,
         "target_bytes_per_token": width * bytes_each,
         "logit_bytes_per_token": vocabulary * bytes_each,

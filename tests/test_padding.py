@@ -181,7 +181,8 @@ class TestReading:
         reading = prove_padding(model, "student")
         assert reading == (BY_LENGTH if make is bart else Reading(16))
         with torch.no_grad():
-            assert largest_gap(model, PADDED) > 5e-3
+            # Rows are padded at the end, which changes no position; the length of one changes the others' frequencies.
+            assert largest_gap(model, PADDED) < 1e-5 if make is bart else largest_gap(model, PADDED) > 5e-3
             assert largest_gap(model, reading) < 1e-5
             assert largest_gap(model, ALONE) < 1e-5
 

@@ -57,9 +57,10 @@ def test_concatenated_chunks_equal_the_rollout():
     chunks = list(rollout.chunks(2))
     assert [len(chunk.prompt_ids) for chunk in chunks] == [2, 2, 1]
     assert all(chunk.extras is rollout.extras for chunk in chunks)
-    for field in dataclasses.fields(Rollout)[:-1]:
-        whole = torch.cat([getattr(chunk, field.name) for chunk in chunks])
-        assert torch.equal(whole, getattr(rollout, field.name))
+    for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "weights"):
+        whole = torch.cat([getattr(chunk, name) for chunk in chunks])
+        assert torch.equal(whole, getattr(rollout, name))
+    assert sum((chunk.measured() for chunk in chunks), ()) == rollout.measured()
 
 
 def test_targets_survive_pack_and_unpack():

@@ -63,6 +63,15 @@ class OPSDConfig(StrictNames, DistillationConfig):
         loss_chunk_tokens (`int`, *optional*):
             Number of tokens whose logits exist at once in the loss. When `None`, as many as keep both models' logits
             under 0.6 GB. The result does not depend on it.
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Whether student and teacher read the rows of a micro-batch as one without padding, each row for itself:
+            with FlashAttention as one call for rows of any length, elsewhere with a mask of the square of their tokens.
+            Refused for a model whose rows would then change each other.
+        max_tokens_per_microbatch (`int`, *optional*):
+            Most tokens that the student reads at once in training, prompts and padding included. The rows of an
+            optimizer step, `per_device_train_batch_size` x `gradient_accumulation_steps` in each process, are dealt to
+            as few micro-batches as have no more; a longer row is read by itself. When `None`,
+            `per_device_train_batch_size` rows are read at once. The gradient does not depend on it.
         teacher_trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether the teacher may be loaded from a repository that ships its own Python code.
         teacher_model_kind (`str`, *optional*):
@@ -140,6 +149,16 @@ class OPSDConfig(StrictNames, DistillationConfig):
         default=None,
         metadata={
             "help": "Number of tokens whose logits exist at once in the loss. If not set, chosen to stay under 0.6 GB."
+        },
+    )
+    padding_free: bool = field(
+        default=False,
+        metadata={"help": "Whether models read the rows of a micro-batch as one, without padding."},
+    )
+    max_tokens_per_microbatch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most tokens that the student reads at once in training. If not set, the number of rows decides."
         },
     )
     teacher_trust_remote_code: bool = field(
@@ -308,6 +327,13 @@ class OPSDConfig(StrictNames, DistillationConfig):
         one_of("overlong_prompts", self.overlong_prompts, ("error", "drop"))
         if self.loss_chunk_tokens is not None:
             at_least_one("loss_chunk_tokens", self.loss_chunk_tokens)
+        if self.max_tokens_per_microbatch is not None:
+            at_least_one("max_tokens_per_microbatch", self.max_tokens_per_microbatch)
+        if self.padding_free and self.pad_to_multiple_of is not None:
+            raise ValueError(
+                f"`padding_free=True` with `pad_to_multiple_of={self.pad_to_multiple_of}`: no row is padded then; set "
+                "only one of them."
+            )
         ignored = isinstance(self.divergence, Divergence) or self.beta != BETAS.get(self.divergence or "", self.beta)
         if ignored and self.beta != type(self).beta:
             divergence = describe(self.divergence) if isinstance(self.divergence, Divergence) else repr(self.divergence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from trl_opsd import fingerprint
@@ -49,6 +50,11 @@ class Teaching(SeamTrainer):
     first_made: list[int] | None = None
     """Token ids of the first prompt that `teacher_prompt_fn` has made."""
 
+    @property
+    def reading_to_learn(self) -> Reading:
+        """Which it does, where it does not write."""
+        return replace(self.reading, packed=self.args.padding_free, multiple_of=self.args.pad_to_multiple_of or 1)
+
     def set_up_teaching(self, given: Prepared) -> None:
         """Builds readers and teachers, and checks every row with both.
 
@@ -79,7 +85,7 @@ class Teaching(SeamTrainer):
                 models,
                 self.model,
                 self.in_student,
-                lambda: self.reading,
+                lambda: self.reading_to_learn,
                 self.args,
                 self.accelerator.device,
                 handed_in=self.handed_in,

@@ -5,13 +5,27 @@ B rows · P prompt tokens · C completion tokens · N tokens in the loss · V vo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Length(NamedTuple):
+    """Numbers of tokens of a row without the padding around it."""
+
+    prompt: int
+    completion: int
+    masked: int
+    """Those that no token may attend to, between others."""
+
+    @property
+    def total(self) -> int:
+        """Tokens from the first to the last that may be attended to."""
+        return self.prompt + self.completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +42,8 @@ class Rollout:
     """[B, C], 1 where the token is real and may be attended to."""
     weights: Tensor
     """[B, C], float32: weight of each token in the loss, at least 0; 0 for padding and for tool output."""
+    lengths: tuple[Length, ...] | None = None
+    """B of them, in host memory; `None` where they were not read from the masks yet."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Values of the rollout that are not row-aligned tensors; [`select`], [`chunks`] and [`to`] keep them unchanged."""
 
@@ -44,6 +60,7 @@ class Rollout:
             completion_ids=batch["completion_ids"],
             completion_mask=mask,
             weights=weights,
+            lengths=None if (known := batch.get("lengths")) is None else tuple(known),
         )
 
     @property
@@ -69,18 +86,37 @@ class Rollout:
         """The completions without their padding."""
         return _without_padding(self.completion_ids, self.completion_mask)
 
-    def select(self, rows: list[int]) -> Rollout:
+    def select(self, rows: Sequence[int]) -> Rollout:
         """The given rows, in the given order."""
-        return self._each(itemgetter(rows))
+        lengths = None if self.lengths is None else tuple(self.lengths[row] for row in rows)
+        return replace(self._each(itemgetter(list(rows))), lengths=lengths)
 
     def after(self, prompts: Mapping[str, Tensor]) -> Rollout:
         """The same completion tokens after other prompts: `input_ids` and `attention_mask`, [B, P]."""
-        return replace(self, prompt_ids=prompts["input_ids"], prompt_mask=prompts["attention_mask"])
+        return replace(self, prompt_ids=prompts["input_ids"], prompt_mask=prompts["attention_mask"], lengths=None)
+
+    def measured(self) -> tuple[Length, ...]:
+        """The lengths of the rows; waits for the device where they are not known yet."""
+        return lengths_of(self.prompt_mask, self.completion_mask) if self.lengths is None else self.lengths
+
+    def cut(self) -> Rollout:
+        """Without the columns that are padding in every row; one of prompts and one of completions stay."""
+        lengths = self.measured()
+        prompt, completion = (max(*each, 1) for each in list(zip(*lengths, strict=True))[:2])
+        return replace(
+            self,
+            prompt_ids=self.prompt_ids[:, -prompt:],
+            prompt_mask=self.prompt_mask[:, -prompt:],
+            completion_ids=self.completion_ids[:, :completion],
+            completion_mask=self.completion_mask[:, :completion],
+            weights=self.weights[:, :completion],
+            lengths=lengths,
+        )
 
     def chunks(self, rows: int) -> Iterator[Rollout]:
         """Splits along B into rollouts of at most `rows` rows, in order."""
-        for start in range(0, self.prompt_ids.size(0), rows):
-            yield self._each(itemgetter(slice(start, start + rows)))
+        every = range(len(self.prompt_ids))
+        return (self.select(every[start : start + rows]) for start in every[::rows])
 
     def to(self, device: torch.device) -> Rollout:
         """The same rollout on another device."""
@@ -90,6 +126,17 @@ class Rollout:
         values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         changed = {name: change(one) for name, one in values.items() if isinstance(one, Tensor)}
         return Rollout(**{**values, **changed})
+
+
+def lengths_of(prompt_mask_BP: Tensor, completion_mask_BC: Tensor) -> tuple[Length, ...]:
+    """The length of each row, from the masks; waits for the device."""
+    prompts, tokens = prompt_mask_BP.size(1), prompt_mask_BP.size(1) + completion_mask_BC.size(1)
+    real_BL = (torch.cat([prompt_mask_BP, completion_mask_BC], dim=1) != 0).cpu()
+    places_L = torch.arange(tokens)
+    before_B = prompts - places_L.where(real_BL, prompts)[:, :prompts].amin(1)
+    after_B = (places_L + 1).where(real_BL, prompts)[:, prompts:].amax(1) - prompts
+    masked_B = before_B + after_B - real_BL.sum(1)
+    return tuple(map(Length, before_B.tolist(), after_B.tolist(), masked_B.tolist()))
 
 
 def _without_padding(ids_BL: Tensor, mask_BL: Tensor) -> list[list[int]]:
@@ -121,6 +168,10 @@ class TeacherTargets:
     """
     teacher: Tensor | None = None
     """[B], the number of the teacher that read the row; `None` where there is only one."""
+
+    def cut(self, tokens: int) -> TeacherTargets:
+        """The targets of the first completion tokens."""
+        return replace(self, hidden=self.hidden[:, :tokens])
 
     def pack(self) -> dict[str, Tensor]:
         """The row-aligned tensors that pass through TRL's shuffle and split."""

@@ -88,7 +88,7 @@ OWNERS = (
         names={
             "_buffered_inputs": "the micro-batches of a generation batch; dropped when used up, and when a run begins",
             "_compute_loss": "`compare`; runs inside the wrapper's forward",
-            "_current_train_step_time": "reset when a run begins",
+            "_current_train_step_time": "seconds of the step so far; reset when a run begins",
             "_dist": "which ways of splitting the student are on, and how to make it whole",
             "_forward_redirection": "runs a function inside the wrapper's forward",
             "_generate": "notes the first of several turns",
@@ -97,7 +97,7 @@ OWNERS = (
             "_get_train_sampler": "its order, as that of the epoch a run begins in",
             "_metrics": "means for the next log; emptied of what an interrupted run left",
             "_name": "the method, for the model card",
-            "_prepare_inputs": "a subclass that overrides it may change a batch",
+            "_prepare_inputs": "returns a micro-batch; a subclass that overrides it may change it",
             "_paper": "the paper of that method, for the model card",
             "_save_checkpoint": "writes the model card first",
             "_set_signature_columns_if_needed": "lets our columns through",
@@ -210,7 +210,11 @@ OWNERS = (
         kind="metrics",
         where=(_DISTILLATION,),
         keys=True,
-        names={"eval": "the half that an evaluation empties", "train": "the half that a training empties"},
+        names={
+            "eval": "the half that an evaluation empties",
+            "step_time": "",
+            "train": "the half that a training empties",
+        },
     ),
     Owner(
         kind="logs",

@@ -87,10 +87,14 @@ class Unequal(RolloutBackend):
 
 
 class Counting(OPSDTrainer):
-    """Records the prompts that this process reads in each generation batch."""
+    """Records the prompts that this process reads in each generation batch, and those that it trains on."""
+
+    def read_rows(self, rows: Any) -> Any:
+        self.read.append([row["prompt"] for row in rows])
+        return super().read_rows(rows)
 
     def teach(self, rollout: Any, rows: list[dict[str, Any]]) -> Any:
-        self.read.append([row["prompt"] for row in rows])
+        self.taught.append([row["prompt"] for row in rows])
         return super().teach(rollout, rows)
 
 
@@ -115,7 +119,7 @@ def build(folder: Path, variant: Variant, processes: int, rows: Any = None, **op
         processing_class=tiny.tokenizer(),
         rollout=Unequal(),
     )
-    trainer.read = []
+    trainer.read, trainer.taught = [], []
     return trainer
 
 
@@ -130,9 +134,12 @@ def epochs(found: dict[str, Any]) -> list[list[str]]:
 
 def shared(trainer: Counting) -> list[list[str]]:
     """Prompts read by all processes, a list for each generation batch."""
-    each = gather_object([trainer.read])
-    trainer.read = []
-    return [flat(parts) for parts in zip(*each, strict=True)]
+    read, taught = (
+        [flat(parts) for parts in zip(*gather_object([one]), strict=True)] for one in (trainer.read, trainer.taught)
+    )
+    trainer.read, trainer.taught = [], []
+    assert [sorted(batch) for batch in taught] == [sorted(batch) for batch in read], "processes may exchange them"
+    return read
 
 
 def evaluated(trainer: Counting) -> dict[str, Any]:
@@ -141,7 +148,8 @@ def evaluated(trainer: Counting) -> dict[str, Any]:
 
 def trained(trainer: Counting) -> dict[str, Any]:
     trainer.train()
-    return {"train": shared(trainer)}
+    moved = sum(len(set(taught) - set(read)) for taught, read in zip(trainer.taught, trainer.read, strict=True))
+    return {"moved": sum(gather_object([moved])), "train": shared(trainer)}
 
 
 def counted(folder: Path, variant: Variant, processes: int, what: Sequence[str] = ("eval", "train")) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def test_two_processes_train_on_the_same_rows_as_one_process(read, kind, accumul
     assert "error" not in found, found
     assert found["train"] == alone["train"], "the rows of each step, in the same order as in one process"
     assert len(found["train"]) == STEPS * EPOCHS
+    assert found["moved"] > 0, "a process with more tokens than the other has given it rows"
     first, second = row_counts.epochs(found)
     assert len(first) == len(set(first)) == len(second) == len(set(second)) == ROWS - 3
     assert first != second

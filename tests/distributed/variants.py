@@ -62,10 +62,21 @@ IN_ZERO3 = {
 """Variants with the teacher placed elsewhere: which of `ALONE` each must equal, and `teacher_offload`."""
 
 
+DEALT = {
+    "full, packed": ("full", {"rows": 4, "padding_free": True}),
+    "full, budget": ("full", {"rows": 4, "max_tokens_per_microbatch": 12}),
+    "lora, packed to a budget": (
+        "lora",
+        {"rows": 4, "lora": LORA, "padding_free": True, "max_tokens_per_microbatch": 12},
+    ),
+}
+"""Variants whose rows are read in other groups: which of `ALONE` each must equal, and its options."""
+
+
 def of(strategy: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """The variants of a strategy: which of `ALONE` each must equal, and its options."""
     placed = {**PLACED, **(IN_ZERO3 if strategy == "zero3" else {})}
-    variants = {name: (name, made_of) for name, made_of in ALONE.items()}
+    variants = {name: (name, made_of) for name, made_of in ALONE.items()} | DEALT
     return variants | {
         name: (same, {**ALONE[same], "teacher_offload": where}) for name, (same, where) in placed.items()
     }

@@ -58,7 +58,8 @@ class Scoring(Verbs, DistillationTrainer):
             weights = self.weigh(rollout, rows, targets)
         _check_unchanged(batch, digest, f"`{name}.weigh`")
         weights = checked_weights(weights, _written(batch))
-        return {**targets.pack(), "loss_weights": weights, "rows": list(rows), "scored": digest}
+        lengths = list(rollout.measured())
+        return {**targets.pack(), "loss_weights": weights, "rows": list(rows), "scored": digest, "lengths": lengths}
 
     def scored(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch, with targets and weights for the tokens that it has now. Collective."""

@@ -21,6 +21,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.loop.again import UsedAgain
 from trl_opsd.loop.attributes import Attributes
 from trl_opsd.loop.card import Cards
+from trl_opsd.loop.dealing import Dealing
 from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
 from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.hosting import Hosting
@@ -56,6 +57,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_generate_and_score_completions": ("self", "inputs"),
     "_set_signature_columns_if_needed": ("self",),
     "_get_train_sampler": ("self", "dataset"),
+    "_prepare_inputs": ("self", "generation_batch"),
     "_compute_loss": ("self", "unwrapped_student", "inputs", "num_items_in_batch"),
     "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
@@ -78,6 +80,7 @@ class SeamTrainer(
     EachRowOnce,
     WrappedToTrain,
     Hosting,
+    Dealing,
 ):
     """TRL's trainer with four hooks in its loop: `complete`, `teach`, `weigh` and `compare`.
 
@@ -204,6 +207,7 @@ class SeamTrainer(
         text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]
         batch = super()._generate_and_score_completions(text)
         batch["completion_mask"][self._unwritten_rows] = 0
+        batch, rows = self.exchanged(batch, rows)
         batch.update(self.score(batch, rows))
         batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
         self._accounts[self._mode].count_batch()
@@ -211,9 +215,10 @@ class SeamTrainer(
 
     def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple:
         # TRL calls this method in place of the `forward` that accelerate wrapped in autocast.
-        rollout = Rollout.unpack(inputs)
+        rollout = Rollout.unpack(inputs).cut()
+        targets = TeacherTargets.unpack(inputs).cut(rollout.completion_ids.size(1))
         with autocast(self.accelerator):
-            parts = self.compare(unwrapped_student, rollout, TeacherTargets.unpack(inputs), num_items_in_batch)
+            parts = self.compare(unwrapped_student, rollout, targets, num_items_in_batch)
         check_parts(parts, rollout, f"{type(self).__name__}.compare", self.model.training)
         self._loss_rows = parts.rows
         if self.model.training:

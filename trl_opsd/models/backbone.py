@@ -6,7 +6,8 @@ B rows · P prompt tokens · C completion tokens · L = P + C · V vocabulary si
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.models.padding import PADDED, Reading
-from trl_opsd.types import Rollout
+from trl_opsd.types import Length, Rollout
 
 Run: TypeAlias = Callable[..., Any]
 """`run(function, *args)` equals `function(model, *args)`, wherever the model's weights are."""
@@ -30,54 +31,83 @@ def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADD
     """The last hidden state at the position that predicts each completion token.
 
     Equals `model(...).hidden_states[-1][:, P - 1 : -1]` with every token at the position it would have without padding.
+    Prompt and completion of a row are read without the padding between them and other rows' prompts, so that a pass
+    is as wide as its longest row, or, packed, as long as its rows together.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             A causal language model, not wrapped for distributed training.
         rollout ([`~types.Rollout`]):
-            The rows to read.
+            The rows to read. Waits for the device if their lengths are not known.
         reading ([`~models.padding.Reading`], *optional*, defaults to `PADDED`):
             Which rows share a forward pass, as [`prove_padding`] determined.
 
     Returns:
         `torch.Tensor`: `[B, C, H]`; undefined at padding.
+
+    Raises:
+        ValueError: A row has masked tokens between others, and `reading` cannot leave them out.
     """
-    if reading == PADDED:
-        hidden_BLH = hidden_states(model, rollout.input_ids, rollout.attention_mask)
-        return hidden_BLH[:, rollout.prompt_ids.size(1) - 1 : -1]
-    lengths = rollout.attention_mask.sum(-1).tolist()
-    groups = reading.groups(lengths, is_split_model(model))
-    read = [_completion_hidden_unpadded if _same_length(lengths, rows) else completion_hidden for rows in groups]
-    _check_no_holes(rollout)
-    parts = [one(model, rollout.select(rows)) for one, rows in zip(read, groups, strict=True)]
+    lengths = rollout.measured()
+    if reading.packed:
+        _check_no_holes(lengths)
+        return _completion_hidden_packed(model, rollout, lengths)
+    if reading.padded_up_to == math.inf:
+        return _completion_hidden(model, rollout, lengths, reading.multiple_of)
+    _check_no_holes(lengths)
+    groups = reading.groups([one.total for one in lengths], is_split_model(model))
+    parts = [_completion_hidden(model, rollout.select(rows), [lengths[row] for row in rows]) for rows in groups]
     order = torch.tensor([row for rows in groups for row in rows], device=parts[0].device)
     return torch.cat(parts)[order.argsort()]
 
 
-def _check_no_holes(rollout: Rollout) -> None:
+def _check_no_holes(lengths: Sequence[Length]) -> None:
     """Rejects masked tokens between others, where rows are read without their padding."""
-    rises = rollout.attention_mask[:, 1:].bool() & ~rollout.attention_mask[:, :-1].bool()
-    first = rollout.attention_mask[:, :1].bool()
-    if (torch.cat([first, rises], 1).sum(-1) > 1).any():
+    if any(one.masked for one in lengths):
         raise ValueError(
             "A completion has masked tokens between others, which a model that reads rows without padding cannot leave "
             "out: keep `completion_mask` as it is and set their weights to 0, in `weigh` or with a `tool_mask`."
         )
 
 
-def _same_length(lengths: list[int], rows: list[int]) -> bool:
-    return len({lengths[row] for row in rows}) == 1
+def _completion_hidden(model: CausalLM, rollout: Rollout, lengths: Sequence[Length], multiple_of: int = 1) -> Tensor:
+    """[B, C, H], from rows that begin at the first column and are padded at the end."""
+    places = _Places(rollout, lengths)
+    starts_B1, totals_B1 = places.starts_B.unsqueeze(1), places.totals_B.unsqueeze(1)
+    width = -(-max(one.total for one in lengths) // multiple_of) * multiple_of
+    columns_W = torch.arange(width, device=starts_B1.device)
+    index_BW = (starts_B1 + columns_W).clamp(max=rollout.attention_mask.size(1) - 1)
+    mask_BW = rollout.attention_mask.gather(1, index_BW) * (columns_W < totals_B1)
+    hidden_BWH = hidden_states(model, rollout.input_ids.gather(1, index_BW), mask_BW)
+    predicting_BC = places.predicting_BC.clamp(0, width - 1).to(hidden_BWH.device)
+    return hidden_BWH.gather(1, predicting_BC[..., None].expand(-1, -1, hidden_BWH.size(-1)))
 
 
-def _completion_hidden_unpadded(model: CausalLM, rollout: Rollout) -> Tensor:
-    """[n, C, H], of n rows with the same number of tokens, prompt and completion together."""
-    mask_nL = rollout.attention_mask
-    ids_nL = rollout.input_ids[mask_nL != 0].view(len(mask_nL), -1)
-    hidden_nLH = hidden_states(model, ids_nL, torch.ones_like(ids_nL))
-    before_n1 = rollout.prompt_mask.sum(-1, keepdim=True) - 1
-    places_nC = before_n1 + torch.arange(rollout.completion_ids.size(1), device=ids_nL.device)
-    places_nC = places_nC.clamp(max=ids_nL.size(1) - 1).to(hidden_nLH.device)
-    return hidden_nLH.gather(1, places_nC[..., None].expand(-1, -1, hidden_nLH.size(-1)))
+def _completion_hidden_packed(model: CausalLM, rollout: Rollout, lengths: Sequence[Length]) -> Tensor:
+    """[B, C, H], from all rows as one of N tokens, in which positions begin at 0 with each row."""
+    places = _Places(rollout, lengths)
+    tokens = sum(one.total for one in lengths)
+    row_N = places.rows_B.repeat_interleave(places.totals_B, output_size=tokens)
+    begins_B = places.totals_B.cumsum(0) - places.totals_B
+    positions_N = torch.arange(tokens, device=row_N.device) - begins_B[row_N]
+    ids_N = rollout.input_ids[row_N, places.starts_B[row_N] + positions_N]
+    hidden_NH = hidden_states(model, ids_N[None], None, positions_N[None])[0]
+    predicting_BC = (begins_B.unsqueeze(1) + places.predicting_BC).clamp(0, tokens - 1)
+    return hidden_NH[predicting_BC.to(hidden_NH.device)]
+
+
+class _Places:
+    """Where the tokens of B rows are, on their device, from lengths in host memory: nothing waits."""
+
+    def __init__(self, rollout: Rollout, lengths: Sequence[Length]) -> None:
+        device, (_, columns) = rollout.prompt_ids.device, rollout.prompt_ids.shape
+        numbers_B4 = [(row, columns - one.prompt, one.total, one.prompt) for row, one in enumerate(lengths)]
+        self.rows_B, self.starts_B, self.totals_B, prompts_B = (
+            torch.tensor(numbers_B4).to(device, non_blocking=True).unbind(1)
+        )
+        places_C = torch.arange(rollout.completion_ids.size(1), device=device)
+        self.predicting_BC = prompts_B.unsqueeze(1) - 1 + places_C
+        """The place of the token that predicts each completion token, counted from the first token of its row."""
 
 
 def context_of(model: CausalLM) -> int | None:
@@ -108,9 +138,11 @@ def positions(mask_BL: Tensor) -> Tensor:
 
 
 def hidden_states(
-    model: CausalLM, input_ids_BL: Tensor, attention_mask_BL: Tensor, position_ids_BL: Tensor | None = None
+    model: CausalLM, input_ids_BL: Tensor, attention_mask_BL: Tensor | None, position_ids_BL: Tensor | None = None
 ) -> Tensor:
     """The last hidden state, [B, L, H], of right- or left-padded rows; positions are numbered as in `generate`.
+
+    Without a mask, positions are given, and a row holds several that each begin at position 0.
 
     Raises:
         ValueError: The backbone returns no `last_hidden_state`.
@@ -119,7 +151,10 @@ def hidden_states(
     inputs = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL, "use_cache": False}
     if "position_ids" in inspect.signature(backbone.forward).parameters:
         # By default a model counts the padding too, which shifts learned positions.
-        inputs["position_ids"] = positions(attention_mask_BL) if position_ids_BL is None else position_ids_BL
+        if position_ids_BL is None:
+            assert attention_mask_BL is not None, "one of both is given"
+            position_ids_BL = positions(attention_mask_BL)
+        inputs["position_ids"] = position_ids_BL
     output = backbone(**inputs)
     if getattr(output, "last_hidden_state", None) is None:
         raise ValueError(

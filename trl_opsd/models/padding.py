@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Read = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Read = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """Maps token ids, attention mask and positions (`None`: derived from the mask), all [n, L], to hidden states [n, L, H].
+Without a mask, a row holds several that each begin at position 0.
 """
 
 _SHORT, _LEFT, _WIDTH = 5, 4, 16
@@ -28,8 +29,14 @@ class Reading:
     """Rows of at most this many tokens may be padded to one length."""
     batches_equal_lengths: bool = True
     """Whether longer rows of the same length may share a batch. Otherwise each is read by itself."""
+    packed: bool = False
+    """Whether all rows are read as one, without any padding."""
+    multiple_of: int = 1
+    """What the number of tokens of padded rows is a multiple of."""
 
     def __str__(self) -> str:
+        if self.packed:
+            return "packed"
         longer = "rows of one length together" if self.batches_equal_lengths else "one row at a time"
         if self.padded_up_to == math.inf:
             return "padded"
@@ -127,6 +134,24 @@ def _within_borders(read: Read, ids_S: Tensor, borders: Collection[int]) -> Read
         if not agree(beside_SH, near_SH, half=1e-2):
             return Reading(border)
     return PADDED
+
+
+def gap_of_packing(read: Read, vocabulary: int, device: torch.device) -> float | None:
+    """How far hidden states of three rows that are read as one are from those of each row alone.
+
+    Args:
+        read, vocabulary, device:
+            As in [`prove_reading`].
+
+    Returns:
+        `float`: the largest distance, relative to the norm of the state; `None` where they agree up to rounding.
+    """
+    ids_L = torch.arange(1, _WIDTH + 1, device=device).mul(vocabulary // (_WIDTH + 1))
+    rows = [ids_L[:_SHORT], ids_L.flip(0), ids_L[-_SHORT:]]
+    positions_N = torch.cat([torch.arange(len(row), device=device) for row in rows])
+    packed_NH = read(torch.cat(rows)[None], None, positions_N[None])[0]
+    alone_NH = torch.cat([_plain(read, row[None])[0] for row in rows])
+    return None if agree(packed_NH, alone_NH) else float(_distances(packed_NH, alone_NH).max())
 
 
 def _plain(read: Read, ids_nL: Tensor) -> Tensor:

@@ -1,9 +1,12 @@
-"""Determines which rows a model can read in one batch, before it is trained or used."""
+"""Determines which rows a model can read in one batch, or as one, before it is trained or used."""
 
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -11,8 +14,8 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, backbone_of, call, context_of, hidden_states
 from trl_opsd.models.head import shape_of
 from trl_opsd.models.mode import preserved_mode
-from trl_opsd.models.padding import Reading, prove_reading
-from trl_opsd.models.probing import without_autocast_if_possible
+from trl_opsd.models.padding import Read, Reading, gap_of_packing, prove_reading
+from trl_opsd.models.probing import CANNOT_RUN, without_autocast_if_possible
 from trl_opsd.run.precision import least_precise
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.types import OutputHead
@@ -36,24 +39,69 @@ def prove_padding(model: CausalLM, role: str, run: Run | None = None) -> Reading
     Raises:
         ValueError: No way of batching gives each row the states it has alone; the message has the difference.
     """
+    takes_positions = "position_ids" in inspect.signature(backbone_of(model).forward).parameters
+    reading: Reading = _probed(
+        model,
+        role,
+        run,
+        lambda read, vocabulary, device: prove_reading(
+            read,
+            vocabulary,
+            device,
+            borders=_borders(model) if takes_positions else set(),
+            called=f"{role} ({type(model).__name__})",
+        ),
+    )
+    return reading
+
+
+def prove_packing(model: CausalLM, role: str, reading: Reading, run: Run | None = None) -> None:
+    """Reads three rows as one and each alone, to find out whether they change each other.
+
+    Whether they do depends on the architecture and on its kernels: convolutions and recurrences run on from row to row,
+    and attention needs restarting positions to tell the rows apart. Four small forward passes.
+
+    Args:
+        model, role, run:
+            As in [`prove_padding`].
+        reading ([`~models.padding.Reading`]):
+            What [`prove_padding`] has found.
+
+    Raises:
+        ValueError: They do.
+    """
+    refused = f"`padding_free=True`: the {role} ({type(model).__name__})"
+    if reading.padded_up_to != math.inf:
+        raise ValueError(f"{refused} cannot read rows as one, it reads them {reading}: leave the option out.")
+    try:
+        gap = _probed(model, role, run, gap_of_packing)
+    except CANNOT_RUN as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(
+            f"{refused} cannot read without an attention mask, {type(error).__name__}: {error}. Leave the option out."
+        ) from error
+    if gap is not None:
+        raise ValueError(
+            f"{refused} lets rows that are read as one change each other: the hidden state of a token is off by "
+            f"{gap:.2g} of its norm. Leave the option out."
+        )
+
+
+def _probed(model: CausalLM, role: str, run: Run | None, probe: Callable[[Read, int, torch.device], Any]) -> Any:
+    """Calls a probe with a function that reads with the model in eval mode; the random state is kept."""
     run = run or partial(call, model)
     head = OutputHead.of(model)
     rounded = least_precise(model)
-    takes_positions = "position_ids" in inspect.signature(backbone_of(model).forward).parameters
     with preserved_mode(model), torch.no_grad(), preserved_rng(head.weight.device):
         model.eval()
-        reading: Reading = without_autocast_if_possible(
+        return without_autocast_if_possible(
             model,
             role,
-            lambda: prove_reading(
-                lambda *inputs: run(hidden_states, *inputs).to(rounded),
-                vocabulary=shape_of(head)[0],
-                device=head.weight.device,
-                borders=_borders(model) if takes_positions else set(),
-                called=f"{role} ({type(model).__name__})",
+            lambda: probe(
+                lambda *inputs: run(hidden_states, *inputs).to(rounded), shape_of(head)[0], head.weight.device
             ),
         )
-        return reading
 
 
 def _borders(model: CausalLM) -> set[int]:

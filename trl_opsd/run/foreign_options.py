@@ -119,10 +119,9 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         **dict.fromkeys(("do_sample", "num_beams"), "put it into `generation_kwargs`"),
         **dict.fromkeys(("truncation_mode", "cutoff_len"), "prompts are never cut; see `overlong_prompts`"),
         "activation_offloading": "`gradient_checkpointing`, which is on by default, saves that memory",
-        "packing_strategy": "completions have different lengths, and none is packed",
-        "packing": "completions have different lengths, and none is packed",
-        "eval_packing": "completions have different lengths, and none is packed",
-        "padding_free": "completions have different lengths, and none is packed",
+        "packing_strategy": "`padding_free=True` reads the rows of a micro-batch as one",
+        "packing": "`padding_free=True` reads the rows of a micro-batch as one",
+        "eval_packing": "`padding_free=True` reads the rows of a micro-batch as one",
         "completion_only_loss": _COMPLETION_ONLY,
         "assistant_only_loss": _COMPLETION_ONLY,
         # loading

@@ -14,6 +14,7 @@ _LIVE = {
     "learning_rate",
     "ds3_gather_for_generation",
     "loss_chunk_tokens",
+    "max_tokens_per_microbatch",
     "nonfinite",
     "nonfinite_skip_limit",
     "remove_unused_columns",

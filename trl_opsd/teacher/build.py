@@ -188,7 +188,13 @@ def _average(student: nn.Module, teacher: Mapping[str, Tensor], args: OPSDConfig
 def _frozen(model: CausalLM, args: OPSDConfig, device: torch.device, progress: bool) -> FrozenTeacher:
     _check_movable(model, args.teacher_offload)
     placement = _PLACEMENTS[args.teacher_offload](model, device)
-    return FrozenTeacher(placement, cache_device=args.teacher_cache_device, progress=progress)
+    return FrozenTeacher(
+        placement,
+        cache_device=args.teacher_cache_device,
+        progress=progress,
+        padding_free=args.padding_free,
+        pad_to_multiple_of=args.pad_to_multiple_of,
+    )
 
 
 def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedModel:

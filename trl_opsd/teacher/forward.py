@@ -5,6 +5,8 @@ B rows · P prompt tokens · C completion tokens · L = P + C · H hidden width
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from tqdm import tqdm
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, completion_hidden
+from trl_opsd.models.grouping import fewest_groups
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.types import Rollout
@@ -20,6 +23,11 @@ from trl_opsd.types import Rollout
 PASS_BYTES = 2_000_000_000
 """Memory limit for the activations of one pass, in bytes; about enough for a pass to hide the copies of streamed
 layers."""
+SIMILAR = 0.85
+"""Shortest row of a padded pass, relative to the longest, where the others already keep the device busy."""
+BUSY_TOKENS = {"cpu": 256}
+"""Tokens that keep a device busy, so that more of them in a pass make it no faster."""
+BUSY_TOKENS_ELSEWHERE = 4096
 CACHE_BYTES = 1_000_000_000
 """Largest targets of a generation batch that `"auto"` keeps on the accelerator, in bytes."""
 
@@ -27,6 +35,7 @@ CACHE_BYTES = 1_000_000_000
 def read(
     run: Run,
     rollout: Rollout,
+    groups: Sequence[Sequence[int]],
     passes: int,
     device: torch.device,
     cache_device: str = "auto",
@@ -40,8 +49,11 @@ def read(
             `run(function, *args)` calls `function(model, *args)`.
         rollout ([`~types.Rollout`]):
             B rows of at most C completion tokens.
+        groups (`Sequence[Sequence[int]]`):
+            The rows of each pass, each row once.
         passes (`int`):
-            Forward passes to make. Surplus passes re-read one row so that collectives stay matched between processes.
+            Forward passes to make, at least as many. Surplus passes re-read one row so that collectives stay matched
+            between processes.
         device (`torch.device`):
             Where the model expects its inputs.
         cache_device (`str`, *optional*, defaults to `"auto"`):
@@ -54,28 +66,50 @@ def read(
     Returns:
         `torch.Tensor`: `[B, C, H]`.
     """
-    chunks = list(rollout.chunks(-(-len(rollout.input_ids) // passes)))
-    bar = tqdm(chunks, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
+    bar = tqdm(groups, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
     hidden_BCH: Tensor | None = None
-    start = 0
     with torch.no_grad():
-        for chunk in bar:
-            chunk_hidden = run(completion_hidden, chunk.to(device), reading)
+        for rows in bar:
+            some = rollout.select(rows).cut().to(device)
+            some_nCH = run(completion_hidden, some, reading)
             if hidden_BCH is None:
-                hidden_BCH = _empty_targets(rollout, chunk_hidden, cache_device)
-            # Copied, because the chunk is a view that would keep the hidden states of the prompts alive.
-            hidden_BCH[start : start + len(chunk_hidden)] = chunk_hidden
-            start += len(chunk_hidden)
-        for _ in range(passes - len(chunks)):
-            run(completion_hidden, next(rollout.chunks(1)).to(device), reading)
+                hidden_BCH = _empty_targets(rollout, some_nCH, cache_device)
+            hidden_BCH[rows, : some_nCH.size(1)] = some_nCH.to(hidden_BCH.device)
+        for _ in range(passes - len(groups)):
+            run(completion_hidden, rollout.select([0]).cut().to(device), reading)
     assert hidden_BCH is not None, "a generation batch has rows"
     return hidden_BCH
 
 
-def passes_needed(model: CausalLM, rollout: Rollout, pass_bytes: int = PASS_BYTES) -> int:
-    """Passes whose activations fit `pass_bytes` each."""
-    rows, length = rollout.input_ids.shape
-    return -(-rows // rows_per_pass(model, length, pass_bytes))
+def pass_groups(
+    model: CausalLM,
+    rollout: Rollout,
+    reading: Reading = PADDED,
+    pass_bytes: int = PASS_BYTES,
+    few: bool = False,
+) -> list[list[int]]:
+    """The rows of each pass, all of whose activations fit `pass_bytes`.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model that reads them.
+        rollout ([`~types.Rollout`]):
+            The rows.
+        reading ([`~models.padding.Reading`], *optional*, defaults to `PADDED`):
+            How a pass reads them.
+        pass_bytes (`int`, *optional*, defaults to 2 GB):
+            Memory limit for the activations of one pass.
+        few (`bool`, *optional*, defaults to `False`):
+            Whether each pass costs much, so that padding costs less than another pass.
+    """
+    lengths = [one.total for one in rollout.measured()]
+    busy = math.inf if few or reading.packed else BUSY_TOKENS.get(rollout.prompt_ids.device.type, BUSY_TOKENS_ELSEWHERE)
+
+    def fits(tokens: int, width: int, length: int) -> bool:
+        is_similar = tokens <= busy or length >= SIMILAR * width
+        return is_similar and tokens * bytes_per_token(model, width) <= pass_bytes
+
+    return fewest_groups(lengths, fits, reading.packed)
 
 
 def max_over_processes(passes: int, device: torch.device) -> int:
@@ -93,8 +127,8 @@ def targets_device(choice: str, nbytes: int, accelerator: torch.device) -> torch
     return accelerator if on_accelerator else torch.device("cpu")
 
 
-def rows_per_pass(model: CausalLM, length: int, pass_bytes: int = PASS_BYTES) -> int:
-    """Rows of `length` tokens whose activations fit `pass_bytes`, at least one.
+def bytes_per_token(model: CausalLM, width: int) -> int:
+    """Bytes of the activations of one token, in a row of `width` tokens.
 
     An estimate from the model's config alone, so that it does not depend on the placement: per token ten vectors of the
     hidden width (residuals, norms in float32, attention) and three of the inner width live at once, and one byte of the
@@ -102,12 +136,11 @@ def rows_per_pass(model: CausalLM, length: int, pass_bytes: int = PASS_BYTES) ->
     that the config does not state is assumed to be four times the hidden one; a missing number of heads counts as 0.
     """
     config = model.config.get_text_config()
-    width = _largest(config, "hidden_size") or model_shape(model)[1]
-    inner = _largest(config, "intermediate_size") or _largest(config, "n_inner") or 4 * width
+    hidden = _largest(config, "hidden_size") or model_shape(model)[1]
+    inner = _largest(config, "intermediate_size") or _largest(config, "n_inner") or 4 * hidden
     heads = _largest(config, "num_attention_heads")
     per_pair = max(8 * heads, 1) if config._attn_implementation == "eager" else 1
-    per_token = model.dtype.itemsize * (10 * width + 3 * inner) + per_pair * length
-    return int(max(1, pass_bytes // (length * per_token)))
+    return int(model.dtype.itemsize * (10 * hidden + 3 * inner) + per_pair * width)
 
 
 def _largest(config: Any, name: str) -> int:
@@ -120,4 +153,4 @@ def _empty_targets(rollout: Rollout, like: Tensor, cache_device: str) -> Tensor:
     rows, tokens = rollout.completion_ids.shape
     nbytes = rows * tokens * like.size(-1) * like.element_size()
     device = targets_device(cache_device, nbytes, rollout.completion_ids.device)
-    return like.new_empty(rows, tokens, like.size(-1), device=device)
+    return like.new_zeros(rows, tokens, like.size(-1), device=device)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import context_of
 from trl_opsd.models.head import prove_head
 from trl_opsd.models.mode import preserved_mode
-from trl_opsd.models.reading_proof import prove_padding
+from trl_opsd.models.reading_proof import prove_packing, prove_padding
 from trl_opsd.models.size import described
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.forward import PASS_BYTES, passes_needed, read
+from trl_opsd.teacher.forward import PASS_BYTES, pass_groups, read
 from trl_opsd.teacher.placement import Placement
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
@@ -27,6 +29,10 @@ class FrozenTeacher(Teacher):
             Memory limit for the activations of one pass.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Read the rows of a pass as one: see `OPSDConfig.padding_free`.
+        pad_to_multiple_of (`int`, *optional*):
+            What the number of tokens of padded rows is a multiple of.
 
     Attributes:
         reading ([`~models.padding.Reading`]): which rows are read in one batch.
@@ -34,11 +40,17 @@ class FrozenTeacher(Teacher):
     Raises:
         TypeError: `placement` is no placement, as a model or its path.
         ValueError: The model's logits cannot be rebuilt from its hidden states, or a row's hidden states depend on the
-            other rows.
+            other rows, padded or as `padding_free` reads them.
     """
 
     def __init__(
-        self, placement: Placement, cache_device: str = "auto", pass_bytes: int = PASS_BYTES, progress: bool = False
+        self,
+        placement: Placement,
+        cache_device: str = "auto",
+        pass_bytes: int = PASS_BYTES,
+        progress: bool = False,
+        padding_free: bool = False,
+        pad_to_multiple_of: int | None = None,
     ) -> None:
         if not isinstance(placement, Placement):
             raise TypeError(
@@ -51,9 +63,12 @@ class FrozenTeacher(Teacher):
         self._cache_device = cache_device
         self._pass_bytes = pass_bytes
         self._progress = progress
-        with placement.reading(passes=4) as run:
+        with placement.reading(passes=8 if padding_free else 4) as run:
             prove_head(self.model, "teacher", run)
-            self.reading = prove_padding(self.model, "teacher", run)
+            found = prove_padding(self.model, "teacher", run)
+            if padding_free:
+                prove_packing(self.model, "teacher", found, run)
+        self.reading = replace(found, packed=padding_free, multiple_of=pad_to_multiple_of or 1)
 
     def __str__(self) -> str:
         return f"{described(self.model)}, {self.placement.where}"
@@ -67,10 +82,11 @@ class FrozenTeacher(Teacher):
         return context_of(self.model)
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
-        passes = self.placement.passes_to_run(passes_needed(self.model, rollout, self._pass_bytes))
+        groups = pass_groups(self.model, rollout, self.reading, self._pass_bytes, self.placement.passes_cost)
+        passes = self.placement.passes_to_run(len(groups))
         device = self.placement.device
         with preserved_mode(self.model), self.placement.reading(passes) as run:
             if self.model.training:  # whoever else has this model may have trained it
                 self.model.eval()
-            hidden_BCH = read(run, rollout, passes, device, self._cache_device, self._progress, self.reading)
+            hidden_BCH = read(run, rollout, groups, passes, device, self._cache_device, self._progress, self.reading)
             return TeacherTargets(hidden=hidden_BCH)

@@ -38,6 +38,8 @@ class Streamed(Placement):
         ValueError: The model does not keep its layers in a `ModuleList`.
     """
 
+    passes_cost = True
+
     def __init__(self, model: CausalLM, device: torch.device) -> None:
         self.model, self.device, self.prefetcher = model, device, Prefetcher(device)
         parts = parts_of(model)

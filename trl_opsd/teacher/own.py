@@ -10,12 +10,13 @@ from typing import Any, final
 from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.models.backbone import Run, context_of
 from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.size import sizes
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.forward import max_over_processes, passes_needed, read
+from trl_opsd.teacher.forward import max_over_processes, pass_groups, read
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
@@ -88,7 +89,10 @@ class OwnTeacher(Teacher):
         with preserved_mode(self.model):
             self.model.eval()
             # The forward of a split student is collective, so all processes run the same number of passes.
-            passes = max_over_processes(passes_needed(self.model, rollout), device)
+            groups = pass_groups(self.model, rollout, self.reading, few=is_split_model(self.model))
+            passes = max_over_processes(len(groups), device)
             with self._as_teacher():
-                hidden_BCH = read(self._run, rollout, passes, device, self._cache_device, self._progress, self.reading)
+                hidden_BCH = read(
+                    self._run, rollout, groups, passes, device, self._cache_device, self._progress, self.reading
+                )
                 return TeacherTargets(hidden=hidden_BCH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from typing import ClassVar
 
 import torch
 
@@ -33,6 +34,9 @@ class Placement(ABC):
     @abstractmethod
     def head(self) -> OutputHead:
         """The head as of the last reading, where the loss can use it at any time."""
+
+    passes_cost: ClassVar[bool] = False
+    """Whether each pass copies or gathers the weights again, so that few passes are better than short ones."""
 
     @abstractmethod
     def reading(self, passes: int) -> AbstractContextManager[Run]:

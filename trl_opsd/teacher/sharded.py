@@ -27,6 +27,8 @@ class Sharded(Placement):
             Where it runs.
     """
 
+    passes_cost = True
+
     def __init__(self, model: CausalLM, device: torch.device) -> None:
         self.model, self.device = model, device
         self._read = SplitReader(model, reader_config(model.dtype, model.config.get_text_config().hidden_size, device))

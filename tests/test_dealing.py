@@ -1,0 +1,196 @@
+"""Few padding tokens are read, and the student learns the same however its rows are dealt, cut or packed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import MambaConfig
+
+from trl_opsd import FixedRollout, HFRollout
+
+ROWS, STEPS = 24, 6
+
+
+def lognormal(generator: random.Random, most: int) -> int:
+    return max(1, min(most, round(generator.lognormvariate(2.6, 1.0))))
+
+
+def ragged(rows: int = ROWS * STEPS) -> tuple[Dataset, FixedRollout]:
+    """Prompts and completions of lognormal lengths, from 1 to 100 and 120 tokens."""
+    generator = random.Random(0)
+    prompts = ["".join(generator.choices("abcdefgh", k=8 + lognormal(generator, 92))) for _ in range(rows)]
+    ids = tiny.tokenizer()(prompts)["input_ids"]
+    answers = [generator.choices(range(3, 259), k=lognormal(generator, 120)) for _ in prompts]
+    return Dataset.from_dict({"prompt": prompts}), FixedRollout(dict(zip(map(tuple, ids), answers, strict=True)))
+
+
+class Counted:
+    """Counts the tokens that pass through a backbone, and those of them that are real."""
+
+    def __init__(self, trainer):
+        self.read = {"student": 0, "teacher": 0}
+        self.passes = {"student": 0, "teacher": 0}
+        self.largest = 0
+        models = {"student": trainer.model, "teacher": trainer.teacher_model}
+        self.hooks = [
+            model.get_input_embeddings().register_forward_hook(lambda _, ids, __, role=role: self.count(role, ids[0]))
+            for role, model in models.items()
+        ]
+
+    def count(self, role, ids):
+        self.read[role] += ids.numel()
+        self.passes[role] += 1
+        if role == "student":
+            self.largest = max(self.largest, ids.numel())
+
+
+WAYS = {
+    "equal numbers of rows": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 6},
+    "a budget": {"per_device_train_batch_size": 24, "max_tokens_per_microbatch": 300},
+    "a budget within accumulation": {
+        "per_device_train_batch_size": 12,
+        "gradient_accumulation_steps": 2,
+        "max_tokens_per_microbatch": 300,
+    },
+    "packed": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 6, "padding_free": True},
+    "packed to a budget": {
+        "per_device_train_batch_size": 24,
+        "max_tokens_per_microbatch": 300,
+        "padding_free": True,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def real():
+    """Tokens of all rows, prompt and completion."""
+    _, rollout = ragged()
+    return sum(len(prompt) + len(answer) for prompt, answer in rollout._completions.items())
+
+
+def trained(make_trainer, way, family=tiny.qwen2, **more):
+    rows, rollout = ragged()
+    trainer = make_trainer(
+        model=family(32, 0),
+        teacher_model=family(48, 1),
+        train_dataset=rows,
+        rollout=rollout,
+        max_completion_length=120,
+        max_steps=STEPS,
+        **{"per_device_train_batch_size": 24, **way},
+        **more,
+    )
+    counted = Counted(trainer)
+    trainer.train()
+    weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+    return weights, counted, trainer
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(tiny.qwen2, marks=pytest.mark.quick), tiny.llama, tiny.gemma2, tiny.gpt2]
+)
+def test_the_student_learns_the_same_from_fewer_tokens(make_trainer, family, real):
+    plain, whole, trainer = trained(make_trainer, {}, family)
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert whole.passes["student"] == STEPS
+    before = {role: whole.read[role] / real for role in whole.read}
+    assert before["student"] > 2
+    for name, way in WAYS.items():
+        weights, counted, other = trained(make_trainer, way, family)
+        assert (weights - plain).abs().max() <= 1e-5, name
+        assert [row["loss"] for row in other.state.log_history if "loss" in row] == pytest.approx(losses, rel=1e-4)
+        share = {role: read / real for role, read in counted.read.items()}
+        print(f"{name}: tokens through student and teacher for each real one: {share}, before: {before}")
+        assert share["student"] <= (1.02 if "packed" in name else 1.25), name
+        assert share["teacher"] <= (1.02 if "packed" in name else 1.15), name
+        if "budget" in name:
+            assert counted.largest <= 300, "no row is longer"
+            assert counted.passes["student"] < STEPS * ROWS
+            assert len(other.state.log_history) == len(trainer.state.log_history)
+
+
+def test_gradients_of_an_adapter_are_the_same_too(make_trainer):
+    adapter = {"peft_config": LoraConfig(r=4, target_modules="all-linear"), "seed": 3}
+    (plain, *_), (packed, *_), (budget, *_) = (
+        trained(make_trainer, way, **adapter) for way in ({}, WAYS["packed"], WAYS["packed to a budget"])
+    )
+    assert (packed - plain).abs().max() <= 1e-5
+    assert (budget - plain).abs().max() <= 1e-5
+
+
+def test_self_teachers_read_packed_rows_and_rollouts_are_written_in_padded_ones(make_trainer):
+    rows, _ = ragged(16)
+    found = []
+    for way in ({}, {"padding_free": True, "max_tokens_per_microbatch": 400}):
+        trainer = make_trainer(
+            teacher_model=None,
+            teacher_model_kind="live",
+            train_dataset=rows.add_column("privileged_context", ["hint"] * 16),
+            rollout=HFRollout(),
+            max_completion_length=20,
+            per_device_train_batch_size=8,
+            max_steps=2,
+            seed=1,
+            **way,
+        )
+        trainer.train()
+        assert trainer.teacher.reading.packed == bool(way)
+        assert not trainer.reading.packed
+        found.append(torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]))
+    assert (found[0] - found[1]).abs().max() <= 1e-5
+
+
+def test_evaluations_are_the_same_packed(make_trainer):
+    rows, rollout = ragged(16)
+    losses = [
+        make_trainer(
+            train_dataset=None, eval_dataset=rows, rollout=rollout, max_completion_length=120, padding_free=packed
+        ).evaluate()["eval_loss"]
+        for packed in (False, True)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def mamba(width: int = 32, seed: int = 0) -> torch.nn.Module:
+    config = MambaConfig(
+        vocab_size=259, hidden_size=width, num_hidden_layers=2, state_size=8, tie_word_embeddings=False
+    )
+    return tiny.model(config, seed)
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_a_model_whose_rows_would_change_each_other_is_refused(make_trainer, role):
+    models = {"model": tiny.qwen2(), "teacher_model": tiny.qwen2(48, 1)}
+    models["model" if role == "student" else "teacher_model"] = mamba()
+    with pytest.raises(ValueError, match=rf"`padding_free=True`: the {role} \(MambaForCausalLM\) .* Leave the option"):
+        make_trainer(**models, padding_free=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding_free": True, "pad_to_multiple_of": 8}, "no row is padded then"),
+        ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.config(tmp_path, **options)
+
+
+def test_rows_read_together_are_padded_to_the_multiple_that_was_asked_for(make_trainer):
+    rows, rollout = ragged(8)
+    trainer = make_trainer(
+        train_dataset=rows, rollout=rollout, max_completion_length=120, pad_to_multiple_of=32, max_steps=1
+    )
+    widths = []
+    for model in (trainer.model, trainer.teacher_model):
+        model.get_input_embeddings().register_forward_hook(lambda _, ids, __: widths.append(ids[0].size(1)))
+    trainer.train()
+    assert len(widths) >= 2
+    assert [width % 32 for width in widths] == [0] * len(widths)

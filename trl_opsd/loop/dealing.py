@@ -1,0 +1,157 @@
+"""Deals the rows of an optimizer step to processes and micro-batches by length, and trains on one after the other.
+
+The loss has one denominator for the whole step, so the gradient does not depend on how its rows are dealt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, pairwise
+from time import perf_counter
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import Trainer
+
+from trl_opsd._compat.trl import DistillationTrainer
+from trl_opsd.config import OPSDConfig
+from trl_opsd.models.grouping import equal_groups, even_groups, fewest_groups
+from trl_opsd.run.known import set_known
+from trl_opsd.types import lengths_of
+
+__all__ = ["Dealing"]
+
+EVEN = 1.05
+"""Tokens of the process that has most, relative to the mean, up to which rows stay where they were written."""
+
+
+class Dealing(DistillationTrainer):
+    """A trainer whose micro-batches hold rows of similar length, and where asked for as many as fit a budget.
+
+    TRL deals at random, `per_device_train_batch_size` rows each. Here an optimizer step has the same rows, and
+    `training_step` is called as often; a call may have several micro-batches.
+    """
+
+    args: OPSDConfig
+    _part: int | None = None
+    """Which micro-batch of a call is trained on; `None` outside of `training_step`."""
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if not self.model.training:
+            return self._generate_and_score_completions(generation_batch)
+        if self._part is None:
+            self._fill(generation_batch)
+        return self._buffered_inputs[self._call][self._part or 0]
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As TRL's, with one forward and backward pass for each micro-batch of the call."""
+        start = perf_counter()
+        model.train()  # an evaluation may have come before
+        self._fill(inputs)
+        last = len(self._buffered_inputs[self._call]) - 1
+        total: Tensor | None = None
+        try:
+            for self._part in range(last + 1):
+                with self._accumulating(model, self._part < last):
+                    loss = Trainer.training_step(self, model, inputs, num_items_in_batch)
+                total = loss if total is None else total + loss
+        finally:
+            self._part = None
+        set_known(self, _step=self._step + 1)
+        seconds = self._current_train_step_time + perf_counter() - start
+        if self._call == 0:
+            self._metrics["train"]["step_time"].append(seconds)
+            seconds = 0.0
+        set_known(self, _current_train_step_time=seconds)
+        assert total is not None, "a call has a micro-batch"
+        return total
+
+    @property
+    def _call(self) -> int:
+        """Which call of `training_step` is next, within an optimizer step."""
+        return int(self._step % self.args.gradient_accumulation_steps)
+
+    @contextmanager
+    def _accumulating(self, model: Any, more_follow: bool) -> Iterator[None]:
+        """Keeps the body's gradient in this process, as transformers does for all calls but the last of a step."""
+        state = self.accelerator.gradient_state
+        if not (more_follow and state.sync_gradients):
+            yield
+            return
+        state._set_sync_gradients(False)
+        try:
+            with self.accelerator.no_sync(model):
+                yield
+        finally:
+            state._set_sync_gradients(True)
+
+    # ---- Dealing ------------------------------------------------------------------------------------------------
+
+    def _fill(self, rows: Any) -> None:
+        """Generates a batch when an optimizer step begins, and deals it."""
+        if self._call != 0 and self._buffered_inputs is not None:
+            return
+        batch = self._generate_and_score_completions(rows)
+        order = torch.randperm(len(batch["lengths"])).tolist()  # TRL draws it, and later draws are to be the same
+        batch = chosen(batch, order)
+        calls = self.args.gradient_accumulation_steps
+        groups = self._groups([one.total for one in batch["lengths"]])
+        bounds = [len(groups) * call // calls for call in range(calls + 1)]
+        dealt = [[chosen(batch, group) for group in groups[a:b]] for a, b in pairwise(bounds)]
+        set_known(self, _buffered_inputs=dealt)
+
+    def exchanged(self, batch: Mapping[str, Any], rows: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
+        """Gives every process equally many rows, with about as many tokens as the others have. Collective.
+
+        Args:
+            batch (`Mapping[str, Any]`):
+                TRL's keys, for the rows that this process has written.
+            rows (`Sequence[Mapping[str, Any]]`):
+                The dataset rows, aligned with it.
+
+        Returns:
+            `tuple`: the same of the rows that it shall train on.
+        """
+        accelerator = self.accelerator
+        number = accelerator.num_processes
+        if number == 1 or not self.model.training:
+            return dict(batch), list(rows)
+        tokens = torch.tensor([one.total for one in lengths_of(batch["prompt_mask"], batch["completion_mask"])])
+        each = accelerator.gather(tokens.to(accelerator.device)).view(number, -1).tolist()
+        sums = [sum(theirs) for theirs in each]
+        if max(sums) <= EVEN * sum(sums) / number:
+            return dict(batch), list(rows)
+        mine = equal_groups(list(chain(*each)), number, packed=True)[accelerator.process_index]
+        padding = {"prompt_ids": self._tokenizer.pad_token_id, "completion_ids": self._tokenizer.pad_token_id}
+        found = dict(batch)
+        for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"):
+            if name in batch:
+                wide = accelerator.pad_across_processes(
+                    batch[name], dim=1, pad_index=padding.get(name, 0), pad_first=name.startswith("prompt")
+                )
+                found[name] = accelerator.gather(wide)[mine]
+        everyone = gather_object(list(rows))
+        return found, [everyone[row] for row in mine]
+
+    def _groups(self, lengths: Sequence[int]) -> list[list[int]]:
+        """The rows of each micro-batch; equally many in all processes. Collective where there is a budget."""
+        budget, calls = self.args.max_tokens_per_microbatch, self.args.gradient_accumulation_steps
+        if budget is None:
+            return equal_groups(lengths, calls, self.args.padding_free)
+        fewest = len(fewest_groups(lengths, lambda tokens, *_: tokens <= budget, self.args.padding_free))
+        each = self.accelerator.gather(torch.tensor([fewest, calls], device=self.accelerator.device))
+        return even_groups(lengths, int(each.max()), self.args.padding_free)
+
+
+def chosen(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """The given rows of every tensor and list of a batch; values that are of the whole batch are kept."""
+    return {name: _chosen(value, rows) for name, value in batch.items()}
+
+
+def _chosen(value: Any, rows: Sequence[int]) -> Any:
+    if isinstance(value, Tensor) and value.ndim:
+        return value[torch.tensor(rows, device=value.device)]
+    return [value[row] for row in rows] if isinstance(value, list | tuple) else value
