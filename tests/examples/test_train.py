@@ -32,9 +32,11 @@ STRATEGIES = {
     "zero3": ("DEEPSPEED", 8),
     "zero3_offload": ("DEEPSPEED", 8),
     "fsdp2": ("FSDP", 8),
+    "hsdp": ("FSDP", 16),
     "zero2_cpu": ("DEEPSPEED", 2),
     "zero3_cpu": ("DEEPSPEED", 2),
     "fsdp2_cpu": ("FSDP", 2),
+    "hsdp_cpu": ("FSDP", 4),
 }
 
 

@@ -35,6 +35,9 @@ class Hosting(DistillationTrainer):
             kind = f", DeepSpeed ZeRO-{self._dist.zero_stage}"
         elif self._dist.is_fsdp:
             kind = f", FSDP{self._dist.fsdp_version}"
+            sizes = self.accelerator.parallelism_config
+            if sizes is not None and sizes.dp_replicate_enabled:
+                kind += f", {sizes.dp_replicate_size} replicas of {sizes.dp_shard_size} shards"
         else:
             kind = ", data parallelism (DDP)" if number > 1 else ""
         return f"{number}{kind}, on {device}"
