@@ -121,7 +121,7 @@ def test_accumulation_steps_that_contradict_the_launch_are_refused(tmp_path, mon
     [
         ({"TP_SIZE": 2}, True, "`tp_size=2`: tensor parallelism is not supported"),
         ({"CP_SIZE": 2}, True, "`cp_size=2`: context parallelism is not supported"),
-        ({"SP_SIZE": 2}, False, "`sp_size=2`: sequence parallelism is not supported"),
+        ({"SP_SIZE": 2}, True, "`sp_size=2` (as an option|in a launch without DeepSpeed)"),
         ({"DP_SHARD_SIZE": 2}, False, "`dp_shard_size=2` in a launch without FSDP"),
         ({"DP_REPLICATE_SIZE": 2, "DP_SHARD_SIZE": 2}, True, "2 replicas .* of 2 shards .* on 1 processes"),
         ({"DP_REPLICATE_SIZE": 2}, True, "expected at least 2 shards"),
@@ -139,6 +139,32 @@ def test_kinds_of_parallelism_that_do_not_go_together_are_refused(tmp_path, monk
     if fsdp:
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match=said):
+        tiny.config(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("launch", "options", "said"),
+    [
+        ({"WORLD_SIZE": "3"}, {}, "on 3 processes, with a data parallel size of 1: expected a divisor"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, {}, "on 2 processes, with a data parallel size of 2"),
+        (
+            {"PARALLELISM_CONFIG_SP_SEQ_LENGTH": "64", "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE": "False"},
+            {},
+            "with `sp_seq_length`: completions differ in length",
+        ),
+        ({}, {"torch_compile": True}, "with `torch_compile=True` is not supported"),
+    ],
+)
+def test_shared_rows_that_cannot_work_are_refused(tmp_path, monkeypatch, launch, options, said):
+    shared = {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "PARALLELISM_CONFIG_SP_SIZE": "2",
+        "WORLD_SIZE": "2",
+    }
+    for name, value in {**shared, **launch}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"`sp_size=2` {said}"):
         tiny.config(tmp_path, **options)
 
 

@@ -28,6 +28,10 @@ class Rollout:
     """[B, C], 1 where the token is real and may be attended to."""
     weights: Tensor
     """[B, C], float32: weight of each token in the loss, at least 0; 0 for padding and for tool output."""
+    begins_at: int | None = None
+    """Where rows are divided by position among processes, the position of the first token of this part; else `None`.
+
+    The last token of a part is the first one of the next, and is predicted here but read there."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Values of the rollout that are not row-aligned tensors; [`select`], [`chunks`] and [`to`] keep them unchanged."""
 
@@ -44,6 +48,7 @@ class Rollout:
             completion_ids=batch["completion_ids"],
             completion_mask=mask,
             weights=weights,
+            begins_at=batch.get("begins_at"),
         )
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 import forks
 import variants
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trl_opsd import OPSDTrainer
@@ -33,6 +33,7 @@ class Launch:
 
 LAUNCHES = {
     "hsdp": Launch("hsdp_cpu", 4, ("full", "full, tied head, own ema", "lora, own ema")),
+    "sp": Launch("sp_cpu", 2, ("full", "lora, own ema")),
 }
 RESUMED = "full, resumed"
 """The first variant, stopped after the first step and resumed."""
@@ -43,12 +44,25 @@ def build(folder: Path, name: str, processes: int, **options: Any) -> OPSDTraine
     return variants.build(folder, {"rows": rows, **variants.ALONE[name]}, processes, **options)
 
 
+def tokens_read(trainer: OPSDTrainer) -> list[list[int]]:
+    """The shape of each batch that the student will read with gradients, filled while it trains."""
+    read: list[list[int]] = []
+
+    def note(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        if module.training:
+            read.append(list(inputs[0].shape))
+
+    trainer.model.get_input_embeddings().register_forward_pre_hook(note)
+    return read
+
+
 def train(folder: Path, launch: str) -> None:
     """Trains the variants of a launch in one of its processes."""
-    found: dict[str, Any] = {"losses": {}}
+    found: dict[str, Any] = {"losses": {}, "tokens": {}}
     trained: dict[str, Tensor] = {}
 
     def run(name: str, trainer: OPSDTrainer, checkpoint: Path | None = None) -> None:
+        found["tokens"][name] = tokens_read(trainer)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trained.update({f"{name}/{key}": one.contiguous() for key, one in variants.weights(trainer).items()})
         found["losses"][name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

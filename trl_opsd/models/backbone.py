@@ -42,19 +42,30 @@ def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADD
     Returns:
         `torch.Tensor`: `[B, C, H]`; undefined at padding.
     """
+    if rollout.begins_at is not None:
+        return _hidden_of_part(model, rollout, rollout.begins_at)
     if reading == PADDED:
         hidden_BLH = hidden_states(model, rollout.input_ids, rollout.attention_mask)
         return hidden_BLH[:, rollout.prompt_ids.size(1) - 1 : -1]
     lengths = rollout.attention_mask.sum(-1).tolist()
     groups = reading.groups(lengths, is_split_model(model))
     read = [_completion_hidden_unpadded if _same_length(lengths, rows) else completion_hidden for rows in groups]
-    _check_no_holes(rollout)
+    check_no_holes(rollout)
     parts = [one(model, rollout.select(rows)) for one, rows in zip(read, groups, strict=True)]
     order = torch.tensor([row for rows in groups for row in rows], device=parts[0].device)
     return torch.cat(parts)[order.argsort()]
 
 
-def _check_no_holes(rollout: Rollout) -> None:
+def _hidden_of_part(model: CausalLM, rollout: Rollout, begins_at: int) -> Tensor:
+    """[B, C, H], of the first C tokens of a part, at their positions in the whole rows."""
+    ids_BC = rollout.input_ids[:, :-1]
+    places_C = begins_at + torch.arange(ids_BC.size(1), device=ids_BC.device)
+    if (limit := context_of(model)) is not None:
+        places_C = places_C.clamp(max=limit - 1)  # padding may lie beyond it
+    return hidden_states(model, ids_BC, None, places_C.expand_as(ids_BC))
+
+
+def check_no_holes(rollout: Rollout) -> None:
     """Rejects masked tokens between others, where rows are read without their padding."""
     rises = rollout.attention_mask[:, 1:].bool() & ~rollout.attention_mask[:, :-1].bool()
     first = rollout.attention_mask[:, :1].bool()
@@ -108,18 +119,23 @@ def positions(mask_BL: Tensor) -> Tensor:
 
 
 def hidden_states(
-    model: CausalLM, input_ids_BL: Tensor, attention_mask_BL: Tensor, position_ids_BL: Tensor | None = None
+    model: CausalLM, input_ids_BL: Tensor, attention_mask_BL: Tensor | None, position_ids_BL: Tensor | None = None
 ) -> Tensor:
     """The last hidden state, [B, L, H], of right- or left-padded rows; positions are numbered as in `generate`.
+
+    Without a mask there is no padding, and positions have to be given.
 
     Raises:
         ValueError: The backbone returns no `last_hidden_state`.
     """
     backbone = backbone_of(model)
-    inputs = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL, "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL, "use_cache": False}
     if "position_ids" in inspect.signature(backbone.forward).parameters:
         # By default a model counts the padding too, which shifts learned positions.
-        inputs["position_ids"] = positions(attention_mask_BL) if position_ids_BL is None else position_ids_BL
+        if position_ids_BL is None:
+            assert attention_mask_BL is not None, "it tells the positions"
+            position_ids_BL = positions(attention_mask_BL)
+        inputs["position_ids"] = position_ids_BL
     output = backbone(**inputs)
     if getattr(output, "last_hidden_state", None) is None:
         raise ValueError(
