@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from accelerate import ParallelismConfig
 from transformers import HfArgumentParser, Qwen2ForCausalLM
 from trl import DistillationConfig
 
@@ -113,6 +114,58 @@ def test_accumulation_steps_that_contradict_the_launch_are_refused(tmp_path, mon
         ValueError, match=r"^`gradient_accumulation_steps` is 4 in the accelerate .* 2 in `OPSDConfig`: r"
     ):
         tiny.config(tmp_path, gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fsdp", "said"),
+    [
+        ({"TP_SIZE": 2}, True, "`tp_size=2`: tensor parallelism is not supported"),
+        ({"CP_SIZE": 2}, True, "`cp_size=2`: context parallelism is not supported"),
+        ({"SP_SIZE": 2}, True, "`sp_size=2` (as an option|in a launch without DeepSpeed)"),
+        ({"DP_SHARD_SIZE": 2}, False, "`dp_shard_size=2` in a launch without FSDP"),
+        ({"DP_REPLICATE_SIZE": 2, "DP_SHARD_SIZE": 2}, True, "2 replicas .* of 2 shards .* on 1 processes"),
+        ({"DP_REPLICATE_SIZE": 2}, True, "expected at least 2 shards"),
+    ],
+)
+@pytest.mark.parametrize("given", ["in the accelerate file", "as an option"])
+def test_kinds_of_parallelism_that_do_not_go_together_are_refused(tmp_path, monkeypatch, sizes, fsdp, said, given):
+    options = {}
+    if given == "as an option":
+        options["parallelism_config"] = ParallelismConfig(**{name.lower(): size for name, size in sizes.items()})
+    else:
+        monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+        for name, size in sizes.items():
+            monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}", str(size))
+    if fsdp:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=said):
+        tiny.config(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("launch", "options", "said"),
+    [
+        ({"WORLD_SIZE": "3"}, {}, "on 3 processes, with a data parallel size of 1: expected a divisor"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, {}, "on 2 processes, with a data parallel size of 2"),
+        (
+            {"PARALLELISM_CONFIG_SP_SEQ_LENGTH": "64", "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE": "False"},
+            {},
+            "with `sp_seq_length`: completions differ in length",
+        ),
+        ({}, {"torch_compile": True}, "with `torch_compile=True` is not supported"),
+    ],
+)
+def test_shared_rows_that_cannot_work_are_refused(tmp_path, monkeypatch, launch, options, said):
+    shared = {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "PARALLELISM_CONFIG_SP_SIZE": "2",
+        "WORLD_SIZE": "2",
+    }
+    for name, value in {**shared, **launch}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"`sp_size=2` {said}"):
+        tiny.config(tmp_path, **options)
 
 
 def test_fsdp1_is_refused(make_trainer):

@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import is_torch_xla_available
 
+from trl_opsd._compat.parallelism import check_parallelism
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
 from trl_opsd.data.row_sharding import check_sharing
 from trl_opsd.data.solutions import named_as_here
@@ -233,6 +234,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         check_json(self)
         check_training(self)
         self._choose_for_cpu()
+        check_parallelism(self)
         in_range("beta", self.beta, 0.0, 1.0)  # TRL accepts NaN
         super().__post_init__()
         self._check_dicts()

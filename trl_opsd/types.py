@@ -44,6 +44,10 @@ class Rollout:
     """[B, C], float32: weight of each token in the loss, at least 0; 0 for padding and for tool output."""
     lengths: tuple[Length, ...] | None = None
     """B of them, in host memory; `None` where they were not read from the masks yet."""
+    begins_at: int | None = None
+    """Where rows are divided by position among processes, the position of the first token of this part; else `None`.
+
+    The last token of a part is the first one of the next, and is predicted here but read there."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Values of the rollout that are not row-aligned tensors; [`select`], [`chunks`] and [`to`] keep them unchanged."""
 
@@ -61,6 +65,7 @@ class Rollout:
             completion_mask=mask,
             weights=weights,
             lengths=None if (known := batch.get("lengths")) is None else tuple(known),
+            begins_at=batch.get("begins_at"),
         )
 
     @property
@@ -100,7 +105,12 @@ class Rollout:
         return lengths_of(self.prompt_mask, self.completion_mask) if self.lengths is None else self.lengths
 
     def cut(self) -> Rollout:
-        """Without the columns that are padding in every row; one of prompts and one of completions stay."""
+        """Without the columns that are padding in every row; one of prompts and one of completions stay.
+
+        A part of rows is as wide in all processes, and is not cut.
+        """
+        if self.begins_at is not None:
+            return self
         lengths = self.measured()
         prompt, completion = (max(*each, 1) for each in list(zip(*lengths, strict=True))[:2])
         return replace(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import datasets
+import processes
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -87,3 +88,12 @@ def test_a_sync_takes_one_call_and_delivers_the_weights(run):
         assert row["gap"] < 1e-4
     assert ours["lora, adapter"]["bytes"] < ours["lora, full"]["bytes"] / 2
     assert "lora" in benchmark.table(rows)
+
+
+@pytest.mark.distributed
+def test_two_processes_that_share_a_row_keep_half_of_its_activations():
+    said = processes.run(
+        FOLDER / "shared_rows.py", "--tokens", 256, "--width", 32, "--layers", 2, "--json", seconds=200
+    )
+    found = json.loads(said[said.rindex("{\n") :])
+    assert found["two_processes"] == pytest.approx(found["one_process"] / 2, rel=0.25)

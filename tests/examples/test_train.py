@@ -32,9 +32,13 @@ STRATEGIES = {
     "zero3": ("DEEPSPEED", 8),
     "zero3_offload": ("DEEPSPEED", 8),
     "fsdp2": ("FSDP", 8),
+    "hsdp": ("FSDP", 16),
+    "sp": ("DEEPSPEED", 8),
     "zero2_cpu": ("DEEPSPEED", 2),
     "zero3_cpu": ("DEEPSPEED", 2),
     "fsdp2_cpu": ("FSDP", 2),
+    "hsdp_cpu": ("FSDP", 4),
+    "sp_cpu": ("DEEPSPEED", 2),
 }
 
 
@@ -51,7 +55,7 @@ def test_accelerate_reads_each_config_as_its_name_says(name):
     assert config.mixed_precision == ("no" if config.use_cpu else "bf16")
     deepspeed = yaml.safe_load(path.read_text()).get("deepspeed_config", {})
     assert "gradient_accumulation_steps" not in deepspeed, "it belongs to the options of the run"
-    assert deepspeed.get("zero_stage", 0) == {"zero2": 2, "zero3": 3}.get(name[:5], 0)
+    assert deepspeed.get("zero_stage", 0) == {"zero2": 2, "zero3": 3, "sp": 3, "sp_cp": 3}.get(name[:5], 0)
     offload = "cpu" if name == "zero3_offload" else "none"
     if deepspeed:
         assert deepspeed["offload_param_device"] == deepspeed["offload_optimizer_device"] == offload
@@ -89,7 +93,7 @@ def test_a_nested_key_that_accelerate_ignores_is_refused(launched, tmp_path, add
         launched(config, lambda _: OPSDConfig(str(tmp_path)))
 
 
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if name.startswith("zero")])
+@pytest.mark.parametrize("name", [name for name, (kind, _) in STRATEGIES.items() if kind == "DEEPSPEED"])
 def test_the_keys_of_the_shipped_files_are_known(launched, name):
     checked = []
     launched(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()), lambda _: checked.append(check_nested_keys()))

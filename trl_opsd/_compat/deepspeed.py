@@ -145,6 +145,36 @@ def recompute_buffers(model: Any) -> None:
     restore_buffers(model, {name: fresh[name].to(places[name]) for name in places.keys() & fresh})
 
 
+def exchanging_attention(attend: Callable[..., Any], query_BHLD: Tensor, key_BHLD: Tensor, group: Any) -> Any:
+    """An attention function of transformers for rows that a group of processes shares, by DeepSpeed's Ulysses.
+
+    Before it attends, every process gives its part of the positions and gets all positions of its part of the heads;
+    afterwards the reverse. Masks are left out: it is causal.
+
+    Args:
+        attend (`Callable`):
+            What attends within a process.
+        query_BHLD (`torch.Tensor`):
+            [B, heads, L, D], of this process's L positions.
+        key_BHLD (`torch.Tensor`):
+            [B, heads of the keys, L, D].
+        group (`torch.distributed.ProcessGroup`):
+            The processes, in the order of their positions.
+    """
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # slow to import, and optional
+
+    return UlyssesSPAttentionHF(
+        attn=attend,
+        batch_size=query_BHLD.size(0),
+        attn_head_count=query_BHLD.size(1),
+        attn_head_size=query_BHLD.size(3),
+        kv_head_count=key_BHLD.size(1),
+        num_hidden_layers=1,  # read by its debug mode alone
+        process_group=group,
+        seq_length_is_variable=True,
+    )
+
+
 class SplitReader:
     """Runs functions of a frozen model sharded by DeepSpeed; shards it first if necessary.
 

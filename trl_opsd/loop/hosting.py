@@ -13,13 +13,14 @@ from torch import Tensor
 from trl_opsd._compat.deepspeed import register_external_parameters, with_current_autocast
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import DistillationTrainer, pad, unwrap_model_for_generation
+from trl_opsd.loop.shared_rows import SharedRows
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.special_tokens import ensure_special_tokens, known_end_tokens, placeholders
 from trl_opsd.run.precision import autocast
 from trl_opsd.run.sampling_options import end_tokens
 
 
-class Hosting(DistillationTrainer):
+class Hosting(SharedRows):
     """The part of [`~host.Host`] that needs TRL's trainer."""
 
     chat_template_kwargs: dict[str, Any]
@@ -35,8 +36,13 @@ class Hosting(DistillationTrainer):
             kind = f", DeepSpeed ZeRO-{self._dist.zero_stage}"
         elif self._dist.is_fsdp:
             kind = f", FSDP{self._dist.fsdp_version}"
+            sizes = self.accelerator.parallelism_config
+            if sizes is not None and sizes.dp_replicate_enabled:
+                kind += f", {sizes.dp_replicate_size} replicas of {sizes.dp_shard_size} shards"
         else:
             kind = ", data parallelism (DDP)" if number > 1 else ""
+        if self.row_group is not None:
+            kind += f", {self.row_group.size} share each row in training"
         return f"{number}{kind}, on {device}"
 
     def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 from torch.utils.data import Sampler
@@ -235,9 +236,14 @@ class SeamTrainer(
             # Weights may add up to less than 1, which is TRL's lower bound. Processes' gradients are averaged.
             num_items_in_batch = total.where(total > 0, 1.0) / self.accelerator.num_processes
         student = self.accelerator.unwrap_model(model)
-        loss, *_ = self._forward_redirection(model, student, self._compute_loss, student, inputs, num_items_in_batch)
-        rows, self._loss_rows = self._loss_rows, None
-        assert rows is not None, "_compute_loss has set them"
+        losses, rows_of = [], []
+        for part, is_last in self.learned_apart(inputs):
+            loss, *_ = self._forward_redirection(model, student, self._compute_loss, student, part, num_items_in_batch)
+            losses.append(loss if is_last else self.backward_early(loss))
+            assert self._loss_rows is not None, "_compute_loss has set them"
+            rows_of.append(self._loss_rows)
+            self._loss_rows = None
+        loss, rows = torch.stack(losses).sum(), torch.cat(rows_of)
         # No collective may run inside the wrapper's forward, so the sums of this process are reduced here.
         if self.model.training:
             sums = self.accelerator.reduce(rows.sum(0), "sum")
@@ -294,7 +300,10 @@ class SeamTrainer(
         set_known(self, _buffered_inputs=None, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
         self._accounts["train"].clear()
-        with explained("step", partial(self.footprint, "step")):  # outside the phases, memory is the optimizer's
+        with (
+            self.sharing_rows(),
+            explained("step", partial(self.footprint, "step")),
+        ):  # outside the phases, memory is the optimizer's
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

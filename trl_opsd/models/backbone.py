@@ -48,20 +48,31 @@ def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADD
     Raises:
         ValueError: A row has masked tokens between others, and `reading` cannot leave them out.
     """
+    if rollout.begins_at is not None:
+        return _hidden_of_part(model, rollout, rollout.begins_at)
     lengths = rollout.measured()
     if reading.packed:
-        _check_no_holes(lengths)
+        check_no_holes(lengths)
         return _completion_hidden_packed(model, rollout, lengths)
     if reading.padded_up_to == math.inf:
         return _completion_hidden(model, rollout, lengths, reading.multiple_of)
-    _check_no_holes(lengths)
+    check_no_holes(lengths)
     groups = reading.groups([one.total for one in lengths], is_split_model(model))
     parts = [_completion_hidden(model, rollout.select(rows), [lengths[row] for row in rows]) for rows in groups]
     order = torch.tensor([row for rows in groups for row in rows], device=parts[0].device)
     return torch.cat(parts)[order.argsort()]
 
 
-def _check_no_holes(lengths: Sequence[Length]) -> None:
+def _hidden_of_part(model: CausalLM, rollout: Rollout, begins_at: int) -> Tensor:
+    """[B, C, H], of the first C tokens of a part, at their positions in the whole rows."""
+    ids_BC = rollout.input_ids[:, :-1]
+    places_C = begins_at + torch.arange(ids_BC.size(1), device=ids_BC.device)
+    if (limit := context_of(model)) is not None:
+        places_C = places_C.clamp(max=limit - 1)  # padding may lie beyond it
+    return hidden_states(model, ids_BC, None, places_C.expand_as(ids_BC))
+
+
+def check_no_holes(lengths: Sequence[Length]) -> None:
     """Rejects masked tokens between others, where rows are read without their padding."""
     if any(one.masked for one in lengths):
         raise ValueError(
@@ -148,7 +159,7 @@ def hidden_states(
         ValueError: The backbone returns no `last_hidden_state`.
     """
     backbone = backbone_of(model)
-    inputs = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL, "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL, "use_cache": False}
     if "position_ids" in inspect.signature(backbone.forward).parameters:
         # By default a model counts the padding too, which shifts learned positions.
         if position_ids_BL is None:

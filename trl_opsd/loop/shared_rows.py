@@ -1,0 +1,152 @@
+"""Divides micro-batches by position among the processes of a group, so that each learns from a part of every row.
+
+B rows · L tokens, prompt and completion · N positions of one process · H teacher's hidden size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn.functional import pad
+
+from trl_opsd._compat.parallelism import launched, sharing_rows_ourselves
+from trl_opsd._compat.trl import DistillationTrainer
+from trl_opsd.models.backbone import check_no_holes
+from trl_opsd.models.padding import PADDED, Reading
+from trl_opsd.models.shared_rows import RowGroup, check_shareable
+from trl_opsd.types import Rollout, TeacherTargets
+
+__all__ = ["SharedRows"]
+
+
+class SharedRows(DistillationTrainer):
+    """A trainer that may compute a loss together with the other processes of a group, one row after the other.
+
+    Each generates and teaches rows of its own, as without; only the student's pass with gradients is shared.
+    """
+
+    reading: Reading
+    row_group: RowGroup | None = None
+    """The processes that share rows with this one; `None` if none does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        sizes = launched(kwargs["args"])
+        with sharing_rows_ourselves(sizes):
+            super().__init__(*args, **kwargs)
+        if sizes.sp_enabled:
+            check_shareable(self.model, sizes.sp_size, sizes.sp_handler.sp_attn_implementation)
+            self.row_group = RowGroup(sizes.sp_size)
+
+    def sharing_rows(self) -> AbstractContextManager[None]:
+        """The student may exchange positions with its group while the context is open."""
+        return nullcontext() if self.row_group is None else self.row_group.shares(self.model)
+
+    def learned_apart(self, inputs: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], bool]]:
+        """What this process learns from in a micro-step: its rows; or of those of each process of its group a part.
+
+        Yields:
+            A batch, and whether it is the last: the gradient of each other has to be computed before the next comes.
+
+        Raises:
+            ValueError: Padding would change what the student reads, or there are masked tokens between others.
+        """
+        if self.row_group is None or not self.model.training:
+            yield inputs, True
+            return
+        if self.reading != PADDED:  # under ZeRO-3 that is known since the first completions
+            raise ValueError(
+                "`sp_size`: padding changes what the student reads, so its rows cannot be divided: remove `sp_size`."
+            )
+        for number, part in enumerate(_parts(self.row_group, inputs, self.accelerator.device), start=1):
+            with self.row_group.reads(self.model):
+                yield part, number == self.row_group.size
+
+    def backward_early(self, loss: Tensor) -> Tensor:
+        """Adds the gradient of a loss to that of the micro-step, and returns the loss without it."""
+        self.accelerator.deepspeed_engine_wrapped.backward(loss, sync_gradients=False, scale_wrt_gas=False)
+        return loss.detach()
+
+
+def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
+    """For the micro-batch of each process of a group in turn, the part of it that this process reads. Collective.
+
+    A part is a batch like any other: its first token of each row is the prompt, and the tokens after it, of the prompt
+    too, are the completion. Those of the prompt have no weight. Padding is moved behind the completion, where nothing
+    that counts attends to it.
+
+    Args:
+        group ([`~models.shared_rows.RowGroup`]):
+            The processes.
+        batch (`Mapping[str, Any]`):
+            The micro-batch of this process.
+        device (`torch.device`):
+            Where the student reads.
+
+    Raises:
+        ValueError: A completion has masked tokens between others.
+    """
+    rollout = Rollout.unpack(batch)
+    check_no_holes(rollout.measured())
+    tensors = _unpadded(rollout, TeacherTargets.unpack(batch), device)
+    rows, _, width = tensors["hidden"].shape
+    longest = (rollout.attention_mask != 0).sum(-1).max()
+    mine = torch.stack([longest.new_tensor(rows), longest, longest.new_tensor(width)])
+    sizes = [torch.empty_like(mine) for _ in range(group.size)]
+    distributed.all_gather(sizes, mine, group=group.group)
+    for owner, (rows, tokens, width) in enumerate(torch.stack(sizes).tolist()):
+        length = max(1, -(-(tokens - 1) // group.size))
+        shapes = {"tokens": (rows, length + 1), "hidden": (rows, length, width), "teacher": (rows,)}
+        part = {
+            name: _scattered(group, owner, tensor, shapes.get(name, (rows, length)), length)
+            for name, tensor in tensors.items()
+        }
+        tokens_BN = part["tokens"]
+        yield {
+            "prompt_ids": tokens_BN[:, :1],
+            "prompt_mask": torch.ones_like(tokens_BN[:, :1]),
+            "completion_ids": tokens_BN[:, 1:],
+            "completion_mask": part["mask"],
+            "loss_weights": part["weights"],
+            "begins_at": group.rank * length,
+            **TeacherTargets(hidden=part["hidden"], teacher=part.get("teacher")).pack(),
+        }
+
+
+def _unpadded(rollout: Rollout, targets: TeacherTargets, device: torch.device) -> dict[str, Tensor]:
+    """Rows from their first token on: tokens [B, L]; and for each of the L - 1 after the first whether it is real, its
+    weight and its target.
+    """
+    mask_BL = (rollout.attention_mask != 0).long()
+    order_BL = mask_BL.argsort(dim=1, descending=True, stable=True)
+    weights_BL = torch.cat([torch.zeros_like(rollout.prompt_ids, dtype=torch.float32), rollout.weights], dim=1)
+    places_BL = (order_BL[:, 1:] - rollout.prompt_ids.size(1)).clamp(min=0)
+    hidden_BCH = targets.hidden.to(device)
+    found = {
+        "tokens": rollout.input_ids.gather(1, order_BL),
+        "mask": mask_BL.gather(1, order_BL)[:, 1:],
+        "weights": weights_BL.gather(1, order_BL)[:, 1:],
+        "hidden": hidden_BCH.gather(1, places_BL[..., None].expand(-1, -1, hidden_BCH.size(-1))),
+    }
+    return found if targets.teacher is None else {**found, "teacher": targets.teacher.to(device)}
+
+
+def _scattered(group: RowGroup, owner: int, tensor: Tensor, shape: tuple[int, ...], length: int) -> Tensor:
+    """The part for this process of a tensor that the owner has: `length` positions, and what `shape` has beyond."""
+    received = tensor.new_empty(shape)
+    parts = None
+    if owner == group.rank:
+        if tensor.dim() == 1:
+            parts = [tensor] * group.size
+        else:
+            beyond = shape[1] - length
+            whole = group.size * length + beyond
+            padding = [0, 0] * (tensor.dim() - 2) + [0, max(0, whole - tensor.size(1))]
+            padded = pad(tensor[:, :whole], padding)
+            starts = range(0, group.size * length, length)
+            parts = [padded[:, start : start + length + beyond].contiguous() for start in starts]
+    distributed.scatter(received, parts, group=group.group, group_src=owner)
+    return received
