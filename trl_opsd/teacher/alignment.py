@@ -51,7 +51,8 @@ def prove_alignment(
     """
     row = int(rollout.completion_mask.sum(-1).argmax())
     places = rollout.completion_mask[row].nonzero().flatten().tolist()
-    pair = _with_another_token(rollout.select([row, row]), places)
+    everywhere = replace(rollout, weights=rollout.completion_mask.float())  # targets of tokens of tools as well
+    pair = _with_another_token(everywhere.select([row, row]), places)
     try:
         with preserved_rng(rollout.completion_ids.device):
             hidden_2CH = read(pair).hidden
@@ -65,7 +66,9 @@ def prove_alignment(
     read_nH, changed_nH = hidden_2CH[:, places].float()
     if len(places) < 3 or torch.equal(*pair.completion_ids) or not hidden_2CH[:, places].isfinite().all():
         return
-    if _differ(read_nH, targets.hidden[row, places].to(read_nH)).any():
+    counts = rollout.weights[row].cpu()[places].nonzero().flatten()
+    before_nH = targets.of(row, torch.tensor(places)[counts]).to(read_nH)
+    if len(counts) > 1 and _differ(read_nH[counts.to(read_nH.device)], before_nH).any():
         logger.warning(
             f"`{where}` returned other states for a row when it reads the row again, without the others of its batch: "
             "are the rows in order, is the model in eval mode, and does padding leave it unchanged? "

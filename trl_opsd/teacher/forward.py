@@ -8,20 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 from tqdm import tqdm
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, completion_hidden
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.padding import PADDED, Reading
-from trl_opsd.types import Rollout
+from trl_opsd.run.kept import Keeper
+from trl_opsd.types import Rollout, TeacherTargets
 
 PASS_BYTES = 2_000_000_000
 """Memory limit for the activations of one pass, in bytes; about enough for a pass to hide the copies of streamed
 layers."""
-CACHE_BYTES = 1_000_000_000
-"""Largest targets of a generation batch that `"auto"` keeps on the accelerator, in bytes."""
 
 
 def read(
@@ -32,8 +31,8 @@ def read(
     cache_device: str = "auto",
     progress: bool = False,
     reading: Reading = PADDED,
-) -> Tensor:
-    """The last hidden state at the position that predicts each completion token.
+) -> TeacherTargets:
+    """The last hidden states at the positions that predict the completion tokens that may count.
 
     Args:
         run (`Callable`):
@@ -52,24 +51,19 @@ def read(
             Which rows of a pass the model reads together.
 
     Returns:
-        `torch.Tensor`: `[B, C, H]`.
+        [`~types.TeacherTargets`]: Of B rows, kept by row.
     """
     chunks = list(rollout.chunks(-(-len(rollout.input_ids) // passes)))
     bar = tqdm(chunks, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
-    hidden_BCH: Tensor | None = None
-    start = 0
+    keeper, start = Keeper(rollout.weights, cache_device), 0
     with torch.no_grad():
         for chunk in bar:
-            chunk_hidden = run(completion_hidden, chunk.to(device), reading)
-            if hidden_BCH is None:
-                hidden_BCH = _empty_targets(rollout, chunk_hidden, cache_device)
-            # Copied, because the chunk is a view that would keep the hidden states of the prompts alive.
-            hidden_BCH[start : start + len(chunk_hidden)] = chunk_hidden
-            start += len(chunk_hidden)
+            end = start + len(chunk.input_ids)
+            keeper.put(range(start, end), run(completion_hidden, chunk.to(device), reading))
+            start = end
         for _ in range(passes - len(chunks)):
             run(completion_hidden, next(rollout.chunks(1)).to(device), reading)
-    assert hidden_BCH is not None, "a generation batch has rows"
-    return hidden_BCH
+    return keeper.targets()
 
 
 def passes_needed(model: CausalLM, rollout: Rollout, pass_bytes: int = PASS_BYTES) -> int:
@@ -85,12 +79,6 @@ def max_over_processes(passes: int, device: torch.device) -> int:
     largest = torch.tensor(passes, device=device)
     distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
     return int(largest)
-
-
-def targets_device(choice: str, nbytes: int, accelerator: torch.device) -> torch.device:
-    """Where targets of `nbytes` are kept; `choice` is `OPSDConfig.teacher_cache_device`."""
-    on_accelerator = choice == "accelerator" or (choice == "auto" and nbytes <= CACHE_BYTES)
-    return accelerator if on_accelerator else torch.device("cpu")
 
 
 def rows_per_pass(model: CausalLM, length: int, pass_bytes: int = PASS_BYTES) -> int:
@@ -114,10 +102,3 @@ def _largest(config: Any, name: str) -> int:
     """A size from the config, 0 if it is missing, the largest if it is stated per layer."""
     stated = getattr(config, name, None) or 0
     return max(stated) if isinstance(stated, list | tuple) else int(stated)
-
-
-def _empty_targets(rollout: Rollout, like: Tensor, cache_device: str) -> Tensor:
-    rows, tokens = rollout.completion_ids.shape
-    nbytes = rows * tokens * like.size(-1) * like.element_size()
-    device = targets_device(cache_device, nbytes, rollout.completion_ids.device)
-    return like.new_empty(rows, tokens, like.size(-1), device=device)

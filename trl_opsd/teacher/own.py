@@ -90,5 +90,4 @@ class OwnTeacher(Teacher):
             # The forward of a split student is collective, so all processes run the same number of passes.
             passes = max_over_processes(passes_needed(self.model, rollout), device)
             with self._as_teacher():
-                hidden_BCH = read(self._run, rollout, passes, device, self._cache_device, self._progress, self.reading)
-                return TeacherTargets(hidden=hidden_BCH)
+                return read(self._run, rollout, passes, device, self._cache_device, self._progress, self.reading)
