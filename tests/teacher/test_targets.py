@@ -15,6 +15,7 @@ from trl_opsd.run.kept import Keeper, kept_by_row
 from trl_opsd.run.targets import check_targets
 from trl_opsd.teacher import Resident
 from trl_opsd.teacher.guards import check_depends_on_input
+from trl_opsd.teacher.routed import shares
 from trl_opsd.types import Rollout, TeacherTargets
 
 CPU = torch.device("cpu")
@@ -157,9 +158,13 @@ def test_each_row_keeps_the_width_and_dtype_of_its_teacher(make_trainer):
     batch = trainer._generate_and_score_completions(list(trainer.train_dataset))
     kinds = [(row.hidden.size(1), row.hidden.dtype) for row in batch["teacher_rows"]]
     assert kinds == [(48, torch.float32), (64, torch.bfloat16)] * 4
-    whole = TeacherTargets.unpack(batch).hidden
-    assert (whole.size(2), whole.dtype) == (64, torch.float32)
-    assert not whole[::2, :, 48:].any()
+    targets = TeacherTargets.unpack(batch)
+    given = [share.of_teacher() for share in shares(trainer.teachers.heads, targets, batch["loss_weights"])]
+    assert [(one.size(1), one.dtype) for one in given] == kinds[:2]
+    assert (targets.hidden.size(2), targets.hidden.dtype) == (64, torch.float32)
+    assert not targets.hidden[::2, :, 48:].any()
+    again = [share.of_teacher() for share in shares(trainer.teachers.heads, targets, batch["loss_weights"])]
+    assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(given, again, strict=True))
 
 
 @pytest.mark.parametrize("cls", [EveryOther, EveryOtherPadded])
