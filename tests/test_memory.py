@@ -55,7 +55,7 @@ def test_an_out_of_memory_error_lists_what_the_phase_holds(make_trainer, monkeyp
     if phase in ("step", "compare"):
         expected |= {"gradients": student, "optimizer states of Adam": 2 * student}
     if phase in ("teach", "compare"):
-        expected["the teacher's hidden states of 4 x 24 tokens"] = 4 * 24 * 48 * 4
+        expected["the teacher's hidden states of 4 x 24 tokens, at most"] = 4 * 24 * 48 * 4
     if phase == "compare":
         expected["tiles of logits, at most"] = 100 * 259 * 8
     first, *lines, advice = note.splitlines()

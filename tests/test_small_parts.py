@@ -20,7 +20,7 @@ from trl_opsd.rollout import FixedRollout
 from trl_opsd.rollout.base import cut_after_end
 from trl_opsd.run.clock import PhaseClock
 from trl_opsd.run.rng import preserved_rng
-from trl_opsd.types import Rollout, TeacherTargets
+from trl_opsd.types import Rollout, RowTargets, TeacherTargets
 
 
 def batch(rows: int = 5) -> dict[str, torch.Tensor]:
@@ -64,8 +64,13 @@ def test_concatenated_chunks_equal_the_rollout():
 
 
 def test_targets_survive_pack_and_unpack():
-    targets = TeacherTargets(hidden=torch.rand(2, 3, 4))
-    assert TeacherTargets.unpack(targets.pack()).hidden is targets.hidden
+    rows = [RowTargets(torch.rand(len(places), 4), torch.tensor(places)) for places in ([0, 2], [1])]
+    targets = TeacherTargets.by_row(rows, tokens=3, teacher=torch.tensor([1, 0]))
+    again = TeacherTargets.unpack({**targets.pack(), "completion_ids": torch.ones(2, 3)})
+    assert (again.rows, again.tokens, again.teacher) == (targets.rows, 3, targets.teacher)
+    expected = torch.zeros(2, 3, 4)
+    expected[0, [0, 2]], expected[1, [1]] = rows[0].hidden, rows[1].hidden
+    assert torch.equal(again.hidden, expected)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class TestTeacher:
     def test_targets_keep_no_larger_tensor_alive(self, make_trainer):
         trainer = make_trainer()
         batch = trainer._generate_and_score_completions([{"prompt": "Once upon a time"}])
-        hidden = batch["teacher_hidden"]
+        (hidden,) = (row.hidden for row in batch["teacher_rows"])
         assert hidden.untyped_storage().nbytes() == hidden.numel() * hidden.element_size()
 
     def test_targets_are_freed_after_their_last_micro_batch(self, make_trainer):

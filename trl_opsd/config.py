@@ -96,7 +96,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         teacher_cache_device (`str`, *optional*, defaults to `"auto"`):
             Device that holds the teacher's targets of a generation batch until each micro-batch needs them:
             `"accelerator"`, `"cpu"`, or `"auto"`, which is the accelerator up to 1 GB and the host beyond. They are
-            held while the student trains, and copying them back in micro-batches costs little compared to that memory.
+            held while the student trains; on the host they are pinned, and copied back while the student reads.
         nonfinite (`str`, *optional*, defaults to `"raise"`):
             What to do with an optimizer step whose loss or gradient is NaN or infinite on any process. `"raise"`: an
             error that names the side, the rank and the step. `"skip"`: skip the step, and count it in the log as

@@ -214,13 +214,12 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
     def compare(
         self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
     ) -> LossParts:
-        mine = shares(len(self.teachers), targets, rollout.weights)  # before the device is given work to wait for
+        mine = shares(self.teachers.heads, targets, rollout.weights)  # before the device is given work to wait for
         hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
         with whole_head(student) as head, self.teachers.whole_heads() as teacher_heads:
             return compared(
                 hidden_BCH,
                 head,
-                targets,
                 teacher_heads,
                 mine,
                 num_items,

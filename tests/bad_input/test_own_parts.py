@@ -79,12 +79,14 @@ WARNED = {
 }
 
 
-def asked(teacher, names=("teacher",), tokens=(4, 6)):
-    """What the trainer gets from teachers for rows of so many tokens."""
+def asked(teacher, names=("teacher",), tokens=(4, 6), of_tool=()):
+    """What the trainer gets from teachers for rows of so many tokens, some of them the answer of a tool."""
     PartialState(cpu=True)  # warnings are those of the main process
     ids = torch.arange(20).reshape(2, 10) + 40
     mask = (torch.arange(6) < torch.tensor(tokens)[:, None]).long()
-    return Teachers(dict.fromkeys(names, teacher)).targets(tiny.rollout(ids[:, :4], ids[:, 4:], mask), [*names] * 2)
+    rollout = tiny.rollout(ids[:, :4], ids[:, 4:], mask)
+    rollout.weights[:, list(of_tool)] = 0
+    return Teachers(dict.fromkeys(names, teacher)).targets(rollout, [*names] * 2)
 
 
 class TestTeacher:
@@ -166,9 +168,17 @@ class TestTeacher:
         assert ["LookupError: never seen!!!!!!!!!. So" in one and "second time" in one for one in said()] == [True]
 
     @pytest.mark.parametrize("tokens", [(4, 6), (2, 2), (1, 0), (0, 0)])
-    def test_nothing_is_said_of_a_sound_teacher(self, said, tokens):
-        asked(Own(), tokens=tokens)
+    @pytest.mark.parametrize("of_tool", [(), range(6)], ids=["", "all of a tool"])
+    def test_nothing_is_said_of_a_sound_teacher(self, said, tokens, of_tool):
+        asked(Own(), tokens=tokens, of_tool=of_tool)
         assert said() == []
+
+    @pytest.mark.parametrize("of_tool", [(4, 5), (2, 3)])
+    def test_tokens_that_cannot_count_do_not_mislead(self, said, of_tool):
+        asked(Own(), tokens=(1, 6), of_tool=of_tool)
+        assert said() == []
+        with pytest.raises(ValueError, match="1 token too far"):
+            asked(Own(states(lambda hidden: hidden.roll(-1, 1))), tokens=(1, 6), of_tool=of_tool)
 
     def test_large_numbers_that_are_always_the_same_hide_nothing(self, said):
         """As those of a teacher that returns logits, with unused tokens masked."""

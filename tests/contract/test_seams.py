@@ -149,7 +149,7 @@ def test_trl_methods_work_outside_of_training_and_keep_their_keys(make_trainer):
     assert trainer._generate_single_turn(prompt_ids, None, {}) == [tiny.tokenizer()("4<|im_end|>")["input_ids"]]
     batch = trainer._generate_and_score_completions([{"prompt": "2+2="}, {"prompt": "x"}])
     assert {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "num_items_in_batch"} <= set(batch)
-    assert batch["teacher_hidden"].shape == (2, 3, 48)
+    assert [row.hidden.shape for row in batch["teacher_rows"]] == [(2, 48), (3, 48)]
     loss, entropy_sum, tokens = trainer._compute_loss(trainer.model, batch, None)
     assert min(loss, entropy_sum) > 0
     assert tokens == 5

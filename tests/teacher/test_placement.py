@@ -22,8 +22,9 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 from trl_opsd import FrozenTeacher, OPSDConfig, Teacher
 from trl_opsd._compat.deepspeed import loading, reader_config
+from trl_opsd.run.kept import targets_device
 from trl_opsd.teacher import Hosted, Resident, Streamed
-from trl_opsd.teacher.forward import bytes_per_token, pass_groups, targets_device
+from trl_opsd.teacher.forward import bytes_per_token, pass_groups
 from trl_opsd.teacher.parts import parts_of, tensors_of
 from trl_opsd.teacher.prefetch import Prefetcher
 from trl_opsd.types import Length, Rollout

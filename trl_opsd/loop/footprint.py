@@ -73,7 +73,7 @@ def _cache(host: Host) -> dict[str, int]:
 def _states(host: Host, heads: Sequence[OutputHead]) -> dict[str, int]:
     rows, tokens = _rows(host)
     size = max(rows * tokens * shape_of(head)[1] * head.weight.element_size() for head in heads)
-    return {f"the teacher's hidden states of {rows} x {tokens} tokens": size}
+    return {f"the teacher's hidden states of {rows} x {tokens} tokens, at most": size}
 
 
 def _tiles(host: Host) -> dict[str, int]:

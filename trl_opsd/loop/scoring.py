@@ -19,6 +19,7 @@ from trl_opsd.data.teacher_prompts import Row
 from trl_opsd.loop.verbs import Verbs
 from trl_opsd.loop.weights import checked_weights
 from trl_opsd.models.mode import preserved_mode
+from trl_opsd.run.kept import kept_by_row
 from trl_opsd.run.precision import autocast
 from trl_opsd.run.targets import check_targets
 from trl_opsd.types import Rollout
@@ -58,8 +59,13 @@ class Scoring(Verbs, DistillationTrainer):
             weights = self.weigh(rollout, rows, targets)
         _check_unchanged(batch, digest, f"`{name}.weigh`")
         weights = checked_weights(weights, _written(batch))
-        lengths = list(rollout.measured())
-        return {**targets.pack(), "loss_weights": weights, "rows": list(rows), "scored": digest, "lengths": lengths}
+        return {
+            **kept_by_row(targets, rollout.weights).pack(),
+            "loss_weights": weights,
+            "rows": list(rows),
+            "scored": digest,
+            "lengths": list(rollout.measured()),
+        }
 
     def scored(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch, with targets and weights for the tokens that it has now. Collective."""

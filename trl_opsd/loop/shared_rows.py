@@ -18,6 +18,7 @@ from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.shared_rows import RowGroup, check_shareable
+from trl_opsd.run.kept import kept_by_row
 from trl_opsd.types import Rollout, TeacherTargets
 
 __all__ = ["SharedRows"]
@@ -105,6 +106,7 @@ def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> I
             for name, tensor in tensors.items()
         }
         tokens_BN = part["tokens"]
+        targets = TeacherTargets(hidden=part["hidden"], teacher=part.get("teacher"))
         yield {
             "prompt_ids": tokens_BN[:, :1],
             "prompt_mask": torch.ones_like(tokens_BN[:, :1]),
@@ -112,7 +114,7 @@ def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> I
             "completion_mask": part["mask"],
             "loss_weights": part["weights"],
             "begins_at": group.rank * length,
-            **TeacherTargets(hidden=part["hidden"], teacher=part.get("teacher")).pack(),
+            **kept_by_row(targets, part["weights"]).pack(),
         }
 
 

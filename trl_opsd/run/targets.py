@@ -23,11 +23,19 @@ def check_targets(targets: Any, rollout: Rollout, where: str, width: int | None 
             H of the teacher's head; `None` where it is not known.
 
     Raises:
-        ValueError: They are not a [`~types.TeacherTargets`] with floats of shape [B, C, H].
+        ValueError: They are not a [`~types.TeacherTargets`] with floats of shape [B, C, H], or with a state for each
+            token that may count.
     """
     rows, tokens = rollout.completion_ids.shape
     got = "None" if targets is None else f"a {type(targets).__name__}"
-    if isinstance(targets, TeacherTargets):
+    if isinstance(targets, TeacherTargets) and targets.rows is not None:
+        widths = {row.hidden.size(1) for row in targets.rows}
+        got = f"`TeacherTargets` of {len(targets.rows)} rows of {targets.tokens} tokens, {max(widths, default=0)} wide,"
+        if len(targets.rows) == rows and targets.tokens == tokens and (width is None or widths == {width}):
+            if not (missing := _missing(targets, rollout)):
+                return
+            got += f" without states for {missing} of the tokens that may count"
+    elif isinstance(targets, TeacherTargets):
         hidden = targets.hidden
         got = f"`TeacherTargets` of a {type(hidden).__name__}"
         if isinstance(hidden, Tensor):
@@ -39,3 +47,12 @@ def check_targets(targets: Any, rollout: Rollout, where: str, width: int | None 
         f"`{where}` returned {got}: expected `TeacherTargets(hidden=...)` of shape [{rows}, {tokens}, {width or 'H'}] "
         "of floats: for each token of each completion the state that predicts it, as wide as the teacher's head."
     )
+
+
+def _missing(targets: TeacherTargets, rollout: Rollout) -> int:
+    """How many tokens that may count have no state. Waits for the weights."""
+    assert targets.rows is not None
+    lacking_BC = rollout.weights.cpu() != 0
+    for lacking_C, row in zip(lacking_BC, targets.rows, strict=True):
+        lacking_C[row.places] = False
+    return int(lacking_BC.sum())

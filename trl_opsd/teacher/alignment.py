@@ -33,8 +33,8 @@ def prove_alignment(
 ) -> None:
     """Has a teacher read one row of a batch again, beside the same row with another token before its last one.
 
-    Only the target of the last token may differ. The teacher is called once in every process, as it may be collective.
-    Nothing is known if no completion has three tokens.
+    Only the target of the last token may differ, of those that may count. The teacher is called once in every process,
+    as it may be collective. Nothing is known if no completion has three such tokens.
 
     Args:
         read (`Callable`):
@@ -49,9 +49,10 @@ def prove_alignment(
     Raises:
         ValueError: The state that should predict a token has already read it.
     """
-    row = int(rollout.completion_mask.sum(-1).argmax())
-    places = rollout.completion_mask[row].nonzero().flatten().tolist()
-    pair = _with_another_token(rollout.select([row, row]), places)
+    row = int(rollout.counts.sum(-1).argmax())
+    places = rollout.counts[row].nonzero().flatten().tolist()
+    up_to_last = rollout.completion_mask[row, : places[-1] + 1 if places else 0].nonzero().flatten().tolist()
+    pair = _with_another_token(rollout.select([row, row]), up_to_last)
     try:
         with preserved_rng(rollout.completion_ids.device):
             hidden_2CH = read(pair).hidden
@@ -65,7 +66,7 @@ def prove_alignment(
     read_nH, changed_nH = hidden_2CH[:, places].float()
     if len(places) < 3 or torch.equal(*pair.completion_ids) or not hidden_2CH[:, places].isfinite().all():
         return
-    if _differ(read_nH, targets.hidden[row, places].to(read_nH)).any():
+    if _differ(read_nH, targets.of(row, torch.tensor(places)).to(read_nH)).any():
         logger.warning(
             f"`{where}` returned other states for a row when it reads the row again, without the others of its batch: "
             "are the rows in order, is the model in eval mode, and does padding leave it unchanged? "
@@ -95,7 +96,7 @@ def prove_alignment(
 
 
 def _with_another_token(pair: Rollout, places: list[int]) -> Rollout:
-    """Replaces the last token but one of the second row by another one of that row, if it has another one."""
+    """Replaces the last but one of these tokens of the second row by another one of them, if there is another one."""
     ids_2C = pair.completion_ids.clone()
     last_but_one = places[-2:][:1]
     known = [*ids_2C[1, places].tolist(), *pair.prompt_lists()[1]]

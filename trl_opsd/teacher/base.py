@@ -35,5 +35,6 @@ class Teacher(ABC):
                 B rows of at most C completion tokens.
 
         Returns:
-            [`~types.TeacherTargets`]: row-aligned with the rollout, `[B, C, H_t]`, without a graph.
+            [`~types.TeacherTargets`]: row-aligned with the rollout, `[B, C, H_t]`, without a graph; any numbers where
+            the rollout's weights are 0.
         """

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trl_opsd.losses import Divergence, reduce, streamed_divergence
-from trl_opsd.teacher.routed import Share, teacher_states
-from trl_opsd.types import LazyLogits, LossParts, OutputHead, TeacherTargets
+from trl_opsd.teacher.routed import Share
+from trl_opsd.types import LazyLogits, LossParts, OutputHead
 
 
 def compared(
     hidden_BCH: Tensor,
     head: OutputHead,
-    targets: TeacherTargets,
     teacher_heads: Sequence[OutputHead],
     shares: Sequence[Share],
     num_items: Tensor | float | None,
@@ -34,12 +33,10 @@ def compared(
             [B, C, H], the student's last hidden states at the positions that predict the completion.
         head ([`~types.OutputHead`]):
             The student's.
-        targets ([`~types.TeacherTargets`]):
-            Row-aligned with them.
         teacher_heads (`Sequence[OutputHead]`):
             Of all teachers, in their order.
         shares (`Sequence[Share]`):
-            The tokens in the loss by teacher, as [`~teacher.routed.shares`] returns them.
+            The tokens in the loss by teacher, with its targets, as [`~teacher.routed.shares`] returns them.
         num_items (`torch.Tensor` or `float`, *optional*):
             Denominator: the sum of weights over the whole optimizer step. `None` means over this micro-batch.
         divergence ([`~losses.Divergence`]):
@@ -58,8 +55,8 @@ def compared(
     for share in shares:
         teacher_head = teacher_heads[share.teacher]
         per_token = streamed_divergence(
-            LazyLogits(share.select(hidden_BCH, device), head, temperature),
-            LazyLogits(teacher_states(share, targets, teacher_head), teacher_head, temperature),
+            LazyLogits(share.of_student(hidden_BCH, device), head, temperature),
+            LazyLogits(share.of_teacher(), teacher_head, temperature),
             divergence,
             weights=None if share.weights_N is None else share.weights_N.to(device, non_blocking=True),
             chunk_tokens=chunk_tokens,

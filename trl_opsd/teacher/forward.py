@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 from tqdm import tqdm
 
 from trl_opsd._compat.peft import CausalLM
@@ -18,7 +18,8 @@ from trl_opsd.models.backbone import Run, completion_hidden
 from trl_opsd.models.grouping import fewest_groups
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.padding import PADDED, Reading
-from trl_opsd.types import Rollout
+from trl_opsd.run.kept import Keeper
+from trl_opsd.types import Rollout, TeacherTargets
 
 PASS_BYTES = 2_000_000_000
 """Memory limit for the activations of one pass, in bytes; about enough for a pass to hide the copies of streamed
@@ -28,8 +29,6 @@ SIMILAR = 0.85
 BUSY_TOKENS = {"cpu": 256}
 """Tokens that keep a device busy, so that more of them in a pass make it no faster."""
 BUSY_TOKENS_ELSEWHERE = 4096
-CACHE_BYTES = 1_000_000_000
-"""Largest targets of a generation batch that `"auto"` keeps on the accelerator, in bytes."""
 
 
 def read(
@@ -41,8 +40,8 @@ def read(
     cache_device: str = "auto",
     progress: bool = False,
     reading: Reading = PADDED,
-) -> Tensor:
-    """The last hidden state at the position that predicts each completion token.
+) -> TeacherTargets:
+    """The last hidden states at the positions that predict the completion tokens that may count.
 
     Args:
         run (`Callable`):
@@ -64,21 +63,16 @@ def read(
             Which rows of a pass the model reads together.
 
     Returns:
-        `torch.Tensor`: `[B, C, H]`.
+        [`~types.TeacherTargets`]: Of B rows, kept by row.
     """
     bar = tqdm(groups, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
-    hidden_BCH: Tensor | None = None
+    keeper = Keeper(rollout.weights, cache_device)
     with torch.no_grad():
         for rows in bar:
-            some = rollout.select(rows).cut().to(device)
-            some_nCH = run(completion_hidden, some, reading)
-            if hidden_BCH is None:
-                hidden_BCH = _empty_targets(rollout, some_nCH, cache_device)
-            hidden_BCH[rows, : some_nCH.size(1)] = some_nCH.to(hidden_BCH.device)
+            keeper.put(rows, run(completion_hidden, rollout.select(rows).cut().to(device), reading))
         for _ in range(passes - len(groups)):
             run(completion_hidden, rollout.select([0]).cut().to(device), reading)
-    assert hidden_BCH is not None, "a generation batch has rows"
-    return hidden_BCH
+    return keeper.targets()
 
 
 def pass_groups(
@@ -121,12 +115,6 @@ def max_over_processes(passes: int, device: torch.device) -> int:
     return int(largest)
 
 
-def targets_device(choice: str, nbytes: int, accelerator: torch.device) -> torch.device:
-    """Where targets of `nbytes` are kept; `choice` is `OPSDConfig.teacher_cache_device`."""
-    on_accelerator = choice == "accelerator" or (choice == "auto" and nbytes <= CACHE_BYTES)
-    return accelerator if on_accelerator else torch.device("cpu")
-
-
 def bytes_per_token(model: CausalLM, width: int) -> int:
     """Bytes of the activations of one token, in a row of `width` tokens.
 
@@ -147,10 +135,3 @@ def _largest(config: Any, name: str) -> int:
     """A size from the config, 0 if it is missing, the largest if it is stated per layer."""
     stated = getattr(config, name, None) or 0
     return max(stated) if isinstance(stated, list | tuple) else int(stated)
-
-
-def _empty_targets(rollout: Rollout, like: Tensor, cache_device: str) -> Tensor:
-    rows, tokens = rollout.completion_ids.shape
-    nbytes = rows * tokens * like.size(-1) * like.element_size()
-    device = targets_device(cache_device, nbytes, rollout.completion_ids.device)
-    return like.new_zeros(rows, tokens, like.size(-1), device=device)

@@ -88,5 +88,4 @@ class FrozenTeacher(Teacher):
         with preserved_mode(self.model), self.placement.reading(passes) as run:
             if self.model.training:  # whoever else has this model may have trained it
                 self.model.eval()
-            hidden_BCH = read(run, rollout, groups, passes, device, self._cache_device, self._progress, self.reading)
-            return TeacherTargets(hidden=hidden_BCH)
+            return read(run, rollout, groups, passes, device, self._cache_device, self._progress, self.reading)

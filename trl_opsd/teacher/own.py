@@ -92,7 +92,6 @@ class OwnTeacher(Teacher):
             groups = pass_groups(self.model, rollout, self.reading, few=is_split_model(self.model))
             passes = max_over_processes(len(groups), device)
             with self._as_teacher():
-                hidden_BCH = read(
+                return read(
                     self._run, rollout, groups, passes, device, self._cache_device, self._progress, self.reading
                 )
-                return TeacherTargets(hidden=hidden_BCH)

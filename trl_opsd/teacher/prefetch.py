@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from trl_opsd.run.kept import has_streams
+
 _ALIGNMENT = 256
 """Bytes; the alignment of allocators, so that to a kernel a view is like a tensor with storage of its own."""
-_WITHOUT_STREAMS = ("cpu", "mps")
-"""Devices that copy synchronously, without pinned memory."""
 
 
 class HostBlock:
@@ -74,7 +74,7 @@ class Prefetcher:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.held_bytes = self.peak_bytes = self.moved_bytes = 0
-        self._stream = None if device.type in _WITHOUT_STREAMS else torch.Stream(device)
+        self._stream = torch.Stream(device) if has_streams(device) else None
 
     @property
     def wants_pinned(self) -> bool:

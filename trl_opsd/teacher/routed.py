@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from trl_opsd.models.head import shape_of
+from trl_opsd.run.kept import Arriving, fetch, kept_by_row
 from trl_opsd.run.targets import check_targets
 from trl_opsd.teacher.alignment import prove_alignment
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.guards import check_depends_on_input
-from trl_opsd.types import OutputHead, Rollout, TeacherTargets
+from trl_opsd.types import OutputHead, Rollout, RowTargets, TeacherTargets
 
 
 def targets_of(
@@ -33,25 +34,20 @@ def targets_of(
             Teachers of which it is not known yet whether their targets are those of the tokens.
 
     Returns:
-        [`~types.TeacherTargets`]: [B, C, H_t], where H_t is the width of the widest teacher.
+        [`~types.TeacherTargets`]: Of B rows; where there are several teachers, kept by row.
     """
     if len(teachers) == 1:
         ((name, teacher),) = teachers.items()
         return _checked(teacher, rollout, name, name in unproved)
     number_of = {name: number for number, name in enumerate(teachers)}
-    numbers_B = torch.tensor([number_of[name] for name in names])
-    hidden_BCH: Tensor | None = None
+    found: dict[int, RowTargets] = {}
     for name in dict.fromkeys(names):  # one teacher at a time, so that only one has to be on the device
-        rows = numbers_B == number_of[name]
-        of_theirs = rollout.select(rows.nonzero().flatten().tolist())
-        theirs = _checked(teachers[name], of_theirs, name, name in unproved).hidden
-        if hidden_BCH is None:
-            width = max(shape_of(teacher.head)[1] for teacher in teachers.values())
-            dtype = torch.float32 if len(_dtypes(teachers)) > 1 else theirs.dtype
-            hidden_BCH = theirs.new_zeros(len(names), theirs.size(1), width, dtype=dtype)
-        hidden_BCH[rows.to(hidden_BCH.device), :, : theirs.size(2)] = theirs.to(hidden_BCH)
-    assert hidden_BCH is not None, "a generation batch has rows"
-    return TeacherTargets(hidden=hidden_BCH, teacher=numbers_B.to(hidden_BCH.device))
+        rows = [row for row, one in enumerate(names) if one == name]
+        of_theirs = rollout.select(rows)
+        theirs = kept_by_row(_checked(teachers[name], of_theirs, name, name in unproved), of_theirs.weights)
+        found.update(zip(rows, theirs.rows or (), strict=True))
+    numbers_B = torch.tensor([number_of[name] for name in names])
+    return TeacherTargets.by_row([found[row] for row in range(len(names))], rollout.weights.size(1), numbers_B)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +62,29 @@ class Share:
     """The weights of these tokens, 0 for all others, in host memory."""
     weights_N: Tensor | None
     """The same for these tokens alone; `None` if all are 1, which saves a product with each logit's gradient."""
+    kept: Arriving
+    """The teacher's states of these tokens, and maybe of others."""
+    kept_N: Tensor | None
+    """Which of `kept` these tokens are, int64, in host memory; `None` if they are all."""
 
-    def select(self, hidden_BCH: Tensor, device: torch.device) -> Tensor:
-        """The states of these tokens, [N, H], on a device; differentiable."""
-        rows = hidden_BCH.flatten(0, 1)
-        return rows.index_select(0, self.places_N.to(rows.device, non_blocking=True)).to(device, non_blocking=True)
+    def of_student(self, hidden_BCH: Tensor, device: torch.device) -> Tensor:
+        """The student's states of these tokens, [N, H], on a device; differentiable."""
+        return _selected(hidden_BCH.flatten(0, 1), self.places_N).to(device, non_blocking=True)
+
+    def of_teacher(self) -> Tensor:
+        """The teacher's states of these tokens, [N, H], on the device of its head."""
+        kept_MH = self.kept.wait()
+        return kept_MH if self.kept_N is None else _selected(kept_MH, self.kept_N)
 
 
-def shares(teachers: int, targets: TeacherTargets, weights_BC: Tensor) -> list[Share]:
-    """Splits the tokens in a loss by teacher. Waits for the weights, so it is to be called before the student reads.
+def shares(heads: Sequence[OutputHead], targets: TeacherTargets, weights_BC: Tensor) -> list[Share]:
+    """Splits the tokens in a loss by teacher, and starts to copy their targets.
+
+    To be called before the student reads: it waits for the weights, and the copies run beside the student's forward.
 
     Args:
-        teachers (`int`):
-            Number of teachers.
+        heads (`Sequence[OutputHead]`):
+            Of all teachers, in their order.
         targets ([`~types.TeacherTargets`]):
             What [`targets_of`] returned, for these rows.
         weights_BC (`torch.Tensor`):
@@ -86,35 +92,65 @@ def shares(teachers: int, targets: TeacherTargets, weights_BC: Tensor) -> list[S
 
     Returns:
         `list[Share]`: Teachers without a token are left out, but for the first, so that there is always a loss.
+
+    Raises:
+        ValueError: A token has a weight but no target.
     """
     host_BC = weights_BC.cpu()
+    rows = kept_by_row(targets, weights_BC).rows or ()
+    numbers = [0] * len(rows) if targets.teacher is None else targets.teacher.tolist()
     found = []
-    for number in range(teachers):
-        theirs_BC = host_BC
-        if targets.teacher is not None:
-            theirs_BC = host_BC * (targets.teacher.cpu() == number).unsqueeze(-1)
+    for number, head in enumerate(heads):
+        theirs = [row for row, one in enumerate(numbers) if one == number]
+        theirs_BC = torch.zeros_like(host_BC)
+        theirs_BC[theirs] = host_BC[theirs]
         places_N = theirs_BC.flatten().nonzero().squeeze(1)
-        if number == 0 or len(places_N):
-            weights_N = theirs_BC.flatten()[places_N]
-            found.append(Share(number, places_N, theirs_BC, None if bool((weights_N == 1).all()) else weights_N))
+        if number and not len(places_N):
+            continue
+        weights_N = theirs_BC.flatten()[places_N]
+        kept_at_M = torch.cat([places_N[:0], *(rows[row].places + row * host_BC.size(1) for row in theirs)])
+        counts_M = theirs_BC.flatten()[kept_at_M] != 0
+        if (missing := len(places_N) - int(counts_M.sum())) > 0:
+            raise ValueError(
+                f"{missing} tokens have a weight in the loss but no target: they are padding, or were not written by "
+                "the student. Leave their `loss_weights` at 0."
+            )
+        kept = [rows[row].hidden for row in theirs] or [_no_states(head)]
+        if targets.teacher is not None:
+            kept = [_as_of(head, states) for states in kept]
+        found.append(
+            Share(
+                teacher=number,
+                places_N=places_N,
+                weights_BC=theirs_BC,
+                weights_N=None if bool((weights_N == 1).all()) else weights_N,
+                kept=fetch(kept, head.weight.device),
+                kept_N=None if bool(counts_M.all()) else counts_M.nonzero().squeeze(1),
+            )
+        )
     return found
 
 
-def teacher_states(share: Share, targets: TeacherTargets, head: OutputHead) -> Tensor:
-    """The states of the teacher of a share, [N, H], in its own width and dtype, on the device of its head."""
-    hidden_NH = share.select(targets.hidden, head.weight.device)
-    if targets.teacher is None:
-        return hidden_NH
-    hidden_NH = hidden_NH[:, : shape_of(head)[1]]
-    # Stored in float32 if teachers differ in dtype; the cast back to the teacher's own dtype is exact.
-    return hidden_NH.to(head.weight.dtype) if hidden_NH.dtype == torch.float32 else hidden_NH
+def _selected(states_MH: Tensor, places_N: Tensor) -> Tensor:
+    return states_MH.index_select(0, places_N.to(states_MH.device, non_blocking=True))
+
+
+def _no_states(head: OutputHead) -> Tensor:
+    return torch.empty(0, shape_of(head)[1], dtype=head.weight.dtype, device=head.weight.device)
+
+
+def _as_of(head: OutputHead, states_nH: Tensor) -> Tensor:
+    """In the width and dtype of one of several teachers, if they were read as one block, which is the widest."""
+    own_nH = states_nH[:, : shape_of(head)[1]]
+    return own_nH.to(head.weight.dtype) if own_nH.dtype == torch.float32 else own_nH
 
 
 def _checked(teacher: Teacher, rollout: Rollout, name: str, unproved: bool) -> TeacherTargets:
     targets = _read(teacher, rollout)
     check_depends_on_input(rollout, targets, name)
     if unproved:
-        targets = replace(targets, hidden=targets.hidden.clone())  # the teacher may write its next answer over this one
+        if targets.rows is None:  # the teacher may write its next answer over this one
+            targets = replace(targets, hidden=targets.hidden.clone())
         prove_alignment(partial(_read, teacher), rollout, targets, f"{type(teacher).__name__}.targets")
     return targets
 
@@ -124,7 +160,3 @@ def _read(teacher: Teacher, rollout: Rollout) -> TeacherTargets:
         targets = teacher.targets(rollout)
     check_targets(targets, rollout, f"{type(teacher).__name__}.targets", width=shape_of(teacher.head)[1])
     return targets
-
-
-def _dtypes(teachers: Mapping[str, Teacher]) -> set[torch.dtype]:
-    return {teacher.head.weight.dtype for teacher in teachers.values()}

@@ -1,0 +1,254 @@
+"""Targets hold the states of the tokens that may count, and of no other; the numbers are those of a state per token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trl_opsd import FixedRollout, FrozenTeacher, OPSDTrainer, Teacher
+from trl_opsd.models.backbone import completion_hidden
+from trl_opsd.run.kept import Keeper, kept_by_row
+from trl_opsd.run.targets import check_targets
+from trl_opsd.teacher import Resident
+from trl_opsd.teacher.guards import check_depends_on_input
+from trl_opsd.teacher.routed import shares
+from trl_opsd.types import Rollout, TeacherTargets
+
+CPU = torch.device("cpu")
+LENGTHS = [3, 40, 0, 7, 1, 12]
+NAMES = ["math", "prose"] * 4
+
+
+def ragged() -> Rollout:
+    """Completions of many lengths, one of them empty, one with the answer of a tool inside."""
+    torch.manual_seed(0)
+    mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]).long()
+    weights = mask.float()
+    weights[5, 4:9] = 0
+    ids = torch.randint(3, tiny.VOCABULARY, (len(LENGTHS), 5 + max(LENGTHS)))
+    return replace(tiny.rollout(ids[:, :5], ids[:, 5:], mask), weights=weights)
+
+
+def frozen(model) -> FrozenTeacher:
+    return FrozenTeacher(Resident(model, CPU))
+
+
+def kept(targets: TeacherTargets) -> torch.Tensor:
+    """[N, H], all states that are kept."""
+    return torch.cat([row.hidden for row in targets.rows])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_targets_take_the_bytes_of_one_state_per_token_that_may_count(dtype):
+    rollout, model = ragged(), tiny.qwen2(48, 1).to(dtype)
+    targets = frozen(model).targets(rollout)
+    tokens = int(rollout.counts.sum())
+    assert tokens == sum(LENGTHS) - 5
+    assert kept(targets).nbytes == tokens * 48 * dtype.itemsize
+    (block,) = {row.hidden.untyped_storage().data_ptr(): row.hidden.untyped_storage() for row in targets.rows}.values()
+    assert block.nbytes() == tokens * 48 * dtype.itemsize, "nothing larger is kept alive"
+    assert targets.hidden.nbytes == 6 * 40 * 48 * dtype.itemsize, "240 states for 58 tokens"
+
+
+@pytest.mark.quick
+def test_each_state_is_that_of_its_token():
+    rollout, model = ragged(), tiny.qwen2(48, 1)
+    padded = completion_hidden(model.eval(), rollout).detach()
+    targets = frozen(model).targets(rollout)
+    assert torch.equal(kept(targets), padded[rollout.counts])
+    assert [row.places.tolist() for row in targets.rows] == [one.nonzero().flatten().tolist() for one in rollout.counts]
+    assert torch.equal(targets.hidden, padded * rollout.counts[..., None])
+
+
+def test_passes_may_bring_any_rows_in_any_order_and_be_narrower():
+    rollout = ragged()
+    padded = completion_hidden(tiny.qwen2(48, 1).eval(), rollout).detach()
+    keeper = Keeper(rollout.weights, "auto")
+    for rows, width in (([4, 0], 3), ([2], 1), ([5, 1, 3], 40)):
+        keeper.put(rows, padded[rows, :width])
+    assert torch.equal(keeper.targets().hidden, padded * rollout.counts[..., None])
+
+
+@pytest.mark.quick
+def test_the_padded_form_is_what_counts_once_it_was_read():
+    rollout = ragged()
+    targets = frozen(tiny.qwen2(48, 1)).targets(rollout)
+    expected = kept(targets).clone()
+    targets.hidden[1, 2] = 7.0
+    expected[3 + 2] = 7.0
+    assert targets.rows is None
+    again = TeacherTargets.unpack({**kept_by_row(targets, rollout.weights).pack(), "completion_ids": torch.ones(6, 40)})
+    assert torch.equal(kept(again), expected)
+    assert torch.equal(again.hidden, targets.hidden)
+
+
+def test_rows_survive_a_new_order_and_a_narrower_micro_batch():
+    rollout = ragged()
+    targets = frozen(tiny.qwen2(48, 1)).targets(rollout)
+    chosen = [3, 0, 5]
+    rows = [targets.pack()["teacher_rows"][row] for row in chosen]
+    part = TeacherTargets.unpack({"teacher_rows": rows, "completion_ids": rollout.completion_ids[chosen, :12]})
+    assert torch.equal(part.hidden, targets.hidden[chosen, :12])
+
+
+class Padded(OPSDTrainer):
+    """Its targets have a state for each token, at those that cannot count a wrong one."""
+
+    def teach(self, rollout, rows):
+        targets = super().teach(rollout, rows)
+        wrong = 1e3 * (~rollout.counts[..., None]).float()
+        return replace(targets, hidden=targets.hidden + wrong.to(targets.hidden))
+
+
+class EveryOther(OPSDTrainer):
+    """Takes tokens from the loss after the teacher has read them."""
+
+    def weigh(self, rollout, rows, targets):
+        return rollout.weights * (torch.arange(rollout.weights.size(1)) % 2)
+
+
+class EveryOtherPadded(EveryOther, Padded):
+    pass
+
+
+def with_empty() -> FixedRollout:
+    answers = tiny.recorded(tiny.tokenizer())
+    return FixedRollout({prompt: [] if n % 3 == 0 else one for n, (prompt, one) in enumerate(answers.items())})
+
+
+def several(width, dtype):
+    """Two teachers, the second of another width and dtype."""
+    return {
+        "teacher_model": {"math": tiny.qwen2(48, 1), "prose": tiny.llama(width, 2).to(dtype)},
+        "train_dataset": tiny.rows().add_column("teacher", NAMES),
+    }
+
+
+CASES = {
+    "plain": (OPSDTrainer, Padded, dict),
+    "kept on the host": (OPSDTrainer, Padded, lambda: {"teacher_cache_device": "cpu"}),
+    "chosen tokens": (EveryOther, EveryOtherPadded, dict),
+    "empty completions": (OPSDTrainer, Padded, lambda: {"rollout": with_empty()}),
+    "several widths": (OPSDTrainer, Padded, lambda: several(64, torch.float32)),
+    "several dtypes": (OPSDTrainer, Padded, lambda: several(48, torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_weights_are_those_of_padded_targets_to_the_bit(make_trainer, case):
+    found = []
+    for cls in CASES[case][:2]:
+        options = {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, **CASES[case][2]()}
+        trainer = make_trainer(cls, **options)
+        trainer.train()
+        logs = [{name: row.get(name) for name in ("loss", "grad_norm")} for row in trainer.state.log_history]
+        found.append((logs, list(trainer.model.parameters())))
+    (logs, weights), (padded_logs, padded_weights) = found
+    assert logs == padded_logs
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, padded_weights, strict=True))
+
+
+def test_each_row_keeps_the_width_and_dtype_of_its_teacher(make_trainer):
+    trainer = make_trainer(**several(64, torch.bfloat16))
+    batch = trainer._generate_and_score_completions(list(trainer.train_dataset))
+    kinds = [(row.hidden.size(1), row.hidden.dtype) for row in batch["teacher_rows"]]
+    assert kinds == [(48, torch.float32), (64, torch.bfloat16)] * 4
+    targets = TeacherTargets.unpack(batch)
+    given = [share.of_teacher() for share in shares(trainer.teachers.heads, targets, batch["loss_weights"])]
+    assert [(one.size(1), one.dtype) for one in given] == kinds[:2]
+    assert (targets.hidden.size(2), targets.hidden.dtype) == (64, torch.float32)
+    assert not targets.hidden[::2, :, 48:].any()
+    again = [share.of_teacher() for share in shares(trainer.teachers.heads, targets, batch["loss_weights"])]
+    assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(given, again, strict=True))
+
+
+@pytest.mark.parametrize("cls", [EveryOther, EveryOtherPadded])
+def test_only_what_the_student_wrote_can_get_a_weight_later(make_trainer, cls):
+    class Late(cls):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            return {**batch, "loss_weights": self.change(batch["completion_mask"])}
+
+    trainer = make_trainer(Late)
+    trainer.change = torch.Tensor.float
+    trainer.train()
+    trainer = make_trainer(Late)
+    trainer.change = lambda mask: torch.ones_like(mask).float()
+    with pytest.raises(ValueError, match=r"^\d+ tokens have a weight in the loss but no target: they are padding"):
+        trainer.train()
+
+
+class Asking(Teacher):
+    """Asks another teacher about a rollout that it changes."""
+
+    def __init__(self, change):
+        self.inner, self.change = frozen(tiny.qwen2(48, 1)), change
+
+    @property
+    def head(self):
+        return self.inner.head
+
+    @property
+    def context(self):
+        return self.inner.context
+
+    def targets(self, rollout):
+        return self.inner.targets(self.change(rollout))
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda rollout: rollout.select([0, 1]), "of 2 rows of 40 tokens, 48 wide,: expected"),
+        (
+            lambda rollout: replace(rollout, weights=rollout.weights * (torch.arange(40) > 0)),
+            "without states for 5 of the tokens that may count: expected",
+        ),
+    ],
+)
+def test_targets_for_other_rows_or_tokens_are_refused(change, got):
+    with pytest.raises(ValueError, match=f"^`here` returned `TeacherTargets` .*{got}"):
+        check_targets(Asking(change).targets(ragged()), ragged(), "here", width=48)
+
+
+class Sizes(TorchDispatchMode):
+    """The largest result of an operation in floats, and how often the host needed a value, while it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest, self.waits = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point() and not func.is_view:
+            self.largest = max(self.largest, result.numel())
+        self.waits += func._schema.name == "aten::_local_scalar_dense"
+        return result
+
+
+@pytest.mark.parametrize("form", ["kept by row", "padded"])
+def test_the_check_that_a_teacher_reads_looks_at_a_few_tokens(form):
+    rollout = ragged()
+    targets = frozen(tiny.qwen2(48, 1)).targets(rollout)
+    if form == "padded":
+        targets = TeacherTargets(hidden=targets.hidden)
+    with Sizes() as sizes:
+        check_depends_on_input(rollout, targets, "teacher")
+    assert 0 < sizes.largest <= 8 * 48, "states of eight of 58 tokens"
+    assert sizes.waits == 1
+
+
+def test_states_that_differ_only_where_the_check_looks_last_are_those_of_a_sound_teacher():
+    rollout = ragged()
+    hidden = torch.zeros(6, 40, 48)
+    check = lambda: check_depends_on_input(rollout, TeacherTargets(hidden=hidden), "teacher")  # noqa: E731
+    hidden[1, 39 - 1, 0] = 1.0
+    check()
+    hidden[1, 39 - 1, 0] = 0.0
+    with pytest.raises(ValueError, match="same hidden state at all 58 tokens"):
+        check()
