@@ -159,11 +159,11 @@ def test_each_row_keeps_the_width_and_dtype_of_its_teacher(make_trainer):
     kinds = [(row.hidden.size(1), row.hidden.dtype) for row in batch["teacher_rows"]]
     assert kinds == [(48, torch.float32), (64, torch.bfloat16)] * 4
     targets = TeacherTargets.unpack(batch)
-    given = [share.of_teacher() for share in shares(trainer.teachers.heads, targets, batch["loss_weights"])]
+    given = [share.of_teacher(CPU) for share in shares(trainer.teachers.heads, targets, batch["loss_weights"])]
     assert [(one.size(1), one.dtype) for one in given] == kinds[:2]
     assert (targets.hidden.size(2), targets.hidden.dtype) == (64, torch.float32)
     assert not targets.hidden[::2, :, 48:].any()
-    again = [share.of_teacher() for share in shares(trainer.teachers.heads, targets, batch["loss_weights"])]
+    again = [share.of_teacher(CPU) for share in shares(trainer.teachers.heads, targets, batch["loss_weights"])]
     assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(given, again, strict=True))
 
 

@@ -56,7 +56,7 @@ def compared(
         teacher_head = teacher_heads[share.teacher]
         per_token = streamed_divergence(
             LazyLogits(share.of_student(hidden_BCH, device), head, temperature),
-            LazyLogits(share.of_teacher(), teacher_head, temperature),
+            LazyLogits(share.of_teacher(teacher_head.weight.device), teacher_head, temperature),
             divergence,
             weights=None if share.weights_N is None else share.weights_N.to(device, non_blocking=True),
             chunk_tokens=chunk_tokens,

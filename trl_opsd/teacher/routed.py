@@ -71,10 +71,10 @@ class Share:
         """The student's states of these tokens, [N, H], on a device; differentiable."""
         return _selected(hidden_BCH.flatten(0, 1), self.places_N).to(device, non_blocking=True)
 
-    def of_teacher(self) -> Tensor:
-        """The teacher's states of these tokens, [N, H], on the device of its head."""
+    def of_teacher(self, device: torch.device) -> Tensor:
+        """The teacher's states of these tokens, [N, H], on a device; no copy unless its head has moved since."""
         kept_MH = self.kept.wait()
-        return kept_MH if self.kept_N is None else _selected(kept_MH, self.kept_N)
+        return (kept_MH if self.kept_N is None else _selected(kept_MH, self.kept_N)).to(device)
 
 
 def shares(heads: Sequence[OutputHead], targets: TeacherTargets, weights_BC: Tensor) -> list[Share]:
