@@ -178,7 +178,8 @@ class SeamTrainer(
         self._first_turn, self._unwritten_rows = True, []
         self._hides_engine = True
         try:
-            return super()._generate(prompts)
+            with self.session():
+                return super()._generate(prompts)
         finally:
             self._hides_engine = False
 
