@@ -62,11 +62,72 @@ def test_all_products_are_in_bfloat16_and_all_weights_stay_float32(watched, kind
     assert {str(parameter.dtype) for parameter in trainer.model.parameters()} == {"torch.float32"}
 
 
+ALL_LINEAR = {"r": 4, "target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"bf16": True, "peft_config": LoraConfig(**ALL_LINEAR)}, "bfloat16"),
+        ({"bf16": True, "peft_config": LoraConfig(**ALL_LINEAR, use_dora=True)}, "bfloat16"),
+        ({"bf16": False, "peft_config": LoraConfig(**ALL_LINEAR)}, "float32"),
+        ({"bf16": True}, "float32"),
+        (
+            {"bf16": True, "peft_config": LoraConfig(**ALL_LINEAR), "model_init_kwargs": {"dtype": "float32"}},
+            "float32",
+        ),
+        ({"bf16": True, "peft_config": LoraConfig(**ALL_LINEAR, modules_to_save=["lm_head"])}, "float32"),
+        ({"bf16": True, "peft_config": LoraConfig(**ALL_LINEAR, bias="lora_only")}, "float32"),
+        ({"bf16": True, "peft_config": LoraConfig(**ALL_LINEAR, init_lora_weights="pissa")}, "float32"),
+    ],
+    ids=["LoRA", "DoRA", "no bf16", "all trained", "asked for", "a trained head", "trained biases", "PiSSA"],
+)
+def test_a_base_that_stays_frozen_is_loaded_in_the_dtype_it_is_computed_in(make_trainer, tmp_path, given, expected):
+    tiny.qwen2().save_pretrained(tmp_path / "student")
+    trainer = make_trainer(model=str(tmp_path / "student"), rollout=HFRollout(), max_steps=1, **given)
+    weights = list(trainer.model.parameters())
+    assert {str(one.dtype) for one in weights if not one.requires_grad} <= {f"torch.{expected}"}
+    assert {one.dtype for one in weights if one.requires_grad} == {torch.float32}
+    assert trainer.args.model_init_kwargs == given.get("model_init_kwargs")
+    before = [one.detach().clone() for one in weights]
+    trainer.train()
+    moved = [not torch.equal(*pair) for pair in zip(before, weights, strict=True)]
+    assert not any(moves and not one.requires_grad for moves, one in zip(moved, weights, strict=True))
+    assert any(moved)
+    with torch.no_grad():  # also outside of autocast, as after a training
+        assert trainer.model.eval()(torch.tensor([[5, 6]])).logits.isfinite().all()
+
+
+def test_the_dtype_of_a_model_that_was_passed_is_left_alone(make_trainer):
+    student = tiny.qwen2()
+    make_trainer(model=student, bf16=True, peft_config=LoraConfig(**ALL_LINEAR))
+    assert {one.dtype for one in student.parameters()} == {torch.float32}
+
+
+def test_a_run_resumes_with_its_base_in_another_dtype(make_trainer, tmp_path):
+    tiny.qwen2().save_pretrained(tmp_path / "student")
+    given = {"model": str(tmp_path / "student"), "bf16": True, "peft_config": LoraConfig(**ALL_LINEAR)}
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    make_trainer(**given, **saving, model_init_kwargs={"dtype": "float32"}).train()
+    resumed = make_trainer(**given, **saving)
+    resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
+    assert resumed.state.global_step == 4
+
+
 def test_each_weight_is_rounded_once_per_generation(watched):
     trainer = watched(bf16=True)
     with trainer.products:
         trainer.complete(trainer.tokenize(tiny.PROMPTS[:2]))
     assert trainer.products.rounded_weights == sum(one.dim() > 1 for one in trainer.model.parameters()) - 1  # embedding
+
+
+def test_a_frozen_base_is_not_rounded_for_each_token(watched, tmp_path):
+    tiny.qwen2().save_pretrained(tmp_path / "student")
+    trainer = watched(lora=True, bf16=True, model=str(tmp_path / "student"))
+    with trainer.products:
+        written = trainer.complete(trainer.tokenize(tiny.PROMPTS[:2]))
+    assert max(map(len, written)) > 4
+    assert trainer.products.rounded_weights == sum(one.requires_grad for one in trainer.model.parameters())
 
 
 def test_loss_and_gradient_are_as_accurate_as_with_naive_autocast(make_trainer):

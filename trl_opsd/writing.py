@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -58,6 +59,9 @@ class Writing(SeamTrainer):
                 rollout = chosen_rollout(None, self.args)
             check_rollout(rollout)
             self.bind(rollout)
+
+    def session(self) -> AbstractContextManager[None]:
+        return self.rollout.session()
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         if not self._student_is_proved:

@@ -12,6 +12,7 @@ import tiny
 import torch
 from accelerate.logging import MultiProcessAdapter
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, GenerationMixin, Qwen2ForCausalLM, WatermarkingConfig
 
 from trl_opsd import HFRollout
@@ -87,6 +88,46 @@ class TestTokens:
         )
         written = trainer.complete([list(range(3, 253)), [5], list(range(3, 254))])
         assert [len(ids) for ids in written] == [6, 24, 5]
+
+
+class HeadProducts(TorchDispatchMode):
+    """The operations that multiply by the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        name = function.__name__.split(".")[0]
+        if name in ("mm", "bmm", "addmm", "mkldnn_linear") and made.size(-1) == tiny.VOCABULARY:
+            self.names.add(name)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (tiny.qwen2, {"peft_config": LoraConfig(r=4, target_modules="all-linear")}),
+        (tiny.gemma2, {"peft_config": LoraConfig(r=4, target_modules="all-linear"), "bf16": True}),
+        (tiny.llama, {"bf16": True}),
+        (tiny.gpt2, {"peft_config": LoraConfig(r=4), "generation_kwargs": {"do_sample": False, "num_beams": 2}}),
+        (tiny.gpt2, {"peft_config": LoraConfig(r=4, modules_to_save=["lm_head"])}),
+    ],
+    ids=["LoRA", "LoRA, tied, bf16", "full, bf16", "plain generate", "saved head"],
+)
+def test_no_copy_of_the_head_is_made_for_each_row(make_writing, shape, options):
+    """torch multiplies a view that is not contiguous, as a prefill's last states are, by a frozen matrix row by row."""
+    trainer = make_writing(model=shape(), teacher_model=shape(48, seed=1), **options)
+    prompt_ids = trainer.tokenize(PROMPTS)
+    torch.manual_seed(0)
+    expected = by_trl(trainer, prompt_ids)
+    with HeadProducts() as ours:
+        torch.manual_seed(0)
+        assert trainer.complete(prompt_ids) == expected
+    assert "bmm" not in ours.names
+    assert ours.names
+    assert not trainer.model.get_output_embeddings()._forward_pre_hooks
 
 
 class Overridden(Qwen2ForCausalLM):

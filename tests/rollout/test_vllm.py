@@ -18,12 +18,10 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import build_logitsprocs
-from vllm.v1.worker.gpu_worker import Worker
-from vllm_lab import by_hf, gap, lora, student, two_end_tokens
+from vllm_lab import by_hf, gap, student, two_end_tokens
 
 from trl_opsd._compat.vllm import sampling_params
 from trl_opsd._compat.vllm.engine import VLLMEngine
-from trl_opsd.rollout import vllm as backend
 
 pytestmark = pytest.mark.vllm
 
@@ -171,44 +169,6 @@ def test_a_context_shorter_than_the_students_limits_prompts_and_completions(make
     short = make(vllm_max_model_length=24, overlong_prompts="drop")
     assert short.dropped_prompts["train_dataset"] == 4
     assert all(len(ids) <= 16 for ids in short.complete([[5] * 8]))
-
-
-class _Forgetful:
-    """Stands in for the sleep backend of a GPU: only loses what would be lost; vLLM saves and restores buffers."""
-
-    def __init__(self, model):
-        self.seen, self._model = [], model
-
-    def suspend(self, level):
-        self.seen.append(level)
-        for part in [*self._model.parameters(), *self._model.buffers()] if level == 2 else ():
-            part.data.fill_(torch.nan)
-
-    def resume(self, tags):
-        self.seen += tags
-
-
-@pytest.mark.parametrize(("kind", "level"), [("full", 2), ("adapter", 1)])
-def test_a_rollout_after_sleep_has_all_weights_again(make, monkeypatch, kind, level):
-    shared = backend.VLLMEngine
-    monkeypatch.setattr(backend, "why_no_sleep_mode", lambda: None)
-    monkeypatch.setattr(backend, "VLLMEngine", lambda options: shared(replace(options, sleep_mode=False)))
-    trainer = make(vllm_enable_sleep_mode=True, peft_config=lora(), vllm_weight_sync=kind, top_k=1)
-    worker = trainer.rollout._engine._worker.worker
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))  # others use memory meanwhile
-    memory = _Forgetful(worker.model_runner.get_model())
-    monkeypatch.setattr(worker, "_sleep_mode_backend", memory)
-    for does in ("sleep", "wake_up"):  # the worker of a GPU, which that of the CPU has shut off
-        monkeypatch.setattr(type(worker), does, getattr(Worker, does))
-    assert any(True for _ in memory._model.buffers()), "there are buffers to lose"
-    prompts = trainer.tokenize(tiny.PROMPTS)
-    expected = by_hf(trainer, prompts)
-
-    assert trainer.complete(prompts) == expected
-    assert trainer.complete(prompts) == expected, "awake again, although no weight has moved"
-    assert memory.seen == [level, "weights", "kv_cache", level]
-    trainer.rollout._wake("weights")
-    trainer.rollout._wake("kv_cache")
 
 
 def test_closing_an_engine_leaves_process_groups_alive(make, tmp_path):

@@ -102,14 +102,16 @@ def shared_engines() -> Iterator[None]:
     _ENGINES.close()
 
 
-def trainer(folder: Path, shape: str = "qwen2", tied: bool = False, **given: Any) -> OPSDTrainer:
+def trainer(
+    folder: Path, shape: str = "qwen2", tied: bool = False, cls: type[OPSDTrainer] = OPSDTrainer, **given: Any
+) -> OPSDTrainer:
     """A trainer of a saved student that generates with vLLM. Unknown keyword arguments go to its config."""
     names = set(inspect.signature(OPSDTrainer.__init__).parameters) & set(given)
     arguments = {name: given.pop(name) for name in names}
     model = arguments.pop("model", None) or student(folder / "student", shape, tied)
     options = {"use_vllm": True, "learning_rate": 1e-2, "max_completion_length": 16, **given}
     words = arguments.pop("processing_class", None) or tiny.tokenizer()
-    return OPSDTrainer(
+    return cls(
         model=model,
         args=tiny.config(folder / "out", **options),
         processing_class=words,

@@ -7,6 +7,8 @@ N rows of a dataset · C tokens of the longest completion
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -27,6 +29,7 @@ __all__ = ["NO_TOKEN", "SEAMS", "Evaluations"]
 
 SEAMS: dict[str, tuple[str, ...]] = {
     "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
+    "evaluate": ("self", "eval_dataset", "ignore_keys", "metric_key_prefix"),
     "predict": ("self", "test_dataset", "ignore_keys", "metric_key_prefix"),
     "get_eval_dataloader": ("self", "eval_dataset"),
     "get_test_dataloader": ("self", "test_dataset"),
@@ -42,6 +45,7 @@ class Evaluations(DistillationTrainer):
 
     reads_solutions: bool = False
     """Whether a column `solution` of a dataset is what only the teacher reads."""
+    session: Callable[[], AbstractContextManager[None]]
     _accounts: dict[str, Accounts]
     _written: Tensor | None = None
     """[B, C], completions of the last batch of an evaluation, padded with -100."""
@@ -72,7 +76,19 @@ class Evaluations(DistillationTrainer):
                 f"`test_dataset` is a {type(test_dataset).__name__}: expected a `datasets.Dataset` or "
                 "`IterableDataset`; call `predict` once for each of several."
             )
-        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        with self.session():
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """As TRL's; all batches of all datasets are completed in one session of the rollout."""
+        with self.session():
+            found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return found
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As TRL's; a dataset that was not there at construction may have another name for its column."""

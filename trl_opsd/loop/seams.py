@@ -43,7 +43,7 @@ from trl_opsd.run.memory import explained
 from trl_opsd.run.metrics import recorded
 from trl_opsd.run.option_changes import ReadOnce
 from trl_opsd.run.option_types import convert_text
-from trl_opsd.run.precision import autocast
+from trl_opsd.run.precision import autocast, dtype_of_frozen_base
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.run.training_options import check_accumulation, check_training
 from trl_opsd.run.watchdog import Watchdog
@@ -105,6 +105,9 @@ class SeamTrainer(
         loading = args.model_init_kwargs
         if isinstance(kwargs.get("model"), str):
             args.model_init_kwargs = {"use_safetensors": True, **(loading or {})}
+            quantised = kwargs.get("quantization_config") or args.model_init_kwargs.get("quantization_config")
+            if not quantised and (dtype := dtype_of_frozen_base(args, kwargs.get("peft_config"))):
+                args.model_init_kwargs.setdefault("dtype", dtype)
         self.handed_in: Samples | None = None
         try:
             with called_before_peft(self._take_samples):
@@ -182,7 +185,8 @@ class SeamTrainer(
         self._first_turn, self._unwritten_rows = True, []
         self._hides_engine = True
         try:
-            return super()._generate(prompts)
+            with self.session():
+                return super()._generate(prompts)
         finally:
             self._hides_engine = False
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +42,10 @@ class Verbs:
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """Writes one completion for each prompt; token ids in, token ids out."""
+        raise NotImplementedError
+
+    def session(self) -> AbstractContextManager[None]:
+        """Entered around all calls of `complete` for a generation batch, and around an evaluation; it nests."""
         raise NotImplementedError
 
     def checked_completions(self, prompt_ids: list[list[int]], completions: Any) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 
 from trl_opsd.host import Host
 
@@ -41,6 +42,12 @@ class RolloutBackend(ABC):
             completion may also be a tuple, or a tensor or array of integers with one dimension. The caller cuts off
             what follows the first end-of-sequence token; an empty completion is not trained on.
         """
+
+    def session(self) -> AbstractContextManager[None]:
+        """Entered around all calls of `complete` for a generation batch, one for each turn with tools, and around an
+        evaluation, in which it nests. What `complete` needs may be kept until the outermost ends. Does nothing here.
+        """
+        return nullcontext()
 
     def close(self) -> None:  # noqa: B027 (most backends have nothing to release)
         """Releases all resources but the student; the backend cannot generate afterwards. Most hold none."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 
 from trl_opsd._compat.peft import CausalLM
@@ -50,7 +52,35 @@ def generate(model: CausalLM, inputs: dict[str, Tensor], config: GenerationConfi
             "length nor sampling can be set. Pass a model with `generate` of `transformers`, or set `use_vllm=True`."
         )
     taken = {name: value for name, value in extras.items() if takes_any or name in parameters}
-    return model.generate(**inputs, generation_config=config, **taken)
+    with _contiguous_before_head(model):
+        return model.generate(**inputs, generation_config=config, **taken)
+
+
+@contextmanager
+def _contiguous_before_head(model: CausalLM) -> Iterator[None]:
+    """Makes the states that reach the output head contiguous, without a change of their values.
+
+    In a prefill they are a view, `hidden[:, -1:]`. Where the head needs no gradient, as below an adapter or after a
+    cast, `torch.matmul` then copies it for each row, to multiply row by row (`bmm`).
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model that generates.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        yield
+        return
+    hook = head.register_forward_pre_hook(_made_contiguous)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _made_contiguous(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    # Through one dimension, because `contiguous` keeps the strides of a single row, which `matmul` looks at.
+    return tuple(one.flatten().view(one.shape) if isinstance(one, Tensor) else one for one in inputs)
 
 
 def completions_of(written: Any, prompt_ids: Tensor, max_new_tokens: int, name: str) -> list[list[int]]:

@@ -21,6 +21,7 @@ from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.changes import assigned, check_followed
 from trl_opsd.rollout.engine import Engine
 from trl_opsd.rollout.sync_proof import SyncProof
+from trl_opsd.types import Completion
 
 E = TypeVar("E", bound=Engine)
 
@@ -38,10 +39,28 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         self._args = args
         self._sent: tuple[Any, ...] | None = None
         self._proved = False
+        self._sessions = 0
+        self._has_weights = True
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """The engine rests when the outermost session ends, also after an exception."""
+        self._sessions += 1
+        try:
+            yield
+        finally:
+            self._sessions -= 1
+            if not self._sessions:
+                self._rest()
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         changes = assigned(self._trainer.generation_config, self._bound)
         check_followed(changes, dict.fromkeys(changes, "an engine has the options of `OPSDConfig`, set it there"))
+        with self.session():
+            rows = self._written(prompt_ids)
+        return [row.completion_ids for row in rows]
+
+    def _written(self, prompt_ids: list[list[int]]) -> list[Completion]:
         self._wake("weights")
         self._proof.take_prompts(prompt_ids)
         if self._has_changed():
@@ -58,8 +77,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
                     f"tokens beginning {sent[:8]}, got {len(row.prompt_ids)} beginning {row.prompt_ids[:8]}. The batch "
                     "was not trained on."
                 )
-        self._rest()
-        return [row.completion_ids for row in rows]
+        return rows
 
     def sync_weights(self) -> None:
         """Sends the student's current weights, and checks that they arrived.
@@ -70,14 +88,14 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         Raises:
             SyncError: Engine and student disagree afterwards.
         """
-        with self._trainer.phase("sync"):
+        with self.session(), self._trainer.phase("sync"):
             self._sync()
 
     def _sync(self) -> None:
         trainer, check = self._trainer, self._args.vllm_sync_check
         self._wake("weights")
         proves = check == "every" or (check == "first" and not self._proved)
-        if proves and not self._proved:
+        if proves and not self._proved and self._has_weights:
             self._wake("kv_cache")
             self._proof.record_scores()
             self._engine.wipe_cache()
@@ -85,6 +103,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         with _timed(trainer, "sync/seconds"), torch.no_grad():
             trainer.record("sync/bytes", float(self._send()))
             self._engine.forget_prefixes()
+        self._has_weights = True
         if proves:
             self._wake("kv_cache")
             with _timed(trainer, "sync/proof_seconds"):
@@ -107,7 +126,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
 
     @abstractmethod
     def _rest(self) -> None:
-        """Lets the engine sleep until the next rollout."""
+        """Lets the engine sleep, unless it does already, or is closed."""
 
     def _set_up(self, trainer: Host, engine: E, sampling: dict[str, Any], dtype: torch.dtype) -> None:
         """Stores what `bind` has built.
@@ -125,7 +144,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         self._trainer, self._engine, self._sampling = trainer, engine, sampling
         self._bound = copy.deepcopy(trainer.generation_config)
         self._proof = SyncProof(trainer, engine, dtype, is_peft(trainer.model))
-        self._sent, self._proved = None, False
+        self._sent, self._proved, self._has_weights = None, False, True
 
     # ---- Whether weights have changed ---------------------------------------------------------------------------
 

@@ -74,6 +74,7 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         self._set_up(trainer, engine, sampling, self._dtype)
         self._asleep: set[str] = set()
         self._base_sent: tuple[Any, ...] | None = None
+        self._rest()  # until the first rollout; optimizer states and teachers may be made before
 
     def _started(self) -> VLLMEngine:
         """Starts the engine; falls back to sending all weights if it takes no adapter or does not start with LoRA."""
@@ -119,11 +120,15 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
     # ---- Sleep --------------------------------------------------------------------------------------------------
 
     def _rest(self) -> None:
-        """Releases the engine's memory until the next rollout."""
-        if self._args.vllm_enable_sleep_mode:
+        """Releases the engine's memory until the next session."""
+        if self._args.vllm_enable_sleep_mode and "weights" not in self._asleep:
             # Where only the adapter is sent, the base has to be kept in host memory.
             self._engine.sleep(1 if self._mode == "adapter" else 2)
             self._asleep = {"weights", "kv_cache"}
+
+    def close(self) -> None:
+        super().close()
+        self._asleep = {"weights", "kv_cache"}
 
     def _wake(self, what: str) -> None:
         if what not in self._asleep:
@@ -132,7 +137,7 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         self._engine.wake(what)
         self._asleep.remove(what)
         if what == "weights" and self._mode == "full":
-            self._sent = None
+            self._sent, self._has_weights = None, False
 
     # ---- Construction -------------------------------------------------------------------------------------------
 

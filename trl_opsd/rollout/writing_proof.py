@@ -20,6 +20,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd.models.padding import PADDED, Reading, agree
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
+from trl_opsd.rollout.generate import generate
 from trl_opsd.run.precision import least_precise
 
 _TOKENS = 3
@@ -174,10 +175,10 @@ def _logits(student: CausalLM, prompts: list[list[int]], vocabulary: int, loop: 
         lambda module, args, output: logits.append(output.logits[-1, -1].to(rounded, copy=True))
     )
     try:
-        student.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            generation_config=_config(cached),
+        generate(
+            student,
+            {"input_ids": ids, "attention_mask": mask},
+            _config(cached),
             logits_processor=LogitsProcessorList([_ForcedTokens(longest, vocabulary)]),
             custom_generate=loop,
         )

@@ -10,6 +10,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,6 +18,9 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainingArguments
+from transformers.integrations import is_fsdp_enabled
+
+from trl_opsd._compat.peft import rewrites_base
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,6 +60,29 @@ def check_scaler(args: TrainingArguments) -> None:
             "`fp16=True` (or `mixed_precision: fp16` in the accelerate file) on a CPU, where there is no loss scaler "
             "for float16: set `bf16=True`, or neither for float32."
         )
+
+
+def dtype_of_frozen_base(args: TrainingArguments, adapter: Any) -> torch.dtype | None:
+    """The dtype to load a student in that only an adapter will train, or `None` for TRL's default, float32.
+
+    Frozen weights take no small steps, so that float32 costs memory, and a cast for each use, as autocast keeps only
+    casts of trained weights. But activations could overflow in float16, DeepSpeed and FSDP2 cast by themselves, and
+    weights that an adapter trains or rewrites are better rounded later.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            The training options.
+        adapter ([`~peft.PeftConfig`], *optional*):
+            What will be trained.
+    """
+    if adapter is None or args.mixed_precision != "bf16" or args.deepspeed_plugin is not None or is_fsdp_enabled():
+        return None
+    trains_base = any(getattr(adapter, name, None) not in (None, [], "none") for name in _TRAINED_OF_BASE)
+    return None if trains_base or rewrites_base(adapter) else torch.bfloat16
+
+
+_TRAINED_OF_BASE = ("modules_to_save", "trainable_token_indices", "bias")
+"""Options of an adapter that make it train weights of the base, or copies of them."""
 
 
 def check_trained_dtypes(model: nn.Module) -> None:

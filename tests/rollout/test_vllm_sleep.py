@@ -1,0 +1,227 @@
+"""An engine sleeps while nothing is generated, wakes once per generation batch or evaluation, and loses no weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from transformers import TrainerCallback
+from trl.chat_template_utils import qwen3_chat_template
+
+pytest.importorskip("vllm")
+
+from vllm.v1.worker.gpu_worker import Worker
+from vllm_lab import SHAPES, by_hf, lora
+
+from trl_opsd import OPSDTrainer
+from trl_opsd.rollout import vllm as backend
+
+pytestmark = pytest.mark.vllm
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
+
+
+class Watched:
+    """A running engine that notes how it is used, refuses what a sleeping one would, and loses what it would lose."""
+
+    name, block_size = "vLLM", 16
+
+    def __init__(self, engine):
+        self._engine, self.calls, self.asleep = engine, [], set()
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def sleep(self, level):
+        assert "weights" not in self.asleep
+        self.calls.append(f"sleep {level}")
+        self.asleep = {"weights", "kv_cache"}
+        for weight in self._engine._worker.model_runner.get_model().parameters() if level == 2 else ():
+            weight.data.fill_(torch.nan)
+
+    def wake(self, what):
+        self.calls.append(f"wake {what}")
+        self.asleep.remove(what)
+
+    def load(self, weights):
+        assert "weights" not in self.asleep
+        self.calls.append("load")
+        self._engine.load(weights)
+
+    def write(self, prompt_ids, options):
+        assert not self.asleep
+        if "logprobs" not in options[0]:  # else a proof asks
+            self.calls.append("write")
+            options = [{**one, "max_tokens": min(one["max_tokens"], 16)} for one in options]
+        return self._engine.write(prompt_ids, options)
+
+
+class CallsThreeTimes(OPSDTrainer):
+    """Has the engine write, but goes on as if the student had called the tool in its first three turns."""
+
+    def complete(self, prompt_ids):
+        super().complete(prompt_ids)
+        words = self.processing_class
+        turns = [words.decode(ids).count("<tool_response>") for ids in prompt_ids]
+        return words(["four<|im_end|>" if turn == 3 else CALL for turn in turns])["input_ids"]
+
+
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: The first number.
+        b: The second number.
+
+    Returns:
+        The sum.
+    """
+    return a + b
+
+
+@pytest.fixture
+def watch(make, monkeypatch):
+    """Builds a trainer whose engine may sleep, and returns both."""
+    shared = backend.VLLMEngine  # as `make` has set it
+    monkeypatch.setattr(backend, "why_no_sleep_mode", lambda: None)
+    monkeypatch.setattr(backend, "VLLMEngine", lambda options: Watched(shared(replace(options, sleep_mode=False))))
+
+    def watch(**given):
+        trainer = make(vllm_enable_sleep_mode=True, top_k=1, per_device_eval_batch_size=2, **given)
+        return trainer, trainer.rollout._engine
+
+    return watch
+
+
+def test_an_engine_sleeps_from_its_construction_to_its_first_use(watch):
+    trainer, engine = watch()
+    assert engine.calls == ["sleep 2"]
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    assert trainer.complete(prompts) == by_hf(trainer, prompts)
+    assert engine.calls[1:] == ["wake weights", "load", "wake kv_cache", "write", "sleep 2"]
+
+
+def test_an_engine_sleeps_once_per_generation_batch_whatever_its_turns(watch, tmp_path):
+    model = SHAPES["qwen2"](64, max_position_embeddings=2048)
+    model.save_pretrained(tmp_path / "student")
+    model.name_or_path = str(tmp_path / "student")
+    words = tiny.tokenizer()
+    words.chat_template = qwen3_chat_template
+    conversations = tiny.rows(4).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    trainer, engine = watch(
+        cls=CallsThreeTimes,
+        model=model,
+        teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=2048),
+        processing_class=words,
+        train_dataset=conversations,
+        tools=[add],
+        max_completion_length=800,
+        max_steps=2,
+    )
+    trainer.train()
+    assert engine.calls[1:] == ["wake weights", "load", "wake kv_cache", *["write"] * 4, "sleep 2"] * 2
+    assert trainer.state.log_history[0]["tools/call_frequency"] == 3
+
+
+def test_an_engine_sleeps_once_per_evaluation_of_several_batches_and_datasets(watch):
+    rows = tiny.rows()
+    trainer, engine = watch(eval_dataset={"a": rows, "b": rows})
+    once = ["wake weights", "load", "wake kv_cache", *["write"] * 8, "sleep 2"]
+    trainer.evaluate()
+    assert engine.calls[1:] == once
+    trainer.predict(rows)
+    assert engine.calls[1 + len(once) :] == [*once[:3], *["write"] * 4, "sleep 2"]
+
+
+def test_weights_that_change_in_an_evaluation_are_sent_and_proved_without_sleep(watch):
+    class Moves(TrainerCallback):
+        def on_prediction_step(self, args, state, control, model=None, **kwargs):
+            with torch.no_grad():
+                model.model.norm.weight.add_(0.1)
+
+    trainer, engine = watch(eval_dataset=tiny.rows(4), callbacks=[Moves()])
+    metrics = trainer.evaluate()
+    assert engine.calls[1:] == ["wake weights", "load", "wake kv_cache", "write", "load", "write", "sleep 2"]
+    assert 0 < metrics["eval_rollout/logprob_gap"] < 1e-4
+
+
+def test_an_engine_sleeps_after_a_failure_wherever_it_was(watch, monkeypatch):
+    trainer, engine = watch()
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    expected = by_hf(trainer, prompts)
+    for name, awake in (("load", ["wake weights", "load"]), ("write", ["wake weights", "load", "wake kv_cache"])):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._engine, name, lambda *args: pytest.fail("the engine"))
+            before = len(engine.calls)
+            with pytest.raises(pytest.fail.Exception, match="the engine"):
+                trainer.complete(prompts)
+        assert engine.calls[before:] == [*awake, "sleep 2"]
+        assert engine.asleep == {"weights", "kv_cache"}
+    assert trainer.complete(prompts) == expected
+
+
+def test_an_interrupted_evaluation_leaves_an_engine_asleep(watch):
+    class Ends(TrainerCallback):
+        def on_prediction_step(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    trainer, engine = watch(eval_dataset=tiny.rows(), callbacks=[Ends()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.evaluate()
+    assert engine.calls[-2:] == ["write", "sleep 2"]
+
+
+def test_a_sync_by_hand_lets_an_engine_sleep_again(watch):
+    trainer, engine = watch()
+    trainer.rollout.sync_weights()
+    assert engine.calls[1:] == ["wake weights", "load", "wake kv_cache", "sleep 2"]
+
+
+def test_an_engine_that_is_closed_in_a_session_is_left_alone(watch, monkeypatch):
+    trainer, engine = watch()
+    monkeypatch.setattr(engine._engine, "close", lambda: engine.calls.append("closed"))
+    with trainer.session():
+        trainer.complete(trainer.tokenize(tiny.PROMPTS))
+        trainer.rollout.close()
+    assert engine.calls[-2:] == ["write", "closed"]
+
+
+class _Forgetful:
+    """Stands in for the sleep backend of a GPU: only loses what would be lost; vLLM saves and restores buffers."""
+
+    def __init__(self, model):
+        self.seen, self._model = [], model
+
+    def suspend(self, level):
+        self.seen.append(level)
+        for part in [*self._model.parameters(), *self._model.buffers()] if level == 2 else ():
+            part.data.fill_(torch.nan)
+
+    def resume(self, tags):
+        self.seen += tags
+
+
+@pytest.mark.parametrize(("kind", "level"), [("full", 2), ("adapter", 1)])
+def test_a_rollout_after_sleep_has_all_weights_again(make, monkeypatch, kind, level):
+    given = {"peft_config": lora(), "vllm_weight_sync": kind, "top_k": 1}
+    engine = make(**given).rollout._engine
+    worker = engine._worker.worker
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))  # others use memory meanwhile
+    memory = _Forgetful(worker.model_runner.get_model())
+    monkeypatch.setattr(worker, "_sleep_mode_backend", memory)
+    for does in ("sleep", "wake_up"):  # the worker of a GPU, which that of the CPU has shut off
+        monkeypatch.setattr(type(worker), does, getattr(Worker, does))
+    assert any(True for _ in memory._model.buffers()), "there are buffers to lose"
+    monkeypatch.setattr(backend, "why_no_sleep_mode", lambda: None)
+    monkeypatch.setattr(backend, "VLLMEngine", lambda options: engine)
+    trainer = make(vllm_enable_sleep_mode=True, **given)
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    expected = by_hf(trainer, prompts)
+
+    assert trainer.complete(prompts) == expected
+    assert trainer.complete(prompts) == expected, "awake again, although no weight has moved"
+    assert memory.seen == [level, *["weights", "kv_cache", level] * 2]
+    trainer.rollout._wake("weights")
+    trainer.rollout._wake("kv_cache")
