@@ -144,7 +144,7 @@ def _trained(kind: type[Phased], dtype: torch.dtype, found: Findings) -> dict[st
     before = torch.cuda.memory_allocated() if found.on_gpu else 0
     with tempfile.TemporaryDirectory() as folder:
         options = tiny.options(folder, per_device_train_batch_size=rows, max_steps=STEPS, max_completion_length=tokens)
-        options |= {"use_cpu": not found.on_gpu, "learning_rate": 1e-5}
+        options |= {"use_cpu": not found.on_gpu, "learning_rate": 5e-5}
         given: dict[str, Any] = {
             "model": _model("0.5B", dtype, found).requires_grad_().train(),
             "teacher_model": _model("1.5B", dtype, found),
