@@ -74,7 +74,8 @@ def make_model(args: argparse.Namespace) -> Any:
         bos_token_id=None,
         eos_token_id=END,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=args.dtype).to(args.device).eval()
+    with torch.device(args.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=args.dtype).eval()
     processors = model._get_logits_processor
     ends = LogitsProcessorList([WantedLength(args.prompt_tokens)])
     model._get_logits_processor = lambda *given, **options: LogitsProcessorList([*processors(*given, **options), *ends])
@@ -91,11 +92,11 @@ def make_prompts(args: argparse.Namespace, batch: int, lengths: str) -> tuple[li
     return [[n // BASE + 1, n % BASE + 1, *ids] for n, ids in zip(wanted, tokens, strict=True)], wanted
 
 
-def host_of(model: Any, args: argparse.Namespace) -> LoneHost:
+def host_of(model: Any, args: argparse.Namespace, do_sample: bool = True) -> LoneHost:
     """A minimal trainer for `HFRollout`."""
     sampling = GenerationConfig(
         max_new_tokens=args.tokens,
-        do_sample=True,
+        do_sample=do_sample,
         top_k=0,
         eos_token_id=END,
         pad_token_id=END,
@@ -104,8 +105,8 @@ def host_of(model: Any, args: argparse.Namespace) -> LoneHost:
     return LoneHost(model, PromptLimits(vocabulary=args.vocab, context=None, completion=args.tokens), sampling)
 
 
-def engines(model: Any, args: argparse.Namespace) -> Iterator[tuple[str, Engine]]:
-    host = host_of(model, args)
+def engines(model: Any, args: argparse.Namespace, do_sample: bool = True) -> Iterator[tuple[str, Engine]]:
+    host = host_of(model, args, do_sample)
 
     def trl(prompt_ids: list[list[int]]) -> list[list[int]]:
         written = model.generate(**host.pad_prompts(prompt_ids), generation_config=host.generation_config)

@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +28,7 @@ import torch
 from accelerate import Accelerator
 from lone_host import LoneHost
 from peft import LoraConfig, PeftModel, get_peft_model
+from timing import median
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from trl.generation.vllm_generation import VLLMGeneration
@@ -55,18 +54,6 @@ def make_student(args: argparse.Namespace, folder: Path, lora: bool) -> Any:
         config = LoraConfig(r=args.rank, target_modules="all-linear", init_lora_weights=False)
         student = get_peft_model(student, config)
     return student
-
-
-def timed(run: Callable[[], Any], repeats: int) -> float:
-    """Median seconds, after one warm-up run."""
-    found = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        run()
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
 
 
 def drift(student: Any, before: dict[str, torch.Tensor]) -> float:
@@ -155,7 +142,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             before = {name: part.detach().clone() for name, part in student.named_parameters()}
             row: dict[str, Any] = {"sent": what, "program": program}
             try:
-                row["seconds"] = timed(sync, args.repeats)
+                row["seconds"] = median(sync, student.device, args.repeats)
                 row |= {**took, "drift": drift(student, before)}
                 if program == "ours":
                     row |= proof(student, engine, args)
@@ -171,7 +158,7 @@ def proof(student: Any, engine: VLLMEngine, args: argparse.Namespace) -> dict[st
     proof = SyncProof(host, engine, args.dtype, isinstance(student, PeftModel))
     student.eval()
     with torch.no_grad():
-        return {"proof_seconds": timed(proof.check, args.repeats), "gap": proof.check()}
+        return {"proof_seconds": median(proof.check, student.device, args.repeats), "gap": proof.check()}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

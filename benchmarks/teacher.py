@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from accelerate import cpu_offload
+from timing import once
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -69,7 +69,8 @@ def make_model(args: argparse.Namespace) -> Any:
         max_position_embeddings=max(4096, args.length),
     )
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=args.dtype).eval().requires_grad_(False)
+    with args.device:
+        return AutoModelForCausalLM.from_config(config, dtype=args.dtype).eval().requires_grad_(False)
 
 
 def make_rollout(args: argparse.Namespace) -> Rollout:
@@ -89,7 +90,7 @@ def make_rollout(args: argparse.Namespace) -> Rollout:
 
 def hooked(args: argparse.Namespace, rollout: Rollout) -> tuple[Callable[[], Tensor], Callable[[], dict[str, int]]]:
     """accelerate's `cpu_offload`: the weights of a module are copied when it is called and freed when it returns."""
-    model = make_model(args)
+    model = make_model(args).cpu()
     largest = max(sum(one.nbytes for one in module.parameters(recurse=False)) for module in model.modules())
     weights = CopiedOnAccess({name: tensor.detach() for name, tensor in model.state_dict().items()}, args.device)
     model = cpu_offload(model, execution_device=args.device, state_dict=weights)
@@ -118,14 +119,6 @@ def placed(
     return lambda: teacher.targets(rollout).hidden, meter
 
 
-def seconds(read: Callable[[], Tensor], device: torch.device) -> float:
-    start = time.perf_counter()
-    read()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter() - start
-
-
 def activation_bytes(read: Callable[[], Tensor]) -> int | None:
     """Peak of the bytes allocated in one reading with resident weights, on a CPU."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -146,7 +139,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(args.repeats):
         for name, (read, _) in programs.items():
-            times[name].append(seconds(read, args.device))
+            times[name].append(once(read, args.device))
     model = make_model(args)
     parts = parts_of(model)
     rows = max(1, args.pass_bytes // (args.length * bytes_per_token(model, args.length)))
