@@ -7,8 +7,10 @@
 
 Each training runs in a process of its own, TRL's and ours in turns, and begins with a step that does not count. Times
 are medians over steps and repeats: processor seconds, which other programs on the machine hardly change, and seconds by
-the wall clock. Both trainers must log the same losses, so that the work is the same. Lengths are lognormal ("ragged")
-or equal ("even") at about as many tokens; completions are recorded, or written with transformers by each trainer.
+the wall clock. Tokens that enter a model, padding included, are counted per real token of prompts and completions; the
+last column is the share of these that the loss has. Both trainers must log the same losses, so that the work is the
+same. Lengths are lognormal ("ragged") or equal ("even") at about as many tokens; completions are recorded, or written
+with transformers by each trainer.
 """
 
 from __future__ import annotations
@@ -116,7 +118,8 @@ def trainer_class(side: str, meter: Meter, recorded: dict[tuple[int, ...], list[
                 else:
                     written = super()._generate_single_turn(prompt_ids, *given, **named)
             meter.tokens.clear()  # those of decoding do not count
-            meter.tokens.update(before, valid=sum(map(len, written)))
+            completion = sum(map(len, written))
+            meter.tokens.update(before, loss=completion, real=completion + sum(map(len, prompt_ids)))
             return written
 
         def _compute_loss(self, *given: Any, **named: Any) -> Any:
@@ -309,7 +312,8 @@ def summed_up(runs: dict[str, list[dict[str, Any]]], tolerance: float) -> list[d
         tokens = sum((Counter(step["tokens"]) for step in steps), Counter())
         row = {name: of[0][name] for name in ("side", *CASE)}
         row |= {"loss_gap": gap, "peak": max(run["peak"] for run in of)}
-        row |= {f"{name}_tokens": tokens[name] / tokens["valid"] for name in ("student", "teacher")}
+        row |= {f"{name}_tokens": tokens[name] / tokens["real"] for name in ("student", "teacher")}
+        row |= {"loss_tokens": tokens["loss"] / tokens["real"]}
         for kind in _KINDS:
             pairs = zip(totals["trl"][kind], totals[side][kind], strict=True)
             row[kind] = {name: _median(step[kind].get(name, 0.0) for step in steps) for name in PHASES}
@@ -323,15 +327,15 @@ _median = statistics.median
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Processor seconds of a step by phase, TRL's over each side's, memory, and tokens read per token in the loss."""
-    heads = ["case", "side", *PHASES, "step", "vs TRL", "wall", "vs TRL", "peak MB", "student", "teacher"]
+    """Processor seconds by phase, TRL's over each side's, peak memory, and tokens in models and loss per real token."""
+    heads = ["case", "side", *PHASES, "step", "vs TRL", "wall", "vs TRL", "peak MB", "student", "teacher", "loss"]
     lines = [heads]
     for row in rows:
         processor, wall = row["processor"], row["wall"]
         line = [" ".join(row[name] for name in CASE), row["side"]]
         line += [f"{processor[name]:.2f}" for name in (*PHASES, "total")] + [f"{processor['over_trl']:.2f}x"]
         line += [f"{wall['total']:.2f}", f"{wall['over_trl']:.2f}x", f"{row['peak'] / 1e6:.0f}"]
-        lines.append(line + [f"{row[f'{name}_tokens']:.2f}" for name in ("student", "teacher")])
+        lines.append(line + [f"{row[f'{name}_tokens']:.2f}" for name in ("student", "teacher", "loss")])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
