@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from children import peak_bytes, report, reports
+
 PROGRAMS = ("trl", "ours", "again")
 """TRL; ours with an empty cache; and ours once more, with the cache that the first time has filled."""
-
-MARK = "construction: "
-"""What the line of a process begins with; libraries print others."""
 
 
 def make_dataset(rows: int, words: int, shuffled: bool, folder: str) -> str:
@@ -82,8 +78,6 @@ def make_model(context: int) -> Any:
 
 def build(program: str, path: str, context: int) -> dict[str, float]:
     """Builds one trainer in this process, and says what it cost."""
-    import resource
-
     from datasets import load_from_disk
     from trl import DistillationConfig, DistillationTrainer
 
@@ -114,20 +108,13 @@ def build(program: str, path: str, context: int) -> dict[str, float]:
         trainer(*models, **given)
         seconds = time.perf_counter() - start
         rows = len(given["train_dataset"])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": seconds, "peak": peak, "rows": rows, "counted": counted}
+    return {"seconds": seconds, "peak": peak_bytes(), "rows": rows, "counted": counted}
 
 
 def launched(program: str, path: str, args: argparse.Namespace, processes: int, cache: str) -> dict[str, float]:
     """Builds one in new processes; the seconds of the slowest, and the largest peak."""
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += [__file__, "--build", program, "--path", path, "--context", str(args.context)]
-    env = {**os.environ, "HF_DATASETS_CACHE": cache, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    found = [json.loads(line.partition(MARK)[2]) for line in run.stdout.splitlines() if MARK in line]
-    assert len(found) == processes, run.stdout
+    options = ("--build", program, "--path", path, "--context", str(args.context))
+    found = reports(__file__, *options, processes=processes, HF_DATASETS_CACHE=cache, OMP_NUM_THREADS="1")
     return {name: max(one[name] for one in found) for name in found[0]}
 
 
@@ -174,7 +161,7 @@ def main() -> None:
     parser.add_argument("--path", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.build:
-        print(MARK + json.dumps(build(args.build, args.path, args.context)), flush=True)
+        report(build(args.build, args.path, args.context))
         return
     found = measure(args)
     print(json.dumps(found, indent=2) if args.json else table(found))

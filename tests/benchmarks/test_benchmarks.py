@@ -11,6 +11,7 @@ from pathlib import Path
 import datasets
 import processes
 import pytest
+import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -75,6 +76,43 @@ def test_construction_counts_the_rows_that_had_to_be_tokenized(monkeypatch, tmp_
     assert {name: one["rows"] for name, one in found.items()} == {"trl": 1500, "ours": 1500, "again": 1500}
     assert found["ours"]["counted"] > 1400 > 10 > found["again"]["counted"]
     assert "again" in benchmark.table([{"program": name, "processes": 1, **one} for name, one in found.items()])
+
+
+@pytest.mark.parametrize(("tuning", "lengths"), [("full", "even"), ("lora", "ragged")])
+def test_whole_steps_are_measured_on_the_same_work_as_trls(monkeypatch, tuning, lengths):
+    monkeypatch.syspath_prepend(FOLDER)
+    benchmark = importlib.import_module("end_to_end")
+    shape = ("--width", 64, "--layers", 1, "--vocab", 320, "--prompt-tokens", 8, "--tokens", 4, "--steps", 1)
+    cut = ("--micro", "2x2", "--divergence", "jsd", "--lengths", lengths, "--tuning", tuning)
+    args = benchmark.arguments([*map(str, shape), *cut, "--device", "cpu", "--option", "loss_chunk_tokens=3"])
+    (case,) = benchmark.cases(args)
+    runs = {side: [benchmark.train(side, case, args)] for side in benchmark.SIDES}
+    trl, ours = benchmark.summed_up(runs, args.tolerance)
+    for row in (trl, ours):
+        if lengths == "even":  # nothing is padded: 8 tokens of a prompt and 4 of a completion
+            assert row["student_tokens"] == row["teacher_tokens"] == 1.0
+            assert row["loss_tokens"] == pytest.approx(1 / 3)
+        else:
+            assert 1.0 <= row["student_tokens"] <= trl["student_tokens"] == trl["teacher_tokens"] > 1.1
+        phases = [row["processor"][phase] for phase in benchmark.PHASES]
+        assert min(phases[1:6]) > 0  # all but what replays, and what is left over
+        assert sum(phases) == pytest.approx(row["processor"]["total"])
+        assert row["peak"] > 1e8
+    assert trl["wall"]["over_trl"] == 1.0
+    assert "jsd" in benchmark.table([trl, ours])
+    runs["ours"][0]["losses"][1] += 1e-3
+    with pytest.raises(ValueError, match="not the same"):
+        benchmark.summed_up(runs, args.tolerance)
+
+
+def test_ragged_lengths_have_a_long_tail_and_the_mean_that_was_asked_for(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    benchmark = importlib.import_module("end_to_end")
+    drawn = torch.tensor(benchmark.lengths("ragged", 100, 4000, torch.Generator().manual_seed(0)), dtype=torch.float32)
+    assert drawn.mean() == pytest.approx(100, rel=0.1)
+    assert drawn.median() < 80
+    assert 400 < drawn.max() <= 800
+    assert benchmark.lengths("even", 7, 2, None) == [7, 7]
 
 
 @pytest.mark.vllm

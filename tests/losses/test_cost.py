@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL, reduce, streamed_divergence
+from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL, reduce, streamed_divergence
 
 pytestmark = pytest.mark.quick
 
@@ -67,6 +67,22 @@ class TestProducts:
         with counted_flops() as counter, torch.set_grad_enabled(reason != "no_grad"):
             streamed_divergence(student, teacher, divergence)
         assert counter.get_total_flops() == STUDENT + TEACHER
+
+    def test_evaluation_takes_only_the_value_of_a_divergence_of_ones_own(self, make_pair):
+        modes = []
+
+        class Mine(Divergence):
+            def value(self, log_student_RV, log_teacher_RV):
+                modes.append(torch.is_grad_enabled())
+                return ReverseKL().value(log_student_RV, log_teacher_RV)
+
+        student, teacher = make_pair(TOKENS, VOCABULARY)
+        student.hidden.requires_grad_()
+        trained = streamed_divergence(student, teacher, Mine())
+        with torch.no_grad():
+            evaluated = streamed_divergence(student, teacher, Mine())
+        assert modes == [True, False]
+        torch.testing.assert_close(evaluated.divergence, trained.divergence)
 
     @pytest.mark.parametrize(
         ("upstream", "expected"),

@@ -45,23 +45,34 @@ class Divergence(ABC):
         with torch.enable_grad():
             logits_RV = log_student_RV.detach().requires_grad_()
             value_R = self.value(logits_RV.log_softmax(-1), log_teacher_RV.detach())
-            self._check(value_R, len(logits_RV))
+            self._check_shape(value_R, len(logits_RV))
+            if not value_R.requires_grad:
+                raise ValueError(
+                    f"`{type(self).__name__}.value` is not a differentiable function of the student's "
+                    "log-probabilities, so nothing could be learned: compute it from its first argument, without "
+                    "`detach`, `no_grad` or integers."
+                )
             (gradient_RV,) = torch.autograd.grad(value_R.sum(), logits_RV)
         return value_R.detach(), gradient_RV
 
-    def _check(self, value_R: Any, rows: int) -> None:
-        """Refuses a value that would be broadcast over the rows, or from which no gradient comes."""
-        name = f"`{type(self).__name__}.value`"
+    def value_alone(
+        self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
+    ) -> Tensor:
+        """The value of `value_and_gradient`, [R], where no gradient is needed; not by autograd."""
+        if type(self).value_and_gradient is not Divergence.value_and_gradient:
+            return self.value_and_gradient(log_student_RV, log_teacher_RV, student_RV, teacher_RV)[0]
+        with torch.no_grad():
+            value_R = self.value(log_student_RV, log_teacher_RV)
+        self._check_shape(value_R, len(log_student_RV))
+        return value_R
+
+    def _check_shape(self, value_R: Any, rows: int) -> None:
+        """Refuses a value that would be broadcast over the rows."""
         if not isinstance(value_R, Tensor) or value_R.shape != (rows,):
             got = f"shape {list(value_R.shape)}" if isinstance(value_R, Tensor) else f"a {type(value_R).__name__}"
             raise ValueError(
-                f"{name} returned {got}: expected one divergence for each row, [{rows}]; sum over the vocabulary, "
-                "`.sum(-1)`, and over nothing else."
-            )
-        if not value_R.requires_grad:
-            raise ValueError(
-                f"{name} is not a differentiable function of the student's log-probabilities, so nothing could be "
-                "learned: compute it from its first argument, without `detach`, `no_grad` or integers."
+                f"`{type(self).__name__}.value` returned {got}: expected one divergence for each row, [{rows}]; sum "
+                "over the vocabulary, `.sum(-1)`, and over nothing else."
             )
 
 

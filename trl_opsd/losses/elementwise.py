@@ -86,7 +86,11 @@ def eager_(
     slope_RV = finish_student.slope(student_RV)
     log_student_RV, probs_RV, student_entropy_R, _ = _normalise_(student_RV)
     log_teacher_RV, teacher_probs_RV, teacher_entropy_R, total_R = _normalise_(teacher_RV)
-    value_R, found_RV = divergence.value_and_gradient(log_student_RV, log_teacher_RV, probs_RV, teacher_probs_RV)
+    storage = log_student_RV, log_teacher_RV, probs_RV, teacher_probs_RV
+    if gradient_RV is None:
+        value_R = divergence.value_alone(*storage)
+    else:
+        value_R, found_RV = divergence.value_and_gradient(*storage)
     value_R.masked_fill_(value_R > INFINITE, torch.inf)
     if weights_R is not None:
         value_R.mul_(weights_R).masked_fill_(weights_R == 0, 0.0)  # 0 * inf is NaN

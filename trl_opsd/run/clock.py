@@ -17,6 +17,8 @@ class PhaseClock:
     Args:
         watch (`Callable`, *optional*):
             Takes the name of a phase and returns a context manager that is entered for its duration.
+        now (`Callable`, *optional*, defaults to `time.perf_counter`):
+            The clock, in seconds; `time.process_time` counts the processor's instead of the wall's.
 
     Example:
 
@@ -30,15 +32,19 @@ class PhaseClock:
     ```
     """
 
-    def __init__(self, watch: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
+    def __init__(
+        self,
+        watch: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        now: Callable[[], float] = perf_counter,
+    ) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._watch = watch
+        self._watch, self._now = watch, now
         self._inside: list[float] = []
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         self._synchronize()
-        start = perf_counter()
+        start = self._now()
         self._inside.append(0.0)
         try:
             with self._watch(phase):
@@ -46,7 +52,7 @@ class PhaseClock:
         finally:
             inside = self._inside.pop()
             self._synchronize()
-            elapsed = perf_counter() - start
+            elapsed = self._now() - start
             self.seconds[phase] += elapsed - inside
             if self._inside:
                 self._inside[-1] += elapsed
