@@ -13,8 +13,9 @@ from transformers import Trainer
 from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.loop import card, evaluation, finished, loaders, saving, seams, steps, wrapping
+from trl_opsd.loop import card, dealing, evaluation, finished, loaders, saving, seams, steps, wrapping
 from trl_opsd.loop.card import Cards
+from trl_opsd.loop.dealing import Dealing
 from trl_opsd.loop.evaluation import Evaluations
 from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.loaders import EachRowOnce
@@ -30,6 +31,7 @@ CUTS = [
     for theirs, ours, seams in (
         (DistillationTrainer, SeamTrainer, seams.SEAMS),
         (DistillationTrainer, Cards, card.SEAMS),
+        (DistillationTrainer, Dealing, dealing.SEAMS),
         (DistillationTrainer, Evaluations, evaluation.SEAMS),
         (Trainer, SafeCheckpoints, saving.SEAMS),
         (Trainer, GuardedSteps, steps.SEAMS),

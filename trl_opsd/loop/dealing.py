@@ -22,7 +22,13 @@ from trl_opsd.models.grouping import equal_groups, even_groups, fewest_groups
 from trl_opsd.run.known import set_known
 from trl_opsd.types import lengths_of
 
-__all__ = ["Dealing"]
+__all__ = ["SEAMS", "Dealing"]
+
+SEAMS: dict[str, tuple[str, ...]] = {
+    "_prepare_inputs": ("self", "generation_batch"),
+    "training_step": ("self", "model", "inputs", "num_items_in_batch"),
+}
+"""Overridden methods of TRL's trainer, with their parameters; a test compares them with the installed ones."""
 
 EVEN = 1.05
 """Tokens of the process that has most, relative to the mean, up to which rows stay where they were written."""

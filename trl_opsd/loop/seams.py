@@ -58,7 +58,6 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_generate_and_score_completions": ("self", "inputs"),
     "_set_signature_columns_if_needed": ("self",),
     "_get_train_sampler": ("self", "dataset"),
-    "_prepare_inputs": ("self", "generation_batch"),
     "_compute_loss": ("self", "unwrapped_student", "inputs", "num_items_in_batch"),
     "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),

@@ -29,6 +29,8 @@ SIMILAR = 0.85
 BUSY_TOKENS = {"cpu": 256}
 """Tokens that keep a device busy, so that more of them in a pass make it no faster."""
 BUSY_TOKENS_ELSEWHERE = 4096
+MOST_TOKENS = {"cpu": 1024}
+"""Tokens of a pass beyond which a device gets slower: a CPU, whose caches no longer hold what a layer leaves behind."""
 
 
 def read(
@@ -97,11 +99,13 @@ def pass_groups(
             Whether each pass costs much, so that padding costs less than another pass.
     """
     lengths = [one.total for one in rollout.measured()]
-    busy = math.inf if few or reading.packed else BUSY_TOKENS.get(rollout.prompt_ids.device.type, BUSY_TOKENS_ELSEWHERE)
+    kind = rollout.prompt_ids.device.type
+    busy = math.inf if few or reading.packed else BUSY_TOKENS.get(kind, BUSY_TOKENS_ELSEWHERE)
+    most = math.inf if few else MOST_TOKENS.get(kind, math.inf)
 
     def fits(tokens: int, width: int, length: int) -> bool:
         is_similar = tokens <= busy or length >= SIMILAR * width
-        return is_similar and tokens * bytes_per_token(model, width) <= pass_bytes
+        return is_similar and tokens <= most and tokens * bytes_per_token(model, width) <= pass_bytes
 
     return fewest_groups(lengths, fits, reading.packed)
 
