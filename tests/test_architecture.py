@@ -166,7 +166,7 @@ def test_every_file_has_a_docstring(file):
 @pytest.mark.parametrize(
     ("file", "source", "caught"),
     [
-        ("types.py", "from trl_opsd.losses import dense", {"losses"}),
+        ("types/loss.py", "from trl_opsd.losses import dense", {"losses"}),
         ("losses/dense.py", "from .streamed import fold\nfrom trl_opsd.losses.reduce import total", set()),
         ("losses/dense.py", "from .. import types, run", {"run"}),
         ("teacher/frozen.py", "from ..rollout.base import RolloutBackend", {"rollout"}),

@@ -101,6 +101,8 @@ class Dealing(DistillationTrainer):
         if self._call != 0 and self._buffered_inputs is not None:
             return
         batch = self._generate_and_score_completions(rows)
+        if "lengths" not in batch:  # built by a method of the user's
+            batch = {**batch, "lengths": list(lengths_of(batch["prompt_mask"], batch["completion_mask"]))}
         order = torch.randperm(len(batch["lengths"])).tolist()  # TRL draws it, and later draws are to be the same
         batch = chosen(batch, order)
         calls = self.args.gradient_accumulation_steps

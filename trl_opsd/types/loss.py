@@ -1,0 +1,51 @@
+"""A loss, for each token and of a micro-batch.
+
+B rows · N tokens in the loss
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerToken:
+    """One value per token in the loss, in nats and float32."""
+
+    divergence: Tensor
+    """[N], multiplied by the weights if given; carries the gradient to the student."""
+    student_entropy: Tensor
+    """[N], no gradient."""
+    teacher_entropy: Tensor
+    """[N], no gradient."""
+    teacher_uniform: Tensor | None = None
+    """[N], whether the teacher's logits are all equal, which leaves nothing to learn; `None` where it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossParts:
+    """One process's contribution to a loss: local sums, for the caller to reduce across processes."""
+
+    ROW_NAMES: ClassVar[tuple[str, ...]] = (
+        "weight",
+        "divergence",
+        "student_entropy",
+        "teacher_entropy",
+        "tokens",
+        "teacher_uniform",
+    )
+    """Names of the columns of `rows`."""
+
+    loss: Tensor
+    """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
+    rows: Tensor
+    """[B, 6], float32, in the order of `ROW_NAMES`: per row, the sum of the weights, three sums of nats times weight,
+    the number of tokens in the loss, and of those for which all logits of the teacher are equal.
+    """
+
+    def __add__(self, other: LossParts) -> LossParts:
+        """Adds the parts of two groups of tokens of the same rows; both must have the same denominator."""
+        return LossParts(loss=self.loss + other.loss, rows=self.rows + other.rows)

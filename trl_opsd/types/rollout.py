@@ -1,0 +1,167 @@
+"""Prompts and completions, as tensors with padding and as an engine returns them.
+
+B rows · P prompt tokens · C completion tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Length(NamedTuple):
+    """Numbers of tokens of a row without the padding around it."""
+
+    prompt: int
+    completion: int
+    masked: int
+    """Those that no token may attend to, between others."""
+
+    @property
+    def total(self) -> int:
+        """Tokens from the first to the last that may be attended to."""
+        return self.prompt + self.completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """The student's prompts and completions: prompts padded on the left, completions on the right."""
+
+    prompt_ids: Tensor
+    """[B, P], token ids."""
+    prompt_mask: Tensor
+    """[B, P], 1 where the token is real."""
+    completion_ids: Tensor
+    """[B, C], token ids."""
+    completion_mask: Tensor
+    """[B, C], 1 where the token is real and may be attended to."""
+    weights: Tensor
+    """[B, C], float32: weight of each token in the loss, at least 0; 0 for padding and for tool output."""
+    lengths: tuple[Length, ...] | None = None
+    """B of them, in host memory; `None` where they were not read from the masks yet."""
+    begins_at: int | None = None
+    """Where rows are divided by position among processes, the position of the first token of this part; else `None`.
+
+    The last token of a part is the first one of the next, and is predicted here but read there."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the rollout that are not row-aligned tensors; [`select`], [`chunks`] and [`to`] keep them unchanged."""
+
+    @classmethod
+    def unpack(cls, batch: Mapping[str, Any]) -> Rollout:
+        """Builds a rollout from the row-aligned tensors that TRL passes between generation and loss."""
+        mask, tool_mask = batch["completion_mask"], batch.get("tool_mask")
+        weights = batch.get("loss_weights")
+        if weights is None:
+            weights = ((mask if tool_mask is None else mask * tool_mask) != 0).float()
+        return cls(
+            prompt_ids=batch["prompt_ids"],
+            prompt_mask=batch["prompt_mask"],
+            completion_ids=batch["completion_ids"],
+            completion_mask=mask,
+            weights=weights,
+            lengths=None if (known := batch.get("lengths")) is None else tuple(known),
+            begins_at=batch.get("begins_at"),
+        )
+
+    @property
+    def counts(self) -> Tensor:
+        """[B, C], whether the token's weight in the loss is not 0."""
+        return self.weights != 0
+
+    @property
+    def input_ids(self) -> Tensor:
+        """[B, P + C], prompt and completion token ids."""
+        return torch.cat([self.prompt_ids, self.completion_ids], dim=1)
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """[B, P + C], 1 where a model may attend."""
+        return torch.cat([self.prompt_mask, self.completion_mask], dim=1)
+
+    def prompt_lists(self) -> list[list[int]]:
+        """The prompts without their padding."""
+        return _without_padding(self.prompt_ids, self.prompt_mask)
+
+    def completion_lists(self) -> list[list[int]]:
+        """The completions without their padding."""
+        return _without_padding(self.completion_ids, self.completion_mask)
+
+    def select(self, rows: Sequence[int]) -> Rollout:
+        """The given rows, in the given order."""
+        lengths = None if self.lengths is None else tuple(self.lengths[row] for row in rows)
+        return replace(self._each(itemgetter(list(rows))), lengths=lengths)
+
+    def after(self, prompts: Mapping[str, Tensor]) -> Rollout:
+        """The same completion tokens after other prompts: `input_ids` and `attention_mask`, [B, P]."""
+        return replace(self, prompt_ids=prompts["input_ids"], prompt_mask=prompts["attention_mask"], lengths=None)
+
+    def measured(self) -> tuple[Length, ...]:
+        """The lengths of the rows; waits for the device where they are not known yet."""
+        return lengths_of(self.prompt_mask, self.completion_mask) if self.lengths is None else self.lengths
+
+    def cut(self) -> Rollout:
+        """Without the columns that are padding in every row; one of prompts and one of completions stay.
+
+        A part of rows is as wide in all processes, and is not cut.
+        """
+        if self.begins_at is not None:
+            return self
+        lengths = self.measured()
+        prompt, completion = (max(*each, 1) for each in list(zip(*lengths, strict=True))[:2])
+        return replace(
+            self,
+            prompt_ids=self.prompt_ids[:, -prompt:],
+            prompt_mask=self.prompt_mask[:, -prompt:],
+            completion_ids=self.completion_ids[:, :completion],
+            completion_mask=self.completion_mask[:, :completion],
+            weights=self.weights[:, :completion],
+            lengths=lengths,
+        )
+
+    def chunks(self, rows: int) -> Iterator[Rollout]:
+        """Splits along B into rollouts of at most `rows` rows, in order."""
+        every = range(len(self.prompt_ids))
+        return (self.select(every[start : start + rows]) for start in every[::rows])
+
+    def to(self, device: torch.device) -> Rollout:
+        """The same rollout on another device."""
+        return self._each(lambda tensor: tensor.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Rollout:
+        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        changed = {name: change(one) for name, one in values.items() if isinstance(one, Tensor)}
+        return Rollout(**{**values, **changed})
+
+
+def lengths_of(prompt_mask_BP: Tensor, completion_mask_BC: Tensor) -> tuple[Length, ...]:
+    """The length of each row, from the masks; waits for the device."""
+    prompts, tokens = prompt_mask_BP.size(1), prompt_mask_BP.size(1) + completion_mask_BC.size(1)
+    real_BL = (torch.cat([prompt_mask_BP, completion_mask_BC], dim=1) != 0).cpu()
+    places_L = torch.arange(tokens)
+    before_B = prompts - places_L.where(real_BL, prompts)[:, :prompts].amin(1)
+    after_B = (places_L + 1).where(real_BL, prompts)[:, prompts:].amax(1) - prompts
+    masked_B = before_B + after_B - real_BL.sum(1)
+    return tuple(map(Length, before_B.tolist(), after_B.tolist(), masked_B.tolist()))
+
+
+def _without_padding(ids_BL: Tensor, mask_BL: Tensor) -> list[list[int]]:
+    return [ids[mask != 0].tolist() for ids, mask in zip(ids_BL.cpu(), mask_BL.cpu(), strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """An engine's completion of one prompt."""
+
+    prompt_ids: list[int]
+    """The prompt tokens as the engine read them."""
+    completion_ids: list[int]
+    """The generated tokens."""
+    prompt_logprobs: list[float]
+    """Log-probability of each prompt token but the first, in nats; empty unless requested."""
+    logprobs: list[float]
+    """Log-probability of each generated token, in nats, before temperature and truncation; empty unless requested."""

@@ -1,0 +1,92 @@
+"""What a teacher says about the tokens of a rollout.
+
+B rows · C completion tokens · n tokens of a row that may count · H hidden size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowTargets:
+    """The targets of the tokens of one row that may count, and of no other token."""
+
+    hidden: Tensor
+    """[n, H_t], in the width and dtype of the row's teacher; where targets are kept."""
+    places: Tensor
+    """[n], int64, in host memory: which tokens of the completion these are, ascending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherTargets:
+    """The teacher's targets for a rollout, small enough to keep for a whole generation batch.
+
+    `TeacherTargets(hidden=...)` has a state for each token. Teachers of this package keep those of the tokens that may
+    count, in `rows`; there `hidden` is a copy, which is made when it is first read and is from then on what counts.
+    """
+
+    hidden: Tensor
+    """[B, C, H_t], the teacher's last hidden state at the position that *predicts* each completion token.
+
+    Made from `rows`, it is 0 at tokens that cannot count; where several teachers share a batch, H_t is their largest
+    hidden size, and smaller states are padded with zeros.
+    """
+    teacher: Tensor | None = None
+    """[B], in host memory, the number of the teacher that read the row; `None` where there is only one."""
+    rows: tuple[RowTargets, ...] | None = field(default=None, init=False, repr=False)
+    """The targets row by row, or `None` where `hidden` holds them."""
+    tokens: int = field(default=0, init=False, repr=False)
+    """C of `rows`."""
+
+    def cut(self, tokens: int) -> TeacherTargets:
+        """The targets of the first completion tokens, which are all that may count."""
+        if self.rows is None:
+            return replace(self, hidden=self.hidden[:, :tokens])
+        return TeacherTargets.by_row(self.rows, tokens, self.teacher)
+
+    @classmethod
+    def by_row(cls, rows: Iterable[RowTargets], tokens: int, teacher: Tensor | None = None) -> TeacherTargets:
+        """Targets of B rows of C = `tokens` completion tokens."""
+        self = object.__new__(cls)
+        for name, value in {"rows": tuple(rows), "tokens": tokens, "teacher": teacher}.items():
+            object.__setattr__(self, name, value)
+        return self
+
+    def __getattr__(self, name: str) -> Tensor:
+        # Reached only while the slot is empty. States that were read may be written to, so they replace the rows.
+        if name != "hidden":
+            raise AttributeError(f"`TeacherTargets` has no attribute `{name}`.")
+        assert self.rows, "a rollout has rows"
+        wide = max((row.hidden for row in self.rows), key=lambda states: states.size(1))
+        dtype = reduce(torch.promote_types, (row.hidden.dtype for row in self.rows))
+        hidden_BCH = wide.new_zeros(len(self.rows), self.tokens, wide.size(1), dtype=dtype)
+        for to_CH, row in zip(hidden_BCH, self.rows, strict=True):
+            to_CH[row.places.to(to_CH.device), : row.hidden.size(1)] = row.hidden.to(to_CH)
+        object.__setattr__(self, "hidden", hidden_BCH)
+        object.__setattr__(self, "rows", None)
+        return hidden_BCH
+
+    def of(self, row: int, places_n: Tensor) -> Tensor:
+        """[n, H_t], states of some tokens of a row that may count, by their places in host memory, ascending."""
+        if self.rows is None:
+            return self.hidden[row].index_select(0, places_n.to(self.hidden.device))
+        kept = self.rows[row]
+        return kept.hidden.index_select(0, torch.searchsorted(kept.places, places_n).to(kept.hidden.device))
+
+    def pack(self) -> dict[str, Any]:
+        """The row-aligned values that pass through TRL's shuffle and split; of targets kept by row."""
+        assert self.rows is not None, "only `rows` do not depend on the longest completion of a batch"
+        packed = {"teacher_rows": list(self.rows)}
+        return packed if self.teacher is None else {**packed, "teacher_number": self.teacher}
+
+    @classmethod
+    def unpack(cls, batch: Mapping[str, Any]) -> TeacherTargets:
+        """The inverse of [`~TeacherTargets.pack`], on any subset of the rows."""
+        return cls.by_row(batch["teacher_rows"], batch["completion_ids"].size(1), batch.get("teacher_number"))
