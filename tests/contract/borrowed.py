@@ -212,7 +212,6 @@ OWNERS = (
         keys=True,
         names={
             "eval": "the half that an evaluation empties",
-            "step_time": "",
             "train": "the half that a training empties",
         },
     ),
@@ -295,6 +294,11 @@ OWNERS = (
         kind="bars",
         where=("transformers/trainer_callback.py:ProgressCallback",),
         names={"prediction_bar": "closed after a training that failed", "training_bar": "the same"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("accelerate/state.py:GradientState",),
+        names={"_set_sync_gradients": "off for all micro-batches of a call but the last"},
     ),
     Owner(
         kind=ANYWHERE,

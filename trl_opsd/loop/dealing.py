@@ -58,22 +58,17 @@ class Dealing(DistillationTrainer):
         model.train()  # an evaluation may have come before
         self._fill(inputs)
         last = len(self._buffered_inputs[self._call]) - 1
-        total: Tensor | None = None
+        losses = []
         try:
-            for self._part in range(last + 1):
-                with self._accumulating(model, self._part < last):
-                    loss = Trainer.training_step(self, model, inputs, num_items_in_batch)
-                total = loss if total is None else total + loss
+            for self._part in range(last):
+                with self._accumulating(model):
+                    losses.append(Trainer.training_step(self, model, inputs, num_items_in_batch))
+            set_known(self, _current_train_step_time=self._current_train_step_time + perf_counter() - start)
+            self._part = last
+            losses.append(super().training_step(model, inputs, num_items_in_batch))  # counts the call
         finally:
             self._part = None
-        set_known(self, _step=self._step + 1)
-        seconds = self._current_train_step_time + perf_counter() - start
-        if self._call == 0:
-            self._metrics["train"]["step_time"].append(seconds)
-            seconds = 0.0
-        set_known(self, _current_train_step_time=seconds)
-        assert total is not None, "a call has a micro-batch"
-        return total
+        return torch.stack(losses).sum()
 
     @property
     def _call(self) -> int:
@@ -81,10 +76,10 @@ class Dealing(DistillationTrainer):
         return int(self._step % self.args.gradient_accumulation_steps)
 
     @contextmanager
-    def _accumulating(self, model: Any, more_follow: bool) -> Iterator[None]:
-        """Keeps the body's gradient in this process, as transformers does for all calls but the last of a step."""
+    def _accumulating(self, model: Any) -> Iterator[None]:
+        """Keeps the body's gradient in this process, as transformers does in all calls but the last of a step."""
         state = self.accelerator.gradient_state
-        if not (more_follow and state.sync_gradients):
+        if not state.sync_gradients:
             yield
             return
         state._set_sync_gradients(False)
