@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import MambaConfig
 
-from trl_opsd import FixedRollout, HFRollout
+from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 
 ROWS, STEPS = 24, 6
 
@@ -181,6 +181,44 @@ def test_a_model_whose_rows_would_change_each_other_is_refused(make_trainer, rol
 def test_options_that_contradict_each_other_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         tiny.config(tmp_path, **options)
+
+
+class Replaced(OPSDTrainer):
+    """Trains on one row of its own, whatever is read."""
+
+    def _prepare_inputs(self, rows):
+        return super()._prepare_inputs([{"prompt": "why?"} for _ in rows])
+
+
+def test_rows_that_a_subclass_replaces_are_the_ones_that_are_taught(make_trainer):
+    taught = []
+
+    class Watched(Replaced):
+        def teach(self, rollout, rows):
+            taught.extend(row["prompt"] for row in rows)
+            return super().teach(rollout, rows)
+
+    make_trainer(Watched, gradient_accumulation_steps=2, max_steps=2).train()
+    assert taught == ["why?"] * 8
+    with pytest.raises(ValueError, match=r"`max_tokens_per_microbatch` with `Replaced\._prepare_inputs`"):
+        make_trainer(Replaced, max_tokens_per_microbatch=20).train()
+
+
+def test_a_budget_counts_the_padding_to_a_multiple(make_trainer):
+    rows, rollout = ragged(8)
+    trainer = make_trainer(
+        train_dataset=rows,
+        rollout=rollout,
+        max_completion_length=120,
+        pad_to_multiple_of=32,
+        max_steps=1,
+        per_device_train_batch_size=8,
+        max_tokens_per_microbatch=200,
+    )
+    counted = Counted(trainer)
+    trainer.train()
+    longest = max(len(prompt) + len(answer) for prompt, answer in rollout._completions.items())
+    assert counted.largest <= max(200, longest + 31)
 
 
 def test_rows_read_together_are_padded_to_the_multiple_that_was_asked_for(make_trainer):

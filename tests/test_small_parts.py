@@ -52,15 +52,13 @@ def test_tool_tokens_are_read_but_not_trained_on():
     assert rollout.weights.tolist() == [[1, 0], [1, 1]]
 
 
-def test_concatenated_chunks_equal_the_rollout():
+def test_selected_rows_are_those_of_the_rollout():
     rollout = dataclasses.replace(Rollout.unpack(batch(5)), extras={"images": ["a"]})
-    chunks = list(rollout.chunks(2))
-    assert [len(chunk.prompt_ids) for chunk in chunks] == [2, 2, 1]
-    assert all(chunk.extras is rollout.extras for chunk in chunks)
+    parts = [rollout.select(rows) for rows in ([0, 1], [2, 3], [4])]
+    assert all(part.extras is rollout.extras for part in parts)
     for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "weights"):
-        whole = torch.cat([getattr(chunk, name) for chunk in chunks])
-        assert torch.equal(whole, getattr(rollout, name))
-    assert sum((chunk.measured() for chunk in chunks), ()) == rollout.measured()
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(rollout, name))
+    assert sum((part.measured() for part in parts), ()) == rollout.measured()
 
 
 def test_targets_survive_pack_and_unpack():

@@ -71,7 +71,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
         max_tokens_per_microbatch (`int`, *optional*):
             Most tokens that the student reads at once in training, prompts and padding included. The rows of an
             optimizer step, `per_device_train_batch_size` x `gradient_accumulation_steps` in each process, are dealt to
-            as few micro-batches as have no more; a longer row is read by itself. When `None`,
+            as few micro-batches as have no more, at least one for each accumulation step and equally many in all
+            processes; a longer row is read by itself. When `None`,
             `per_device_train_batch_size` rows are read at once. The gradient does not depend on it.
         teacher_trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether the teacher may be loaded from a repository that ships its own Python code.
@@ -331,6 +332,11 @@ class OPSDConfig(StrictNames, DistillationConfig):
             at_least_one("loss_chunk_tokens", self.loss_chunk_tokens)
         if self.max_tokens_per_microbatch is not None:
             at_least_one("max_tokens_per_microbatch", self.max_tokens_per_microbatch)
+            if "lomo" in str(self.optim):
+                raise ValueError(
+                    f"`max_tokens_per_microbatch` with `optim={str(self.optim)!r}`, which steps in each backward pass: "
+                    "leave one of them out."
+                )
         if self.padding_free and self.pad_to_multiple_of is not None:
             raise ValueError(
                 f"`padding_free=True` with `pad_to_multiple_of={self.pad_to_multiple_of}`: no row is padded then; set "

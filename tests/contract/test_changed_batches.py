@@ -49,6 +49,24 @@ def narrower(batch):
         batch[name] = batch[name][:, :-1]
 
 
+def prepended(batch):
+    """Writes six tokens before each prompt."""
+    for name, value in (("prompt_ids", 77), ("prompt_mask", 1)):
+        batch[name] = torch.cat([torch.full((len(batch[name]), 6), value), batch[name]], 1)
+
+
+def appended(batch):
+    """Writes four tokens after each completion, its padding included."""
+    for name, value in (("completion_ids", 77), ("completion_mask", 1)):
+        batch[name] = torch.cat([batch[name], torch.full((len(batch[name]), 4), value)], 1)
+
+
+def unmasked(batch):
+    """Has the padding read as text."""
+    for name in ("prompt_mask", "completion_mask"):
+        batch[name] = torch.ones_like(batch[name])
+
+
 def changing(base: type, change: Any) -> type:
     class Changing(base):
         def _generate_and_score_completions(self, inputs):
@@ -73,7 +91,18 @@ def made(cls: type, config: Any, **given: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "change", [pytest.param(hole, marks=pytest.mark.quick), truncated, tool, longer, other_tokens, narrower]
+    "change",
+    [
+        pytest.param(hole, marks=pytest.mark.quick),
+        truncated,
+        tool,
+        longer,
+        other_tokens,
+        narrower,
+        prepended,
+        appended,
+        unmasked,
+    ],
 )
 def test_a_batch_changed_in_a_subclass_trains_as_in_trl(tmp_path, change):
     options = tiny.options(tmp_path, beta=0.5, gradient_accumulation_steps=2)

@@ -80,6 +80,10 @@ def _check_sequences(sizes: ParallelismConfig, args: Any, processes: int) -> Non
         raise ValueError(f"{asked} with `sp_seq_length`: completions differ in length: leave it out.")
     if args.padding_free:
         raise ValueError(f"{asked} with `padding_free=True` is not supported: remove one of them.")
+    if args.pad_to_multiple_of not in (None, "auto"):
+        raise ValueError(
+            f"{asked} with `pad_to_multiple_of={args.pad_to_multiple_of}` is not supported: remove one of them."
+        )
     if args.torch_compile:
         raise ValueError(f"{asked} with `torch_compile=True` is not supported: remove one of them.")
 

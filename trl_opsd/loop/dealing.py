@@ -6,7 +6,7 @@ The loss has one denominator for the whole step, so the gradient does not depend
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain, pairwise
 from time import perf_counter
 from typing import Any
@@ -16,9 +16,11 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import Trainer
 
+from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
 from trl_opsd.models.grouping import equal_groups, even_groups, fewest_groups
+from trl_opsd.models.padding import Reading
 from trl_opsd.run.known import set_known
 from trl_opsd.types import lengths_of
 
@@ -34,6 +36,15 @@ EVEN = 1.05
 """Tokens of the process that has most, relative to the mean, up to which rows stay where they were written."""
 
 
+_PASSED_BY = ("_generate_and_score_completions", "_prepare_inputs", "compute_loss")
+"""Methods that a batch passes on its way; one that overrides them may change it."""
+
+
+def of_package(method: Any) -> bool:
+    """Whether a method is TRL's or ours."""
+    return str(getattr(method, "__module__", "")).startswith((__package__, DistillationTrainer.__module__))
+
+
 class Dealing(DistillationTrainer):
     """A trainer whose micro-batches hold rows of similar length, and where asked for as many as fit a budget.
 
@@ -42,6 +53,7 @@ class Dealing(DistillationTrainer):
     """
 
     args: OPSDConfig
+    reading: Reading
     _part: int | None = None
     """Which micro-batch of a call is trained on; `None` outside of `training_step`."""
 
@@ -54,8 +66,17 @@ class Dealing(DistillationTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As TRL's, with one forward and backward pass for each micro-batch of the call."""
+        if not of_package(self._prepare_inputs):  # which takes the rows, and may return anything
+            if self.args.max_tokens_per_microbatch is not None:
+                raise ValueError(
+                    f"`max_tokens_per_microbatch` with `{type(self).__name__}._prepare_inputs`, which returns one "
+                    "micro-batch for each call: leave the option out, or override `weigh` or `compare` instead."
+                )
+            return super().training_step(model, inputs, num_items_in_batch)
         start = perf_counter()
-        model.train()  # an evaluation may have come before
+        for one in (model, self.optimizer):  # an evaluation may have come before
+            if callable(getattr(one, "train", None)):
+                one.train()
         self._fill(inputs)
         last = len(self._buffered_inputs[self._call]) - 1
         losses = []
@@ -71,6 +92,11 @@ class Dealing(DistillationTrainer):
         return torch.stack(losses).sum()
 
     @property
+    def may_be_changed(self) -> bool:
+        """Whether a method that a batch passes is a user's; the same in all processes."""
+        return not all(of_package(getattr(self, name)) for name in _PASSED_BY)
+
+    @property
     def _call(self) -> int:
         """Which call of `training_step` is next, within an optimizer step."""
         return int(self._step % self.args.gradient_accumulation_steps)
@@ -84,7 +110,7 @@ class Dealing(DistillationTrainer):
             return
         state._set_sync_gradients(False)
         try:
-            with self.accelerator.no_sync(model):
+            with nullcontext() if state.plugin_kwargs.get("sync_each_batch") else self.accelerator.no_sync(model):
                 yield
         finally:
             state._set_sync_gradients(True)
@@ -96,12 +122,15 @@ class Dealing(DistillationTrainer):
         if self._call != 0 and self._buffered_inputs is not None:
             return
         batch = self._generate_and_score_completions(rows)
-        if "lengths" not in batch:  # built by a method of the user's
-            batch = {**batch, "lengths": list(lengths_of(batch["prompt_mask"], batch["completion_mask"]))}
-        order = torch.randperm(len(batch["lengths"])).tolist()  # TRL draws it, and later draws are to be the same
+        lengths = lengths_of(
+            batch["prompt_mask"], batch["completion_mask"]
+        )  # a method of the user's may have changed it
+        batch = {**batch, "lengths": list(lengths)}
+        order = torch.randperm(len(lengths)).tolist()  # TRL draws it, and later draws are to be the same
         batch = chosen(batch, order)
         calls = self.args.gradient_accumulation_steps
-        groups = self._groups([one.total for one in batch["lengths"]])
+        multiple = self.args.pad_to_multiple_of or 1
+        groups = self._groups([-(-one.total // multiple) * multiple for one in batch["lengths"]])
         bounds = [len(groups) * call // calls for call in range(calls + 1)]
         dealt = [[chosen(batch, group) for group in groups[a:b]] for a, b in pairwise(bounds)]
         set_known(self, _buffered_inputs=dealt)
@@ -116,11 +145,12 @@ class Dealing(DistillationTrainer):
                 The dataset rows, aligned with it.
 
         Returns:
-            `tuple`: the same of the rows that it shall train on.
+            `tuple`: the same of the rows that it shall train on. Where a method that is not ours may add to the batch,
+            they stay, because it may have values for the rows that it was given.
         """
         accelerator = self.accelerator
         number = accelerator.num_processes
-        if number == 1 or not self.model.training:
+        if number == 1 or not self.model.training or self.may_be_changed:
             return dict(batch), list(rows)
         tokens = torch.tensor([one.total for one in lengths_of(batch["prompt_mask"], batch["completion_mask"])])
         each = accelerator.gather(tokens.to(accelerator.device)).view(number, -1).tolist()
@@ -144,6 +174,11 @@ class Dealing(DistillationTrainer):
         budget, calls = self.args.max_tokens_per_microbatch, self.args.gradient_accumulation_steps
         if budget is None:
             return equal_groups(lengths, calls, self.args.padding_free)
+        if not self.reading.padded_up_to and is_split_model(self.accelerator.unwrap_model(self.model)):
+            raise ValueError(
+                "`max_tokens_per_microbatch`: the student is split over the processes and reads one row at a time, so "
+                "that every process has to have equally many rows in a micro-batch: leave the option out."
+            )
         fewest = len(fewest_groups(lengths, lambda tokens, *_: tokens <= budget, self.args.padding_free))
         each = self.accelerator.gather(torch.tensor([fewest, calls], device=self.accelerator.device))
         return even_groups(lengths, int(each.max()), self.args.padding_free)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.data.teacher_prompts import Row
+from trl_opsd.loop.dealing import Dealing
 from trl_opsd.loop.verbs import Verbs
 from trl_opsd.loop.weights import checked_weights
 from trl_opsd.models.mode import preserved_mode
@@ -26,13 +27,8 @@ from trl_opsd.types import Rollout
 
 __all__ = ["Scoring"]
 
-_OURS = (__package__, DistillationTrainer.__module__)
-"""Modules whose methods change no batch after it was scored."""
-_PASSED_BY = ("_generate_and_score_completions", "_prepare_inputs", "compute_loss")
-"""Methods that a batch passes on its way; one that overrides them may change it."""
 
-
-class Scoring(Verbs, DistillationTrainer):
+class Scoring(Verbs, Dealing):
     """A trainer that knows which tokens its teacher has read, and has it read others when their loss is computed."""
 
     phase: Callable[[str], AbstractContextManager[None]]
@@ -50,6 +46,7 @@ class Scoring(Verbs, DistillationTrainer):
             ValueError: `teach` or `weigh` returned something else, or wrote into the tokens or masks of the batch.
         """
         rollout, name = _written(batch), type(self).__name__
+        rollout = replace(rollout, lengths=rollout.measured())
         digest = _digest(rollout)
         with preserved_mode(self.model):
             with self.phase("teach"), autocast(self.accelerator):
@@ -64,7 +61,7 @@ class Scoring(Verbs, DistillationTrainer):
             "loss_weights": weights,
             "rows": list(rows),
             "scored": digest,
-            "lengths": list(rollout.measured()),
+            "lengths": list(rollout.lengths or ()),
         }
 
     def scored(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -77,26 +74,17 @@ class Scoring(Verbs, DistillationTrainer):
     def _needs_scoring(self, batch: Mapping[str, Any]) -> bool:
         if "scored" not in batch:
             return True
-        if not self._may_be_changed:
+        if not self.may_be_changed:
             return False
         now = _digest(_written(batch))
         changed = torch.tensor([not torch.equal(batch["scored"], now)], device=self.accelerator.device)
         # A teacher may be split over the processes, so all of them have it read, or none does.
         return bool(self.accelerator.gather(changed).any())
 
-    @property
-    def _may_be_changed(self) -> bool:
-        """Whether a method that a batch passes is not ours; the same in all processes."""
-        for name in _PASSED_BY:
-            method = getattr(self, name)
-            if not str(getattr(method, "__module__", "")).startswith(_OURS):
-                return True
-        return False
-
 
 def _written(batch: Mapping[str, Any]) -> Rollout:
     """The tokens of a batch, with TRL's weights: 1 where the student wrote one."""
-    return Rollout.unpack({name: value for name, value in batch.items() if name != "loss_weights"})
+    return Rollout.unpack({name: value for name, value in batch.items() if name not in ("loss_weights", "lengths")})
 
 
 def _check_unchanged(batch: Mapping[str, Any], digest: Tensor, what: str) -> None:

@@ -22,7 +22,6 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.loop.again import UsedAgain
 from trl_opsd.loop.attributes import Attributes
 from trl_opsd.loop.card import Cards
-from trl_opsd.loop.dealing import Dealing
 from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
 from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.hosting import Hosting
@@ -80,7 +79,6 @@ class SeamTrainer(
     EachRowOnce,
     WrappedToTrain,
     Hosting,
-    Dealing,
 ):
     """TRL's trainer with four hooks in its loop: `complete`, `teach`, `weigh` and `compare`.
 

@@ -106,7 +106,8 @@ def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> I
             for name, tensor in tensors.items()
         }
         tokens_BN = part["tokens"]
-        targets = TeacherTargets(hidden=part["hidden"], teacher=part.get("teacher"))
+        teacher = part["teacher"].cpu() if "teacher" in part else None
+        targets = TeacherTargets(hidden=part["hidden"], teacher=teacher)
         yield {
             "prompt_ids": tokens_BN[:, :1],
             "prompt_mask": torch.ones_like(tokens_BN[:, :1]),
@@ -127,6 +128,8 @@ def _unpadded(rollout: Rollout, targets: TeacherTargets, device: torch.device) -
     weights_BL = torch.cat([torch.zeros_like(rollout.prompt_ids, dtype=torch.float32), rollout.weights], dim=1)
     places_BL = (order_BL[:, 1:] - rollout.prompt_ids.size(1)).clamp(min=0)
     hidden_BCH = targets.hidden.to(device)
+    if targets.teacher is not None:  # of several dtypes, of which other processes may have others
+        hidden_BCH = hidden_BCH.float()
     found = {
         "tokens": rollout.input_ids.gather(1, order_BL),
         "mask": mask_BL.gather(1, order_BL)[:, 1:],

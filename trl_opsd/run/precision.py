@@ -77,6 +77,8 @@ def dtype_of_frozen_base(args: TrainingArguments, adapter: Any) -> torch.dtype |
     """
     if adapter is None or args.mixed_precision != "bf16" or args.deepspeed_plugin is not None or is_fsdp_enabled():
         return None
+    if adapter.is_prompt_learning or adapter.peft_type == "LN_TUNING":  # what they train is made in the base's dtype
+        return None
     trains_base = any(getattr(adapter, name, None) not in (None, [], "none") for name in _TRAINED_OF_BASE)
     return None if trains_base or rewrites_base(adapter) else torch.bfloat16
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import distributed
 from tqdm import tqdm
 
 from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.models.backbone import Run, completion_hidden
 from trl_opsd.models.grouping import fewest_groups
 from trl_opsd.models.head import model_shape
@@ -69,6 +71,7 @@ def read(
     """
     bar = tqdm(groups, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
     keeper = Keeper(rollout.weights, cache_device)
+    rollout = replace(rollout, lengths=rollout.measured())
     with torch.no_grad():
         for rows in bar:
             keeper.put(rows, run(completion_hidden, rollout.select(rows).cut().to(device), reading))
@@ -99,6 +102,8 @@ def pass_groups(
             Whether each pass costs much, so that padding costs less than another pass.
     """
     lengths = [one.total for one in rollout.measured()]
+    if not reading.padded_up_to and is_split_model(model):
+        return [[row] for row in range(len(lengths))]  # a row is a forward pass, of which all processes run as many
     kind = rollout.prompt_ids.device.type
     busy = math.inf if few or reading.packed else BUSY_TOKENS.get(kind, BUSY_TOKENS_ELSEWHERE)
     most = math.inf if few else MOST_TOKENS.get(kind, math.inf)

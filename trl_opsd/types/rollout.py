@@ -5,7 +5,7 @@ B rows · P prompt tokens · C completion tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ class Rollout:
 
     The last token of a part is the first one of the next, and is predicted here but read there."""
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the rollout that are not row-aligned tensors; [`select`], [`chunks`] and [`to`] keep them unchanged."""
+    """Values of the rollout that are not row-aligned tensors; [`select`] and [`to`] keep them unchanged."""
 
     @classmethod
     def unpack(cls, batch: Mapping[str, Any]) -> Rollout:
@@ -122,11 +122,6 @@ class Rollout:
             weights=self.weights[:, :completion],
             lengths=lengths,
         )
-
-    def chunks(self, rows: int) -> Iterator[Rollout]:
-        """Splits along B into rollouts of at most `rows` rows, in order."""
-        every = range(len(self.prompt_ids))
-        return (self.select(every[start : start + rows]) for start in every[::rows])
 
     def to(self, device: torch.device) -> Rollout:
         """The same rollout on another device."""

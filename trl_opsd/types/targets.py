@@ -32,7 +32,7 @@ class TeacherTargets:
     count, in `rows`; there `hidden` is a copy, which is made when it is first read and is from then on what counts.
     """
 
-    hidden: Tensor
+    hidden: Tensor = field(repr=False)  # to show it would make it
     """[B, C, H_t], the teacher's last hidden state at the position that *predicts* each completion token.
 
     Made from `rows`, it is 0 at tokens that cannot count; where several teachers share a batch, H_t is their largest
@@ -81,7 +81,7 @@ class TeacherTargets:
         return kept.hidden.index_select(0, torch.searchsorted(kept.places, places_n).to(kept.hidden.device))
 
     def pack(self) -> dict[str, Any]:
-        """The row-aligned values that pass through TRL's shuffle and split; of targets kept by row."""
+        """The row-aligned values that are dealt to micro-batches; of targets kept by row."""
         assert self.rows is not None, "only `rows` do not depend on the longest completion of a batch"
         packed = {"teacher_rows": list(self.rows)}
         return packed if self.teacher is None else {**packed, "teacher_number": self.teacher}
