@@ -9,9 +9,11 @@ import tiny
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import MambaConfig
+from transformers import GPTNeoConfig, Llama4TextConfig, MambaConfig
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
+from trl_opsd.models.padding import PADDED
+from trl_opsd.models.reading_proof import prove_packing
 
 ROWS, STEPS = 24, 6
 
@@ -161,6 +163,42 @@ def mamba(width: int = 32, seed: int = 0) -> torch.nn.Module:
         vocab_size=259, hidden_size=width, num_hidden_layers=2, state_size=8, tie_word_embeddings=False
     )
     return tiny.model(config, seed)
+
+
+def llama4(width: int = 32, seed: int = 0) -> torch.nn.Module:
+    sizes = {**tiny._sizes(width), "intermediate_size_mlp": 2 * width, "num_local_experts": 2}
+    return tiny.model(Llama4TextConfig(**sizes, head_dim=16, attention_chunk_size=32), seed)
+
+
+def gpt_neo(width: int = 32, seed: int = 0) -> torch.nn.Module:
+    config = GPTNeoConfig(
+        vocab_size=259,
+        hidden_size=width,
+        num_layers=2,
+        num_heads=2,
+        attention_types=[[["global", "local"], 1]],
+        max_position_embeddings=256,
+        attention_dropout=0.0,
+    )
+    return tiny.model(config, seed)
+
+
+@pytest.mark.parametrize(("make", "message"), [(llama4, "attention_chunk_size=32"), (gpt_neo, "mask of its context")])
+def test_what_only_long_rows_would_show_is_refused_too(make, message):
+    with pytest.raises(ValueError, match=rf"`padding_free=True`: the student .*{message}.*leave the option out"):
+        prove_packing(make(), "student", PADDED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_proof_sees_rows_that_change_each_other_in_every_precision(dtype):
+    prove_packing(tiny.qwen2().to(dtype), "student", PADDED)
+    leaking = mamba()
+    with torch.no_grad():
+        for parameter in leaking.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(torch.randn_like(parameter) / parameter.size(1) ** 0.5)
+    with pytest.raises(ValueError, match="lets rows that are read as one change each other"):
+        prove_packing(leaking.to(dtype), "student", PADDED)
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])

@@ -62,7 +62,13 @@ class Dealing(DistillationTrainer):
             return self._generate_and_score_completions(generation_batch)
         if self._part is None:
             self._fill(generation_batch)
-        return self._buffered_inputs[self._call][self._part or 0]
+        parts = self._buffered_inputs[self._call]
+        if self._part is None and len(parts) > 1:
+            raise ValueError(
+                f"This call of `training_step` has {len(parts)} micro-batches, of which `_prepare_inputs` returns one "
+                "outside of ours: call `super().training_step`, or leave `max_tokens_per_microbatch` out."
+            )
+        return parts[self._part or 0]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As TRL's, with one forward and backward pass for each micro-batch of the call."""

@@ -59,7 +59,7 @@ def prove_packing(model: CausalLM, role: str, reading: Reading, run: Run | None 
     """Reads three rows as one and each alone, to find out whether they change each other.
 
     Whether they do depends on the architecture and on its kernels: convolutions and recurrences run on from row to row,
-    and attention needs restarting positions to tell the rows apart. Four small forward passes.
+    and attention needs restarting positions to tell the rows apart. Five small forward passes.
 
     Args:
         model, role, run:
@@ -73,6 +73,8 @@ def prove_packing(model: CausalLM, role: str, reading: Reading, run: Run | None 
     refused = f"`padding_free=True`: the {role} ({type(model).__name__})"
     if reading.padded_up_to != math.inf:
         raise ValueError(f"{refused} cannot read rows as one, it reads them {reading}: leave the option out.")
+    if reason := _beyond_probe(model):
+        raise ValueError(f"{refused} {reason}: leave the option out.")
     try:
         gap = _probed(model, role, run, gap_of_packing)
     except CANNOT_RUN as error:
@@ -86,6 +88,17 @@ def prove_packing(model: CausalLM, role: str, reading: Reading, run: Run | None 
             f"{refused} lets rows that are read as one change each other: the hidden state of a token is off by "
             f"{gap:.2g} of its norm. Leave the option out."
         )
+
+
+def _beyond_probe(model: CausalLM) -> str | None:
+    """Why rows that are read as one would change each other, or not be read, where only long ones show it."""
+    config = model.config.get_text_config()
+    for name in ("attention_chunk_size", "attn_temperature_tuning"):
+        if getattr(config, name, None):
+            return f"counts positions from the first row on for `{name}={getattr(config, name)!r}` (Llama 4)"
+    if any(buffer.dim() == 4 for buffer in backbone_of(model).buffers()):
+        return "keeps a mask of its context, which rows that are read as one may exceed (GPT-Neo)"
+    return None
 
 
 def _probed(model: CausalLM, role: str, run: Run | None, probe: Callable[[Read, int, torch.device], Any]) -> Any:
