@@ -282,7 +282,8 @@ def test_options_that_are_read_at_construction_only_are_those_that_may_not_chang
     declared = {*DistillationConfig.__annotations__, *OPSDConfig.__annotations__} & _NAMES
     elsewhere = {"ds3_gather_for_generation", "resume_with_changes", "vllm_sync_check", "remove_unused_columns"}
     assert declared - reads - elsewhere <= kept
-    assert reads & kept <= {*fingerprint.OPTIONS, *fingerprint.EMA_OPTIONS, "report_to"}
+    proved = {"padding_free", "pad_to_multiple_of"}  # read for each pass, as the models were examined with them
+    assert reads & kept <= {*fingerprint.OPTIONS, *fingerprint.EMA_OPTIONS, "report_to", *proved}
 
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "num_generations", "warmup_ratio", "max_prompt_length"])

@@ -110,7 +110,9 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
         _, in_float32, _ = alone[variants.of(strategy)[name][0]]
         print(f"{strategy}, bfloat16, {name}: losses", *half["losses"], "in float32", *in_float32)
         assert half["products"] == {phase: ["bfloat16"] for phase in PHASES}
-        assert half["kept"] == ["torch.bfloat16" if strategy.startswith("zero") else "torch.float32"]
+        frozen_base = strategy == "ddp" and name.startswith("lora")  # which launchers that shard it cast by themselves
+        kept = {"torch.bfloat16"} if strategy.startswith("zero") else {"torch.float32"}
+        assert half["kept"] == sorted(kept | {"torch.bfloat16"} if frozen_base else kept)
         frequencies = tiny.qwen2(32, seed=0).model.rotary_emb.inv_freq.tolist()
         assert half["frequencies"] == frequencies, "rounded, they rotate late positions wrongly"
         assert half["losses"] == pytest.approx(in_float32, abs=1e-2)
