@@ -305,24 +305,12 @@ def test_parts_of_ones_own_are_described_by_their_string(make_trainer):
 
 
 def test_tools_are_named(make_trainer):
-    def add(a: int, b: int) -> int:
-        """Adds.
-
-        Args:
-            a: The first number.
-            b: The second number.
-
-        Returns:
-            The sum.
-        """
-        return a + b
-
     words = tiny.tokenizer()
     words.chat_template = qwen3_chat_template
     models = [tiny.qwen2(width, seed, max_position_embeddings=4096) for seed, width in enumerate((32, 48))]
     found = parts(
         make_trainer(
-            tools=[add], processing_class=words, train_dataset=chat(), model=models[0], teacher_model=models[1]
+            tools=[tiny.add], processing_class=words, train_dataset=chat(), model=models[0], teacher_model=models[1]
         )
     )
     assert found["completions"].endswith(", with the tools add")

@@ -12,10 +12,14 @@ from peft import LoraConfig
 from transformers import GPTNeoConfig, Llama4TextConfig, MambaConfig
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
-from trl_opsd.models.padding import PADDED
+from trl_opsd.loop import dealing
+from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.reading_proof import prove_packing
+from trl_opsd.teacher import forward
+from trl_opsd.teacher.forward import pass_groups
 
 ROWS, STEPS = 24, 6
+MASK = (torch.arange(9) < torch.tensor([[9], [1], [5], [2]])).long()
 
 
 def lognormal(generator: random.Random, most: int) -> int:
@@ -214,6 +218,7 @@ def test_a_model_whose_rows_would_change_each_other_is_refused(make_trainer, rol
     [
         ({"padding_free": True, "pad_to_multiple_of": 8}, "no row is padded then"),
         ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch"),
+        ({"max_tokens_per_microbatch": 9, "optim": "lomo"}, "which steps in each backward pass"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(tmp_path, options, message):
@@ -240,6 +245,71 @@ def test_rows_that_a_subclass_replaces_are_the_ones_that_are_taught(make_trainer
     assert taught == ["why?"] * 8
     with pytest.raises(ValueError, match=r"`max_tokens_per_microbatch` with `Replaced\._prepare_inputs`"):
         make_trainer(Replaced, max_tokens_per_microbatch=20).train()
+
+
+class Alone(OPSDTrainer):
+    """Learns in a step of its own."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        self._step += 1
+        return loss.detach()
+
+
+def test_a_step_that_would_leave_rows_out_is_refused(make_trainer):
+    make_trainer(Alone, per_device_train_batch_size=8, max_steps=1).train()
+    with pytest.raises(ValueError, match=r"has \d micro-batches.*call `super\(\).training_step`"):
+        make_trainer(Alone, per_device_train_batch_size=8, max_steps=1, max_tokens_per_microbatch=20).train()
+
+
+class TwoFaced(torch.optim.SGD):
+    """Keeps other weights while it evaluates, as schedule-free optimizers do."""
+
+    mode = None
+
+    def train(self):
+        self.mode = "train"
+
+    def eval(self):
+        self.mode = "eval"
+
+
+def test_completions_are_written_with_the_weights_that_are_trained(make_trainer):
+    modes = []
+
+    class Watched(FixedRollout):
+        def complete(self, prompt_ids, step):
+            if trainer.model.training:
+                modes.append(optimizer.mode)
+            return super().complete(prompt_ids, step)
+
+    student = tiny.qwen2()
+    optimizer = TwoFaced(student.parameters(), lr=1e-3)
+    trainer = make_trainer(
+        model=student,
+        optimizers=(optimizer, None),
+        eval_dataset=tiny.rows(2),
+        eval_strategy="steps",
+        eval_steps=1,
+        rollout=Watched(tiny.recorded(tiny.tokenizer())),
+    )
+    trainer.train()
+    assert modes == ["train"] * 3
+
+
+def test_a_split_model_that_reads_row_by_row_makes_a_pass_for_each(monkeypatch, make_trainer):
+    rows = tiny.rollout(torch.ones(4, 3, dtype=torch.long), torch.ones(4, 9, dtype=torch.long), MASK)
+    model = tiny.qwen2()
+    assert len(pass_groups(model, rows, Reading(0))) < 4
+    monkeypatch.setattr(forward, "is_split_model", lambda _: True)
+    assert pass_groups(model, rows, Reading(0)) == [[0], [1], [2], [3]], "however long they are in other processes"
+    monkeypatch.setattr(dealing, "is_split_model", lambda _: True)
+    trainer = make_trainer(max_tokens_per_microbatch=20)
+    trainer.reading = Reading(0)
+    with pytest.raises(ValueError, match="every process has to have equally many rows"):
+        trainer._groups([3, 4])
 
 
 def test_a_budget_counts_the_padding_to_a_multiple(make_trainer):

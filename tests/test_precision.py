@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from accelerate.utils import DistributedType
-from peft import LoraConfig, get_peft_model
+from peft import LNTuningConfig, LoraConfig, get_peft_model
 from products import PHASES, WatchedTrainer
 
 from trl_opsd import HFRollout
@@ -79,8 +79,9 @@ ALL_LINEAR = {"r": 4, "target_modules": "all-linear"}
         ({"bf16": True, "peft_config": LoraConfig(**ALL_LINEAR, modules_to_save=["lm_head"])}, "float32"),
         ({"bf16": True, "peft_config": LoraConfig(**ALL_LINEAR, bias="lora_only")}, "float32"),
         ({"bf16": True, "peft_config": LoraConfig(**ALL_LINEAR, init_lora_weights="pissa")}, "float32"),
+        ({"bf16": True, "peft_config": LNTuningConfig(target_modules=["norm"], task_type="CAUSAL_LM")}, "float32"),
     ],
-    ids=["LoRA", "DoRA", "no bf16", "all trained", "asked for", "a trained head", "trained biases", "PiSSA"],
+    ids=["LoRA", "DoRA", "no bf16", "all trained", "asked for", "a trained head", "trained biases", "PiSSA", "norms"],
 )
 def test_a_base_that_stays_frozen_is_loaded_in_the_dtype_it_is_computed_in(make_trainer, tmp_path, given, expected):
     tiny.qwen2().save_pretrained(tmp_path / "student")

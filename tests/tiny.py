@@ -130,6 +130,19 @@ def recorded(words: PreTrainedTokenizerFast) -> dict[tuple[int, ...], list[int]]
     return {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
 
 
+def add(a: int, b: int) -> int:
+    """A tool: adds.
+
+    Args:
+        a: The first number.
+        b: The second number.
+
+    Returns:
+        The sum.
+    """
+    return a + b
+
+
 def rollout(prompt_ids: torch.Tensor, completion_ids: torch.Tensor, mask: torch.Tensor) -> Rollout:
     """Whole prompts, and completions of which every real token counts."""
     return Rollout(

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.training_args import OptimizerNames
 from transformers.utils import is_torch_xla_available
 
 from trl_opsd._compat.parallelism import check_parallelism
@@ -332,10 +333,11 @@ class OPSDConfig(StrictNames, DistillationConfig):
             at_least_one("loss_chunk_tokens", self.loss_chunk_tokens)
         if self.max_tokens_per_microbatch is not None:
             at_least_one("max_tokens_per_microbatch", self.max_tokens_per_microbatch)
-            if "lomo" in str(self.optim):
+            if self.optim in ("lomo", "adalomo"):
+                optim = OptimizerNames(self.optim).value
                 raise ValueError(
-                    f"`max_tokens_per_microbatch` with `optim={str(self.optim)!r}`, which steps in each backward pass: "
-                    "leave one of them out."
+                    f"`max_tokens_per_microbatch` with `optim={optim!r}`, which steps in each backward pass: leave one "
+                    "of them out."
                 )
         if self.padding_free and self.pad_to_multiple_of is not None:
             raise ValueError(

@@ -14,19 +14,6 @@ from trl_opsd.types import Rollout
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
 
 
-def add(a: int, b: int) -> int:
-    """Adds.
-
-    Args:
-        a: The first number.
-        b: The second number.
-
-    Returns:
-        The sum.
-    """
-    return a + b
-
-
 def words() -> PreTrainedTokenizerFast:
     made = tiny.tokenizer()
     made.chat_template = qwen3_chat_template
@@ -53,7 +40,7 @@ def test_tool_answers_are_in_the_completion_but_not_in_the_loss(make_trainer):
         train_dataset=dataset,
         processing_class=tokenizer,
         rollout=CallsOnce(),
-        tools=[add],
+        tools=[tiny.add],
         max_completion_length=400,
         max_steps=2,
     )

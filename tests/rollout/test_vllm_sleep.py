@@ -68,19 +68,6 @@ class CallsThreeTimes(OPSDTrainer):
         return words(["four<|im_end|>" if turn == 3 else CALL for turn in turns])["input_ids"]
 
 
-def add(a: int, b: int) -> int:
-    """Adds.
-
-    Args:
-        a: The first number.
-        b: The second number.
-
-    Returns:
-        The sum.
-    """
-    return a + b
-
-
 @pytest.fixture
 def watch(make, monkeypatch):
     """Builds a trainer whose engine may sleep, and returns both."""
@@ -116,7 +103,7 @@ def test_an_engine_sleeps_once_per_generation_batch_whatever_its_turns(watch, tm
         teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=2048),
         processing_class=words,
         train_dataset=conversations,
-        tools=[add],
+        tools=[tiny.add],
         max_completion_length=800,
         max_steps=2,
     )
