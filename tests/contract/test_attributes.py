@@ -233,7 +233,7 @@ def test_use_vllm_is_hidden_from_trls_tool_loop_only(make_trainer):
         train_dataset=rows,
         processing_class=test_tools.words(),
         rollout=test_tools.CallsOnce(),
-        tools=[test_tools.add],
+        tools=[tiny.add],
         max_completion_length=400,
         max_steps=1,
     )
