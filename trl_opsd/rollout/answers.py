@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from trl_opsd.rollout.bounded_http import MIB
 from trl_opsd.rollout.sync_proof import RELATIVE
+from trl_opsd.run.bounded_http import MIB
 from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 from trl_opsd.host import Host
 
@@ -14,6 +15,9 @@ class RolloutBackend(ABC):
 
     `str(rollout)` describes it where the trainer describes itself; by default the name of its class.
     """
+
+    writes_apart: ClassVar[bool] = False
+    """Whether `stream` writes without this process, which may train the student between two rows."""
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -42,6 +46,19 @@ class RolloutBackend(ABC):
             completion may also be a tuple, or a tensor or array of integers with one dimension. The caller cuts off
             what follows the first end-of-sequence token; an empty completion is not trained on.
         """
+
+    def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
+        """Generates as `complete`, and yields each completion when it has ended.
+
+        Args:
+            prompt_ids, step:
+                As for `complete`. Processes may take rows at a pace of their own once the first was asked for.
+
+        Yields:
+            `tuple[int, list[int]]`: the number of a prompt and its completion; each prompt once, in any order. Here
+            what `complete` returns.
+        """
+        yield from enumerate(self.complete(prompt_ids, step))
 
     def session(self) -> AbstractContextManager[None]:
         """Entered around all calls of `complete` for a generation batch, one for each turn with tools, and around an

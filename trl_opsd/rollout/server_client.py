@@ -13,7 +13,7 @@ from typing import Any
 from trl_opsd._compat.trl import VLLMClient
 from trl_opsd.config import OPSDConfig
 from trl_opsd.rollout import answers
-from trl_opsd.rollout.bounded_http import BoundedSession
+from trl_opsd.run.bounded_http import BoundedSession
 from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
 
@@ -58,7 +58,9 @@ class ServerClient(VLLMClient):
         """
         origin = ", nine tenths of `ddp_timeout`: see its log, and raise `ddp_timeout` if it only needs longer."
         # A proxy cannot reach our loopback.
-        self.session = BoundedSession(self._deadline, origin, trust_env=not self.is_loopback)
+        self.session = BoundedSession(
+            "The vLLM server", "vllm_server_base_url", self._deadline, origin, trust_env=not self.is_loopback
+        )
         began, has_warned = monotonic(), False
         while why := self._health_error():
             if monotonic() - began >= total_timeout:

@@ -38,3 +38,11 @@ class Teacher(ABC):
             [`~types.TeacherTargets`]: row-aligned with the rollout, `[B, C, H_t]`, without a graph; any numbers where
             the rollout's weights are 0.
         """
+
+    def expect(self, rollout: Rollout) -> None:  # noqa: B027 (most teachers cannot begin early)
+        """Told of rows that `targets` will soon be asked for, in any grouping. Does nothing here.
+
+        Args:
+            rollout ([`~types.Rollout`]):
+                The rows, as `targets` will be given them, but for padding.
+        """

@@ -24,7 +24,7 @@ MIB = 2**20
 _CONNECT_SECONDS = 10.0
 """A running server accepts connections at once, however busy its model is."""
 _MAX_BYTES = 16 * MIB
-"""Limit for answers without completions; the longest, a server's configuration, has about 0.1 MiB."""
+"""Limit for answers that state none; the longest, a server's configuration, has about 0.1 MiB."""
 _PLAIN = ("", "identity")
 """Content encodings that are accepted: none."""
 
@@ -62,6 +62,10 @@ class BoundedSession:
     """An HTTP session with a deadline for the whole request, even if the answer arrives slowly but steadily.
 
     Args:
+        server (`str`):
+            What answers, as an error message begins.
+        option (`str`):
+            The option with its address, for the message about a redirect.
         deadline (`float`):
             Seconds for a whole request: name resolution, connecting, sending, headers and body.
         origin (`str`):
@@ -70,7 +74,8 @@ class BoundedSession:
             Whether proxies and passwords are taken from the environment. The same limits apply to a proxy.
     """
 
-    def __init__(self, deadline: float, origin: str, trust_env: bool) -> None:
+    def __init__(self, server: str, option: str, deadline: float, origin: str, trust_env: bool) -> None:
+        self._server, self._option = server, option
         self._deadline, self._origin, self._trust_env = deadline, origin, trust_env
         self._loop = asyncio.new_event_loop()  # its own: in a notebook the current one is already running
         threading.Thread(target=self._loop.run_forever, name="trl_opsd server client", daemon=True).start()
@@ -105,7 +110,7 @@ class BoundedSession:
             ServerError: There is no answer in time, or it is too long, compressed or a redirect. An answer with any
                 other status is returned.
         """
-        asked, within = f"The vLLM server, asked for {url},", seconds or self._deadline
+        asked, within = f"{self._server}, asked for {url},", seconds or self._deadline
         try:
             return self._run(self._ask(asked, method, url, within, max_bytes, options))
         except TimeoutError as error:
@@ -128,7 +133,7 @@ class BoundedSession:
             ) as session,
             session.request(method, url, allow_redirects=False, **options) as response,
         ):
-            _check_head(asked, response)
+            _check_head(asked, response, self._option)
             return Answer(asked, response.status, await _body(asked, response, max_bytes))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -140,11 +145,11 @@ class BoundedSession:
             future.cancel()
 
 
-def _check_head(asked: str, response: aiohttp.ClientResponse) -> None:
+def _check_head(asked: str, response: aiohttp.ClientResponse, option: str) -> None:
     if 300 <= response.status < 400:
         raise ServerError(
             f"{asked} answered {response.status}, which redirects to {response.headers.get('Location', 'nowhere')!r}: "
-            "redirects are not followed. If that is the server, set `vllm_server_base_url` to it."
+            f"redirects are not followed. If that is the server, set `{option}` to it."
         )
     encoding = response.headers.get("Content-Encoding", "").strip().lower()
     if encoding not in _PLAIN:
@@ -161,7 +166,7 @@ async def _body(asked: str, response: aiohttp.ClientResponse, max_bytes: int) ->
         size += len(part)
         if size > max_bytes:
             raise ServerError(
-                f"{asked} answered more than {max_bytes / MIB:.0f} MiB, the limit for this request: no vLLM server "
+                f"{asked} answered more than {max_bytes / MIB:.0f} MiB, the limit for this request: no such server "
                 "does that, check what is listening there."
             )
     return b"".join(parts)
