@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import tiny
+import torch
 from transformers import Gemma2Config, MistralConfig
 
+from trl_opsd.loop.shared_rows import _unpadded
 from trl_opsd.models.shared_rows import check_shareable
+from trl_opsd.types import Rollout, RowTargets, TeacherTargets
 
 pytestmark = pytest.mark.quick
 
@@ -33,3 +36,20 @@ SIZES = {name: getattr(tiny.qwen2().config, name) for name in ("hidden_size", "n
 def test_students_that_cannot_are_refused(make, size, said):
     with pytest.raises(ValueError, match=said):
         check_shareable(make(), size, "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("teachers", "dtype"), [((0, 1), torch.float32), ((0, 0), torch.float32), (None, torch.bfloat16)]
+)
+def test_targets_of_several_teachers_are_sent_in_one_dtype(teachers, dtype):
+    """A process whose rows have only the second teacher must expect what the first one's states are sent in."""
+    ones = torch.ones(2, 3, dtype=torch.long)
+    rollout = Rollout(
+        prompt_ids=ones, prompt_mask=ones, completion_ids=ones, completion_mask=ones, weights=ones.float()
+    )
+    states = [torch.randn(3, 4, dtype=torch.bfloat16), torch.randn(3, 4, dtype=torch.bfloat16)]
+    rows = [RowTargets(one, torch.arange(3)) for one in states]
+    targets = TeacherTargets.by_row(rows, 3, None if teachers is None else torch.tensor(teachers))
+    sent = _unpadded(rollout, targets, torch.device("cpu"))["hidden"]
+    assert sent.dtype == dtype
+    assert torch.equal(sent[:, 2:].to(torch.bfloat16), torch.stack(states)), "behind the prompt"

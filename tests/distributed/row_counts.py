@@ -98,7 +98,16 @@ class Counting(OPSDTrainer):
         return super().teach(rollout, rows)
 
 
-def build(folder: Path, variant: Variant, processes: int, rows: Any = None, **options: Any) -> Counting:
+class Adding(Counting):
+    """Overrides a method that a batch passes, as one that adds values for the rows that this process wrote."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        return super()._generate_and_score_completions(inputs)
+
+
+def build(
+    folder: Path, variant: Variant, processes: int, rows: Any = None, of: type[Counting] = Counting, **options: Any
+) -> Counting:
     given = {
         "per_device_train_batch_size": BATCH // processes // variant.accumulation,
         "gradient_accumulation_steps": variant.accumulation,
@@ -110,7 +119,7 @@ def build(folder: Path, variant: Variant, processes: int, rows: Any = None, **op
     }
     args = tiny.config(folder / "out", **given)
     fsdp_on_cpu.allow()
-    trainer = Counting(
+    trainer = of(
         model=str(folder / "student"),
         teacher_model=str(folder / "teacher"),
         args=args,
@@ -245,7 +254,8 @@ def short(folder: Path) -> dict[str, Any]:
 
 
 def siblings(folder: Path) -> dict[str, Any]:
-    return {"refused": refusals(folder), "resumed": resumed(folder), "short": short(folder)}
+    kept = trained(build(folder, Variant("map"), 2, of=Adding))
+    return {"refused": refusals(folder), "resumed": resumed(folder), "short": short(folder), "kept": kept}
 
 
 KINDS = ("map", "stream", "even", "uneven")

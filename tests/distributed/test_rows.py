@@ -39,6 +39,12 @@ def test_two_processes_train_on_the_same_rows_as_one_process(read, kind, accumul
     assert first != second
 
 
+def test_rows_stay_where_a_subclass_may_have_added_values_for_them(read):
+    found = read[0]["kept"]
+    assert found["moved"] == 0
+    assert found["train"] == read[1]["map"]["train"]
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_evaluation_counts_each_row_once(read, kind, accumulation):
