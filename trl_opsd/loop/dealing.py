@@ -203,14 +203,24 @@ class Dealing(DistillationTrainer):
         budget, calls = self.args.max_tokens_per_microbatch, self.args.gradient_accumulation_steps
         if budget is None:
             return equal_groups(lengths, calls, self.args.padding_free)
-        if not self.reading.padded_up_to and is_split_model(self.accelerator.unwrap_model(self.model)):
+        self.check_budget()
+        fewest = len(fewest_groups(lengths, lambda tokens, *_: tokens <= budget, self.args.padding_free))
+        each = self.accelerator.gather(torch.tensor([fewest, calls], device=self.accelerator.device))
+        return even_groups(lengths, int(each.max()), self.args.padding_free)
+
+    def check_budget(self) -> None:
+        """Refuses a budget for a student with which processes need equally many rows in a micro-batch.
+
+        Raises:
+            ValueError: It is split over the processes, and reads one row at a time.
+        """
+        if self.args.max_tokens_per_microbatch is None or self.reading.padded_up_to:
+            return
+        if is_split_model(self.accelerator.unwrap_model(self.model)):
             raise ValueError(
                 "`max_tokens_per_microbatch`: the student is split over the processes and reads one row at a time, so "
                 "that every process has to have equally many rows in a micro-batch: leave the option out."
             )
-        fewest = len(fewest_groups(lengths, lambda tokens, *_: tokens <= budget, self.args.padding_free))
-        each = self.accelerator.gather(torch.tensor([fewest, calls], device=self.accelerator.device))
-        return even_groups(lengths, int(each.max()), self.args.padding_free)
 
 
 def chosen(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
