@@ -1,9 +1,8 @@
-"""A rollout that replays recorded completions as an engine apart from the trainer would: in any order, one at a time."""
+"""A rollout that replays recorded completions as an engine apart from the trainer would: one by one, in any order."""
 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,8 @@ class Apart(FixedRollout):
             As for [`FixedRollout`].
         order (`int`, *optional*, defaults to 0):
             Seed of the order in which rows end.
-        seconds (`Callable`, *optional*):
-            How long to wait for a row after the one before it, by its completion.
+        before (`Callable`, *optional*):
+            Called before a row ends, with the number of those that have ended.
     """
 
     writes_apart = True
@@ -28,10 +27,10 @@ class Apart(FixedRollout):
         self,
         completions: Mapping[tuple[int, ...], Sequence[int]],
         order: int = 0,
-        seconds: Callable[[list[int]], float] = lambda _: 0.0,
+        before: Callable[[int], None] = lambda _: None,
     ) -> None:
         super().__init__(completions)
-        self._order, self._seconds = order, seconds
+        self._order, self._before = order, before
         self.events: list[Any] = []
         """What happened: `("row", number)`, "ended" and "closed", and what tests add."""
 
@@ -39,8 +38,8 @@ class Apart(FixedRollout):
         written = self.complete(prompt_ids, step)
         order = random.Random(self._order + step).sample(range(len(written)), len(written))
         try:
-            for row in order:
-                time.sleep(self._seconds(written[row]))
+            for number, row in enumerate(order):
+                self._before(number)
                 self.events.append(("row", row))
                 yield row, written[row]
             self.events.append("ended")

@@ -54,7 +54,7 @@ class Overlapping(Scoring):
         """Whether rows are learned as they come."""
         return self.args.overlap is not None and self.streams and self.writes_apart
 
-    def completed(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+    def _from_rollout(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """What `complete` returns; a teacher that begins early is told of each row when it has ended."""
         if self._completions is not None:
             return self._completions

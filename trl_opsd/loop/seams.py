@@ -193,7 +193,7 @@ class SeamTrainer(
     ) -> list[list[int]]:
         hidden, self._hides_engine = self._hides_engine, False
         with self.phase("complete"), preserved_mode(self.model):
-            completions = self.checked_completions(prompt_ids, self.completed(prompt_ids))
+            completions = self.checked_completions(prompt_ids, self._from_rollout(prompt_ids))
         self._hides_engine = hidden
         if self._first_turn:
             # TRL reads the last token of each completion. An empty one travels as a pad token and is masked below.

@@ -44,7 +44,7 @@ class Pulled(Generic[T]):
                 one = self._came.get(block=wait and not taken)
                 if isinstance(one, BaseException):
                     self._came.put(one)  # it comes after all items
-                    if wait and not taken or not isinstance(one, StopIteration):
+                    if (wait and not taken) or not isinstance(one, StopIteration):
                         raise one
                     break
                 taken.append(one)
