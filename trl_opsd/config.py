@@ -78,8 +78,12 @@ class OPSDConfig(StrictNames, DistillationConfig):
         overlap (`str`, *optional*):
             What happens at the same time. `"step"`: within an optimizer step, rows are scored and learned as they end,
             while others are still being written; the weights that write and learn are the same. Needs a rollout that
-            writes apart from the trainer, as a vLLM server does; see `docs/overlap.md`. When `None`, rows are written,
-            then scored, then learned.
+            writes apart from the trainer, as a vLLM server does; see `docs/overlap.md`. `"ahead"`: the rows of the next
+            step are written while those of this one are learned, so with weights that are one step old. When `None`,
+            rows are written, then scored, then learned.
+        overlap_max_divergence (`float`, *optional*, defaults to 0.1):
+            With `overlap="ahead"`, the most that a step may move the student, in nats per token, for rows that were
+            written before it to be learned after it; others are written anew.
         deterministic (`bool`, *optional*, defaults to `False`):
             Whether `overlap` learns from rows in their order, and not in that in which they end, so that sums are
             rounded alike in each run.
@@ -174,7 +178,17 @@ class OPSDConfig(StrictNames, DistillationConfig):
     )
     overlap: str | None = field(
         default=None,
-        metadata={"help": "What happens at the same time: 'step' learns from rows while others are being written."},
+        metadata={
+            "help": "What happens at the same time: 'step' learns from rows while others are being written, 'ahead' "
+            "while those of the next step are."
+        },
+    )
+    overlap_max_divergence: float = field(
+        default=0.1,
+        metadata={
+            "help": "Most nats per token that a step may move the student for rows that `overlap='ahead'` has written "
+            "before it to be learned."
+        },
     )
     deterministic: bool = field(
         default=False,

@@ -41,11 +41,28 @@ class Writing(SeamTrainer):
         self._student_is_proved = True
 
     def bind(self, rollout: RolloutBackend) -> None:
-        """Has a rollout write for this trainer."""
+        """Has a rollout write for this trainer.
+
+        Raises:
+            ValueError: It cannot be bound, or not with `overlap="ahead"`.
+        """
+        if self.writes_ahead:
+            self._check_writes_apart(rollout)
         with explained("start", partial(self.footprint, "start")):
             rollout.bind(self)
         self._rollout = rollout
         _users[id(rollout)] = self
+
+    def _check_writes_apart(self, rollout: RolloutBackend) -> None:
+        if not rollout.writes_apart:
+            why = f"{type(rollout).__name__} writes in the trainer's own process: set `vllm_mode='server'`"
+        elif self.tools:
+            why = "rows with `tools` are written in turns"
+        elif type(self).complete is not Writing.complete:
+            why = f"it would not call `{type(self).__name__}.complete`"
+        else:
+            return
+        raise ValueError(f"`overlap='ahead'`: {why}; or leave `overlap` out.")
 
     @property
     def rollout(self) -> RolloutBackend:

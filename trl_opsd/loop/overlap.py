@@ -52,7 +52,7 @@ class Overlapping(Scoring):
     @property
     def overlaps(self) -> bool:
         """Whether rows are learned as they come."""
-        return self.args.overlap is not None and self.streams and self.writes_apart
+        return self.args.overlap == "step" and self.streams and self.writes_apart
 
     def _from_rollout(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """What `complete` returns; a teacher that begins early is told of each row when it has ended."""

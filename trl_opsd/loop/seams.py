@@ -21,13 +21,13 @@ from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.intake import Request
 from trl_opsd.loop.again import UsedAgain
+from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.attributes import Attributes
 from trl_opsd.loop.card import Cards
 from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
 from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.hosting import Hosting
 from trl_opsd.loop.loaders import EachRowOnce
-from trl_opsd.loop.overlap import Overlapping
 from trl_opsd.loop.sampler import EpochCount, EpochSampler
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.steps import GuardedSteps
@@ -71,7 +71,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
 class SeamTrainer(
     UsedAgain,
     Attributes,
-    Overlapping,
+    Ahead,
     Cards,
     Evaluations,
     GuardedSteps,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from transformers.training_args import OptimizerNames
 
 from trl_opsd._compat.trl import DistillationConfig
-from trl_opsd.run.ranges import one_of
+from trl_opsd.run.ranges import above, one_of
 
 __all__ = ["OVERLAPS", "check_optimizer", "check_overlap"]
 
-OVERLAPS = ("step",)
+OVERLAPS = ("step", "ahead")
 
 
 def check_overlap(args: DistillationConfig) -> None:
@@ -23,6 +23,7 @@ def check_overlap(args: DistillationConfig) -> None:
         ValueError: `overlap` is unknown, or contradicts another option.
     """
     one_of("overlap", args.overlap, (None, *OVERLAPS))
+    above("overlap_max_divergence", args.overlap_max_divergence, 0.0)
     if args.overlap is None:
         return
     asked = f"`overlap={args.overlap!r}`"
