@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.training_args import OptimizerNames
 from transformers.utils import is_torch_xla_available
 
 from trl_opsd._compat.parallelism import check_parallelism
@@ -29,6 +28,7 @@ from trl_opsd.run.launch_file import check_nested_keys
 from trl_opsd.run.nearest import misspelt
 from trl_opsd.run.option_changes import option_values
 from trl_opsd.run.option_types import check_json, convert_text, settle_loading
+from trl_opsd.run.overlap_options import check_optimizer, check_overlap
 from trl_opsd.run.precision import check_scaler
 from trl_opsd.run.ranges import above, at_least, at_least_one, in_range, one_of
 from trl_opsd.run.sampling_options import settle_sampling
@@ -75,6 +75,18 @@ class OPSDConfig(StrictNames, DistillationConfig):
             as few micro-batches as have no more, at least one for each accumulation step and equally many in all
             processes; a longer row is read by itself. When `None`,
             `per_device_train_batch_size` rows are read at once. The gradient does not depend on it.
+        overlap (`str`, *optional*):
+            What happens at the same time. `"step"`: within an optimizer step, rows are scored and learned as they end,
+            while others are still being written; the weights that write and learn are the same. Needs a rollout that
+            writes apart from the trainer, as a vLLM server does; see `docs/overlap.md`. `"ahead"`: the rows of the next
+            step are written while those of this one are learned, so with weights that are one step old. When `None`,
+            rows are written, then scored, then learned.
+        overlap_max_divergence (`float`, *optional*, defaults to 0.1):
+            With `overlap="ahead"`, the most that a step may move the student, in nats per token, for rows that were
+            written before it to be learned after it; others are written anew.
+        deterministic (`bool`, *optional*, defaults to `False`):
+            Whether `overlap` learns from rows in their order, and not in that in which they end, so that sums are
+            rounded alike in each run.
         teacher_trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether the teacher may be loaded from a repository that ships its own Python code.
         teacher_model_kind (`str`, *optional*):
@@ -164,6 +176,24 @@ class OPSDConfig(StrictNames, DistillationConfig):
             "help": "Most tokens that the student reads at once in training. If not set, the number of rows decides."
         },
     )
+    overlap: str | None = field(
+        default=None,
+        metadata={
+            "help": "What happens at the same time: 'step' learns from rows while others are being written, 'ahead' "
+            "while those of the next step are."
+        },
+    )
+    overlap_max_divergence: float = field(
+        default=0.1,
+        metadata={
+            "help": "Most nats per token that a step may move the student for rows that `overlap='ahead'` has written "
+            "before it to be learned."
+        },
+    )
+    deterministic: bool = field(
+        default=False,
+        metadata={"help": "Whether `overlap` learns from rows in their order, so that each run rounds alike."},
+    )
     teacher_trust_remote_code: bool = field(
         default=False,
         metadata={"help": "Whether the teacher may be loaded from a repository that ships its own Python code."},
@@ -251,6 +281,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         check_accumulation(self)
         check_sharing(self)
         check_scaler(self)
+        check_overlap(self)
         if not isinstance(self.resume_with_changes, list | None):
             raise ValueError(f"`resume_with_changes={self.resume_with_changes!r}`: expected a list of names.")
         self._checked = option_values(self)
@@ -333,12 +364,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
             at_least_one("loss_chunk_tokens", self.loss_chunk_tokens)
         if self.max_tokens_per_microbatch is not None:
             at_least_one("max_tokens_per_microbatch", self.max_tokens_per_microbatch)
-            if self.optim in ("lomo", "adalomo"):
-                optim = OptimizerNames(self.optim).value
-                raise ValueError(
-                    f"`max_tokens_per_microbatch` with `optim={optim!r}`, which steps in each backward pass: leave one "
-                    "of them out."
-                )
+            check_optimizer(self, "max_tokens_per_microbatch")
         if self.padding_free and self.pad_to_multiple_of is not None:
             raise ValueError(
                 f"`padding_free=True` with `pad_to_multiple_of={self.pad_to_multiple_of}`: no row is padded then; set "

@@ -200,6 +200,17 @@ class Teaching(SeamTrainer):
         self.readers.check_batch(prompt_ids, self._batch)
 
     def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
+        return self.teachers.targets(*self._as_taught(rollout, rows))
+
+    @property
+    def teaches_early(self) -> bool:
+        return self.teachers.begin_early and type(self).teach is Teaching.teach
+
+    def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None:
+        self.teachers.expect(*self._as_taught(rollout, rows))
+
+    def _as_taught(self, rollout: Rollout, rows: Sequence[Row]) -> tuple[Rollout, list[str]]:
+        """The rows as their teachers read them, and the name of the teacher of each."""
         requests = self.readers.read_batch(rows, self._batch)
         decode = self.processing_class.batch_decode
         prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
@@ -207,7 +218,7 @@ class Teaching(SeamTrainer):
             self.first_made = prompts[0]
         if prompts is not None:  # the same completions, token by token, after the teacher's prompts
             rollout = rollout.after(self.pad_prompts(prompts))
-        return self.teachers.targets(rollout, [request.teacher for request in requests])
+        return rollout, [request.teacher for request in requests]
 
     def footprint(self, phase: str) -> dict[str, int]:
         return footprint(self, phase, self.teachers.models, self.teachers.heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.proofs import prove_student
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import check_rollout, chosen_rollout
-from trl_opsd.rollout.returned import begin_with_prompts, checked_completions
+from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream
 from trl_opsd.run.memory import explained
 from trl_opsd.run.rng import preserved_rng
 
@@ -40,11 +41,28 @@ class Writing(SeamTrainer):
         self._student_is_proved = True
 
     def bind(self, rollout: RolloutBackend) -> None:
-        """Has a rollout write for this trainer."""
+        """Has a rollout write for this trainer.
+
+        Raises:
+            ValueError: It cannot be bound, or not with `overlap="ahead"`.
+        """
+        if self.writes_ahead:
+            self._check_writes_apart(rollout)
         with explained("start", partial(self.footprint, "start")):
             rollout.bind(self)
         self._rollout = rollout
         _users[id(rollout)] = self
+
+    def _check_writes_apart(self, rollout: RolloutBackend) -> None:
+        if not rollout.writes_apart:
+            why = f"{type(rollout).__name__} writes in the trainer's own process: set `vllm_mode='server'`"
+        elif self.tools:
+            why = "rows with `tools` are written in turns"
+        elif type(self).complete is not Writing.complete:
+            why = f"it would not call `{type(self).__name__}.complete`"
+        else:
+            return
+        raise ValueError(f"`overlap='ahead'`: {why}; or leave `overlap` out.")
 
     @property
     def rollout(self) -> RolloutBackend:
@@ -63,11 +81,27 @@ class Writing(SeamTrainer):
     def session(self) -> AbstractContextManager[None]:
         return self.rollout.session()
 
-    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+    @property
+    def streams(self) -> bool:
+        return type(self).complete is Writing.complete and not self.tools
+
+    @property
+    def writes_apart(self) -> bool:
+        return self.rollout.writes_apart
+
+    def stream(self, prompt_ids: list[list[int]]) -> Iterator[tuple[int, list[int]]]:
+        self._be_ready_to_write()
+        rows = self.rollout.stream([list(ids) for ids in prompt_ids], self.state.global_step)
+        return checked_stream(rows, self, prompt_ids, type(self.rollout).__name__)
+
+    def _be_ready_to_write(self) -> None:
         if not self._student_is_proved:
             self.prove_student()
         if _users.get(id(self.rollout)) is not self:  # another trainer has used it since
             self.bind(self.rollout)
+
+    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        self._be_ready_to_write()
         # A copy, so that changing it does not change what is trained on.
         returned = self.rollout.complete([list(ids) for ids in prompt_ids], self.state.global_step)
         return checked_completions(returned, self, prompt_ids, type(self.rollout).__name__)

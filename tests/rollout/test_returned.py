@@ -10,6 +10,7 @@ import tiny
 import torch
 
 from trl_opsd import OPSDTrainer, RolloutBackend
+from trl_opsd.rollout.returned import checked_stream
 
 
 class Own(RolloutBackend):
@@ -83,6 +84,74 @@ def test_completions_that_are_no_token_ids_are_refused(make_trainer):
     trainer.rollout.written = [torch.tensor([7, 8, 2]), np.array([9])]
     trainer.train()
     assert trainer.state.global_step == 3
+
+
+# ---- Rows that are yielded as they end -------------------------------------------------------------------------------
+
+
+def rows_from(trainer: OPSDTrainer, stream: Any, prompts: int = 2) -> Any:
+    return checked_stream(stream, trainer, [[5]] * prompts, "Own")
+
+
+def test_rows_of_a_stream_are_checked_as_they_come(make_trainer):
+    trainer = make_trainer()
+    taken = rows_from(trainer, iter([(np.int64(1), torch.tensor([7, 2, 9])), [0, (8,)], (2, np.array([], int))]), 3)
+    assert next(taken) == (1, [7, 2]), "up to the end token, before another was asked for"
+    found = list(taken)
+    assert found == [(0, [8]), (2, [])]
+    assert {type(value) for row, ids in found for value in (row, *ids)} == {int}
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        (None, r"`stream` of Own returned None: expected an iterator of \(row, token ids\)"),
+        ([7], r"Own yielded a int \(7\): expected a row and its token ids"),
+        ([(0, [7], 1)], "Own yielded a tuple: expected a row"),
+        ([(0.0, [7])], r"Own yielded a float \(0.0\) as the row: expected the number of a prompt"),
+        ([(True, [7])], r"Own yielded a bool \(True\) as the row"),
+        ([(2, [7])], "Own yielded row 2 for 2 prompts: expected each row from 0 on once"),
+        ([(-1, [7])], "Own yielded row -1 for 2 prompts"),
+        ([(0, [7]), (0, [7])], "Own yielded row 0 a second time"),
+        ([(1, [7])], "Own yielded 1 completions for 2 prompts, none for row 0"),
+        ([(1, [8.0])], r"Own yielded for prompt 1 a float \(8.0\) among the tokens"),
+        ([(1, None)], "Own yielded for prompt 1 None: expected a list of token ids"),
+        ([(1, [259])], "What Own wrote has the token id 259"),
+        ([(1, [7] * 25)], "Own wrote 25 tokens, but `max_completion_length=24`"),
+    ],
+)
+def test_what_is_no_row_of_a_stream_is_refused(make_trainer, stream, message):
+    with pytest.raises(ValueError, match=message):
+        list(rows_from(make_trainer(), stream))
+
+
+def test_a_stream_is_closed_with_its_check(make_trainer):
+    log: list[str] = []
+
+    def rows(ids: list[int]) -> Any:
+        try:
+            yield 0, ids
+            log.append("went on")
+            yield 1, [8]
+        finally:
+            log.append("closed")
+
+    trainer = make_trainer()
+    taken = rows_from(trainer, rows([7]))
+    next(taken)
+    taken.close()
+    assert log == ["closed"]
+    with pytest.raises(ValueError, match="token id 259"):
+        next(rows_from(trainer, rows([259])))
+    assert log == ["closed"] * 2
+
+
+def test_a_rollout_that_does_not_stream_yields_what_it_completes(make_trainer):
+    written = [[7, 8], [9]]
+    assert list(Own(written).stream([[5], [6]], 0)) == [(0, [7, 8]), (1, [9])]
+    for returned, message in [(None, "Own returned None"), ([[7]], "Own returned 1 completions for 2 prompts")]:
+        with pytest.raises(ValueError, match=message):
+            Own(returned).stream([[5], [6]], 0)
 
 
 # ---- What follows the prompt, within the limit; and nothing else changed ---------------------------------------------

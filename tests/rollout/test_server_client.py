@@ -309,7 +309,8 @@ def test_an_error_of_the_server_is_quoted(faults, path, ask):
     assert len(str(error.value)) < 700
 
 
-def test_a_prefix_cache_that_was_not_reset_is_an_error(faults):
+def test_a_prefix_cache_that_is_not_reset_in_time_is_an_error(faults, monkeypatch):
+    monkeypatch.setattr(server_client, "_ABORT_SECONDS", 0.3)
     speaker = client(faults.server_port)
     faults.answers["/reset_prefix_cache"] = (200, {"success": False})
     with pytest.raises(ServerError, match="did not reset its prefix cache"):
@@ -318,6 +319,13 @@ def test_a_prefix_cache_that_was_not_reset_is_an_error(faults):
     speaker.forget_prefixes()
     faults.answers["/reset_prefix_cache"] = (200, b"")
     speaker.forget_prefixes()
+
+    left = iter([False, False, True])  # rows that were given up end a moment later
+    faults.answers["/reset_prefix_cache"] = lambda handler: handler.send(
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + json.dumps({"success": next(left)}).encode()
+    )
+    speaker.forget_prefixes()
+    assert next(left, None) is None, "asked until it did"
 
 
 def test_a_dropped_connection_is_an_error(faults):

@@ -63,6 +63,26 @@ def settings_without_gradient_check(config: Config) -> list[str]:
 
 
 @contextmanager
+def rescaled(optimizer: Any, before: float, after: float) -> Iterator[float]:
+    """Has the optimizer divide the gradient of its next step by `after`, whose losses were divided by `before` so far.
+
+    Args:
+        optimizer (`Any`):
+            DeepSpeed's, of ZeRO stage 1 to 3, which holds the gradient times its loss scale.
+        before, after (`float`):
+            The denominators.
+
+    Yields:
+        `float`: what losses are divided by in the body.
+    """
+    optimizer.override_loss_scale(optimizer.loss_scale * after / before)
+    try:
+        yield after
+    finally:
+        optimizer.custom_loss_scaler, optimizer.external_loss_scale = False, None
+
+
+@contextmanager
 def gathered(parameters: Sequence[Tensor], written: bool = False) -> Iterator[None]:
     """Gathers parameters that ZeRO-3 has sharded while the context is open; `written` keeps changes to them."""
     if not parameters:

@@ -5,8 +5,8 @@ The loss has one denominator for the whole step, so the gradient does not depend
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from itertools import chain, pairwise
 from time import perf_counter
 from typing import Any
@@ -36,6 +36,9 @@ EVEN = 1.05
 """Tokens of the process that has most, relative to the mean, up to which rows stay where they were written."""
 
 
+Parts = Generator[tuple[Mapping[str, Any], bool], None, None]
+"""Micro-batches, and of each whether it is the last of its call."""
+
 _PASSED_BY = ("_generate_and_score_completions", "_prepare_inputs", "compute_loss")
 """Methods that a batch passes on its way; one that overrides them may change it."""
 
@@ -54,21 +57,22 @@ class Dealing(DistillationTrainer):
 
     args: OPSDConfig
     reading: Reading
-    _part: int | None = None
-    """Which micro-batch of a call is trained on; `None` outside of `training_step`."""
+    _part: Mapping[str, Any] | None = None
+    """The micro-batch that is trained on; `None` outside of `training_step`."""
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         if not self.model.training:
             return self._generate_and_score_completions(generation_batch)
-        if self._part is None:
-            self._fill(generation_batch)
+        if self._part is not None:
+            return self._part
+        self._fill(generation_batch)
         parts = self._buffered_inputs[self._call]
-        if self._part is None and len(parts) > 1:
+        if len(parts) > 1:
             raise ValueError(
                 f"This call of `training_step` has {len(parts)} micro-batches, of which `_prepare_inputs` returns one "
                 "outside of ours: call `super().training_step`, or leave `max_tokens_per_microbatch` out."
             )
-        return parts[self._part or 0]
+        return parts[0]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As TRL's, with one forward and backward pass for each micro-batch of the call."""
@@ -79,23 +83,42 @@ class Dealing(DistillationTrainer):
                     "micro-batch for each call: leave the option out, or override `weigh` or `compare` instead."
                 )
             return super().training_step(model, inputs, num_items_in_batch)
-        start = perf_counter()
+        return torch.stack(self._learned(self._parts(inputs), model, inputs, num_items_in_batch)).sum()
+
+    def _parts(self, rows: Any) -> Parts:
+        """The micro-batches of this call, and of each whether it is the last."""
+        self._fill(rows)
+        parts = self._buffered_inputs[self._call]
+        for number, part in enumerate(parts, start=1):
+            yield part, number == len(parts)
+
+    def _learned(self, parts: Parts, model: Any, *args: Any) -> list[Tensor]:
+        """The losses of the micro-batches of a call, with their gradients computed.
+
+        Args:
+            parts (`Generator`):
+                The micro-batches.
+            model (`Any`):
+                The student in its wrapper.
+            *args (`Any`):
+                What `training_step` was given besides.
+        """
+        start, losses = perf_counter(), []
         for one in (model, self.optimizer):  # an evaluation may have come before
             if callable(getattr(one, "train", None)):
                 one.train()
-        self._fill(inputs)
-        last = len(self._buffered_inputs[self._call]) - 1
-        losses = []
         try:
-            for self._part in range(last):
-                with self._accumulating(model):
-                    losses.append(Trainer.training_step(self, model, inputs, num_items_in_batch))
-            set_known(self, _current_train_step_time=self._current_train_step_time + perf_counter() - start)
-            self._part = last
-            losses.append(super().training_step(model, inputs, num_items_in_batch))  # counts the call
+            with closing(parts):
+                for self._part, is_last in parts:
+                    if not is_last:
+                        with self._accumulating(model):
+                            losses.append(Trainer.training_step(self, model, *args))
+                        continue
+                    set_known(self, _current_train_step_time=self._current_train_step_time + perf_counter() - start)
+                    losses.append(super().training_step(model, *args))  # counts the call
         finally:
             self._part = None
-        return torch.stack(losses).sum()
+        return losses
 
     @property
     def may_be_changed(self) -> bool:
@@ -180,14 +203,24 @@ class Dealing(DistillationTrainer):
         budget, calls = self.args.max_tokens_per_microbatch, self.args.gradient_accumulation_steps
         if budget is None:
             return equal_groups(lengths, calls, self.args.padding_free)
-        if not self.reading.padded_up_to and is_split_model(self.accelerator.unwrap_model(self.model)):
+        self.check_budget()
+        fewest = len(fewest_groups(lengths, lambda tokens, *_: tokens <= budget, self.args.padding_free))
+        each = self.accelerator.gather(torch.tensor([fewest, calls], device=self.accelerator.device))
+        return even_groups(lengths, int(each.max()), self.args.padding_free)
+
+    def check_budget(self) -> None:
+        """Refuses a budget for a student with which processes need equally many rows in a micro-batch.
+
+        Raises:
+            ValueError: It is split over the processes, and reads one row at a time.
+        """
+        if self.args.max_tokens_per_microbatch is None or self.reading.padded_up_to:
+            return
+        if is_split_model(self.accelerator.unwrap_model(self.model)):
             raise ValueError(
                 "`max_tokens_per_microbatch`: the student is split over the processes and reads one row at a time, so "
                 "that every process has to have equally many rows in a micro-batch: leave the option out."
             )
-        fewest = len(fewest_groups(lengths, lambda tokens, *_: tokens <= budget, self.args.padding_free))
-        each = self.accelerator.gather(torch.tensor([fewest, calls], device=self.accelerator.device))
-        return even_groups(lengths, int(each.max()), self.args.padding_free)
 
 
 def chosen(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:

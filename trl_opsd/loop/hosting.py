@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -70,6 +70,19 @@ class Hosting(SharedRows):
             "attention_mask": pad([torch.ones_like(row) for row in rows], 0, "left", self.pad_to_multiple_of),
         }
         return {name: tensor.to(self.accelerator.device) for name, tensor in tensors.items()}
+
+    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]:
+        """TRL's keys for rows, padded as TRL pads them; an empty completion is one masked token of padding."""
+        prompts = self.pad_prompts(list(prompt_ids))
+        rows = [torch.tensor(ids or [self._tokenizer.pad_token_id]) for ids in completions]
+        masks = [torch.full_like(row, bool(ids)) for row, ids in zip(rows, completions, strict=True)]
+        device, multiple = self.accelerator.device, self.pad_to_multiple_of
+        return {
+            "prompt_ids": prompts["input_ids"],
+            "prompt_mask": prompts["attention_mask"],
+            "completion_ids": pad(rows, self._tokenizer.pad_token_id, "right", multiple).to(device),
+            "completion_mask": pad(masks, 0, "right", multiple).to(device),
+        }
 
     def use_special_tokens(self) -> None:
         """Restricts padding, end and placeholder tokens to ids that the student's embedding has a row for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -19,7 +19,9 @@ from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_output_dtype
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.config import OPSDConfig
+from trl_opsd.data.intake import Request
 from trl_opsd.loop.again import UsedAgain
+from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.attributes import Attributes
 from trl_opsd.loop.card import Cards
 from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
@@ -28,7 +30,6 @@ from trl_opsd.loop.hosting import Hosting
 from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.sampler import EpochCount, EpochSampler
 from trl_opsd.loop.saving import SafeCheckpoints
-from trl_opsd.loop.scoring import Scoring
 from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.wrapping import WrappedToTrain
 from trl_opsd.models.mode import preserved_mode
@@ -70,7 +71,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
 class SeamTrainer(
     UsedAgain,
     Attributes,
-    Scoring,
+    Ahead,
     Cards,
     Evaluations,
     GuardedSteps,
@@ -192,7 +193,7 @@ class SeamTrainer(
     ) -> list[list[int]]:
         hidden, self._hides_engine = self._hides_engine, False
         with self.phase("complete"), preserved_mode(self.model):
-            completions = self.checked_completions(prompt_ids, self.complete(prompt_ids))
+            completions = self.checked_completions(prompt_ids, self._from_rollout(prompt_ids))
         self._hides_engine = hidden
         if self._first_turn:
             # TRL reads the last token of each completion. An empty one travels as a pad token and is masked below.
@@ -201,18 +202,28 @@ class SeamTrainer(
             completions = [ids or [self._tokenizer.pad_token_id] for ids in completions]
         return completions
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def begin_batch(self, inputs: list[dict[str, Any]]) -> list[Request]:
+        """Reads and checks the rows of a generation batch, and counts it. Collective."""
         self._read_once.check(self.args)
         set_group_timeout(self.args.ddp_timeout_delta)
         self.check_same_rows(self._mode)
         rows = self.read_rows(inputs)
+        self._accounts[self._mode].count_batch()
+        return rows
+
+    def written(self, rows: Sequence[Request]) -> dict[str, Any]:
+        """TRL's batch for rows that were read, which it has written and logged."""
         text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]
-        batch = super()._generate_and_score_completions(text)
+        self._requests = rows
+        batch: dict[str, Any] = super()._generate_and_score_completions(text)
         batch["completion_mask"][self._unwritten_rows] = 0
-        batch, rows = self.exchanged(batch, rows)
+        return batch
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        requests = self.begin_batch(inputs)
+        batch, rows = self.exchanged(self.written(requests), requests)
         batch.update(self.score(batch, rows))
         batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
-        self._accounts[self._mode].count_batch()
         return batch
 
     def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple:

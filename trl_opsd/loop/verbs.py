@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,6 +44,20 @@ class Verbs:
         """Writes one completion for each prompt; token ids in, token ids out."""
         raise NotImplementedError
 
+    @property
+    def streams(self) -> bool:
+        """Whether `stream` writes what `complete` does."""
+        raise NotImplementedError
+
+    @property
+    def writes_apart(self) -> bool:
+        """Whether `stream` writes without this process."""
+        raise NotImplementedError
+
+    def stream(self, prompt_ids: list[list[int]]) -> Iterator[tuple[int, list[int]]]:
+        """Writes as `complete`: the number of each prompt and its completion, checked, as it ends."""
+        raise NotImplementedError
+
     def session(self) -> AbstractContextManager[None]:
         """Entered around all calls of `complete` for a generation batch, and around an evaluation; it nests."""
         raise NotImplementedError
@@ -54,6 +68,15 @@ class Verbs:
 
     def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         """Has the teacher score a whole generation batch; `rows` are its dataset rows, aligned with it."""
+        raise NotImplementedError
+
+    @property
+    def teaches_early(self) -> bool:
+        """Whether there is a teacher that `expect` helps."""
+        raise NotImplementedError
+
+    def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None:
+        """Tells the teacher of rows that `teach` will soon be asked for; `rows` are their dataset rows."""
         raise NotImplementedError
 
     def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:

@@ -85,7 +85,7 @@ def prove_head(model: CausalLM, role: str, run: Run | None = None) -> None:
         hidden_BLH, own_BLV = without_autocast_if_possible(model, role, lambda: _read_both(run, ids_BL))
         hidden_BLH, expected_BLV = hidden_BLH.to(head.weight.device), own_BLV.float().to(head.weight.device)
         with torch.autocast(head.weight.device.type, enabled=False), whole_head(model) as head:
-            actual_BLV = _logits(hidden_BLH, head)
+            actual_BLV = logits_of(hidden_BLH, head)
     if not (expected_BLV.amax(-1) > expected_BLV.amin(-1)).any():
         raise ValueError(
             f"The {role} ({type(model).__name__}) gives all {rows} tokens the same logit for any input: its head is "
@@ -119,6 +119,7 @@ def _own_logits(model: CausalLM, input_ids_BL: Tensor) -> Tensor:
     return logits_BLV
 
 
-def _logits(hidden_BLH: Tensor, head: OutputHead) -> Tensor:
+def logits_of(hidden_BLH: Tensor, head: OutputHead) -> Tensor:
+    """[..., V], in float32, what a head makes of hidden states [..., H]."""
     logits_BLV = nn.functional.linear(hidden_BLH.to(head.weight.dtype), head.weight, head.bias).float() * head.scale
     return logits_BLV if head.softcap is None else head.softcap * torch.tanh(logits_BLV / head.softcap)

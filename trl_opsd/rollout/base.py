@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 from trl_opsd.host import Host
+from trl_opsd.rollout.token_ids import rows_of
 
 
 class RolloutBackend(ABC):
@@ -48,17 +49,21 @@ class RolloutBackend(ABC):
         """
 
     def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
-        """Generates as `complete`, and yields each completion when it has ended.
+        """Generates as `complete`, and returns an iterator that has each completion when it has ended.
+
+        What processes do together ends before this returns; then each takes its rows at its own pace. Rows that nobody
+        takes any more are given up: the iterator is closed, or collected. Between two rows a backend that does not
+        write apart leaves the student in evaluation mode: it may not be used, and torch's random numbers not be drawn.
 
         Args:
             prompt_ids, step:
-                As for `complete`. Processes may take rows at a pace of their own once the first was asked for.
+                As for `complete`.
 
-        Yields:
-            `tuple[int, list[int]]`: the number of a prompt and its completion; each prompt once, in any order. Here
-            what `complete` returns.
+        Returns:
+            `Iterator[tuple[int, list[int]]]`: the number of a prompt and its completion; each prompt once, in any
+            order. Here what `complete` returns.
         """
-        yield from enumerate(self.complete(prompt_ids, step))
+        return enumerate(rows_of(self.complete(prompt_ids, step), len(prompt_ids), type(self).__name__))
 
     def session(self) -> AbstractContextManager[None]:
         """Entered around all calls of `complete` for a generation batch, one for each turn with tools, and around an

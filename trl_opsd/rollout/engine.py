@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any, Protocol
 
 from trl_opsd.types import Completion
@@ -36,3 +37,21 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Releases its resources."""
+
+
+class RowEngine(Engine, Protocol):
+    """An engine that returns each row when it has ended, and writes the others meanwhile."""
+
+    def write_each(
+        self, prompt_ids: list[list[int]], options: list[dict[str, Any]]
+    ) -> Generator[tuple[int, Completion], None, None]:
+        """Generates as `write`, without other processes.
+
+        Args:
+            prompt_ids, options:
+                As for `write`.
+
+        Returns:
+            `Generator[tuple[int, Completion]]`: the number of each prompt and its completion, in the order they end.
+            All rows are begun when this returns; those that have not ended are given up when it is closed or collected.
+        """

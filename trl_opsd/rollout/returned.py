@@ -1,14 +1,13 @@
-"""Validates what a rollout backend, or the `complete` of a subclass, returned."""
+"""Validates what a rollout backend returned or yielded, or what the `complete` of a subclass returned."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
-from operator import index
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from trl_opsd.host import Host
 from trl_opsd.rollout.base import cut_after_end
+from trl_opsd.rollout.token_ids import described, row_of, rows_of, whole
 
 _TELLING = 8
 """Prompt tokens in a batch from which on it is no chance that they occur again."""
@@ -30,10 +29,50 @@ def checked_completions(returned: Any, host: Host, prompt_ids: list[list[int]], 
     Raises:
         ValueError: These are not token ids that the models can read, or too many.
     """
-    completions = [cut_after_end(ids, host.eos_token_ids) for ids in _token_ids(returned, len(prompt_ids), name)]
+    completions = [cut_after_end(ids, host.eos_token_ids) for ids in rows_of(returned, len(prompt_ids), name)]
     for prompt, completion in zip(prompt_ids, completions, strict=True):
         host.limits.check_completion(prompt, completion, name)
     return completions
+
+
+def checked_stream(stream: Any, host: Host, prompt_ids: list[list[int]], name: str) -> Iterator[tuple[int, list[int]]]:
+    """The rows of a stream as they come, each completion up to its first end token. Closing this closes the stream.
+
+    Args:
+        stream (`Any`):
+            What `stream` of a rollout returned.
+        host, prompt_ids, name:
+            As for [`checked_completions`].
+
+    Yields:
+        `tuple[int, list[int]]`: the number of a prompt and its completion, each prompt once.
+
+    Raises:
+        ValueError: As there, or a row is no prompt's, comes twice, or is missing at the end.
+    """
+    if not isinstance(stream, Iterable):
+        raise ValueError(f"`stream` of {name} returned {described(stream)}: expected an iterator of (row, token ids).")
+    missing = dict.fromkeys(range(len(prompt_ids)))
+    try:
+        for pair in stream:
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise ValueError(f"{name} yielded {described(pair)}: expected a row and its token ids, as a tuple.")
+            row = whole(pair[0], f"{name} yielded", "as the row", "the number of a prompt")
+            if row not in missing:
+                again = "a second time" if 0 <= row < len(prompt_ids) else f"for {len(prompt_ids)} prompts"
+                raise ValueError(f"{name} yielded row {row} {again}: expected each row from 0 on once.")
+            del missing[row]
+            completion = cut_after_end(row_of(pair[1], f"{name} yielded for prompt {row}"), host.eos_token_ids)
+            host.limits.check_completion(prompt_ids[row], completion, name)
+            yield row, completion
+    finally:
+        if hasattr(stream, "close"):
+            stream.close()
+    if missing:
+        raise ValueError(
+            f"{name} yielded {len(prompt_ids) - len(missing)} completions for {len(prompt_ids)} prompts, none for row "
+            f"{next(iter(missing))}: `stream` must yield one for each."
+        )
 
 
 def begin_with_prompts(completions: Sequence[list[int]], prompt_ids: Sequence[list[int]], padding: set[int]) -> bool:
@@ -56,41 +95,3 @@ def begin_with_prompts(completions: Sequence[list[int]], prompt_ids: Sequence[li
             return False
         tokens += len(prompt)
     return tokens >= _TELLING
-
-
-def _token_ids(returned: Any, prompts: int, backend: str) -> list[list[int]]:
-    """What a rollout returned, as lists of integers; whether they are in the vocabulary is not checked here."""
-    if not isinstance(returned, list | tuple):
-        raise ValueError(
-            f"{backend} returned {_described(returned)}: `complete` must return a list with one completion for each "
-            "prompt, without padding."
-        )
-    if len(returned) != prompts:
-        raise ValueError(
-            f"{backend} returned {len(returned)} completions for {prompts} prompts: `complete` must return one for "
-            "each, in order."
-        )
-    return [_row(row, f"{backend} returned for prompt {number}") for number, row in enumerate(returned)]
-
-
-def _row(row: Any, where: str) -> list[int]:
-    if hasattr(row, "tolist") and getattr(row, "ndim", None) == 1:  # of torch or numpy
-        row = row.tolist()
-    if not isinstance(row, list | tuple):
-        raise ValueError(f"{where} {_described(row)}: expected a list of token ids.")
-    return [token if type(token) is int else _whole(token, where) for token in row]
-
-
-def _whole(token: Any, where: str) -> int:
-    """An integer scalar of numpy or torch, as `int`."""
-    of_bools = isinstance(token, bool) or "bool" in str(getattr(token, "dtype", ""))
-    if not of_bools and getattr(token, "ndim", 0) == 0:
-        with suppress(TypeError):
-            return index(token)
-    raise ValueError(f"{where} {_described(token)} among the tokens: expected token ids, which are integers.")
-
-
-def _described(value: Any) -> str:
-    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-    shown = f" ({value!r})" if isinstance(value, bool | int | float | str) and len(repr(value)) <= 40 else ""
-    return "None" if value is None else f"a {type(value).__name__}{shape}{shown}"

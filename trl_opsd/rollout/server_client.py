@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 from collections.abc import Iterator
@@ -13,18 +12,19 @@ from typing import Any
 from trl_opsd._compat.trl import VLLMClient
 from trl_opsd.config import OPSDConfig
 from trl_opsd.rollout import answers
-from trl_opsd.run.bounded_http import BoundedSession
+from trl_opsd.rollout.asking import Asking, content, is_loopback, session_with
 from trl_opsd.run.errors import ServerError
-from trl_opsd.types import Completion
 
 logger = logging.getLogger(__name__)
 
 _HEALTH_SECONDS = 10.0
 """A running server answers health checks at once, however busy its model is."""
+_ABORT_SECONDS = 10.0
+"""A server ends requests whose connection was closed after the decoding step that is under way."""
 
 
-class ServerClient(VLLMClient):
-    """TRL's client with deadlines, size limits and no retries.
+class ServerClient(Asking, VLLMClient):
+    """TRL's client with deadlines, size limits and no retries, for the process that sends weights.
 
     Args:
         args ([`OPSDConfig`]):
@@ -56,11 +56,7 @@ class ServerClient(VLLMClient):
         Raises:
             ValueError: It is not up in time.
         """
-        origin = ", nine tenths of `ddp_timeout`: see its log, and raise `ddp_timeout` if it only needs longer."
-        # A proxy cannot reach our loopback.
-        self.session = BoundedSession(
-            "The vLLM server", "vllm_server_base_url", self._deadline, origin, trust_env=not self.is_loopback
-        )
+        self.session = session_with(self.base_url, self._deadline)
         began, has_warned = monotonic(), False
         while why := self._health_error():
             if monotonic() - began >= total_timeout:
@@ -77,13 +73,7 @@ class ServerClient(VLLMClient):
     @property
     def is_loopback(self) -> bool:
         """Whether the server is on this machine, by its address."""
-        if self.host == "localhost":
-            return True
-        try:
-            address = ipaddress.ip_address(self.host)
-        except ValueError:
-            return False
-        return address.is_loopback or address.is_unspecified
+        return is_loopback(self.host)
 
     def facts(self) -> answers.ServerFacts:
         """The configuration that the server reports."""
@@ -100,30 +90,20 @@ class ServerClient(VLLMClient):
         with answers.parsing("/get_world_size"):
             return answers.world_size(super().get_world_size())
 
-    def write(self, prompt_ids: list[list[int]], options: dict[str, Any]) -> list[Completion]:
-        """Generates one completion for each prompt.
-
-        Args:
-            prompt_ids (`list[list[int]]`):
-                Not padded.
-            options (`dict`):
-                For all prompts, named as in the server's API.
-        """
-        asked = {"model": self.model, "prompt": prompt_ids, **options}
-        answer = self._post(
-            f"{self.base_url}/v1/completions",
-            json={**asked, "return_token_ids": True, "return_tokens_as_token_ids": True},
-            max_bytes=answers.max_answer_bytes(prompt_ids, options),
-        )
-        return answers.completions(answer, prompt_ids, options)
-
     def forget_prefixes(self) -> None:
-        """Resets the prefix cache, which was computed with earlier weights."""
-        if self._post(f"{self.base_url}/reset_prefix_cache", json={}).get("success") is False:
-            raise ServerError(
-                f"The vLLM server at {self.base_url} did not reset its prefix cache because it is serving other "
-                "requests; completions would come from earlier weights. Use it for a single training run."
-            )
+        """Resets the prefix cache, which was computed with earlier weights.
+
+        Raises:
+            ServerError: The server still serves other requests after the time that it takes to end rows given up.
+        """
+        began = monotonic()
+        while self._post(f"{self.base_url}/reset_prefix_cache", json={}).get("success") is False:
+            if monotonic() - began >= _ABORT_SECONDS:
+                raise ServerError(
+                    f"The vLLM server at {self.base_url} did not reset its prefix cache because it is serving other "
+                    "requests; completions would come from earlier weights. Use it for a single training run."
+                )
+            sleep(0.1)
 
     def init_communicator(self, device: Any = 0) -> None:
         """As TRL's, but with a server on this machine the rendezvous is on loopback, not on a public address.
@@ -147,16 +127,10 @@ class ServerClient(VLLMClient):
         return None if status == 200 else f"/health answers {status}, not 200"
 
     def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        return _read(self.session.get(url, **kwargs))
+        return content(self.session.get(url, **kwargs))
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        return _read(self.session.post(url, **kwargs))
-
-
-def _read(answer: Any) -> dict[str, Any]:
-    if answer.status_code != 200:
-        raise ServerError(f"{answer.asked} answered {answer.status_code}: {answer.text[:500]}")
-    return answer.json() if answer.content else {}
+        return content(self.session.post(url, **kwargs))
 
 
 @contextmanager

@@ -54,30 +54,31 @@ class SyncedRollout(RolloutBackend, Generic[E]):
                 self._rest()
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-        changes = assigned(self._trainer.generation_config, self._bound)
-        check_followed(changes, dict.fromkeys(changes, "an engine has the options of `OPSDConfig`, set it there"))
         with self.session():
-            rows = self._written(prompt_ids)
+            rows = self._engine.write(prompt_ids, self._begun(prompt_ids))
+        for number, (sent, row) in enumerate(zip(prompt_ids, rows, strict=True)):
+            self._check_prompt(number, sent, row)
         return [row.completion_ids for row in rows]
 
-    def _written(self, prompt_ids: list[list[int]]) -> list[Completion]:
+    def _begun(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
+        """Sends the weights if they have changed, and returns the options of each prompt. Collective."""
+        changes = assigned(self._trainer.generation_config, self._bound)
+        check_followed(changes, dict.fromkeys(changes, "an engine has the options of `OPSDConfig`, set it there"))
         self._wake("weights")
         self._proof.take_prompts(prompt_ids)
         if self._has_changed():
             self.sync_weights()
         self._wake("kv_cache")
         limits = self._trainer.limits
-        rows = self._engine.write(
-            prompt_ids, [{**self._sampling, "max_tokens": limits.room(len(ids))} for ids in prompt_ids]
-        )
-        for number, (sent, row) in enumerate(zip(prompt_ids, rows, strict=True)):
-            if row.prompt_ids != sent:
-                raise RuntimeError(
-                    f"For row {number} of this batch {self._engine.name} answered another prompt: sent {len(sent)} "
-                    f"tokens beginning {sent[:8]}, got {len(row.prompt_ids)} beginning {row.prompt_ids[:8]}. The batch "
-                    "was not trained on."
-                )
-        return rows
+        return [{**self._sampling, "max_tokens": limits.room(len(ids))} for ids in prompt_ids]
+
+    def _check_prompt(self, number: int, sent: list[int], row: Completion) -> None:
+        if row.prompt_ids != sent:
+            raise RuntimeError(
+                f"For row {number} of this batch {self._engine.name} answered another prompt: sent {len(sent)} tokens "
+                f"beginning {sent[:8]}, got {len(row.prompt_ids)} beginning {row.prompt_ids[:8]}. The batch was not "
+                "trained on."
+            )
 
     def sync_weights(self) -> None:
         """Sends the student's current weights, and checks that they arrived.

@@ -1,13 +1,18 @@
-"""Generates with a vLLM server: the main process sends the requests of all processes and broadcasts the answers."""
+"""Generates with a vLLM server: the main process sends the requests of all processes and broadcasts the answers.
+
+Rows that are taken as they end are asked for by each process.
+"""
 
 from __future__ import annotations
 
 import json
+import socket
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlparse
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
@@ -18,10 +23,12 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
 from trl_opsd.models.head import model_shape
 from trl_opsd.rollout.answers import ServerFacts
+from trl_opsd.rollout.asking import Asking, RowClient, is_loopback, session_with
 from trl_opsd.rollout.sampling import request_options
+from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.server_client import ServerClient
 from trl_opsd.rollout.sync_proof import RELATIVE
-from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of
+from trl_opsd.rollout.synced import check_student, dtype_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
 from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
@@ -36,27 +43,31 @@ _MIN_BIAS = -100.0
 
 
 class _ServedEngine:
-    """A server as an engine. Every method but `close` is collective; each process passes prompts of its own.
+    """A server as an engine. All methods but `write_each` and `close` are collective; each process passes prompts of
+    its own.
 
     Args:
         trainer ([`OPSDTrainer`]):
             Provides the processes.
         client ([`~rollout.server_client.ServerClient`], *optional*):
             The connection to the server in the main process, `None` in the others.
+        deadline (`float`):
+            Seconds within which any request has to be answered.
     """
 
     name = "the vLLM server"
 
-    def __init__(self, trainer: Host, client: ServerClient | None) -> None:
+    def __init__(self, trainer: Host, client: ServerClient | None, deadline: float) -> None:
         self._client, self._process = client, trainer.accelerator.process_index
-        found: list[ServerFacts | None] = [None]
+        found: list[Any] = [None]
         with _shared_errors():
             if client is not None:
-                found = [client.facts()]
+                found = [(client.facts(), client.base_url, client.model)]
                 client.init_communicator(trainer.accelerator.device)
-        (facts,) = broadcast_object_list(found)
-        assert facts is not None, "the main process has asked"
+        ((facts, url, model),) = broadcast_object_list(found)
         self.facts: ServerFacts = facts
+        self._asking: Asking = client or RowClient(url, model, session_with(url, deadline))
+        self._machines = set(gather_object([socket.gethostname()]))
 
     @property
     def block_size(self) -> int:
@@ -85,6 +96,22 @@ class _ServedEngine:
         mine: list[Completion] = of_each[self._process]
         return mine
 
+    def write_each(
+        self, prompt_ids: list[list[int]], options: list[dict[str, Any]]
+    ) -> Generator[tuple[int, Completion], None, None]:
+        """Generates as `write`, and returns rows as they end.
+
+        Raises:
+            ValueError: The server is at an address that only one of several machines can reach.
+        """
+        if len(self._machines) > 1 and is_loopback(urlparse(self._asking.base_url).hostname):
+            raise ValueError(
+                f"Each process takes its rows from the vLLM server, but {self._asking.base_url} is another place on "
+                f"each of {len(self._machines)} machines: set `vllm_server_host` or `vllm_server_base_url` to an "
+                "address that all of them reach."
+            )
+        return self._asking.write_each(prompt_ids, options)
+
     def load(self, stream: Stream) -> None:
         """Replaces all weights.
 
@@ -111,11 +138,11 @@ class _ServedEngine:
             self._client.close_communicator()
 
 
-class VLLMServerRollout(SyncedRollout[_ServedEngine]):
+class VLLMServerRollout(ServedRollout[_ServedEngine]):
     """Generates with a separately started vLLM server, as `docs/rollouts.md` describes.
 
     Only the main process talks to the server: it sends the requests of all, and broadcasts the weights, with adapters
-    merged on the way. The student itself is not changed.
+    merged on the way. The student itself is not changed. Rows of a `stream` are asked for by each process.
 
     Args:
         args ([`OPSDConfig`]):
@@ -129,8 +156,9 @@ class VLLMServerRollout(SyncedRollout[_ServedEngine]):
         super().__init__(args)
         _check_options(args)
         # The other processes wait in a collective meanwhile, for at most `ddp_timeout`.
+        self._deadline = 0.9 * args.ddp_timeout
         with _shared_errors():
-            self._client = ServerClient(args, deadline=0.9 * args.ddp_timeout) if args.process_index == 0 else None
+            self._client = ServerClient(args, self._deadline) if args.process_index == 0 else None
 
     def __str__(self) -> str:
         args = self._args
@@ -143,7 +171,7 @@ class VLLMServerRollout(SyncedRollout[_ServedEngine]):
             ValueError: Student, device and server are incompatible.
         """
         check_student(trainer)
-        engine = _ServedEngine(trainer, self._client)
+        engine = _ServedEngine(trainer, self._client, self._deadline)
         served, dtype, context = engine.facts.dtype, dtype_of(trainer), trainer.limits.context
         if context is None or engine.facts.context < context:
             raise ValueError(
@@ -170,12 +198,6 @@ class VLLMServerRollout(SyncedRollout[_ServedEngine]):
         stream = Stream(weights, *how, saved_by(trainer.model))
         self._engine.load(stream)
         return stream.bytes
-
-    def _wake(self, what: str) -> None:
-        """A server does not sleep."""
-
-    def _rest(self) -> None:
-        """A server does not sleep."""
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Sends each HTTP request once, with a deadline and a size limit for the answer, and follows no redirects.
 
-It has the few methods of a `requests.Session` that TRL's client calls. Every failure is a [`ServerError`].
+It has the few methods of a `requests.Session` that TRL's client calls, and can send several at once. Every failure is
+a [`ServerError`].
 """
 
 from __future__ import annotations
@@ -8,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from typing import Any
 
 import aiohttp
 
 from trl_opsd.run import strict_json
 from trl_opsd.run.errors import ServerError
-
-T = TypeVar("T")
 
 MIB = 2**20
 
@@ -25,6 +27,8 @@ _CONNECT_SECONDS = 10.0
 """A running server accepts connections at once, however busy its model is."""
 _MAX_BYTES = 16 * MIB
 """Limit for answers that state none; the longest, a server's configuration, has about 0.1 MiB."""
+_AT_ONCE = 256
+"""Requests of one [`Answers`] under way at once: each has a connection, and a process may often open 1,024 files."""
 _PLAIN = ("", "identity")
 """Content encodings that are accepted: none."""
 
@@ -89,9 +93,24 @@ class BoundedSession:
         """As [`request`], with POST."""
         return self.request("POST", url, **options)
 
-    def request(
-        self, method: str, url: str, *, seconds: float | None = None, max_bytes: int = _MAX_BYTES, **options: Any
-    ) -> Answer:
+    def request(self, method: str, url: str, **options: Any) -> Answer:
+        """Sends one request and waits for its answer, with the arguments and errors of [`start`]."""
+        future = self.start(method, url, **options)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # after an interrupt
+
+    def start(
+        self,
+        method: str,
+        url: str,
+        *,
+        seconds: float | None = None,
+        max_bytes: int = _MAX_BYTES,
+        turn: AbstractAsyncContextManager[Any] | None = None,
+        **options: Any,
+    ) -> Future[Answer]:
         """Sends one request.
 
         Args:
@@ -103,16 +122,37 @@ class BoundedSession:
                 A deadline that replaces the session's.
             max_bytes (`int`, *optional*):
                 Limit for the answer.
+            turn (`AbstractAsyncContextManager`, *optional*):
+                Entered before the request is sent and its time begins.
             **options (`Any`):
                 `json` or `params`.
 
-        Raises:
-            ServerError: There is no answer in time, or it is too long, compressed or a redirect. An answer with any
-                other status is returned.
+        Returns:
+            `Future[Answer]`: cancelling it ends the request. It raises `ServerError` if there is no answer in time, or
+            it is too long, compressed or a redirect; an answer with any other status is returned.
         """
+        sent = self._sent(method, url, seconds, max_bytes, turn or nullcontext(), options)
+        return asyncio.run_coroutine_threadsafe(sent, self._loop)
+
+    def post_each(self, url: str, bodies: Sequence[dict[str, Any]], max_bytes: Sequence[int]) -> Answers:
+        """Sends one request for each body with POST, as JSON; the answers, each of at most so many bytes."""
+        turn = asyncio.Semaphore(_AT_ONCE)
+        each = zip(bodies, max_bytes, strict=True)
+        return Answers([self.start("POST", url, json=body, max_bytes=most, turn=turn) for body, most in each])
+
+    async def _sent(
+        self,
+        method: str,
+        url: str,
+        seconds: float | None,
+        max_bytes: int,
+        turn: AbstractAsyncContextManager[Any],
+        options: dict[str, Any],
+    ) -> Answer:
         asked, within = f"{self._server}, asked for {url},", seconds or self._deadline
         try:
-            return self._run(self._ask(asked, method, url, within, max_bytes, options))
+            async with turn:
+                return await self._ask(asked, method, url, within, max_bytes, options)
         except TimeoutError as error:
             origin = "" if seconds else self._origin
             raise ServerError(f"{asked} did not answer within {within:g} seconds{origin}") from error
@@ -136,13 +176,40 @@ class BoundedSession:
             _check_head(asked, response, self._option)
             return Answer(asked, response.status, await _body(asked, response, max_bytes))
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine to its end; an interrupt cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+class Answers(Iterator[tuple[int, Answer]]):
+    """The answers to several requests, each with its number, in the order they come.
+
+    The other requests end when one of them has failed, or when this is closed or collected.
+
+    Args:
+        requests (`Sequence[Future[Answer]]`):
+            Requests that have begun.
+    """
+
+    def __init__(self, requests: Sequence[Future[Answer]]) -> None:
+        self._missing = {request: number for number, request in enumerate(requests)}
+        self._ended: SimpleQueue[Future[Answer]] = SimpleQueue()
+        for request in requests:
+            request.add_done_callback(self._ended.put)
+
+    def __next__(self) -> tuple[int, Answer]:
+        if not self._missing:
+            raise StopIteration
         try:
-            return future.result()
-        finally:
-            future.cancel()
+            ended = self._ended.get()
+            return self._missing.pop(ended), ended.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the requests that have no answer yet."""
+        for request in self._missing:
+            request.cancel()
+        self._missing.clear()
+
+    __del__ = close
 
 
 def _check_head(asked: str, response: aiohttp.ClientResponse, option: str) -> None:

@@ -75,6 +75,16 @@ class Teachers(Mapping[str, Teacher]):
         self._unproved.difference_update(names)
         return targets
 
+    @property
+    def begin_early(self) -> bool:
+        """Whether one of them makes use of `expect`."""
+        return any(type(teacher).expect is not Teacher.expect for teacher in self.values())
+
+    def expect(self, rollout: Rollout, names: Sequence[str]) -> None:
+        """Tells each teacher of its rows, by the name of the teacher of each row."""
+        for name in dict.fromkeys(names):
+            self[name].expect(rollout.select([row for row, one in enumerate(names) if one == name]))
+
     @contextmanager
     def whole_heads(self) -> Iterator[list[OutputHead]]:
         """The heads, gathered where ZeRO-3 has split one. To be entered after the student's, as one may be the same."""

@@ -1,0 +1,47 @@
+"""A rollout that replays recorded completions as an engine apart from the trainer would: one by one, in any order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+from trl_opsd import FixedRollout
+
+
+class Apart(FixedRollout):
+    """Yields each recorded completion when it would have ended.
+
+    Args:
+        completions (`Mapping`):
+            As for [`FixedRollout`].
+        order (`int`, *optional*, defaults to 0):
+            Seed of the order in which rows end.
+        before (`Callable`, *optional*):
+            Called before a row ends, with the number of those that have ended.
+    """
+
+    writes_apart = True
+
+    def __init__(
+        self,
+        completions: Mapping[tuple[int, ...], Sequence[int]],
+        order: int = 0,
+        before: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        super().__init__(completions)
+        self._order, self._before = order, before
+        self.events: list[Any] = []
+        """What happened: `("row", number)`, "ended" and "closed", and what tests add."""
+
+    def stream(self, prompt_ids: list[list[int]], step: int) -> Generator[tuple[int, list[int]], None, None]:
+        written = self.complete(prompt_ids, step)
+        order = random.Random(self._order + step).sample(range(len(written)), len(written))
+        try:
+            for number, row in enumerate(order):
+                self._before(number)
+                self.events.append(("row", row))
+                yield row, written[row]
+            self.events.append("ended")
+        finally:
+            self.events.append("closed")

@@ -1,0 +1,183 @@
+"""Writes the rows of the next step while those of this one are learned: each row with weights that are one step old.
+
+How far these are from the ones that learn is measured by full distributions, over a few tokens of each process.
+
+N tokens · V vocabulary size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from copy import deepcopy
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+
+from trl_opsd._compat.peft import CausalLM
+from trl_opsd.loop.overlap import Overlapping
+from trl_opsd.models.backbone import completion_hidden
+from trl_opsd.models.head import logits_of, whole_head
+from trl_opsd.models.mode import preserved_mode
+from trl_opsd.models.padding import Reading
+from trl_opsd.run.precision import autocast
+from trl_opsd.run.pulled import Pulled
+from trl_opsd.types import Rollout
+
+__all__ = ["SEAMS", "Ahead"]
+
+logger = get_logger(__name__)
+
+SEAMS: dict[str, tuple[str, ...]] = {
+    "get_batch_samples": ("self", "epoch_iterator", "num_batches", "device"),
+}
+"""Overridden methods of transformers' trainer, with their parameters; a test compares them with the installed ones."""
+
+PROBED = 32
+"""Most tokens of a process whose distributions are kept from one step to the next."""
+
+
+class _Written:
+    """Rows that are written ahead.
+
+    Args:
+        prompt_ids (`list[list[int]]`):
+            Their prompts.
+        rows ([`~run.pulled.Pulled`]):
+            The completions, as they come.
+    """
+
+    def __init__(self, prompt_ids: list[list[int]], rows: Pulled[tuple[int, list[int]]]) -> None:
+        self.prompt_ids = prompt_ids
+        self._rows = rows
+        self._came: dict[int, list[int]] = {}
+
+    def all(self) -> list[list[int]]:
+        """The completions, in the order of the prompts, when the last has come."""
+        with suppress(StopIteration):
+            while True:
+                self._came.update(self._rows.take(wait=True))
+        return [self._came[row] for row in range(len(self.prompt_ids))]
+
+    def close(self) -> None:
+        """Gives up what has not come yet."""
+        self._rows.close()
+
+
+class Ahead(Overlapping):
+    """A trainer that may write the rows of a step while it learns from those of the step before."""
+
+    in_student: Callable[..., Any]
+    temperature: float
+    _coming: tuple[Iterator[Any], Any] | None = None
+    """What rows are read from, and what it gave for the next step."""
+    _ahead: _Written | None = None
+    _before_step: tuple[Rollout, Tensor] | None = None
+    """A row of this step, and the student's log-probabilities after its tokens before this step, [N, V], in host
+    memory."""
+
+    @property
+    def writes_ahead(self) -> bool:
+        """Whether the rows of the next step are written while those of this one are learned."""
+        return self.args.overlap == "ahead"
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; what is written ahead for a step that never comes is given up."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._give_up()
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """As transformers'; where rows are written ahead, those of the next step are read too."""
+        if not self.writes_ahead:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        known, self._coming = self._coming, None
+        if known is not None and known[0] is epoch_iterator:
+            found = known[1]
+        else:
+            found = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.state.global_step + 1 < self.state.max_steps:
+            calls = self.args.gradient_accumulation_steps
+            self._coming = epoch_iterator, super().get_batch_samples(epoch_iterator, calls, device)
+        return found
+
+    def _from_rollout(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """What was written ahead, if it is for these prompts, while the rows of the next step begin. Collective."""
+        if not self.writes_ahead:
+            return super()._from_rollout(prompt_ids)
+        if not self.model.training:
+            if self._ahead is not None:  # what writes is about to get other weights
+                self._ahead.all()
+            return super()._from_rollout(prompt_ids)
+        completions = self._taken(prompt_ids)
+        self.record("overlap/staleness", float(completions is not None))
+        if completions is None:
+            completions = super()._from_rollout(prompt_ids)
+        self._begin_ahead()
+        self._before_step = self._probed(prompt_ids, completions)
+        return completions
+
+    def _taken(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
+        """What was written ahead; `None` if nothing was, or with weights that are too far from those that learn."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        completions = ahead.all()
+        if ahead.prompt_ids != prompt_ids:
+            return None
+        distance = self._distance()
+        self.record("overlap/divergence", distance)
+        if distance <= self.args.overlap_max_divergence:
+            return completions
+        logger.warning(
+            f"The last step has moved the student by {distance:.3g} nats per token, more than "
+            f"`overlap_max_divergence={self.args.overlap_max_divergence}`: the rows that were written before it are "
+            "written anew. If that happens often, lower the learning rate, or leave `overlap` out."
+        )
+        return None
+
+    def _begin_ahead(self) -> None:
+        """Has the rows of the next step written with the weights of this one."""
+        if self._coming is None or not self._coming[1][0]:
+            return
+        rows = self.read_rows(self._coming[1][0][0])
+        prompt_ids = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
+        self._ahead = _Written(prompt_ids, Pulled(self.stream(prompt_ids)))
+
+    def _give_up(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead = self._coming = self._before_step = None
+
+    # ---- How far the weights that wrote are from those that learn ---------------------------------------------------
+
+    def _probed(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> tuple[Rollout, Tensor]:
+        row = max(range(len(completions)), key=lambda number: min(len(completions[number]), PROBED))
+        rollout = Rollout.unpack(self.padded(prompt_ids[row : row + 1], [completions[row][:PROBED]]))
+        return rollout, self._log_probabilities(rollout)
+
+    def _distance(self) -> float:
+        """The divergence of the student now from that before the last step, in nats per token, over all processes."""
+        assert self._before_step is not None, "there is one since rows are written ahead"
+        rollout, before_NV = self._before_step
+        after_NV = self._log_probabilities(rollout)
+        sums = torch.stack([(before_NV.exp() * (before_NV - after_NV)).sum(), torch.tensor(float(len(before_NV)))])
+        total, tokens = self.accelerator.reduce(sums.to(self.accelerator.device), "sum").tolist()
+        return float(total / tokens) if tokens else 0.0
+
+    def _log_probabilities(self, rollout: Rollout) -> Tensor:
+        """[N, V], of the tokens of a row that count, in host memory. Collective where the student is split."""
+        with preserved_mode(self.model), torch.no_grad(), autocast(self.accelerator):
+            self.model.eval()
+            logits_NV: Tensor = self.in_student(_logits, rollout, self.reading)
+        return (logits_NV.float() / self.temperature).log_softmax(-1).cpu()
+
+
+def _logits(student: CausalLM, rollout: Rollout, reading: Reading) -> Tensor:
+    """[N, V], after the tokens of a rollout that count."""
+    hidden_BCH = completion_hidden(student, rollout, reading)
+    with whole_head(student) as head:
+        return logits_of(hidden_BCH[rollout.counts], head)

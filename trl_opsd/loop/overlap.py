@@ -1,0 +1,184 @@
+"""Learns from the rows of an optimizer step as they end, while others are still being written.
+
+Weights change at the end of a step only, so no row is written or learned with old ones. How many tokens count is known
+when the last row has come: until then losses are divided by a constant, and their gradient is mended before it is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from copy import deepcopy
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_opsd._compat.deepspeed import rescaled
+from trl_opsd.data.intake import Request
+from trl_opsd.loop.dealing import Parts
+from trl_opsd.loop.scoring import Scoring
+from trl_opsd.loop.waiting import Waiting
+from trl_opsd.models.mode import preserved_mode
+from trl_opsd.run.known import set_known
+from trl_opsd.run.pulled import Pulled
+from trl_opsd.types import Rollout
+
+__all__ = ["Overlapping"]
+
+
+class Overlapping(Scoring):
+    """A trainer that may write, teach and learn rows of one step at the same time.
+
+    `training_step` is called as often as without, and does all of an optimizer step in the last of these calls.
+    """
+
+    begin_batch: Callable[[Any], list[Request]]
+    written: Callable[[Sequence[Request]], dict[str, Any]]
+    padded: Callable[[Sequence[list[int]], Sequence[list[int]]], dict[str, Tensor]]
+    record: Callable[[str, float], None]
+    model_wrapped: Any
+    _completions: list[list[int]] | None = None
+    """What has been written for the step that is counted now; `None` where it has to be written."""
+    _requests: Sequence[Request] = ()
+    """The rows that are written now."""
+    _rows: Any = None
+    """What the first call of a step was given."""
+    _weight: float = 1.0
+    """The sum of the weights of the tokens of the step, over all processes."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether rows are learned as they come."""
+        return self.args.overlap == "step" and self.streams and self.writes_apart
+
+    def _from_rollout(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """What `complete` returns; a teacher that begins early is told of each row when it has ended."""
+        if self._completions is not None:
+            return self._completions
+        if not (self.args.overlap and self.streams and self.teaches_early):
+            return self.complete(prompt_ids)
+        found = {}
+        for row, completion in self.stream(prompt_ids):
+            found[row] = completion
+            self.expect(Rollout.unpack(self.padded([prompt_ids[row]], [completion])), [self._requests[row]])
+        return [found[row] for row in range(len(prompt_ids))]
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As TRL's; where steps overlap, the loss of a whole step is that of its last call, and 0 in all before."""
+        if not self.overlaps:
+            return super().training_step(model, inputs, num_items_in_batch)
+        if self._call == 0:
+            self._rows = inputs
+        if self._call < self.args.gradient_accumulation_steps - 1:
+            set_known(self, _step=self._step + 1)
+            return torch.zeros((), device=self.args.device)
+        *early, last = self._learned(self._arriving(self._rows), model, inputs, num_items_in_batch)
+        factor = self._constant / self._weight
+        if not self.is_deepspeed_enabled:  # which has stepped already
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+            last = last * factor
+        return torch.stack([*(one * factor for one in early), last]).sum()
+
+    @property
+    def _constant(self) -> float:
+        """What losses are divided by before the number of tokens is known: a power of two, which rounds nothing, and
+        depends on options only.
+        """
+        rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        tokens = rows * self.accelerator.num_processes * self.args.max_completion_length
+        return 2.0 ** round(math.log2(tokens))
+
+    def _arriving(self, inputs: Any) -> Parts:
+        """The micro-batches of a step as their rows come, and of each whether it is the last. Collective."""
+        start, learned = perf_counter(), []
+        rows = self.begin_batch(inputs)
+        prompt_ids = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
+        waiting = self._waiting(prompt_ids)
+        device = self.accelerator.device
+        weight = torch.zeros((), device=device)
+        with self.session(), closing(self._begun(prompt_ids)) as pulled:
+            while True:
+                part = self._next(waiting, pulled, prompt_ids, rows)
+                weight += part["loss_weights"].sum()
+                left = torch.tensor([waiting.left], device=device)
+                if not self.accelerator.gather(left).any():
+                    break
+                yield {**part, "num_items_in_batch": torch.tensor(self._constant, device=device)}, False
+                learned.append(perf_counter())
+        self._count(rows, [waiting.completions[row] for row in range(len(rows))])
+        self._weight = float(self.accelerator.gather(weight).sum()) or 1.0
+        with self._scaled_last() as divisor:
+            yield {**part, "num_items_in_batch": torch.tensor(divisor, device=device)}, True
+        learned.append(perf_counter())
+        for name, when in (("first_backward", learned[0]), ("last_row", pulled.last), ("end", learned[-1])):
+            self.record(f"overlap/{name}", when - start)
+
+    def _waiting(self, prompt_ids: Sequence[list[int]]) -> Waiting:
+        self.check_budget()
+        return Waiting(
+            list(map(len, prompt_ids)),
+            rows=self.args.per_device_train_batch_size,
+            budget=self.args.max_tokens_per_microbatch,
+            packed=self.args.padding_free,
+            multiple=self.args.pad_to_multiple_of or 1,
+            in_order=self.args.deterministic,
+        )
+
+    def _begun(self, prompt_ids: list[list[int]]) -> Pulled[tuple[int, list[int]]]:
+        with self.phase("complete"), preserved_mode(self.model):
+            return Pulled(self.stream(prompt_ids))
+
+    def _next(
+        self,
+        waiting: Waiting,
+        pulled: Pulled[tuple[int, list[int]]],
+        prompt_ids: list[list[int]],
+        rows: Sequence[Request],
+    ) -> dict[str, Any]:
+        """The next micro-batch, scored; of weight 0 if this process has learned all of its rows. Collective."""
+
+        def padded(numbers: Sequence[int]) -> dict[str, Tensor]:
+            return self.padded([prompt_ids[row] for row in numbers], [waiting.completions[row] for row in numbers])
+
+        def come(wait: bool) -> None:
+            came = pulled.take(wait)
+            for row, completion in came:
+                waiting.add(row, completion)
+            if came and self.teaches_early:
+                numbers = [row for row, _ in came]
+                self.expect(Rollout.unpack(padded(numbers)), [rows[row] for row in numbers])
+
+        if waiting.left:
+            come(wait=False)
+        while (taken := waiting.take()) is None:
+            with self.phase("complete"):
+                come(wait=True)
+        numbers = taken or [waiting.shortest()]
+        batch: dict[str, Any] = padded(numbers)
+        batch.update(self.score(batch, [rows[row] for row in numbers]))
+        if not taken:
+            batch["loss_weights"] = torch.zeros_like(batch["loss_weights"])
+        return batch
+
+    def _count(self, rows: Sequence[Request], completions: list[list[int]]) -> None:
+        """Has TRL count and log a step that was written."""
+        self._completions = completions
+        try:
+            self.written(rows)
+        finally:
+            self._completions = None
+        torch.randperm(len(rows))  # drawn without overlap too: later draws are to be the same
+
+    def _scaled_last(self) -> AbstractContextManager[float]:
+        """What the loss of the last micro-batch is divided by while the context lasts.
+
+        DeepSpeed steps in the last backward pass, and divides the whole gradient by what it takes for a loss scale.
+        """
+        if not self.is_deepspeed_enabled:
+            return nullcontext(self._constant)
+        return rescaled(self.model_wrapped.optimizer, self._constant, self._weight)

@@ -1,0 +1,105 @@
+"""Asks a vLLM server for completions, all at once or row by row; any process can, and it knows nothing of weights."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlparse
+
+from trl_opsd.rollout import answers
+from trl_opsd.run.bounded_http import Answer, Answers, BoundedSession
+from trl_opsd.run.errors import ServerError
+from trl_opsd.types import Completion
+
+
+class Asking:
+    """The part of a client that asks for completions.
+
+    Attributes:
+        base_url (`str`): the address of the server.
+        model (`str`): the name of its model.
+        session ([`~run.bounded_http.BoundedSession`]): sends the requests.
+    """
+
+    base_url: str
+    model: str
+    session: BoundedSession
+
+    def write(self, prompt_ids: list[list[int]], options: dict[str, Any]) -> list[Completion]:
+        """Generates one completion for each prompt.
+
+        Args:
+            prompt_ids (`list[list[int]]`):
+                Not padded.
+            options (`dict`):
+                For all prompts, named as in the server's API.
+        """
+        answer = self.session.post(
+            self._url, json=self._body(prompt_ids, options), max_bytes=answers.max_answer_bytes(prompt_ids, options)
+        )
+        return answers.completions(content(answer), prompt_ids, options)
+
+    def write_each(
+        self, prompt_ids: list[list[int]], options: list[dict[str, Any]]
+    ) -> Generator[tuple[int, Completion], None, None]:
+        """As [`Engine.write_each`], with one request for each prompt; all of them begin before this returns."""
+        rows = list(zip(prompt_ids, options, strict=True))
+        bodies = [self._body([ids], theirs) for ids, theirs in rows]
+        most = [answers.max_answer_bytes([ids], theirs) for ids, theirs in rows]
+        return _each(self.session.post_each(self._url, bodies, most), rows)
+
+    @property
+    def _url(self) -> str:
+        return f"{self.base_url}/v1/completions"
+
+    def _body(self, prompt_ids: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
+        asked = {"model": self.model, "prompt": prompt_ids, **options}
+        return {**asked, "return_token_ids": True, "return_tokens_as_token_ids": True}
+
+
+@dataclass
+class RowClient(Asking):
+    """A client of a process that sends no weights."""
+
+    base_url: str
+    model: str
+    session: BoundedSession
+
+
+def session_with(base_url: str, deadline: float) -> BoundedSession:
+    """A session with a vLLM server whose requests have to be answered within `deadline` seconds, to the last byte."""
+    origin = ", nine tenths of `ddp_timeout`: see its log, and raise `ddp_timeout` if it only needs longer."
+    # A proxy cannot reach our loopback.
+    trust_env = not is_loopback(urlparse(base_url).hostname)
+    return BoundedSession("The vLLM server", "vllm_server_base_url", deadline, origin, trust_env)
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether a server is on this machine, by its address."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host or "")
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified
+
+
+def content(answer: Answer) -> dict[str, Any]:
+    """What a server answered, if it did what it was asked."""
+    if answer.status_code != 200:
+        raise ServerError(f"{answer.asked} answered {answer.status_code}: {answer.text[:500]}")
+    return answer.json() if answer.content else {}
+
+
+def _each(
+    written: Answers, rows: list[tuple[list[int], dict[str, Any]]]
+) -> Generator[tuple[int, Completion], None, None]:
+    with closing(written):
+        for number, answer in written:
+            ids, options = rows[number]
+            (completion,) = answers.completions(content(answer), [ids], options)
+            yield number, completion
