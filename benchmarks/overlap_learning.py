@@ -20,7 +20,9 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "rollout"), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "rollout"))
+sys.path.insert(0, str(ROOT / "examples"))
 
 import pytest
 import server_lab
@@ -99,11 +101,10 @@ def main() -> None:
         for seed in options.seeds:
             for overlap in options.overlap:
                 found = learned(overlap, seed, options.steps, Path(folder), server)
-                print(
-                    f"{overlap:>7}  {seed:4d}  {found['accuracy']:8.3f}  {found['loss']:9.4f}  {found['seconds']:7.0f}  "
-                    f"{found['staleness']:9.2f}  {found['divergence']:10.1e}  {found['largest']:7.1e}",
-                    flush=True,
+                numbers = (
+                    "{accuracy:8.3f}  {loss:9.4f}  {seconds:7.0f}  {staleness:9.2f}  {divergence:10.1e}  {largest:7.1e}"
                 )
+                print(f"{overlap:>7}  {seed:4d}  " + numbers.format(**found), flush=True)
 
 
 if __name__ == "__main__":

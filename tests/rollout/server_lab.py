@@ -38,8 +38,8 @@ def running(folder: Path, model: str | None = None, context: int = CONTEXT) -> I
         student(folder / "student", tied=True, seed=5)
         tiny.tokenizer().save_pretrained(folder / "student")
     arguments = ScriptArguments(
-        model=model or str(folder / "student"), host="127.0.0.1", port=free_port(), dtype="float32", max_model_len=context,
-        enforce_eager=True, distributed_executor_backend="uni",
+        model=model or str(folder / "student"), host="127.0.0.1", port=free_port(), dtype="float32",
+        max_model_len=context, enforce_eager=True, distributed_executor_backend="uni",
     )  # fmt: skip
     extra = ["--weight-transfer-config", json.dumps({"backend": "tcp"}), "--generation-config", "vllm"]
     extra += ["--worker-extension-cls", "tcp_transfer.Extension"]
