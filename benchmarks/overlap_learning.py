@@ -19,10 +19,9 @@ from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(ROOT / "tests" / "rollout"))
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "rollout"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import pytest
 import server_lab
@@ -39,6 +38,7 @@ ROWS = 64
 MICRO = 16
 OVERLAPS = ("none", "step", "ahead")
 PROBLEMS = 200
+LINE = "{accuracy:8.3f}  {loss:9.4f}  {seconds:7.0f}  {staleness:9.2f}  {divergence:10.1e}  {largest:7.1e}"
 
 
 def learned(overlap: str, seed: int, steps: int, folder: Path, server: dict[str, Any]) -> dict[str, float]:
