@@ -32,13 +32,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[dict[str, Any]]:
-    """Config options that point to the server, which holds a student with a tied head."""
-    student(folder / "student", tied=True, seed=5)
-    tiny.tokenizer().save_pretrained(folder / "student")
+def running(folder: Path, model: str | None = None, context: int = CONTEXT) -> Iterator[dict[str, Any]]:
+    """Config options that point to the server, which holds a model, or else a new student with a tied head."""
+    if model is None:
+        student(folder / "student", tied=True, seed=5)
+        tiny.tokenizer().save_pretrained(folder / "student")
     arguments = ScriptArguments(
-        model=str(folder / "student"), host="127.0.0.1", port=free_port(), dtype="float32", max_model_len=CONTEXT,
-        enforce_eager=True, distributed_executor_backend="uni",
+        model=model or str(folder / "student"), host="127.0.0.1", port=free_port(), dtype="float32",
+        max_model_len=context, enforce_eager=True, distributed_executor_backend="uni",
     )  # fmt: skip
     extra = ["--weight-transfer-config", json.dumps({"backend": "tcp"}), "--generation-config", "vllm"]
     extra += ["--worker-extension-cls", "tcp_transfer.Extension"]
@@ -51,7 +52,7 @@ def running(folder: Path) -> Iterator[dict[str, Any]]:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
     try:
         wait_for(process, arguments.port, folder / "log")
-        yield {"vllm_mode": "server", "vllm_server_port": arguments.port, "vllm_max_model_length": CONTEXT}
+        yield {"vllm_mode": "server", "vllm_server_port": arguments.port, "vllm_max_model_length": context}
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         try:
