@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import socket
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +30,7 @@ from trl_opsd.rollout.server_client import ServerClient
 from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import check_student, dtype_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
+from trl_opsd.run.bounded_http import Answers
 from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
 
@@ -96,9 +97,7 @@ class _ServedEngine:
         mine: list[Completion] = of_each[self._process]
         return mine
 
-    def write_each(
-        self, prompt_ids: list[list[int]], options: list[dict[str, Any]]
-    ) -> Generator[tuple[int, Completion], None, None]:
+    def write_each(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> Answers[Completion]:
         """Generates as `write`, and returns rows as they end.
 
         Raises:
