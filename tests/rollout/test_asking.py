@@ -141,6 +141,19 @@ def test_rows_that_nobody_takes_are_given_up(server, how, taken):
     until(lambda: server.given_up == set(range(taken, 4)))
 
 
+def test_a_thread_that_waits_for_a_row_waits_no_more_once_another_gives_them_up(server):
+    rows, found = asked(server), []
+    taking = threading.Thread(target=lambda: found.extend(rows), daemon=True)
+    taking.start()
+    server.end(1)
+    until(lambda: found)
+    rows.close()
+    taking.join(SECONDS)
+    assert not taking.is_alive()
+    assert [number for number, _ in found] == [1]
+    until(lambda: server.given_up == {0, 2, 3})
+
+
 def test_an_interrupt_ends_the_wait_and_the_requests(server):
     rows = asked(server)
     until(lambda: len(server.asked) == 4)

@@ -20,6 +20,7 @@ from vllm_lab import by_hf, gap, lora, student, two_end_tokens
 
 from trl_opsd.rollout import vllm_server as backend
 from trl_opsd.rollout import weight_sync
+from trl_opsd.rollout.asking import Asking
 from trl_opsd.rollout.server_client import ServerClient
 from trl_opsd.run.errors import SyncError
 
@@ -137,6 +138,99 @@ def test_options_reach_a_server(serve, monkeypatch):
     free.args.vllm_group_port = free_port()
     free.rollout = backend.VLLMServerRollout(free.args)
     assert max(map(max, free.rollout.complete(prompts * 4, 0))) < 100, "ids no tokenizer knows"
+
+
+# ---- Rows that are taken as they end ---------------------------------------------------------------------------------
+
+
+def test_rows_of_a_server_come_as_they_end(serve):
+    trainer = serve(top_k=1, max_completion_length=120)
+    prompts = [*trainer.tokenize(tiny.PROMPTS), [5] * (CONTEXT - 2)]
+    rows = list(trainer.rollout.stream(prompts, 0))
+    assert sorted(row for row, _ in rows) == list(range(len(prompts)))
+    assert rows[0][0] == len(prompts) - 1, "asked for last, with room for two tokens: written at the same time"
+    assert dict(rows) == dict(enumerate(trainer.rollout.complete(prompts, 0)))
+
+
+def test_a_sampled_row_depends_on_its_seed_alone(serve, monkeypatch, tmp_path):
+    undecided = student(tmp_path / "student", tied=True)
+    with torch.no_grad():
+        undecided.get_output_embeddings().weight.mul_(0.05)
+    trainer = serve(model=undecided)
+    rollout, seeds = trainer.rollout, []
+    write_each = Asking.write_each
+
+    def recording(self, prompt_ids, options):
+        seeds.append([one["seed"] for one in options])
+        return write_each(self, prompt_ids, options)
+
+    monkeypatch.setattr(Asking, "write_each", recording)
+    prompts = [trainer.tokenize(["a"])[0]] * 4
+    first, again, later = (dict(rollout.stream(prompts, step)) for step in (3, 3, 4))
+    assert len({seed for of_one in seeds for seed in of_one}) == 12, "of each row, use and step"
+    assert len({tuple(ids) for rows in (first, again, later) for ids in rows.values()}) == 12
+    rollout.bind(trainer)
+    assert dict(rollout.stream(prompts[:2], 3)) != first
+    assert seeds[3][:2] != seeds[0][:2], "the same trainer writes at this step for the third time"
+    alone = rollout._engine.write([prompts[2]], [{**rollout._sampling, "max_tokens": 16, "seed": seeds[0][2]}])
+    assert alone[0].completion_ids == first[2]
+
+    trainer.loads += 1  # resumed at step 3
+    assert dict(rollout.stream(prompts, 3)) == first
+    assert dict(rollout.stream(prompts, 3)) == again
+    assert dict(rollout.stream(prompts, 4)) == later
+    trainer.loads += 1  # the best checkpoint, after training; then another training
+    rollout.stream(prompts[:1], 0), rollout.stream(prompts[:1], 0)
+    assert len({of_one[0] for of_one in seeds[-2:]}) == 2
+
+    given = serve(generation_kwargs={"seed": 3})
+    list(given.rollout.stream(prompts, 0))
+    assert seeds[-1] == [3] * 4
+
+
+def test_rows_can_have_the_log_probabilities_that_they_were_written_with(serve):
+    trainer = serve(temperature=1.5)
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    assert all(not row.logprobs for _, row in trainer.rollout.stream_completions(prompts, 0))
+    for number, row in trainer.rollout.stream_completions(prompts, 0, logprobs=True):
+        assert row.prompt_ids == prompts[number]
+        with torch.no_grad():
+            ids = torch.tensor([row.prompt_ids + row.completion_ids])
+            logits = trainer.model.eval()(ids).logits / 1.5  # the server was started with `processed_logprobs`
+        logprobs = logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(row.logprobs), logprobs[-len(row.completion_ids) :], rtol=0, atol=1e-4)
+
+
+def test_weights_end_a_stream_so_that_no_row_has_two_states(serve):
+    trainer = serve(top_k=1, max_completion_length=150)
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    left, taken = trainer.rollout.stream(prompts, 0), trainer.rollout.stream([*prompts, [5] * (CONTEXT - 2)], 0)
+    assert next(taken)[0] == len(prompts), "and the others are under way"
+    with torch.no_grad():
+        for part in trainer.model.parameters():
+            part.mul_(1.3)
+    assert dict(trainer.rollout.stream(prompts, 0)) == dict(enumerate(by_hf(trainer, prompts)))
+    assert gap(trainer) <= 1e-4, "the prefix cache was reset, although rows had been under way"
+    for stream, rows in ((left, len(prompts)), (taken, len(prompts) + 1)):
+        with pytest.raises(
+            RuntimeError, match=rf"{len(prompts)} of {rows} rows were given up, because the vLLM server"
+        ):
+            list(stream)
+
+
+def test_a_row_of_another_prompt_is_refused(serve, monkeypatch):
+    trainer = serve(top_k=1)
+    write_each = Asking.write_each
+    monkeypatch.setattr(Asking, "write_each", lambda self, ids, options: write_each(self, ids[::-1], options))
+    with pytest.raises(RuntimeError, match=r"For row \d of this batch the vLLM server answered another prompt"):
+        list(trainer.rollout.stream(trainer.tokenize(tiny.PROMPTS), 0))
+
+
+def test_a_server_on_loopback_is_refused_to_rows_of_several_machines(serve, monkeypatch):
+    trainer = serve()
+    trainer.rollout._engine._machines = {"one", "two"}
+    with pytest.raises(ValueError, match=r"http://127.0.0.1:\d+ is another place on each of 2 machines: set"):
+        trainer.rollout.stream([[5]], 0)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,12 @@ def is_peft(model: CausalLM) -> bool:
     return isinstance(model, PeftModel)
 
 
+def changes_generate(model: CausalLM) -> bool:
+    """Whether an adapter acts on the model in another way while PEFT's `generate` runs: prompt learning, and aLoRA."""
+    configs = model.peft_config.values() if isinstance(model, PeftModel) else ()
+    return any(one.is_prompt_learning or getattr(one, "alora_invocation_tokens", None) for one in configs)
+
+
 def without_peft(model: CausalLM) -> Any:
     """The model inside the PEFT wrapper, or the model itself."""
     return model.get_base_model() if is_peft(model) else model

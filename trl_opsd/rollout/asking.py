@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Generator
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlparse
@@ -42,14 +40,17 @@ class Asking:
         )
         return answers.completions(content(answer), prompt_ids, options)
 
-    def write_each(
-        self, prompt_ids: list[list[int]], options: list[dict[str, Any]]
-    ) -> Generator[tuple[int, Completion], None, None]:
-        """As [`Engine.write_each`], with one request for each prompt; all of them begin before this returns."""
+    def write_each(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> Answers[Completion]:
+        """As [`RowEngine.write_each`], with one request for each prompt."""
+
+        def read(row: int, answer: Answer) -> Completion:
+            (completion,) = answers.completions(content(answer), [prompt_ids[row]], options[row])
+            return completion
+
         rows = list(zip(prompt_ids, options, strict=True))
         bodies = [self._body([ids], theirs) for ids, theirs in rows]
         most = [answers.max_answer_bytes([ids], theirs) for ids, theirs in rows]
-        return _each(self.session.post_each(self._url, bodies, most), rows)
+        return self.session.post_each(self._url, bodies, most, read)
 
     @property
     def _url(self) -> str:
@@ -93,13 +94,3 @@ def content(answer: Answer) -> dict[str, Any]:
     if answer.status_code != 200:
         raise ServerError(f"{answer.asked} answered {answer.status_code}: {answer.text[:500]}")
     return answer.json() if answer.content else {}
-
-
-def _each(
-    written: Answers, rows: list[tuple[list[int], dict[str, Any]]]
-) -> Generator[tuple[int, Completion], None, None]:
-    with closing(written):
-        for number, answer in written:
-            ids, options = rows[number]
-            (completion,) = answers.completions(content(answer), [ids], options)
-            yield number, completion

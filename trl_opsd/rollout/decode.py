@@ -9,7 +9,7 @@ B rows at the start · n places in the batch now · P prompt tokens, padded · L
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,12 +90,15 @@ class RaggedDecoding:
             Whether forwards are collective; finished processes keep calling the model.
         caches ([`KeptCaches`], *optional*):
             Static caches for compiled steps, kept from one call to the next so that graphs are recorded once.
+        lazily (`bool`, *optional*, defaults to `False`):
+            Whether `generate` returns after the prefill, with an iterator that decodes and yields rows as they end.
     """
 
     rooms: Sequence[int]
     context: int | None
     collective: bool
     caches: KeptCaches = field(default_factory=KeptCaches)
+    lazily: bool = False
 
     def __call__(
         self,
@@ -105,7 +108,7 @@ class RaggedDecoding:
         stopping_criteria: StoppingCriteriaList,
         generation_config: Any,
         **model_kwargs: Any,
-    ) -> list[list[int]]:
+    ) -> list[list[int]] | Iterator[tuple[int, list[int]]]:
         """Decodes until every row has ended, here and in all other processes.
 
         Args:
@@ -123,7 +126,8 @@ class RaggedDecoding:
                 Attention mask, positions and cache.
 
         Returns:
-            `list[list[int]]`: the completion of each row, its end token included.
+            `list[list[int]]` or `Iterator[tuple[int, list[int]]]`: the completion of each row, its end token included;
+            or, `lazily`, the number of each row and its completion, as they end.
 
         Raises:
             NonFiniteError: The model's logits hold NaN.
@@ -141,8 +145,29 @@ class RaggedDecoding:
         outputs = model._prefill(input_ids, generation_config, batch.model_kwargs)
         if compiled:
             self.caches.keep(batch.model_kwargs["past_key_values"], batch.size)
+        ended = self._decoded(
+            model, forward, batch, outputs, compiled, logits_processor, criteria, generation_config.do_sample
+        )
+        if self.lazily:
+            return ended
+        completions = dict(ended)
+        return [completions[row] for row in range(len(self.rooms))]
+
+    @torch.no_grad()
+    def _decoded(
+        self,
+        model: CausalLM,
+        forward: Any,
+        batch: _Batch,
+        outputs: Any,
+        compiled: bool,
+        logits_processor: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        do_sample: bool,
+    ) -> Iterator[tuple[int, list[int]]]:
+        device = batch.every.device
         with model._optimize_model_for_decode():
-            while model._has_unfinished_sequences(not batch.writing, self.collective, device=input_ids.device):
+            while model._has_unfinished_sequences(not batch.writing, self.collective, device=device):
                 if not batch.writing:
                     model(input_ids=batch.every[:1, -1:], use_cache=False)
                     continue
@@ -153,16 +178,16 @@ class RaggedDecoding:
                     outputs = forward(**inputs, return_dict=True)
                 batch.model_kwargs = model._update_model_kwargs_for_generation(outputs, batch.model_kwargs)
                 # A copy: the logits of a whole prompt must not stay, and a CUDA graph writes over its own outputs.
-                logits_nV = outputs.logits[:, -1].to(device=input_ids.device, dtype=torch.float32, copy=True)
+                logits_nV = outputs.logits[:, -1].to(device=device, dtype=torch.float32, copy=True)
                 outputs = None
                 scores_nV = every_row.process(logits_processor, batch.every, batch.rows, logits_nV)
-                batch.write(*self._next_tokens(scores_nV, batch, generation_config.do_sample), criteria)
+                ended = batch.write(*self._next_tokens(scores_nV, batch, do_sample), criteria)
                 if batch.writing:
                     batch.shrink(self.caches if compiled else None)
                 if compiled and self.context is not None and "position_ids" in batch.model_kwargs:
                     # A finished row that keeps its place must not run past the table of positions.
                     batch.model_kwargs["position_ids"].clamp_(max=self.context - 1)
-        return batch.completions
+                yield from ended
 
     def _next_tokens(self, scores_nV: Tensor, batch: _Batch, do_sample: bool) -> tuple[Tensor, Tensor]:
         """The next token of each place, and whether its logits hold NaN."""
@@ -194,7 +219,7 @@ class RaggedDecoding:
 
 
 class _Batch:
-    """The unfinished rows, each at a place in the batch, and the completions of all rows."""
+    """The unfinished rows, each at a place in the batch, and the ids of all rows."""
 
     def __init__(self, input_ids: Tensor, rooms: Sequence[int], pad: int, model_kwargs: dict[str, Any]) -> None:
         self.every = input_ids
@@ -204,7 +229,6 @@ class _Batch:
         self.writing = dict(enumerate(range(len(rooms))))
         """The unfinished rows, by place."""
         self.model_kwargs = model_kwargs
-        self.completions: list[list[int]] = [[] for _ in rooms]
         self._rooms = rooms
         self._pad = pad
         self._prompt_tokens = input_ids.size(1)
@@ -219,13 +243,13 @@ class _Batch:
         """`[n, L]`, the ids of the rows that have a place."""
         return self.every if self.size == len(self.every) else self.every[self.rows]
 
-    def write(self, tokens_n: Tensor, broken_n: Tensor, criteria: StoppingCriteriaList) -> None:
-        """Appends a token to each row and marks those that have ended by it."""
+    def write(self, tokens_n: Tensor, broken_n: Tensor, criteria: StoppingCriteriaList) -> list[tuple[int, list[int]]]:
+        """Appends a token to each row, and returns those that have ended by it with their completions."""
         tokens_B = tokens_n.new_full((len(self.every),), self._pad).index_copy_(0, self.rows, tokens_n)
         self.every = torch.cat([self.every, tokens_B[:, None]], dim=-1)
         # One transfer from the device for each step.
         ended, broken = torch.stack([every_row.ended(criteria, self.every, self.rows), broken_n]).tolist()
-        written = self.every.size(1) - self._prompt_tokens
+        written, complete = self.every.size(1) - self._prompt_tokens, []
         for place, row in list(self.writing.items()):
             if broken[place]:
                 raise NonFiniteError(
@@ -235,8 +259,9 @@ class _Batch:
                 )
             if ended[place] or written >= self._rooms[row]:
                 room = max(self._rooms[row], 0)
-                self.completions[row] = self.every[row, self._prompt_tokens :][:room].tolist()
+                complete.append((row, self.every[row, self._prompt_tokens :][:room].tolist()))
                 del self.writing[place]
+        return complete
 
     def shrink(self, caches: KeptCaches | None) -> None:
         """Removes the places of finished rows: all of them, or, with `caches`, down to the next bucket size."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from trl_opsd.types import Completion
@@ -39,19 +39,24 @@ class Engine(Protocol):
         """Releases its resources."""
 
 
+class Rows(Protocol):
+    """The number of each prompt and its completion, in the order they end. What has not ended is given up when this is
+    collected.
+    """
+
+    def __iter__(self) -> Iterator[tuple[int, Completion]]: ...
+
+    def close(self) -> None:
+        """Gives up what has not ended; called from any thread, also while another waits for the next."""
+
+
 class RowEngine(Engine, Protocol):
     """An engine that returns each row when it has ended, and writes the others meanwhile."""
 
-    def write_each(
-        self, prompt_ids: list[list[int]], options: list[dict[str, Any]]
-    ) -> Generator[tuple[int, Completion], None, None]:
-        """Generates as `write`, without other processes.
+    def write_each(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> Rows:
+        """Generates as `write`, without other processes. All rows have begun when this returns.
 
         Args:
             prompt_ids, options:
                 As for `write`.
-
-        Returns:
-            `Generator[tuple[int, Completion]]`: the number of each prompt and its completion, in the order they end.
-            All rows are begun when this returns; those that have not ended are given up when it is closed or collected.
         """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Generator, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
@@ -19,7 +20,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.peft import CausalLM, changes_generate
 from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.host import Host
 from trl_opsd.models.padding import PADDED
@@ -31,9 +32,13 @@ from trl_opsd.rollout.generate import completions_of, generate, other_generate
 from trl_opsd.rollout.kept_caches import KeptCaches
 from trl_opsd.rollout.writing_proof import Writing, prove_writing
 from trl_opsd.run.known import set_known
+from trl_opsd.run.modes import with_own_modes
 from trl_opsd.run.rng import preserved_rng
 
 logger = get_logger(__name__)
+
+Rows: TypeAlias = Generator[tuple[int, list[int]], None, None]
+"""Numbers of prompts and their completions."""
 
 _CACHE_STEP = 256
 """The length of a static cache is a multiple of this many tokens, to avoid recompilation for each prompt length."""
@@ -82,6 +87,20 @@ class HFRollout(RolloutBackend):
             )
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        completions = dict(self._rows(prompt_ids, self._rooms(prompt_ids), lazily=False))
+        return [completions[row] for row in range(len(prompt_ids))]
+
+    def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
+        """As for every rollout. Each row that is asked for is decoded then, and no other thread does it. A split
+        student, whose forward pass is collective or whose gathered weights have to go, completes all rows at once.
+        """
+        if self._is_split:
+            return super().stream(prompt_ids, step)
+        rows = self._rows(prompt_ids, self._rooms(prompt_ids), lazily=not self._compile)
+        return with_own_modes(rows, self._trainer.accelerator.device.type)
+
+    def _rooms(self, prompt_ids: list[list[int]]) -> list[int]:
+        """The most tokens that each completion may have."""
         changes = assigned(self._trainer.generation_config, self._bound)
         check_followed(changes, IN_GENERATE)
         limits = self._trainer.limits
@@ -91,20 +110,22 @@ class HFRollout(RolloutBackend):
                 f"`trainer.generation_config.max_new_tokens = {most!r}`: expected an integer from 1 to "
                 f"`max_completion_length`, which is {limits.completion}: raise that in `OPSDConfig`."
             )
+        return [min(limits.room(len(ids)), most) for ids in prompt_ids]
+
+    def _rows(self, prompt_ids: list[list[int]], rooms: list[int], lazily: bool) -> Rows:
+        """The number of each prompt and its completion; `lazily` when it has ended, else when all of its batch have."""
         lengths = list(map(len, prompt_ids))
-        rooms = [min(limits.room(length), most) for length in lengths]
-        completions: dict[int, list[int]] = {}
         with self._trainer.student_for_generation() as student:
             writing = self.writing = self.writing or self._proved(student)
+            lazily = lazily and not changes_generate(student)
             for rows in writing.together.groups_to_continue(lengths, rooms, self._is_collective()):
                 prompts, theirs = [prompt_ids[row] for row in rows], [rooms[row] for row in rows]
-                written = self._write(student, writing, prompts, theirs)
-                completions.update(zip(rows, written, strict=True))
-        return [completions[row] for row in range(len(prompt_ids))]
+                for place, completion in self._written(student, writing, prompts, theirs, lazily):
+                    yield rows[place], completion
 
-    def _write(
-        self, student: CausalLM, writing: Writing, prompt_ids: list[list[int]], rooms: list[int]
-    ) -> list[list[int]]:
+    def _written(
+        self, student: CausalLM, writing: Writing, prompt_ids: list[list[int]], rooms: list[int], lazily: bool
+    ) -> Rows:
         """Continues prompts in one batch, each by as many tokens as it has room for."""
         trainer = self._trainer
         inputs = self._padded(prompt_ids, writing)
@@ -126,7 +147,11 @@ class HFRollout(RolloutBackend):
         else:
             config.max_new_tokens = max(*rooms, 1)
             loop = RaggedDecoding(
-                rooms=rooms, context=trainer.limits.context, collective=self._is_collective(), caches=self._caches
+                rooms=rooms,
+                context=trainer.limits.context,
+                collective=self._is_collective(),
+                caches=self._caches,
+                lazily=lazily,
             )
             if self._compile:
                 self._set_up_compilation(config, prompt_tokens)
@@ -140,10 +165,13 @@ class HFRollout(RolloutBackend):
                 stopping_criteria=StoppingCriteriaList([progress]),
                 **({"custom_generate": loop} if loop else {}),
             )
-        if loop and isinstance(written, list):
-            return written
-        completions = completions_of(written, inputs["input_ids"], config.max_new_tokens, type(student).__name__)
-        return [ids[: max(room, 0)] for ids, room in zip(completions, rooms, strict=True)]
+            if loop and lazily and isinstance(written, Iterator):
+                yield from written
+                return
+        if not (loop and isinstance(written, list)):
+            completions = completions_of(written, inputs["input_ids"], config.max_new_tokens, type(student).__name__)
+            written = [ids[: max(room, 0)] for ids, room in zip(completions, rooms, strict=True)]
+        yield from enumerate(written)
 
     def close(self) -> None:
         self._caches.clear()

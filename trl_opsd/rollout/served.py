@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 from weakref import WeakSet
 
 import torch
 
 from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
-from trl_opsd.rollout.engine import RowEngine
+from trl_opsd.rollout.engine import RowEngine, Rows
 from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.run.rng import derived_seed
 from trl_opsd.types import Completion
@@ -32,8 +32,9 @@ class ServedRollout(SyncedRollout[R]):
 
     def __init__(self, args: OPSDConfig) -> None:
         super().__init__(args)
-        self._streams: WeakSet[Generator[tuple[int, Completion], None, None]] = WeakSet()
+        self._streams: WeakSet[Rows] = WeakSet()
         self._uses: Counter[int] = Counter()
+        self._seeded: Host | None = None
         self._loads = 0
 
     def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
@@ -52,7 +53,7 @@ class ServedRollout(SyncedRollout[R]):
             prompt_ids, step:
                 As for `complete`.
             logprobs (`bool`, *optional*, defaults to `False`):
-                Whether each completion has its `logprobs`: those of the weights that it was written with.
+                Whether each completion has its `logprobs`, by the weights that it was written with.
 
         Returns:
             `Iterator[tuple[int, Completion]]`: the number of each prompt and its completion, in the order they end.
@@ -68,9 +69,7 @@ class ServedRollout(SyncedRollout[R]):
         self._streams.add(written)
         return self._rows(written, prompt_ids)
 
-    def _rows(
-        self, written: Generator[tuple[int, Completion], None, None], prompt_ids: list[list[int]]
-    ) -> Iterator[tuple[int, Completion]]:
+    def _rows(self, written: Rows, prompt_ids: list[list[int]]) -> Iterator[tuple[int, Completion]]:
         missing = len(prompt_ids)
         with closing(written):
             for number, row in written:
@@ -98,18 +97,14 @@ class ServedRollout(SyncedRollout[R]):
         for written in list(self._streams):
             written.close()
 
-    def _set_up(self, trainer: Host, engine: R, sampling: dict[str, Any], dtype: torch.dtype) -> None:
-        self._give_up()
-        self._uses.clear()
-        self._loads = trainer.loads
-        super()._set_up(trainer, engine, sampling, dtype)
-
     def _seeds(self, step: int, rows: int) -> list[int]:
         """A seed for each row. Collective."""
         trainer = self._trainer
-        if trainer.loads != self._loads and step:  # resumed: what was written from this step on is written again
+        if self._seeded is not trainer:
+            self._seeded, self._uses = trainer, Counter()
+        elif trainer.loads != self._loads and step:  # resumed: what was written from this step on is written again
             self._uses = Counter({before: uses for before, uses in self._uses.items() if before < step})
-            self._loads = trainer.loads
+        self._loads = trainer.loads
         use = self._uses[step]
         self._uses[step] += 1
         accelerator = trainer.accelerator

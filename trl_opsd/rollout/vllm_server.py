@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import socket
 from collections import defaultdict
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -31,6 +30,7 @@ from trl_opsd.rollout.server_client import ServerClient
 from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import check_student, dtype_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
+from trl_opsd.run.bounded_http import Answers
 from trl_opsd.types import Completion
 
 logger = get_logger(__name__)
@@ -89,9 +89,7 @@ class _ServedEngine:
         ask = None if self._client is None else partial(_answers, self._client)
         return asked_by_main(list(zip(prompt_ids, options, strict=True)), ask, self._process)
 
-    def write_each(
-        self, prompt_ids: list[list[int]], options: list[dict[str, Any]]
-    ) -> Generator[tuple[int, Completion], None, None]:
+    def write_each(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> Answers[Completion]:
         """Generates as `write`, and returns rows as they end.
 
         Raises:

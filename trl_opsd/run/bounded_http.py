@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
 from trl_opsd.run import strict_json
 from trl_opsd.run.errors import ServerError
+
+T = TypeVar("T")
 
 MIB = 2**20
 
@@ -139,11 +141,15 @@ class BoundedSession:
         sent = self._sent(method, url, seconds, max_bytes, turn or nullcontext(), options)
         return asyncio.run_coroutine_threadsafe(sent, self._loop)
 
-    def post_each(self, url: str, bodies: Sequence[dict[str, Any]], max_bytes: Sequence[int]) -> Answers:
-        """Sends one request for each body with POST, as JSON; the answers, each of at most so many bytes."""
+    def post_each(
+        self, url: str, bodies: Sequence[dict[str, Any]], max_bytes: Sequence[int], read: Callable[[int, Answer], T]
+    ) -> Answers[T]:
+        """Sends one request for each body with POST, as JSON, and returns what [`Answers`] reads in their answers, each
+        of which may have so many bytes.
+        """
         turn = asyncio.Semaphore(_AT_ONCE)
         each = zip(bodies, max_bytes, strict=True)
-        return Answers([self.start("POST", url, json=body, max_bytes=most, turn=turn) for body, most in each])
+        return Answers([self.start("POST", url, json=body, max_bytes=most, turn=turn) for body, most in each], read)
 
     async def _sent(
         self,
@@ -182,7 +188,7 @@ class BoundedSession:
             return Answer(asked, response.status, await _body(asked, response, max_bytes))
 
 
-class Answers(Iterator[tuple[int, Answer]]):
+class Answers(Iterator[tuple[int, T]]):
     """The answers to several requests, each with its number, in the order they come.
 
     The other requests end when one of them has failed, or when this is closed or collected.
@@ -190,29 +196,33 @@ class Answers(Iterator[tuple[int, Answer]]):
     Args:
         requests (`Sequence[Future[Answer]]`):
             Requests that have begun.
+        read (`Callable[[int, Answer], T]`):
+            What an answer to the request of this number says.
     """
 
-    def __init__(self, requests: Sequence[Future[Answer]]) -> None:
+    def __init__(self, requests: Sequence[Future[Answer]], read: Callable[[int, Answer], T]) -> None:
         self._missing = {request: number for number, request in enumerate(requests)}
         self._ended: SimpleQueue[Future[Answer]] = SimpleQueue()
+        self._read = read
         for request in requests:
             request.add_done_callback(self._ended.put)
 
-    def __next__(self) -> tuple[int, Answer]:
-        if not self._missing:
-            raise StopIteration
+    def __next__(self) -> tuple[int, T]:
         try:
-            ended = self._ended.get()
-            return self._missing.pop(ended), ended.result()
+            ended = self._ended.get() if self._missing else None
+            number = self._missing.pop(ended, None) if ended else None
+            if ended is None or number is None:  # closed, perhaps while this waited
+                raise StopIteration
+            return number, self._read(number, ended.result())
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Ends the requests that have no answer yet."""
-        for request in self._missing:
-            request.cancel()
-        self._missing.clear()
+        """Ends the requests that have no answer yet. Any thread may do so, also while another waits for an answer."""
+        with suppress(KeyError):  # when none is left
+            while True:
+                self._missing.popitem()[0].cancel()
 
     __del__ = close
 

@@ -159,4 +159,5 @@ class Completion:
     prompt_logprobs: list[float]
     """Log-probability of each prompt token but the first, in nats; empty unless requested."""
     logprobs: list[float]
-    """Log-probability of each generated token, in nats, before temperature and truncation; empty unless requested."""
+    """Log-probability of each generated token, in nats; empty unless requested. Before temperature and truncation, but
+    after them from a server with `--logprobs-mode processed_logprobs`."""
