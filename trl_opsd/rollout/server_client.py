@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 from trl_opsd._compat.trl import VLLMClient
 from trl_opsd.config import OPSDConfig
 from trl_opsd.rollout import answers
-from trl_opsd.run.bounded_http import BoundedSession
+from trl_opsd.run.bounded_http import BoundedSession, is_loopback
 from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
 
@@ -77,13 +76,7 @@ class ServerClient(VLLMClient):
     @property
     def is_loopback(self) -> bool:
         """Whether the server is on this machine, by its address."""
-        if self.host == "localhost":
-            return True
-        try:
-            address = ipaddress.ip_address(self.host)
-        except ValueError:
-            return False
-        return address.is_loopback or address.is_unspecified
+        return is_loopback(self.host)
 
     def facts(self) -> answers.ServerFacts:
         """The configuration that the server reports."""

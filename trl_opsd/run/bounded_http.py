@@ -6,9 +6,11 @@ It has the few methods of a `requests.Session` that TRL's client calls. Every fa
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -58,6 +60,30 @@ class Answer:
         return found
 
 
+class Background:
+    """Runs coroutines in a thread that does not keep the program alive.
+
+    The event loop is its own: in a notebook the current one is already running.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="trl_opsd server client", daemon=True).start()
+        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine; to cancel the result cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine to its end; an interrupt cancels it."""
+        future = self.start(coroutine)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+
 class BoundedSession:
     """An HTTP session with a deadline for the whole request, even if the answer arrives slowly but steadily.
 
@@ -72,14 +98,26 @@ class BoundedSession:
             Where the deadline comes from, for the error message.
         trust_env (`bool`):
             Whether proxies and passwords are taken from the environment. The same limits apply to a proxy.
+        headers (`Mapping[str, str]`, *optional*):
+            Sent with each request.
+        background ([`Background`], *optional*):
+            Where requests run; several sessions may share one.
     """
 
-    def __init__(self, server: str, option: str, deadline: float, origin: str, trust_env: bool) -> None:
+    def __init__(
+        self,
+        server: str,
+        option: str,
+        deadline: float,
+        origin: str,
+        trust_env: bool,
+        headers: Mapping[str, str] | None = None,
+        background: Background | None = None,
+    ) -> None:
         self._server, self._option = server, option
         self._deadline, self._origin, self._trust_env = deadline, origin, trust_env
-        self._loop = asyncio.new_event_loop()  # its own: in a notebook the current one is already running
-        threading.Thread(target=self._loop.run_forever, name="trl_opsd server client", daemon=True).start()
-        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+        self._headers = {**(headers or {}), "Accept-Encoding": "identity", "Connection": "close"}
+        self._background = background or Background()
 
     def get(self, url: str, **options: Any) -> Answer:
         """As [`request`], with GET."""
@@ -90,6 +128,12 @@ class BoundedSession:
         return self.request("POST", url, **options)
 
     def request(
+        self, method: str, url: str, *, seconds: float | None = None, max_bytes: int = _MAX_BYTES, **options: Any
+    ) -> Answer:
+        """As [`ask`], and waits for the answer; an interrupt cancels it."""
+        return self._background.run(self.ask(method, url, seconds=seconds, max_bytes=max_bytes, **options))
+
+    async def ask(
         self, method: str, url: str, *, seconds: float | None = None, max_bytes: int = _MAX_BYTES, **options: Any
     ) -> Answer:
         """Sends one request.
@@ -112,7 +156,7 @@ class BoundedSession:
         """
         asked, within = f"{self._server}, asked for {url},", seconds or self._deadline
         try:
-            return self._run(self._ask(asked, method, url, within, max_bytes, options))
+            return await self._ask(asked, method, url, within, max_bytes, options)
         except TimeoutError as error:
             origin = "" if seconds else self._origin
             raise ServerError(f"{asked} did not answer within {within:g} seconds{origin}") from error
@@ -125,24 +169,30 @@ class BoundedSession:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=min(within, _CONNECT_SECONDS))
         # The server may close a kept connection just when it is reused.
         connector = aiohttp.TCPConnector(force_close=True)
-        headers = {"Accept-Encoding": "identity", "Connection": "close"}
         async with (
             asyncio.timeout(within),
             aiohttp.ClientSession(
-                timeout=limits, connector=connector, trust_env=self._trust_env, auto_decompress=False, headers=headers
+                timeout=limits,
+                connector=connector,
+                trust_env=self._trust_env,
+                auto_decompress=False,
+                headers=self._headers,
             ) as session,
             session.request(method, url, allow_redirects=False, **options) as response,
         ):
             _check_head(asked, response, self._option)
             return Answer(asked, response.status, await _body(asked, response, max_bytes))
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine to its end; an interrupt cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine, by its address; no proxy can reach it."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified
 
 
 def _check_head(asked: str, response: aiohttp.ClientResponse, option: str) -> None:

@@ -93,6 +93,8 @@ def _unread(
                 yield ("vllm_server_host", "vllm_server_port"), "`vllm_server_base_url` says where the server is"
         if args.use_vllm:
             yield ("cache_implementation",), "`use_vllm` is True"
+    if args.teacher_server_url is None:
+        yield ("teacher_server_timeout",), "`teacher_server_url` is not set"
     if args.teacher_model_kind != "ema":
         yield _AVERAGE, "`teacher_model_kind` is not 'ema'"
     if not any(isinstance(teacher, str) for teacher in teachers):
