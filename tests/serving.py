@@ -68,11 +68,12 @@ def save_teacher(folder: Path, make: Any = tiny.qwen2, dtype: torch.dtype = torc
     return str(folder)
 
 
-def spread_norms(model: PreTrainedModel) -> PreTrainedModel:
+def spread_norms(model: PreTrainedModel, by: float = 0.3) -> PreTrainedModel:
+    """The model with the weights of its norms changed in place."""
     for name, weight in model.named_parameters():
         if weight.dim() == 1 and "norm" in name:
             with torch.no_grad():
-                weight.add_(torch.rand(len(weight), generator=torch.Generator().manual_seed(len(name))) - 0.3)
+                weight.add_(torch.rand(len(weight), generator=torch.Generator().manual_seed(len(name))) - by)
     return model
 
 

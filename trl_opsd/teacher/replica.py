@@ -5,6 +5,7 @@ Requests hold token ids, never text. A row is one request.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from asyncio import sleep
@@ -15,19 +16,24 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from accelerate.logging import get_logger
-from torch import Tensor
+from torch import Tensor, distributed
 
 from trl_opsd.run.bounded_http import Answer, Background, BoundedSession, is_loopback
 from trl_opsd.run.errors import ServerError
 from trl_opsd.teacher.answered_states import START, Expected
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 TOKEN = "TRL_OPSD_TEACHER_TOKEN"
 """The environment variable with the token that a server on another host asks for."""
 _HEALTH_SECONDS = 10.0
 """A running server answers these at once, however busy its model is."""
+
+
+def say(message: str) -> None:
+    """Warns in the main process. A teacher may be used without accelerate, whose logger needs its state."""
+    if not distributed.is_initialized() or distributed.get_rank() == 0:
+        logger.warning(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +120,7 @@ class Replica:
                     f"one with `{START}`, or correct `teacher_server_url`."
                 )
             if not has_warned:
-                logger.warning(f"No teacher server at {self.url} yet, waiting for up to {seconds:g} seconds.")
+                say(f"No teacher server at {self.url} yet, waiting for up to {seconds:g} seconds.")
                 has_warned = True
             await sleep(min(2.0, max(seconds, 0.0)))
         answer = await self._session.ask("GET", f"{self.url}/v1/models", seconds=_HEALTH_SECONDS)

@@ -6,21 +6,18 @@ Rows are asked again elsewhere, since reading a row changes nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from concurrent.futures import Future
 from time import monotonic
 from typing import TypeVar
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd.run.bounded_http import Background
 from trl_opsd.run.errors import ServerError
 from trl_opsd.teacher.answered_states import Expected, WrongStatesError, are_same, distance, served_dtype
-from trl_opsd.teacher.replica import Facts, Replica
-
-logger = get_logger(__name__)
+from trl_opsd.teacher.replica import Facts, Replica, say
 
 T = TypeVar("T")
 
@@ -58,7 +55,7 @@ class Replicas:
         self._left_out: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._longest = 0.0
-        self._background.run(_all(one.connect(timeout) for one in self._live))
+        self._background.run(_all([one.connect(timeout) for one in self._live]))
         self.facts: Facts = self._live[0].facts
         self.context = min((one.facts.context for one in self._live if one.facts.context is not None), default=None)
         self._expected: Expected
@@ -81,12 +78,13 @@ class Replicas:
         self._expected = expected
         spread = [place * (vocabulary - 1) // 7 for place in range(8)]  # up to the last id
         rows = [spread, [*spread[:-1], spread[0]]]
-        read = self._background.run(
-            _all(_all(one.states(row, expected, torch.float32) for row in rows) for one in self._live)
-        )
+        read = self._background.run(_all([self._read_each(one, rows) for one in self._live]))
         for replica, (one, other) in zip(self._live, read, strict=True):
             self._compare(replica, one, other, read[0][0])
         self.dtype = served_dtype(read[0][0])
+
+    async def _read_each(self, replica: Replica, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        return await _all([replica.states(row, self._expected, torch.float32) for row in rows])
 
     def _compare(self, replica: Replica, one: Tensor, other: Tensor, first: Tensor) -> None:
         if not are_same(one[:-1], other[:-1]):
@@ -103,7 +101,7 @@ class Replicas:
         if served_dtype(one) != served_dtype(first) or not are_same(one, first):
             raise WrongStatesError(
                 f"The teacher's servers at {self._live[0].url} and {replica.url} return different states for the same "
-                f"tokens, {distance(one, first):.2g} of their length apart, in {served_dtype(first)} and "
+                f"tokens, {distance(one, first):.2g} times their length apart, in {served_dtype(first)} and "
                 f"{served_dtype(one)}: start all with one checkpoint, revision and `--dtype`."
             )
 
@@ -120,11 +118,13 @@ class Replicas:
             while True:
                 replica = await self._least_busy(besides=asked.values())
                 if replica is not None:
+                    replica.busy, replica.rows = replica.busy + len(ids), replica.rows + 1
                     asked[asyncio.create_task(self._ask(replica, ids))] = replica
                 patience = max(_SECONDS, 4 * self._longest)
                 done, _ = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     replica = asked.pop(task)
+                    self._answered(replica, ids)
                     if isinstance(error := task.exception(), ServerError):
                         self._failed(replica, error)
                     elif replica in self._live:  # else its other answers are wrong
@@ -134,8 +134,9 @@ class Replicas:
                             )
                         return task.result()
         finally:
-            for task in asked:
+            for task, replica in asked.items():
                 task.cancel()
+                self._answered(replica, ids)
 
     async def _least_busy(self, besides: Collection[Replica]) -> Replica | None:
         """A server with room, other than those; waits for it only if there are none."""
@@ -153,14 +154,13 @@ class Replicas:
 
     async def _ask(self, replica: Replica, ids: Sequence[int]) -> Tensor:
         began = monotonic()
-        replica.busy, replica.rows = replica.busy + len(ids), replica.rows + 1
-        try:
-            states = await replica.states(ids, self._expected, self.dtype)
-            replica.failures, self._longest = 0, max(self._longest, monotonic() - began)
-            return states
-        finally:
-            replica.busy, replica.rows = replica.busy - len(ids), replica.rows - 1
-            self._notify()
+        states = await replica.states(ids, self._expected, self.dtype)
+        replica.failures, self._longest = 0, max(self._longest, monotonic() - began)
+        return states
+
+    def _answered(self, replica: Replica, ids: Sequence[int]) -> None:
+        replica.busy, replica.rows = replica.busy - len(ids), replica.rows - 1
+        self._notify()
 
     def _failed(self, replica: Replica, error: ServerError) -> None:
         """Leaves a server out that answers wrongly or not in time, or has failed several times."""
@@ -171,7 +171,7 @@ class Replicas:
             self._left_out[replica.url] = str(error)
             if self._live:
                 left = ", ".join(one.url for one in self._live)
-                logger.warning(f"The teacher's server at {replica.url} is asked no more; {left} read its rows. {error}")
+                say(f"The teacher's server at {replica.url} is asked no more; {left} read its rows. {error}")
             self._notify()
 
     def _notify(self) -> None:
@@ -179,5 +179,5 @@ class Replicas:
         self._changed = asyncio.Event()
 
 
-async def _all(coroutines: Iterable[Awaitable[T]]) -> list[T]:
+async def _all(coroutines: Sequence[Awaitable[T]]) -> list[T]:
     return await asyncio.gather(*coroutines)

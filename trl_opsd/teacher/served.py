@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor
 from tqdm import tqdm
 
@@ -23,10 +22,9 @@ from trl_opsd.run.kept import Keeper
 from trl_opsd.teacher.answered_states import Expected
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.checkpoint_head import CheckpointHead
+from trl_opsd.teacher.replica import say
 from trl_opsd.teacher.replicas import Replicas
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
-
-logger = get_logger(__name__)
 
 _EXPECTED_BYTES = 4_000_000_000
 """Limit for the states of rows that were expected and not asked for yet; the oldest are dropped."""
@@ -166,18 +164,18 @@ class ServedTeacher(Teacher):
         """Says what cannot be known, or may not be meant."""
         served, ours = self._replicas.facts.source.rstrip("/"), str(self._path).rstrip("/")
         if Path(served).name.lower() != Path(ours).name.lower():
-            logger.warning(
+            say(
                 f"The teacher's server says that it serves {served!r}, and the head is read from {ours!r}: the two "
                 "have to be one checkpoint, of which only the final norm could be compared."
             )
         if checkpoint.norm is None:
-            logger.warning(
+            say(
                 f"{ours!r} ends with no norm that is known, so that states of another model with the same width could "
                 "not be told from its own."
             )
         stored = checkpoint.dtype
         if self._replicas.dtype != stored:
-            logger.warning(
+            say(
                 f"The teacher's server computes in {self._replicas.dtype} and the checkpoint is in {stored}: start it "
                 f"with `--dtype {str(stored).removeprefix('torch.')}` if that is not meant."
             )
