@@ -33,6 +33,7 @@ from trl_opsd.run.overlap_options import check_optimizer, check_overlap
 from trl_opsd.run.precision import check_scaler
 from trl_opsd.run.ranges import above, at_least_one, in_range, one_of
 from trl_opsd.run.sampling_options import settle_sampling
+from trl_opsd.run.server_urls import server_urls
 from trl_opsd.run.strict_names import StrictNames
 from trl_opsd.run.training_options import check_accumulation, check_training, check_unsupported
 
@@ -112,6 +113,12 @@ class OPSDConfig(StrictNames, DistillationConfig):
             Device that holds the teacher's targets of a generation batch until each micro-batch needs them:
             `"accelerator"`, `"cpu"`, or `"auto"`, which is the accelerator up to 1 GB and the host beyond. They are
             held while the student trains; on the host they are pinned, and copied back while the student reads.
+        teacher_server_url (`str`, `list` or `dict`, *optional*):
+            Address of a server that has the teacher's layers, as `"http://127.0.0.1:8000"`; several, in a list or
+            separated by commas, are replicas. A dict has those of several teachers by name. `teacher_model` is then the
+            path or id of its checkpoint, from which only the output head is read; see `docs/teachers.md`.
+        teacher_server_timeout (`float`, *optional*, defaults to `240.0`):
+            Seconds to wait for the teacher's servers to be up.
         nonfinite (`str`, *optional*, defaults to `"raise"`):
             What to do with an optimizer step whose loss or gradient is NaN or infinite on any process. `"raise"`: an
             error that names the side, the rank and the step. `"skip"`: skip the step, and count it in the log as
@@ -234,6 +241,14 @@ class OPSDConfig(StrictNames, DistillationConfig):
             "help": "Device that holds the targets until each micro-batch needs them: 'auto', 'cpu' or 'accelerator'."
         },
     )
+    teacher_server_url: list | str | dict | None = field(
+        default=None,
+        metadata={"help": "Address of a server that has the teacher's layers; several, by commas, are replicas."},
+    )
+    teacher_server_timeout: float = field(
+        default=240.0,
+        metadata={"help": "Seconds to wait for the teacher's servers to be up."},
+    )
     nonfinite: str = field(
         default="raise",
         metadata={"help": "What to do with a step whose loss or gradient is NaN or infinite: 'raise' or 'skip'."},
@@ -271,7 +286,11 @@ class OPSDConfig(StrictNames, DistillationConfig):
         metadata={"help": "Host of the student vLLM server. A host other than loopback must be set explicitly."},
     )
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*DistillationConfig._VALID_DICT_FIELDS, "teacher_chat_template_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *DistillationConfig._VALID_DICT_FIELDS,
+        "teacher_chat_template_kwargs",
+        "teacher_server_url",
+    ]
 
     def __post_init__(self) -> None:
         share_tracebacks()
@@ -414,6 +433,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
     def _check_teacher_placement(self) -> None:
         one_of("teacher_offload", self.teacher_offload, TEACHER_OFFLOADS)
         one_of("teacher_cache_device", self.teacher_cache_device, ("auto", "cpu", "accelerator"))
+        server_urls("teacher_server_url", self.teacher_server_url)
+        at_least("teacher_server_timeout", self.teacher_server_timeout, 0)
         if self.teacher_offload == "none":
             return
         offload = f"`teacher_offload={self.teacher_offload!r}`"

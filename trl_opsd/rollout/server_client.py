@@ -12,7 +12,8 @@ from typing import Any
 from trl_opsd._compat.trl import VLLMClient
 from trl_opsd.config import OPSDConfig
 from trl_opsd.rollout import answers
-from trl_opsd.rollout.asking import Asking, content, is_loopback, session_with
+from trl_opsd.rollout.asking import Asking, content, session_with
+from trl_opsd.run.bounded_http import is_loopback
 from trl_opsd.run.errors import ServerError
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
 from trl_opsd.models.head import model_shape
 from trl_opsd.rollout.answers import ServerFacts
-from trl_opsd.rollout.asking import Asking, RowClient, is_loopback, session_with
+from trl_opsd.rollout.asking import Asking, RowClient, session_with
 from trl_opsd.rollout.one_asks import asked_by_main, shared_errors
 from trl_opsd.rollout.sampling import request_options
 from trl_opsd.rollout.served import ServedRollout
@@ -30,7 +30,7 @@ from trl_opsd.rollout.server_client import ServerClient
 from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import check_student, dtype_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
-from trl_opsd.run.bounded_http import Answers
+from trl_opsd.run.bounded_http import Answers, is_loopback
 from trl_opsd.types import Completion
 
 logger = get_logger(__name__)

@@ -7,9 +7,10 @@ a [`ServerError`].
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -69,6 +70,30 @@ class Answer:
         return found
 
 
+class Background:
+    """Runs coroutines in a thread that does not keep the program alive.
+
+    The event loop is its own: in a notebook the current one is already running.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="trl_opsd server client", daemon=True).start()
+        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine; to cancel the result cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine to its end; an interrupt cancels it."""
+        future = self.start(coroutine)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+
 class BoundedSession:
     """An HTTP session with a deadline for the whole request, even if the answer arrives slowly but steadily.
 
@@ -83,14 +108,26 @@ class BoundedSession:
             Where the deadline comes from, for the error message.
         trust_env (`bool`):
             Whether proxies and passwords are taken from the environment. The same limits apply to a proxy.
+        headers (`Mapping[str, str]`, *optional*):
+            Sent with each request.
+        background ([`Background`], *optional*):
+            Where requests run; several sessions may share one.
     """
 
-    def __init__(self, server: str, option: str, deadline: float, origin: str, trust_env: bool) -> None:
+    def __init__(
+        self,
+        server: str,
+        option: str,
+        deadline: float,
+        origin: str,
+        trust_env: bool,
+        headers: Mapping[str, str] | None = None,
+        background: Background | None = None,
+    ) -> None:
         self._server, self._option = server, option
         self._deadline, self._origin, self._trust_env = deadline, origin, trust_env
-        self._loop = asyncio.new_event_loop()  # its own: in a notebook the current one is already running
-        threading.Thread(target=self._loop.run_forever, name="trl_opsd server client", daemon=True).start()
-        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+        self._headers = {**(headers or {}), "Accept-Encoding": "identity", "Connection": "close"}
+        self._background = background or Background()
 
     def get(self, url: str, **options: Any) -> Answer:
         """As [`request`], with GET."""
@@ -101,14 +138,23 @@ class BoundedSession:
         return self.request("POST", url, **options)
 
     def request(self, method: str, url: str, **options: Any) -> Answer:
-        """Sends one request and waits for its answer, with the arguments and errors of [`start`]."""
-        future = self.start(method, url, **options)
-        try:
-            return future.result()
-        finally:
-            future.cancel()  # after an interrupt
+        """As [`ask`], and waits for the answer; an interrupt cancels it."""
+        return self._background.run(self.ask(method, url, **options))
 
-    def start(
+    def post_each(
+        self, url: str, bodies: Sequence[dict[str, Any]], max_bytes: Sequence[int], read: Callable[[int, Answer], T]
+    ) -> Answers[T]:
+        """Sends one request for each body with POST, as JSON, and returns what [`Answers`] reads in their answers, each
+        of which may have so many bytes.
+        """
+        turn = asyncio.Semaphore(_AT_ONCE)
+        asked = [
+            self.ask("POST", url, json=body, max_bytes=most, turn=turn)
+            for body, most in zip(bodies, max_bytes, strict=True)
+        ]
+        return Answers([self._background.start(one) for one in asked], read)
+
+    async def ask(
         self,
         method: str,
         url: str,
@@ -117,7 +163,7 @@ class BoundedSession:
         max_bytes: int = _MAX_BYTES,
         turn: AbstractAsyncContextManager[Any] | None = None,
         **options: Any,
-    ) -> Future[Answer]:
+    ) -> Answer:
         """Sends one request.
 
         Args:
@@ -134,35 +180,13 @@ class BoundedSession:
             **options (`Any`):
                 `json` or `params`.
 
-        Returns:
-            `Future[Answer]`: cancelling it ends the request. It raises `ServerError` if there is no answer in time, or
-            it is too long, compressed or a redirect; an answer with any other status is returned.
+        Raises:
+            ServerError: There is no answer in time, or it is too long, compressed or a redirect. An answer with any
+                other status is returned.
         """
-        sent = self._sent(method, url, seconds, max_bytes, turn or nullcontext(), options)
-        return asyncio.run_coroutine_threadsafe(sent, self._loop)
-
-    def post_each(
-        self, url: str, bodies: Sequence[dict[str, Any]], max_bytes: Sequence[int], read: Callable[[int, Answer], T]
-    ) -> Answers[T]:
-        """Sends one request for each body with POST, as JSON, and returns what [`Answers`] reads in their answers, each
-        of which may have so many bytes.
-        """
-        turn = asyncio.Semaphore(_AT_ONCE)
-        each = zip(bodies, max_bytes, strict=True)
-        return Answers([self.start("POST", url, json=body, max_bytes=most, turn=turn) for body, most in each], read)
-
-    async def _sent(
-        self,
-        method: str,
-        url: str,
-        seconds: float | None,
-        max_bytes: int,
-        turn: AbstractAsyncContextManager[Any],
-        options: dict[str, Any],
-    ) -> Answer:
         asked, within = f"{self._server}, asked for {url},", seconds or self._deadline
         try:
-            async with turn:
+            async with turn or nullcontext():
                 return await self._ask(asked, method, url, within, max_bytes, options)
         except TimeoutError as error:
             origin = "" if seconds else self._origin
@@ -176,11 +200,14 @@ class BoundedSession:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=min(within, _CONNECT_SECONDS))
         # The server may close a kept connection just when it is reused.
         connector = aiohttp.TCPConnector(force_close=True)
-        headers = {"Accept-Encoding": "identity", "Connection": "close"}
         async with (
             asyncio.timeout(within),
             aiohttp.ClientSession(
-                timeout=limits, connector=connector, trust_env=self._trust_env, auto_decompress=False, headers=headers
+                timeout=limits,
+                connector=connector,
+                trust_env=self._trust_env,
+                auto_decompress=False,
+                headers=self._headers,
             ) as session,
             session.request(method, url, allow_redirects=False, **options) as response,
         ):
@@ -225,6 +252,17 @@ class Answers(Iterator[tuple[int, T]]):
                 self._missing.popitem()[0].cancel()
 
     __del__ = close
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether a host is this machine, by its address; no proxy can reach it."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host or "")
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified
 
 
 def _check_head(asked: str, response: aiohttp.ClientResponse, option: str) -> None:

@@ -16,7 +16,7 @@ _WRITTEN_ONCE = (
 )
 _NO_REWARDS = "there are no rewards, the teacher scores every token; `trl.GRPOTrainer` takes rewards"
 _FULL_VOCABULARY = "the loss compares the full vocabulary, without a list of top tokens"
-_NO_SERVER = "a teacher is loaded into the training processes; `teacher_offload` says where its weights are kept"
+_SERVER = "it is called `teacher_server_url`, the address of a pooling server; see docs/teachers.md"
 _ONE_TOKENIZER = "teacher and student share one tokenizer; `trl.experimental.gold` compares two"
 _COMPLETION_ONLY = "the loss is on the tokens that the student writes, and on no others"
 _NO_LABELS = (
@@ -78,9 +78,7 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         "teacher_deepspeed": "`teacher_offload='zero3'` splits it over the processes",
         "teacher_model": "pass it to `OPSDTrainer`, or set `teacher_model_name_or_path`",
         "student_model_name_or_path": "pass it to `OPSDTrainer` as `model`",
-        "teacher_model_server_url": _NO_SERVER,
-        "teacher_server_urls": _NO_SERVER,
-        "use_teacher_server": _NO_SERVER,
+        **dict.fromkeys(("teacher_model_server_url", "teacher_server_urls", "use_teacher_server"), _SERVER),
         "teacher_tokenizer_name_or_path": _ONE_TOKENIZER,
         "use_uld_loss": _ONE_TOKENIZER,
         "num_loss_tokens_to_skip": _OWN_WEIGHTS,

@@ -87,6 +87,7 @@ _OF_A_PROCESS = (
     "vllm_server_host",
     "vllm_server_port",
     "teacher_model_name_or_path",
+    "teacher_server_url",
 )
 """Options that may differ between processes: what one of them logs, and what is nearer to one of them."""
 

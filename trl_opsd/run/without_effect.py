@@ -97,6 +97,8 @@ def _unread(
             yield ("cache_implementation",), "an engine writes the completions"
         else:
             yield _ENGINE, "`use_vllm` is False"
+    if args.teacher_server_url is None:
+        yield ("teacher_server_timeout",), "`teacher_server_url` is not set"
     if args.teacher_model_kind != "ema":
         yield _AVERAGE, "`teacher_model_kind` is not 'ema'"
     if not any(isinstance(teacher, str) for teacher in teachers):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,17 +21,21 @@ from trl_opsd.models.backbone import Run
 from trl_opsd.models.model_checks import naming_trust
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.samples import Samples
+from trl_opsd.run.server_urls import server_urls
 from trl_opsd.teacher.average import Average
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.hosted import Hosted
 from trl_opsd.teacher.layerwise import Streamed
+from trl_opsd.teacher.location import location
 from trl_opsd.teacher.origin import Origin
 from trl_opsd.teacher.own import OwnTeacher
 from trl_opsd.teacher.placement import Placement
 from trl_opsd.teacher.resident import Resident
+from trl_opsd.teacher.served import ServedTeacher
+from trl_opsd.teacher.served_checks import deadline
 from trl_opsd.teacher.sharded import Sharded
-from trl_opsd.teacher.teacher_checks import LOCATION_OPTIONS, TeacherLike, check_own
+from trl_opsd.teacher.teacher_checks import TeacherLike, check_own
 from trl_opsd.teacher.teachers import Teachers
 
 _PLACEMENTS: dict[str, Callable[[Any, torch.device], Placement]] = {
@@ -112,11 +116,14 @@ def build_teachers(
         ValueError: One cannot teach this student, or not with its placement; the message says why.
     """
     origin = Origin(student, handed_in) if args.teacher_model_kind == "base" and handed_in is not None else None
+    urls = server_urls("teacher_server_url", args.teacher_server_url)
     teachers: dict[str, Teacher] = {}
     average: Average | None = None
     for name, model in models.items():
         if model is None:
             teachers[name], average = build_own_teacher(student, run, reading, args, device, progress)
+        elif name in urls:
+            teachers[name] = _served(model, urls[name], args, device, progress)
         else:
             teachers[name] = build_teacher(model, args, device, progress)
     return Teachers(teachers, average, origin)
@@ -197,6 +204,21 @@ def _frozen(model: CausalLM, args: OPSDConfig, device: torch.device, progress: b
     )
 
 
+def _served(path: str, urls: Sequence[str], args: OPSDConfig, device: torch.device, progress: bool) -> Teacher:
+    place = location(args)
+    return ServedTeacher(
+        path,
+        urls,
+        device,
+        deadline=deadline(args),
+        timeout=args.teacher_server_timeout,
+        trust_remote_code=place.pop("trust_remote_code", False),
+        place=place,
+        cache_device=args.teacher_cache_device,
+        progress=progress,
+    )
+
+
 def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedModel:
     """A teacher from a path, loaded directly to its placement."""
     kwargs = {
@@ -211,7 +233,7 @@ def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedMode
     config = None
     if args.teacher_offload != "none":
         kwargs["device_map"] = None
-        theirs = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs})
+        theirs = AutoConfig.from_pretrained(path, **location(args))
         _check_movable(theirs, args.teacher_offload)
         if args.teacher_offload == "zero3":
             asked = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None)

@@ -31,8 +31,6 @@ class Parts:
 def parts_of(model: CausalLM) -> Parts:
     """Takes a model apart.
 
-    The decoder layers are the `ModuleList` that holds the most bytes.
-
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             A causal language model.
@@ -40,7 +38,7 @@ def parts_of(model: CausalLM) -> Parts:
     output = OutputHead.of(model)
     head = [tensor for tensor in (output.weight, output.bias) if tensor is not None]
     taken = {id(tensor) for tensor in head}
-    layers = _decoder_layers(model)
+    layers = _distinct(layer_list(model))
     holders = Counter(id(tensor) for layer in layers for tensor in tensors_of(layer))
     own = [[one for one in tensors_of(layer) if holders[id(one)] == 1 and id(one) not in taken] for layer in layers]
     taken |= {id(tensor) for tensor in chain.from_iterable(own)}
@@ -57,11 +55,11 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
     return _distinct(chain(module.parameters(), module.buffers()))
 
 
-def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+def layer_list(model: nn.Module) -> nn.ModuleList:
+    """The `ModuleList` that holds the most bytes, which is that of the decoder layers; empty if there is none."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     # If lists tie, the first is the outer one.
-    largest = max(lists, key=lambda one: sum(tensor.nbytes for tensor in tensors_of(one)), default=nn.ModuleList())
-    return _distinct(largest)
+    return max(lists, key=lambda one: sum(tensor.nbytes for tensor in tensors_of(one)), default=nn.ModuleList())
 
 
 def _distinct(things: Iterable[Any]) -> list[Any]:

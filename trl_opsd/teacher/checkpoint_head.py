@@ -1,0 +1,177 @@
+"""Reads the output head and the final norm of a checkpoint, and none of its other weights.
+
+V vocabulary size · H hidden size
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from trl_opsd._compat.deepspeed import loading
+from trl_opsd._compat.peft import CausalLM
+from trl_opsd.models.backbone import backbone_of
+from trl_opsd.models.head import prove_head
+from trl_opsd.models.model_checks import naming_trust
+from trl_opsd.models.saved_names import as_saved
+from trl_opsd.teacher.final_norm import FinalNorm, find_last_norm
+from trl_opsd.types import OutputHead
+
+
+class CheckpointHead:
+    """The head and the final norm of a causal language model that is not loaded.
+
+    Which tensors of the checkpoint they are is found in the architecture, built from the config without weights.
+
+    Args:
+        path (`str`):
+            A folder or a model id. Of a sharded checkpoint on the Hub only the index and the files with these tensors
+            are downloaded.
+        place (`Mapping[str, Any]`):
+            Options that locate it, as `revision`.
+        trust_remote_code (`bool`):
+            Whether its own Python code may be run.
+
+    Attributes:
+        config ([`~transformers.PretrainedConfig`]): its config.
+        norm ([`~teacher.final_norm.FinalNorm`]): the norm it ends with; `None` if it ends with none that is known.
+        vocabulary (`int`): V.
+        width (`int`): H.
+        dtype (`torch.dtype`): that of the head in the checkpoint.
+
+    Raises:
+        ValueError: It has no such tensors, or they are not in safetensors files.
+    """
+
+    def __init__(self, path: str, place: Mapping[str, Any], trust_remote_code: bool) -> None:
+        self._path, self._files = path, _Tensors(path, place)
+        with naming_trust(f"`teacher_model={path!r}`", "teacher_trust_remote_code"):
+            self.config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **place)
+            with loading(None), torch.device("meta"):
+                self._model: CausalLM = AutoModelForCausalLM.from_config(
+                    self.config, trust_remote_code=trust_remote_code
+                ).eval()
+        self.vocabulary, self.width = OutputHead.of(self._model).weight.shape
+        self.norm = self._read_norm()
+        self.dtype = self._read(OutputHead.of(self._model).weight).dtype
+
+    def head(self, dtype: torch.dtype, device: torch.device) -> OutputHead:
+        """The head, which reproduces the logits of the architecture. To be called once.
+
+        Raises:
+            ValueError: It does not, as [`~models.head.prove_head`] found.
+        """
+        layer = self._model.get_output_embeddings()
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            value = self._read(parameter).to(device, dtype, copy=True)  # the file may be written again
+            setattr(layer, name, nn.Parameter(value, requires_grad=False))
+        with _answering(self._model, self.width, dtype, device):
+            prove_head(self._model, "teacher")
+        found = OutputHead.of(self._model)
+        bias = None if found.bias is None else found.bias.detach()
+        return replace(found, weight=found.weight.detach(), bias=bias)
+
+    def _read_norm(self) -> FinalNorm | None:
+        name = find_last_norm(self._model)
+        if name is None:
+            return None
+        module = self._model.get_submodule(name)
+        weights = {part: self._read(parameter).float() for part, parameter in module.named_parameters()}
+        module.to(torch.float32).to_empty(device="cpu").load_state_dict(weights)
+        return FinalNorm.of(module, self.width)
+
+    def _read(self, parameter: Tensor) -> Tensor:
+        """The value of a parameter, under any of the names that it may have in a checkpoint."""
+        own = [name for name, one in self._model.named_parameters(remove_duplicate=False) if one is parameter]
+        saved = [name for one in own for name, _ in as_saved(self._model, one, parameter)]
+        name = self._files.find([*saved, *own])
+        found = self._files[name]
+        if found.shape != parameter.shape or not found.is_floating_point():
+            raise ValueError(
+                f"{name!r} in the checkpoint {self._path!r} is {found.dtype} {list(found.shape)}, expected "
+                f"floating-point numbers {list(parameter.shape)}: a teacher behind a server needs a checkpoint "
+                "that fits its config, and whose head is not quantised."
+            )
+        return found
+
+
+class _Tensors:
+    """The tensors of a checkpoint by name, each read when it is asked for."""
+
+    def __init__(self, path: str, place: Mapping[str, Any]) -> None:
+        self._checkpoint, self._place = path, place
+        index = self._file(SAFE_WEIGHTS_INDEX_NAME)
+        if index is not None:
+            self._file_of: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            return
+        whole = self._file(SAFE_WEIGHTS_NAME)
+        if whole is None:
+            raise ValueError(
+                f"The teacher {path!r} has neither {SAFE_WEIGHTS_NAME!r} nor {SAFE_WEIGHTS_INDEX_NAME!r}, from which "
+                "the output head of a teacher behind a server is read: pass a checkpoint in safetensors, which "
+                "`model.save_pretrained(folder)` writes."
+            )
+        with safe_open(whole, "pt") as tensors:
+            self._file_of = dict.fromkeys(tensors.keys(), SAFE_WEIGHTS_NAME)
+
+    def find(self, names: list[str]) -> str:
+        """The first of these names that the checkpoint has, or a name that ends as one of them does."""
+        for name in names:
+            if name in self._file_of:
+                return name
+        ends = {end for name in names for end in (name.partition(".")[2], f".{name}") if end}
+        close = [name for name in self._file_of if any(name == end.lstrip(".") or name.endswith(end) for end in ends)]
+        if len(close) == 1:
+            return close[0]
+        raise ValueError(
+            f"The checkpoint {self._checkpoint!r} has no {' or '.join(map(repr, dict.fromkeys(names)))}, which a "
+            f"teacher behind a server needs; it has {len(self._file_of)} others, as "
+            f"{next(iter(self._file_of), None)!r}."
+        )
+
+    def __getitem__(self, name: str) -> Tensor:
+        file = self._file(self._file_of[name])
+        if file is None:
+            raise ValueError(f"The checkpoint {self._checkpoint!r} lists a file {self._file_of[name]!r}, but lacks it.")
+        with safe_open(file, "pt") as tensors:
+            return tensors.get_tensor(name)
+
+    def _file(self, name: str) -> str | None:
+        found: str | None = cached_file(
+            self._checkpoint, name, **self._place, _raise_exceptions_for_missing_entries=False
+        )
+        return found
+
+
+class _Read(BaseModelOutputWithPast):
+    """What a backbone returns, where only the hidden states are known."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@contextmanager
+def _answering(model: CausalLM, width: int, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Has the backbone of a model without weights return random states, so that the rest of the model can be run."""
+    backbone = backbone_of(model)
+
+    def forward(input_ids: Tensor, **_: Any) -> _Read:
+        states_BLH = torch.randn(*input_ids.shape, width, generator=torch.Generator().manual_seed(0))
+        return _Read(last_hidden_state=states_BLH.to(device, dtype))
+
+    backbone.forward = forward
+    try:
+        yield
+    finally:
+        del backbone.forward

@@ -1,0 +1,180 @@
+"""One server that returns a teacher's last hidden states, over the pooling API of vLLM.
+
+Requests hold token ids, never text. A row is one request.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from asyncio import sleep
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor, distributed
+
+from trl_opsd.run.bounded_http import Answer, Background, BoundedSession, is_loopback
+from trl_opsd.run.errors import ServerError
+from trl_opsd.teacher.answered_states import START, Expected
+
+logger = logging.getLogger(__name__)
+
+TOKEN = "TRL_OPSD_TEACHER_TOKEN"
+"""The environment variable with the token that a server on another host asks for."""
+_HEALTH_SECONDS = 10.0
+"""A running server answers these at once, however busy its model is."""
+
+
+def say(message: str) -> None:
+    """Warns in the main process. A teacher may be used without accelerate, whose logger needs its state."""
+    if not distributed.is_initialized() or distributed.get_rank() == 0:
+        logger.warning(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a server says about itself."""
+
+    name: str
+    """The name that requests have to give."""
+    source: str
+    """The path or model id that it has loaded."""
+    context: int | None
+    """Most tokens of a request; `None` where there is no limit."""
+
+    @classmethod
+    def of(cls, answer: Answer) -> Facts:
+        """Reads the answer of `/v1/models`; of several models the first, others are adapters on it.
+
+        Raises:
+            ServerError: It is not such an answer.
+        """
+        try:
+            model = answer.json()["data"][0]
+            name, source, context = model["id"], model.get("root") or model["id"], model.get("max_model_len")
+            if not (isinstance(name, str) and isinstance(source, str)):
+                raise TypeError(f"a model named {name!r}")
+            return cls(name, source, None if context is None else int(context))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ServerError(
+                f"{answer.asked} did not list a model ({type(error).__name__}: {error}), as a vLLM server does: is it "
+                f"one, and the right port? It answered {answer.text[:200]!r}."
+            ) from error
+
+
+class Replica:
+    """A client of one server.
+
+    Args:
+        url (`str`):
+            Its address, without a path.
+        deadline (`float`):
+            Seconds within which a row has to be answered.
+        background ([`~run.bounded_http.Background`]):
+            Where its coroutines run.
+
+    Attributes:
+        busy (`int`): tokens it was asked for and has not answered.
+        rows (`int`): the same in rows.
+        failures (`int`): failures since its last answer.
+    """
+
+    def __init__(self, url: str, deadline: float, background: Background) -> None:
+        self.url = url
+        self.busy = self.rows = self.failures = 0
+        self._facts: Facts | None = None
+        token = os.environ.get(TOKEN)
+        self._session = BoundedSession(
+            "The teacher's server",
+            "teacher_server_url",
+            deadline,
+            ", which follows from `ddp_timeout`: see its log, and raise `ddp_timeout` if it only needs longer.",
+            trust_env=not is_loopback(urlsplit(url).hostname or ""),
+            headers={"Authorization": f"Bearer {token}"} if token else None,
+            background=background,
+        )
+
+    @property
+    def facts(self) -> Facts:
+        """What it has said about itself when it was connected to."""
+        assert self._facts is not None, "connected first"
+        return self._facts
+
+    async def connect(self, seconds: float) -> None:
+        """Waits until the server is up, and asks what it serves.
+
+        Raises:
+            ValueError: It is not up in time.
+            ServerError: It is no server for a teacher.
+        """
+        began, has_warned = monotonic(), False
+        while why := await self._health_error():
+            if monotonic() - began >= seconds:
+                raise ValueError(
+                    f"No teacher server at {self.url} after `teacher_server_timeout={seconds:g}` seconds: {why}. Start "
+                    f"one with `{START}`, or correct `teacher_server_url`."
+                )
+            if not has_warned:
+                say(f"No teacher server at {self.url} yet, waiting for up to {seconds:g} seconds.")
+                has_warned = True
+            await sleep(min(2.0, max(seconds, 0.0)))
+        answer = await self._session.ask("GET", f"{self.url}/v1/models", seconds=_HEALTH_SECONDS)
+        _check_status(answer)
+        self._facts = Facts.of(answer)
+
+    async def states(self, ids: Sequence[int], expected: Expected, dtype: torch.dtype) -> Tensor:
+        """The last hidden states of a row, [L, H], as the server has computed them.
+
+        Args:
+            ids (`Sequence[int]`):
+                L token ids, all in the teacher's vocabulary.
+            expected ([`~teacher.answered_states.Expected`]):
+                What they are compared with.
+            dtype (`torch.dtype`):
+                In which they are sent.
+
+        Raises:
+            ServerError: There is no answer, or it is not that of the teacher.
+        """
+        request: dict[str, Any] = {
+            "model": self.facts.name,
+            "input": list(ids),
+            "task": "token_embed",
+            "use_activation": False,  # else they are normalised to length 1
+            "encoding_format": "bytes_only",  # "bytes" describes them in a header, which gets too long
+            "embed_dtype": str(dtype).removeprefix("torch."),
+            "endianness": sys.byteorder,
+        }
+        answer = await self._session.ask(
+            "POST", f"{self.url}/pooling", json=request, max_bytes=expected.max_bytes(len(ids), dtype)
+        )
+        _check_status(answer)
+        return expected.states(answer.asked, answer.content, len(ids), dtype)
+
+    async def _health_error(self) -> str | None:
+        try:
+            answer = await self._session.ask("GET", f"{self.url}/health", seconds=_HEALTH_SECONDS)
+        except ServerError as error:
+            return str(error)
+        return None if answer.status_code == 200 else f"/health answers {answer.status_code}, not 200"
+
+
+def _check_status(answer: Answer) -> None:
+    """Raises unless a request was answered, with what the answer means."""
+    status, said = answer.status_code, answer.text[:500]
+    if status == 200:
+        return
+    if status in (401, 403):
+        why = f"it asks for a token: set the environment variable `{TOKEN}` to what the server was started with."
+    elif status == 404 and "does not exist" not in said:
+        why = f"it has no such route, as a server that generates, or that is no vLLM server: start it with `{START}`."
+    elif "task" in said and status == 400:
+        why = f"it was started for another task: start it with `{START}`."
+    else:
+        why = "see its log."
+    raise ServerError(f"{answer.asked} answered {status}: {why} It says: {said!r}")

@@ -1,0 +1,185 @@
+"""A teacher behind servers, which return its last hidden states; only its output head is in this process.
+
+So every divergence is exact over the whole vocabulary, for `2 * H` bytes per token of a teacher in half precision.
+
+B rows · C completion tokens · L tokens of a row · H hidden width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from trl_opsd.models.backbone import check_no_holes
+from trl_opsd.models.head import shape_of
+from trl_opsd.run.kept import Keeper
+from trl_opsd.teacher.answered_states import Expected
+from trl_opsd.teacher.base import Teacher
+from trl_opsd.teacher.checkpoint_head import CheckpointHead
+from trl_opsd.teacher.replica import say
+from trl_opsd.teacher.replicas import Replicas
+from trl_opsd.types import OutputHead, Rollout, TeacherTargets
+
+_EXPECTED_BYTES = 4_000_000_000
+"""Limit for the states of rows that were expected and not asked for yet; the oldest are dropped."""
+
+
+class _Row(NamedTuple):
+    """What a server has to read so that the targets of a row are known."""
+
+    ids: tuple[int, ...]
+    """Prompt and completion up to the token before the last one that counts."""
+    first: int
+    """The place of the state that predicts the first token of the completion."""
+
+
+class ServedTeacher(Teacher):
+    """A frozen causal language model behind one server or several, as `OPSDConfig.teacher_server_url` says.
+
+    Args:
+        path (`str`):
+            Its checkpoint, a folder or a model id, from which config, output head and final norm are read.
+        urls (`Sequence[str]`):
+            The addresses of its servers: `vllm serve` with the pooler task `token_embed`, or
+            `python -m trl_opsd.teacher.serve`.
+        device (`torch.device`):
+            Where the head is kept.
+        deadline (`float`):
+            Seconds within which a row has to be read.
+        timeout (`float`, *optional*, defaults to 0):
+            Seconds to wait for servers that are not up yet.
+        place (`Mapping[str, Any]`, *optional*):
+            Options that locate the checkpoint, as `revision`.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether the checkpoint's own Python code may be run.
+        cache_device (`str`, *optional*, defaults to `"auto"`):
+            Where targets are kept until they are used: see `OPSDConfig.teacher_cache_device`.
+        progress (`bool`, *optional*, defaults to `False`):
+            Show a progress bar when reading takes longer than a few seconds.
+
+    Attributes:
+        config ([`~transformers.PretrainedConfig`]): the checkpoint's config.
+
+    Raises:
+        ValueError: A server is not up, or the checkpoint lacks something.
+        ServerError: A server does not return this teacher's states.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        urls: Sequence[str],
+        device: torch.device,
+        deadline: float,
+        timeout: float = 0.0,
+        place: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        cache_device: str = "auto",
+        progress: bool = False,
+    ) -> None:
+        self._path, self._urls = path, tuple(urls)
+        self._cache_device, self._progress = cache_device, progress
+        self._replicas = Replicas(urls, deadline, timeout)
+        checkpoint = CheckpointHead(path, place or {}, trust_remote_code)
+        self.config = checkpoint.config
+        self._context = _smallest(
+            getattr(self.config.get_text_config(), "max_position_embeddings", None),
+            None if self._replicas.context is None else self._replicas.context + 1,  # the last token is not sent
+        )
+        self._replicas.prove(Expected(path, checkpoint.width, checkpoint.norm), checkpoint.vocabulary)
+        self._head = checkpoint.head(self._replicas.dtype, device)
+        self._expected: dict[_Row, Future[Tensor]] = {}
+        self._warn(checkpoint)
+
+    def __str__(self) -> str:
+        dtype = str(self._replicas.dtype).removeprefix("torch.")
+        rows, width = shape_of(self._head)
+        return (
+            f"{self._path!r} behind {' and '.join(self._urls)}, which send {width * self._replicas.dtype.itemsize} "
+            f"bytes per token, in {dtype}; its head, {rows} x {width}, on {self._head.weight.device}"
+        )
+
+    @property
+    def head(self) -> OutputHead:
+        return self._head
+
+    @property
+    def context(self) -> int | None:
+        return self._context
+
+    def expect(self, rollout: Rollout) -> None:
+        width = shape_of(self._head)[1] * self._replicas.dtype.itemsize
+        for row in self._rows(rollout):
+            if row is not None and row not in self._expected:
+                self._expected[row] = self._replicas.start(row.ids)
+        kept = sum(len(row.ids) for row in self._expected) * width
+        while kept > _EXPECTED_BYTES:
+            oldest = next(iter(self._expected))
+            self._expected.pop(oldest).cancel()
+            kept -= len(oldest.ids) * width
+
+    def targets(self, rollout: Rollout) -> TeacherTargets:
+        check_no_holes(rollout.measured())
+        rows = self._rows(rollout)
+        asked = {row for row in rows if row is not None}
+        # The longest first: it should not be the last to begin.
+        reading = {
+            row: self._expected.pop(row) if row in self._expected else self._replicas.start(row.ids)
+            for row in sorted(asked, key=lambda row: -len(row.ids))
+        }
+        keeper = Keeper(rollout.weights, self._cache_device)
+        no_states = torch.empty(0, shape_of(self._head)[1], dtype=self._replicas.dtype)
+        bar = tqdm(rows, desc="teach", unit="row", delay=5, leave=False, disable=not self._progress)
+        try:
+            for number, row in enumerate(bar):
+                states_LH = no_states if row is None else reading[row].result()[row.first :]
+                keeper.put([number], states_LH[None])
+        finally:
+            for future in reading.values():
+                future.cancel()
+        return keeper.targets()
+
+    def _rows(self, rollout: Rollout) -> list[_Row | None]:
+        """What has to be read of each row; `None` where no token counts."""
+        found: list[_Row | None] = []
+        counts_BC = rollout.counts.cpu()
+        for prompt, completion, counts_C in zip(
+            rollout.prompt_lists(), rollout.completion_lists(), counts_BC, strict=True
+        ):
+            places = counts_C.nonzero().flatten().tolist()
+            if not places:
+                found.append(None)
+                continue
+            ids = (*prompt, *completion[: places[-1]])
+            found.append(_Row(ids, len(prompt) - 1))
+        return found
+
+    def _warn(self, checkpoint: CheckpointHead) -> None:
+        """Says what cannot be known, or may not be meant."""
+        served, ours = self._replicas.facts.source.rstrip("/"), str(self._path).rstrip("/")
+        if Path(served).name.lower() != Path(ours).name.lower():
+            say(
+                f"The teacher's server says that it serves {served!r}, and the head is read from {ours!r}: the two "
+                "have to be one checkpoint, of which only the final norm could be compared."
+            )
+        if checkpoint.norm is None:
+            say(
+                f"{ours!r} ends with no norm that is known, so that states of another model with the same width could "
+                "not be told from its own."
+            )
+        stored = checkpoint.dtype
+        if self._replicas.dtype != stored:
+            say(
+                f"The teacher's server computes in {self._replicas.dtype} and the checkpoint is in {stored}: start it "
+                f"with `--dtype {str(stored).removeprefix('torch.')}` if that is not meant."
+            )
+
+
+def _smallest(*limits: int | None) -> int | None:
+    return min((one for one in limits if one is not None), default=None)
