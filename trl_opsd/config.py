@@ -23,6 +23,7 @@ from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import BETAS, divergence_of
 from trl_opsd.run import versions
+from trl_opsd.run.engine_options import check_engines
 from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import distinct_elsewhere, explained_option
 from trl_opsd.run.launch_file import check_nested_keys
@@ -30,7 +31,7 @@ from trl_opsd.run.nearest import misspelt
 from trl_opsd.run.option_changes import option_values
 from trl_opsd.run.option_types import check_json, convert_text, settle_loading
 from trl_opsd.run.precision import check_scaler
-from trl_opsd.run.ranges import above, at_least, at_least_one, in_range, one_of
+from trl_opsd.run.ranges import above, at_least_one, in_range, one_of
 from trl_opsd.run.sampling_options import settle_sampling
 from trl_opsd.run.strict_names import StrictNames
 from trl_opsd.run.training_options import check_accumulation, check_training, check_unsupported
@@ -114,8 +115,13 @@ class OPSDConfig(StrictNames, DistillationConfig):
             alone, from memory, `"full"` all weights with the adapter merged, `"auto"` the adapter where vLLM supports
             it.
         vllm_sync_check (`str`, *optional*, defaults to `"every"`):
-            Which weight syncs are verified by comparing vLLM's log-probabilities with the student's: `"every"`,
-            `"first"` or `"never"`.
+            Which weight syncs, with vLLM or SGLang, are verified by comparing its log-probabilities with the student's:
+            `"every"`, `"first"` or `"never"`.
+        sglang_server_url (`str`, *optional*):
+            Where a separately started SGLang server is, for instance `"http://127.0.0.1:30000"`, which then writes the
+            completions.
+        sglang_server_timeout (`float`, *optional*, defaults to `240.0`):
+            Seconds to wait for the SGLang server to be up.
         resume_with_changes (`list[str]`, *optional*):
             Names of settings that may differ from the run that wrote the checkpoint to resume from, for instance
             `["temperature"]`. Any other change to the objective or to the order of the rows is refused; see
@@ -216,7 +222,15 @@ class OPSDConfig(StrictNames, DistillationConfig):
     )
     vllm_sync_check: str = field(
         default="every",
-        metadata={"help": "Which weight syncs are verified: 'every', 'first' or 'never'."},
+        metadata={"help": "Which weight syncs, with vLLM or SGLang, are verified: 'every', 'first' or 'never'."},
+    )
+    sglang_server_url: str | None = field(
+        default=None,
+        metadata={"help": "Where an SGLang server is that writes the completions, as 'http://127.0.0.1:30000'."},
+    )
+    sglang_server_timeout: float = field(
+        default=240.0,
+        metadata={"help": "Seconds to wait for the SGLang server to be up."},
     )
     resume_with_changes: list[str] | None = field(
         default=None,
@@ -245,7 +259,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         self._check_teacher()
         self._check_teacher_placement()
         settle_sampling(self)
-        self._check_vllm()
+        check_engines(self)
         self._check_failure_handling()
         check_unsupported(self)
         check_accumulation(self)
@@ -295,6 +309,11 @@ class OPSDConfig(StrictNames, DistillationConfig):
         """
         device: torch.device = super().device
         return torch.device("cpu") if device.type == "cpu" else device
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine writes the completions, and not `transformers`."""
+        return self.use_vllm or self.sglang_server_url is not None
 
     def build_divergence(self) -> Divergence:
         """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""
@@ -382,23 +401,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
             raise ValueError(
                 f"{offload}: this process was not launched with DeepSpeed ZeRO-3, so the teacher cannot be sharded: "
                 "start with `accelerate launch` and a config of `zero_stage: 3`, or set `teacher_offload='stream'`."
-            )
-
-    def _check_vllm(self) -> None:
-        one_of("vllm_mode", self.vllm_mode, ("colocate", "server"))
-        one_of("vllm_weight_sync", self.vllm_weight_sync, ("auto", "adapter", "full"))
-        one_of("vllm_sync_check", self.vllm_sync_check, ("every", "first", "never"))
-        in_range("vllm_gpu_memory_utilization", self.vllm_gpu_memory_utilization, 0.0, 1.0, open_below=True)
-        at_least("vllm_server_timeout", self.vllm_server_timeout, 0)
-        for name in ("vllm_server_port", "vllm_group_port"):
-            in_range(name, getattr(self, name), 1, 65535)
-        at_least_one("vllm_tensor_parallel_size", self.vllm_tensor_parallel_size)
-        if self.vllm_max_model_length is not None:
-            at_least_one("vllm_max_model_length", self.vllm_max_model_length)
-        if self.use_vllm and not self.ds3_gather_for_generation:
-            raise ValueError(
-                "`ds3_gather_for_generation=False` cannot be used with `use_vllm=True`, the weights have to be "
-                "gathered to be sent to vLLM: remove it."
             )
 
     def _check_failure_handling(self) -> None:

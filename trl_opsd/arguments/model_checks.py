@@ -114,7 +114,7 @@ def student_limits(student: CausalLM, args: OPSDConfig) -> PromptLimits:
         ValueError: A completion does not fit into the student's context.
     """
     context = context_of(student)
-    if args.use_vllm and args.vllm_max_model_length is not None:
+    if args.has_engine and args.vllm_max_model_length is not None:
         context = min(args.vllm_max_model_length, context or args.vllm_max_model_length)
     limits = PromptLimits(vocabulary=model_shape(student)[0], context=context, completion=args.max_completion_length)
     limits.check_room()

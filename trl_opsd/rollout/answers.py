@@ -5,18 +5,29 @@ n prompts
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from trl_opsd.rollout.entries import Reader, are_ids, is_count, is_finite, shown
 from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.run.bounded_http import MIB
 from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
+
+_EXPECTED = {
+    "token_ids": "token ids, integers of at least 0",
+    "prompt_token_ids": "token ids, integers of at least 0",
+    "prompt_logprobs": "one entry for each token of the prompt",
+    "token_logprobs": "a finite number for each token it wrote",
+    "get_world_size": "a number of workers, at least 1",
+    "max_model_len": "a number of tokens, at least 1",
+    "block_size": "a number of tokens, at least 1",
+}
+_of = Reader("The vLLM server", _EXPECTED)
 
 _BYTES_PER_TOKEN = 1024
 """Bytes per token with one log-probability in an answer: about 100, and its escaped text."""
@@ -49,8 +60,8 @@ def facts(info: dict[str, Any]) -> ServerFacts:
         raise ServerError(f"The vLLM server says it computes in {name!r}: expected one of {sorted(known)}.")
     return ServerFacts(
         dtype=known[name],
-        context=_of(model, "max_model_len", int, _is_count),
-        block_size=_of(cache, "block_size", int, _is_count),
+        context=_of(model, "max_model_len", int, is_count),
+        block_size=_of(cache, "block_size", int, is_count),
     )
 
 
@@ -60,7 +71,7 @@ def world_size(answer: Any) -> int:
     Raises:
         ServerError: The answer is not a positive number.
     """
-    return int(_of({"get_world_size": answer}, "get_world_size", int, _is_count))
+    return int(_of({"get_world_size": answer}, "get_world_size", int, is_count))
 
 
 def max_answer_bytes(prompt_ids: list[list[int]], options: dict[str, Any]) -> int:
@@ -90,7 +101,7 @@ def completions(answer: dict[str, Any], prompt_ids: list[list[int]], options: di
     found = sorted(_of(choice, "index", int) for choice in choices)
     if found != list(range(len(prompt_ids))):
         raise ServerError(
-            f"The vLLM server answered completions {_shown(found)} to {len(prompt_ids)} prompts: expected one for each."
+            f"The vLLM server answered completions {shown(found)} to {len(prompt_ids)} prompts: expected one for each."
         )
     in_order = sorted(choices, key=lambda choice: int(choice["index"]))
     return [_one(choice, ids, options) for choice, ids in zip(in_order, prompt_ids, strict=True)]
@@ -111,14 +122,14 @@ def parsing(what: str) -> Iterator[None]:
 
 
 def _one(choice: dict[str, Any], prompt_ids: list[int], options: dict[str, Any]) -> Completion:
-    completion_ids = _of(choice, "token_ids", list, _are_ids)
+    completion_ids = _of(choice, "token_ids", list, are_ids)
     most = options.get("max_tokens", _TOKENS_BY_DEFAULT)
     if len(completion_ids) > most:
         raise ServerError(f"The vLLM server wrote {len(completion_ids)} tokens, but was asked for at most {most}.")
-    if _of(choice, "prompt_token_ids", list, _are_ids) != prompt_ids:
+    if _of(choice, "prompt_token_ids", list, are_ids) != prompt_ids:
         raise ServerError(
-            f"The vLLM server answered a different prompt from the one sent: expected {_shown(prompt_ids)}, got "
-            f"{_shown(choice['prompt_token_ids'])}."
+            f"The vLLM server answered a different prompt from the one sent: expected {shown(prompt_ids)}, got "
+            f"{shown(choice['prompt_token_ids'])}."
         )
     return Completion(
         prompt_ids=list(prompt_ids),
@@ -134,47 +145,9 @@ def _prompt_logprobs(choice: dict[str, Any], prompt_ids: list[int]) -> list[floa
     pairs = list(zip(entries, prompt_ids, strict=True))[1:]
     if not all(isinstance(entry, dict) and isinstance(entry.get(str(token)), dict) for entry, token in pairs):
         raise ServerError("The vLLM server left out the log-probability of a prompt token.")
-    return [_of(entry[str(token)], "logprob", float, _is_finite) for entry, token in pairs]
+    return [_of(entry[str(token)], "logprob", float, is_finite) for entry, token in pairs]
 
 
 def _completion_logprobs(choice: dict[str, Any], tokens: int) -> list[float]:
     found = _of(choice, "logprobs", dict)
-    return list(_of(found, "token_logprobs", list, lambda these: len(these) == tokens and all(map(_is_finite, these))))
-
-
-def _of(found: dict[str, Any], name: str, kind: type, is_valid: Callable[[Any], bool] = lambda value: True) -> Any:
-    """One entry of an answer, of a given type and accepted by `is_valid`."""
-    value = found.get(name)
-    fits = _is_finite(value) if kind is float else isinstance(value, kind) and not isinstance(value, bool)
-    if not (fits and is_valid(value)):
-        expected = _EXPECTED.get(name, f"of type {kind.__name__}")
-        raise ServerError(f"The vLLM server answered {name}={_shown(value)}: expected {expected}.")
-    return value
-
-
-_EXPECTED = {
-    "token_ids": "token ids, integers of at least 0",
-    "prompt_token_ids": "token ids, integers of at least 0",
-    "prompt_logprobs": "one entry for each token of the prompt",
-    "token_logprobs": "a finite number for each token it wrote",
-    "get_world_size": "a number of workers, at least 1",
-    "max_model_len": "a number of tokens, at least 1",
-    "block_size": "a number of tokens, at least 1",
-}
-
-
-def _is_count(value: Any) -> bool:
-    return bool(0 < value < 2**31)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _are_ids(values: list[Any]) -> bool:
-    return all(type(value) is int and 0 <= value < 2**31 for value in values)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return list(_of(found, "token_logprobs", list, lambda these: len(these) == tokens and all(map(is_finite, these))))

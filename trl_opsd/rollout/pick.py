@@ -10,7 +10,7 @@ from trl_opsd.rollout.hf import HFRollout
 
 
 def chosen_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutBackend:
-    """The backend that was passed, else vLLM with `use_vllm=True`, else `generate`.
+    """The backend that was passed, else vLLM with `use_vllm=True`, SGLang with `sglang_server_url`, or `generate`.
 
     Raises:
         TypeError: The object passed is not a backend.
@@ -25,12 +25,16 @@ def chosen_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutB
             from trl_opsd.rollout.vllm import VLLMRollout
 
             return VLLMRollout(args)
+        if args.sglang_server_url is not None:
+            from trl_opsd.rollout.sglang import SGLangRollout
+
+            return SGLangRollout(args)
         return HFRollout()
     check_rollout(rollout)
-    if args.use_vllm:
+    if args.has_engine:
+        engine = "vLLM by `use_vllm=True`" if args.use_vllm else "SGLang by `sglang_server_url`"
         raise ValueError(
-            f"There are two rollouts: `rollout`, a {type(rollout).__name__}, and vLLM by `use_vllm=True`: leave one of "
-            "them out."
+            f"There are two rollouts: `rollout`, a {type(rollout).__name__}, and {engine}: leave one of them out."
         )
     return rollout
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import socket
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import urlparse
 
@@ -24,6 +23,7 @@ from trl_opsd.host import Host
 from trl_opsd.models.head import model_shape
 from trl_opsd.rollout.answers import ServerFacts
 from trl_opsd.rollout.asking import Asking, RowClient, is_loopback, session_with
+from trl_opsd.rollout.one_asks import asked_by_main, shared_errors
 from trl_opsd.rollout.sampling import request_options
 from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.server_client import ServerClient
@@ -31,7 +31,6 @@ from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import check_student, dtype_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
 from trl_opsd.run.bounded_http import Answers
-from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
 
 logger = get_logger(__name__)
@@ -61,7 +60,7 @@ class _ServedEngine:
     def __init__(self, trainer: Host, client: ServerClient | None, deadline: float) -> None:
         self._client, self._process = client, trainer.accelerator.process_index
         found: list[Any] = [None]
-        with _shared_errors():
+        with shared_errors():
             if client is not None:
                 found = [(client.facts(), client.base_url, client.model)]
                 client.init_communicator(trainer.accelerator.device)
@@ -87,15 +86,8 @@ class _ServedEngine:
         Raises:
             ServerError: The server did not answer every request.
         """
-        by_process = gather_object([list(zip(prompt_ids, options, strict=True))])
-        answers: list[Any] = [None]
-        with _shared_errors():
-            if self._client is not None:
-                rest = iter(_answers(self._client, [row for rows in by_process for row in rows]))
-                answers = [[[next(rest) for _ in rows] for rows in by_process]]
-        (of_each,) = broadcast_object_list(answers)
-        mine: list[Completion] = of_each[self._process]
-        return mine
+        ask = None if self._client is None else partial(_answers, self._client)
+        return asked_by_main(list(zip(prompt_ids, options, strict=True)), ask, self._process)
 
     def write_each(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> Answers[Completion]:
         """Generates as `write`, and returns rows as they end.
@@ -118,13 +110,13 @@ class _ServedEngine:
             stream ([`~rollout.weight_sync.Stream`]):
                 Iterated by all processes, and sent by the main one.
         """
-        with _shared_errors(), stream as weights:
+        with shared_errors(), stream as weights:
             if self._client is not None:
                 self._client.update_named_params(stream.announced(), weights)
 
     def forget_prefixes(self) -> None:
         """Resets the prefix cache, which was computed with earlier weights."""
-        with _shared_errors():
+        with shared_errors():
             if self._client is not None:
                 self._client.forget_prefixes()
 
@@ -156,7 +148,7 @@ class VLLMServerRollout(ServedRollout[_ServedEngine]):
         _check_options(args)
         # The other processes wait in a collective meanwhile, for at most `ddp_timeout`.
         self._deadline = 0.9 * args.ddp_timeout
-        with _shared_errors():
+        with shared_errors():
             self._client = ServerClient(args, self._deadline) if args.process_index == 0 else None
 
     def __str__(self) -> str:
@@ -197,25 +189,6 @@ class VLLMServerRollout(ServedRollout[_ServedEngine]):
         stream = Stream(weights, *how, saved_by(trainer.model))
         self._engine.load(stream)
         return stream.bytes
-
-
-@contextmanager
-def _shared_errors() -> Iterator[None]:
-    """Broadcasts an error of the main process to all others, so that none waits for it. Collective.
-
-    Raises:
-        ServerError: In the other processes, with the message of the error.
-    """
-    error = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    (message,) = broadcast_object_list([None if error is None else str(error)])
-    if error is not None:
-        raise error
-    if message is not None:
-        raise ServerError(message)
 
 
 def _answers(client: ServerClient, rows: list[tuple[list[int], dict[str, Any]]]) -> list[Completion]:

@@ -49,18 +49,23 @@ class Answer:
         """The content decoded as UTF-8, invalid bytes replaced."""
         return self.content.decode(errors="replace")
 
-    def json(self) -> dict[str, Any]:
-        """The content as a JSON object.
+    def json(self, kind: type = dict) -> Any:
+        """The content as JSON.
+
+        Args:
+            kind (`type`, *optional*):
+                What it has to be: a `dict` or a `list`.
 
         Raises:
-            ServerError: It is not one.
+            ServerError: It is something else.
         """
         try:
             found = strict_json.loads(self.content)
         except ValueError as error:
             raise ServerError(f"{self.asked} did not answer in JSON ({error}): {self.text[:200]!r}") from error
-        if not isinstance(found, dict):
-            raise ServerError(f"{self.asked} answered a {type(found).__name__}, expected an object: {self.text[:200]}")
+        if not isinstance(found, kind):
+            expected = "an object" if kind is dict else "a list"
+            raise ServerError(f"{self.asked} answered a {type(found).__name__}, expected {expected}: {self.text[:200]}")
         return found
 
 

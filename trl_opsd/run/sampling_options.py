@@ -130,15 +130,15 @@ def _check_generation_kwargs(args: DistillationConfig) -> None:
     known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
     for name, value in (args.generation_kwargs or {}).items():
         given = _shown(name, value)
-        if name in FAIL_IN_GENERATE and not args.use_vllm:
+        if name in FAIL_IN_GENERATE and not args.has_engine:
             raise ValueError(f"{given}: it {FAIL_IN_GENERATE[name]}.")
-        if name == "temperature" and not args.use_vllm and not (_is_number(value) and 0 < value < math.inf):
+        if name == "temperature" and not args.has_engine and not (_is_number(value) and 0 < value < math.inf):
             raise ValueError(
                 f"{given}: expected a finite number above 0; for greedy decoding set 'do_sample' to False."
             )
         if name in ("eos_token_id", "stop_token_ids") and not all(map(_is_token, _listed(value))):
             raise ValueError(f"{given}: expected a token id, or a list of them, of which each ends a completion.")
-        if name not in (*known, "eos_token_id") and not args.use_vllm:
+        if name not in (*known, "eos_token_id") and not args.has_engine:
             close = nearest(name, known)
             hint = (
                 f"did you mean {' or '.join(map(repr, close))}?"

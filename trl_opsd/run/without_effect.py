@@ -20,12 +20,12 @@ _VLLM = (
     "vllm_mode",
     "vllm_enable_sleep_mode",
     "vllm_structured_outputs_regex",
-    "vllm_max_model_length",
     "vllm_weight_sync",
-    "vllm_sync_check",
     *_SERVER,
     *_COLOCATED,
 )
+_ENGINE = ("vllm_max_model_length", "vllm_sync_check")
+"""Options of vLLM that SGLang has as well."""
 _AVERAGE = ("teacher_update_rate", "teacher_sync_steps")
 _LOADED = ("teacher_model_revision", "teacher_trust_remote_code")
 _OPTIMIZER = (
@@ -91,8 +91,12 @@ def _unread(
             yield _COLOCATED, "`vllm_mode='server'`: the server is started with options of its own"
             if args.vllm_server_base_url is not None:
                 yield ("vllm_server_host", "vllm_server_port"), "`vllm_server_base_url` says where the server is"
-        if args.use_vllm:
-            yield ("cache_implementation",), "`use_vllm` is True"
+        if args.sglang_server_url is None:
+            yield ("sglang_server_timeout",), "`sglang_server_url` is not set"
+        if args.has_engine:
+            yield ("cache_implementation",), "an engine writes the completions"
+        else:
+            yield _ENGINE, "`use_vllm` is False"
     if args.teacher_model_kind != "ema":
         yield _AVERAGE, "`teacher_model_kind` is not 'ema'"
     if not any(isinstance(teacher, str) for teacher in teachers):

@@ -1,0 +1,56 @@
+"""Reads one entry of a server's answer, or says what was received and what was expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trl_opsd.run.errors import ServerError
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads entries of the answers of one kind of server."""
+
+    server: str
+    """What answers, as an error message begins."""
+    expected: Mapping[str, str]
+    """What an entry has to be, in words, by its name; without one, its type."""
+
+    def __call__(
+        self, found: dict[str, Any], name: str, kind: type, is_valid: Callable[[Any], bool] = lambda value: True
+    ) -> Any:
+        """One entry of an answer, of a given type and accepted by `is_valid`.
+
+        Raises:
+            ServerError: It is missing, or something else.
+        """
+        value = found.get(name)
+        fits = is_finite(value) if kind is float else isinstance(value, kind) and not isinstance(value, bool)
+        if not (fits and is_valid(value)):
+            expected = self.expected.get(name, f"of type {kind.__name__}")
+            raise ServerError(f"{self.server} answered {name}={shown(value)}: expected {expected}.")
+        return value
+
+
+def is_count(value: Any) -> bool:
+    """Whether a number is positive, and no nonsense."""
+    return bool(0 < value < 2**31)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a finite number."""
+    return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def are_ids(values: list[Any]) -> bool:
+    """Whether all values can be token ids."""
+    return all(type(value) is int and 0 <= value < 2**31 for value in values)
+
+
+def shown(value: Any) -> str:
+    """A value in a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
