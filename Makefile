@@ -10,7 +10,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick test-latest test-lowest check lint types spelling floors wheel format lock clean
+.PHONY: help venv demo test quick test-sglang test-latest test-lowest check lint types spelling floors wheel format lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,10 @@ test: venv ## run all tests; PYTEST_ARGS="-k name" to choose
 
 quick: venv ## run the most telling tests, about a minute on two cores; for use while working
 	$(BIN)/pytest -m quick $(PYTEST_ARGS)
+
+test-sglang: venv ## test with a real SGLang server; builds an environment for it in .sglang, 2 GB
+	$(BIN)/python tools/sglang_env.py .sglang
+	$(BIN)/pytest -m sglang tests/rollout/test_sglang_server.py -s
 
 check: lint types spelling floors wheel ## everything but the tests
 
@@ -72,6 +76,6 @@ format: venv ## let ruff repair and format
 lock: ## resolve requirements/direct.txt into requirements/lock.txt
 	"$(PYTHON)" tools/lock.py
 
-clean: ## remove .venv, builds and caches
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .sglang, builds and caches
+	rm -rf .venv .sglang build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

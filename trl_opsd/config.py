@@ -31,7 +31,7 @@ from trl_opsd.run.option_changes import option_values
 from trl_opsd.run.option_types import check_json, convert_text, settle_loading
 from trl_opsd.run.overlap_options import check_optimizer, check_overlap
 from trl_opsd.run.precision import check_scaler
-from trl_opsd.run.ranges import above, at_least_one, in_range, one_of
+from trl_opsd.run.ranges import above, at_least, at_least_one, in_range, one_of
 from trl_opsd.run.sampling_options import settle_sampling
 from trl_opsd.run.server_urls import server_urls
 from trl_opsd.run.strict_names import StrictNames

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from trl_opsd.rollout import answers
-from trl_opsd.run.bounded_http import Answer, Answers, BoundedSession
+from trl_opsd.run.bounded_http import Answer, Answers, BoundedSession, is_loopback
 from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
 

@@ -5,7 +5,6 @@ SGLang's server ends if it is sent an empty prompt or an id outside of its vocab
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from trl_opsd._compat.weight_group import MEET_SECONDS, WeightGroup
 from trl_opsd.config import OPSDConfig
 from trl_opsd.rollout import sglang_answers as answers
 from trl_opsd.rollout.weight_sync import BUCKET_BYTES
-from trl_opsd.run.bounded_http import BoundedSession
+from trl_opsd.run.bounded_http import BoundedSession, is_loopback
 from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
 
@@ -31,6 +30,8 @@ _HEALTH_SECONDS = 30.0
 """A health check writes a token, which takes a second, and up to 20 on a server that is busy with others."""
 _IDLE_SECONDS = 10.0
 """A server may still be ending requests that it has answered."""
+_OF_THE_PROTOCOL = ("logprobs", "prompt_logprobs", "max_tokens", "seed")
+"""Options of `Engine.write` that are named otherwise in SGLang, or not read by it."""
 
 
 class SGLangClient:
@@ -54,7 +55,7 @@ class SGLangClient:
         self._deadline = deadline
         # A proxy cannot reach our loopback.
         self._session = BoundedSession(
-            "The SGLang server", "sglang_server_url", deadline, origin, trust_env=not _is_loopback(self._host)
+            "The SGLang server", "sglang_server_url", deadline, origin, trust_env=not is_loopback(self._host)
         )
         self._group: WeightGroup | None = None
         self._run, self._sent = uuid4().hex[:8], 0
@@ -94,7 +95,7 @@ class SGLangClient:
         return True
 
     def write(self, rows: list[tuple[list[int], dict[str, Any]]], vocabulary: int) -> list[Completion]:
-        """Generates one completion for each prompt.
+        """Generates one completion for each prompt; a prompt that fills the context of the server gets an empty one.
 
         Args:
             rows (`list[tuple[list[int], dict]]`):
@@ -104,24 +105,35 @@ class SGLangClient:
                 Number of ids that may be sent.
 
         Raises:
-            ValueError: A prompt cannot be sent.
+            ValueError: A prompt is empty, or has an id outside of the vocabulary. Nothing was sent.
         """
         for number, (ids, _) in enumerate(rows):
-            self._check_prompt(number, ids, vocabulary)
+            _check_prompt(number, ids, vocabulary)
+        asked = {number: row for number, row in enumerate(rows) if len(row[0]) <= self.facts.longest_prompt}
+        if len(asked) < len(rows):
+            logger.warning(
+                f"{len(rows) - len(asked)} prompts of a batch have more than {self.facts.longest_prompt} tokens, the "
+                "longest that the SGLang server reads: their completions are empty."
+            )
+        written = dict(zip(asked, self._ask(list(asked.values())), strict=True))
+        empty = [Completion(prompt_ids=ids, completion_ids=[], prompt_logprobs=[], logprobs=[]) for ids, _ in rows]
+        return [written.get(number, nothing) for number, nothing in enumerate(empty)]
+
+    def _ask(self, rows: list[tuple[list[int], dict[str, Any]]]) -> list[Completion]:
+        """Sends all rows in one request, as the server would be full before the last of several."""
         if not rows:
             return []
         names = [f"{uuid4().hex}-{number}" for number in range(len(rows))]
         prompts = [ids for ids, _ in rows]
         sampling = [self._sampling(ids, options) for ids, options in rows]
-        scored = [options.get("prompt_logprobs") is not None for _, options in rows]
-        with_logprobs = [options.get("logprobs") is not None for _, options in rows]
+        scored = [_scored(options) for _, options in rows]
         answer = self._session.post(
             f"{self.url}/generate",
             json={
                 "rid": names,
                 "input_ids": prompts,
                 "sampling_params": sampling,
-                "return_logprob": with_logprobs,
+                "return_logprob": [this is not None for this in scored],
                 "logprob_start_len": [0 if this else -1 for this in scored],
             },
             max_bytes=answers.max_answer_bytes(prompts, [one["max_new_tokens"] for one in sampling]),
@@ -129,22 +141,10 @@ class SGLangClient:
         found = _accepted(answer).json(list)
         if len(found) != len(rows):
             raise ServerError(f"The SGLang server answered {len(found)} rows to {len(rows)} prompts.")
-        asked = [this if logs else None for this, logs in zip(scored, with_logprobs, strict=True)]
         return [
             answers.completion(*row, version=self._version)
-            for row in zip(found, names, prompts, sampling, asked, strict=True)
+            for row in zip(found, names, prompts, sampling, scored, strict=True)
         ]
-
-    def _check_prompt(self, number: int, ids: list[int], vocabulary: int) -> None:
-        beyond = next((token for token in ids if type(token) is not int or not 0 <= token < vocabulary), None)
-        if ids and beyond is None and len(ids) <= self.facts.longest_prompt:
-            return
-        expected = f"1 to {self.facts.longest_prompt} tokens, which is what the server reads"
-        if beyond is not None:
-            expected = f"ids from 0 to {vocabulary - 1}, got {beyond!r}"
-        raise ValueError(
-            f"Prompt {number} of a batch of {len(ids)} tokens cannot be sent to SGLang: expected {expected}."
-        )
 
     def _sampling(self, ids: list[int], options: dict[str, Any]) -> dict[str, Any]:
         """One row's `sampling_params`. A completion ends with the context of the server, at the latest."""
@@ -202,13 +202,17 @@ class SGLangClient:
             )
         group, self._group, self._version = self._group, None, None  # until all have arrived
         self._sent += 1
-        self._call("begin_weight_update", selector="target")
-        with ThreadPoolExecutor(1) as pool:
-            for bucket in _buckets(weights):
-                self._send(pool, group, bucket)
-        self._call("end_weight_update")
         version = f"{self._run}-{self._sent}"
-        self._call("update_weight_version", new_version=version, abort_all_requests=False)
+        try:
+            self._call("begin_weight_update", selector="target")
+            with ThreadPoolExecutor(1) as pool:
+                for bucket in _buckets(weights):
+                    self._send(pool, group, bucket)
+            self._call("end_weight_update")
+            self._call("update_weight_version", new_version=version, abort_all_requests=False)
+        except BaseException:
+            group.close()  # the server would wait for the rest
+            raise
         self._group, self._version = group, version
 
     def _send(self, pool: ThreadPoolExecutor, group: WeightGroup, bucket: list[tuple[str, Tensor]]) -> None:
@@ -250,8 +254,22 @@ class SGLangClient:
             raise ServerError(f"The SGLang server, asked for /{path}, answered {str(answer)[:500]}.")
 
 
-_OF_THE_PROTOCOL = ("logprobs", "prompt_logprobs", "max_tokens", "seed")
-"""Options of `Engine.write` that are named otherwise in SGLang, or not read by it."""
+def _check_prompt(number: int, ids: list[int], vocabulary: int) -> None:
+    if not ids:
+        raise ValueError(f"Prompt {number} of a batch is empty, and cannot be sent to an SGLang server.")
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise ValueError(
+                f"Prompt {number} of a batch has the id {token!r}, and cannot be sent to an SGLang server: expected "
+                f"ids from 0 to {vocabulary - 1}."
+            )
+
+
+def _scored(options: dict[str, Any]) -> bool | None:
+    """Whether log-probabilities of the prompt are asked for, or only of the completion; `None` for neither."""
+    if options.get("prompt_logprobs") is not None:
+        return True
+    return None if options.get("logprobs") is None else False
 
 
 def _buckets(weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
@@ -273,14 +291,3 @@ def _accepted(answer: Any) -> Any:
     if answer.status_code != 200:
         raise ServerError(f"{answer.asked} answered {answer.status_code}: {answer.text[:500]}")
     return answer
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether a host is this machine, by its address."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return address.is_loopback or address.is_unspecified

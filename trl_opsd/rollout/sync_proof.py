@@ -106,7 +106,7 @@ class SyncProof:
                 f"average log-probability: {worst[:, 1].max():.3g} times what rounding in "
                 f"{str(self._dtype).removeprefix('torch.')} explains. "
                 f"{self._diagnosis(scores, own_RL, bare_RL, scale)} No rollout was written with these weights. "
-                "Set `use_vllm=False` to continue without vLLM."
+                "Set `use_vllm=False` and no `sglang_server_url` to continue without an engine."
             )
         self._last_scores_L = scores[0]
         return float(worst[:, 0].max())
@@ -164,7 +164,9 @@ class SyncProof:
                 f"It looks stale: the log-probabilities of {engine} are the same as before the sync, so the weights "
                 "did not arrive."
             )
-        if self._gap((scored, own_RL[1, -cached.numel() :]), own_RL, scale).excess <= 1:
+        # What follows the prompt may be written with the cached keys of the same prompt.
+        uncached = torch.cat([scored[:prompt], own_RL[0, prompt:]])
+        if self._gap((uncached, own_RL[1, -cached.numel() :]), own_RL, scale).excess <= 1:
             return (
                 f"It looks like a stale prefix cache: {engine} agrees with the student where it cannot use its cache."
             )

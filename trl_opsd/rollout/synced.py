@@ -179,8 +179,8 @@ def check_student(trainer: Host) -> None:
     args, model = trainer.args, trainer.model
     if getattr(model, "is_quantized", False):
         raise ValueError(
-            "`use_vllm=True` with a quantized student is not supported by this version: load it without "
-            "`quantization_config`, or set `use_vllm=False`."
+            "An engine with a quantized student is not supported by this version: load it without "
+            "`quantization_config`, or set `use_vllm=False` and no `sglang_server_url`."
         )
     room, context = args.vllm_max_model_length, context_of(model)
     if room is not None and context is not None and room > context:
