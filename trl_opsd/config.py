@@ -83,7 +83,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
             writes apart from the trainer, as a vLLM server does; see `docs/overlap.md`. `"ahead"`: the rows of the next
             step are written while those of this one are learned, so with weights that are one step old. When `None`,
             rows are written, then scored, then learned.
-        overlap_max_divergence (`float`, *optional*, defaults to 0.1):
+        overlap_max_divergence (`float`, *optional*, defaults to `0.1`):
             With `overlap="ahead"`, the most that a step may move the student, in nats per token, for rows that were
             written before it to be learned after it; others are written anew.
         deterministic (`bool`, *optional*, defaults to `False`):

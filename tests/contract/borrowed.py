@@ -167,6 +167,7 @@ OWNERS = (
             "is_deepspeed_enabled": "off while an evaluation wraps nothing",
             "is_fsdp_enabled": "",
             "is_in_train": "reset after a training that failed",
+            "get_batch_samples": "reads the rows of the next step too, where these are written ahead",
             "is_world_process_zero": "writes the model card",
             "log": "",
             "model": "",

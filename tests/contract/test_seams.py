@@ -13,7 +13,8 @@ from transformers import Trainer
 from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.loop import card, dealing, evaluation, finished, loaders, saving, seams, steps, wrapping
+from trl_opsd.loop import ahead, card, dealing, evaluation, finished, loaders, saving, seams, steps, wrapping
+from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.card import Cards
 from trl_opsd.loop.dealing import Dealing
 from trl_opsd.loop.evaluation import Evaluations
@@ -38,6 +39,7 @@ CUTS = [
         (Trainer, EachRowOnce, loaders.SEAMS),
         (Trainer, FinishedRuns, finished.SEAMS),
         (Trainer, WrappedToTrain, wrapping.SEAMS),
+        (Trainer, Ahead, ahead.SEAMS),
     )
     for name in seams
 ]
@@ -66,6 +68,7 @@ def test_the_override_has_the_parameters_of_the_original(theirs, ours, seams, na
         (EachRowOnce, loaders.SEAMS),
         (FinishedRuns, finished.SEAMS),
         (WrappedToTrain, wrapping.SEAMS),
+        (Ahead, ahead.SEAMS),
     ],
 )
 def test_every_override_of_a_private_method_is_in_the_table(ours, seams):
