@@ -30,13 +30,13 @@ class Apart(FixedRollout):
         before: Callable[[int], None] = lambda _: None,
     ) -> None:
         super().__init__(completions)
-        self._order, self._before = order, before
+        self.order, self._before = order, before
         self.events: list[Any] = []
         """What happened: `("row", number)`, "ended" and "closed", and what tests add."""
 
     def stream(self, prompt_ids: list[list[int]], step: int) -> Generator[tuple[int, list[int]], None, None]:
         written = self.complete(prompt_ids, step)
-        order = random.Random(self._order + step).sample(range(len(written)), len(written))
+        order = random.Random(self.order + step).sample(range(len(written)), len(written))
         try:
             for number, row in enumerate(order):
                 self._before(number)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from apart import Apart
 from datasets import Dataset
 from peft import LoraConfig
 from trl import DistillationConfig, DistillationTrainer
@@ -105,6 +106,7 @@ def configurations(tmp_path):
             "eval_dataset": routed_rows(),
         },
         "a step that is left out": {"cls": SpoiledOnce, "nonfinite": "skip"},
+        "rows that are learned as they end": {"rollout": Apart(tiny.recorded(tiny.tokenizer())), "overlap": "step"},
         "an engine": {"rollout": Mirrored(tiny.config(tmp_path)), "max_completion_length": 16},
         # Weights move after each step; the first evaluation finds an engine that was never sent any.
         "an engine that is evaluated": {
@@ -176,7 +178,7 @@ def test_every_metric_in_the_source_has_a_row_in_the_table():
     assert {f"time/{phase}" for phase in phases} == {name for name in METRICS if name.startswith("time/")}
     recorded = set(re.findall(r'(?:record\(|_timed\(trainer, |logs\[)"([\w/]+)"', source))
     recorded.remove("entropy")  # TRL's
-    assert recorded == {name for name in METRICS if name.startswith(("sync/", "rollout/", "nonfinite/"))}
+    assert recorded == {name for name in METRICS if name.startswith(("sync/", "rollout/", "nonfinite/", "overlap/"))}
 
 
 class Counting(OPSDTrainer):

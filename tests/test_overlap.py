@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -13,7 +14,10 @@ from datasets import Dataset
 from peft import LoraConfig
 from test_dealing import ragged
 
-from trl_opsd import OPSDTrainer
+from trl_opsd import FixedRollout, FrozenTeacher, OPSDTrainer
+from trl_opsd._compat.deepspeed import setting_without_loss_scale
+from trl_opsd.loop.waiting import Waiting
+from trl_opsd.teacher.resident import Resident
 
 STEPS = 3
 LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear"), "seed": 3}
@@ -170,3 +174,269 @@ def test_in_the_order_of_rows_it_is_the_same_bit_for_bit(make_trainer):
     assert equal == {True: True, False: False}
     orders = [[event[1] for event in one.rollout.events if event[0] == "row"] for one in found[True]]
     assert orders[0] != orders[1]
+
+
+# ---- Failures, and what comes between steps --------------------------------------------------------------------------
+
+
+def weights_of(trainer) -> torch.Tensor:
+    return torch.cat([one.detach().flatten() for one in trainer.accelerator.unwrap_model(trainer.model).parameters()])
+
+
+class Failing(OPSDTrainer):
+    """Fails once in a given verb, in the second micro-batch."""
+
+    verb = ""
+    calls = 0
+
+    def _fails(self, verb):
+        if verb == self.verb:
+            self.calls += 1
+            if self.calls == 2:
+                raise RuntimeError(f"{verb} failed")
+
+    def teach(self, rollout, rows):
+        self._fails("teach")
+        return super().teach(rollout, rows)
+
+    def compare(self, *args):
+        self._fails("compare")
+        return super().compare(*args)
+
+
+def fast(make_trainer, cls=OPSDTrainer, rollout=None, **options):
+    """A trainer of three steps of four short rows, in two calls each."""
+    return make_trainer(
+        cls,
+        rollout=rollout or Apart(tiny.recorded(tiny.tokenizer())),
+        **{
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "overlap": "step",
+            "logging_steps": 1,
+            **options,
+        },
+    )
+
+
+@pytest.mark.parametrize("verb", ["stream", "teach", "compare"])
+def test_a_step_that_fails_leaves_nothing_behind(make_trainer, verb):
+    expected = fast(make_trainer)
+    expected.train()
+
+    def before(number):
+        if verb == "stream" and number == 2 and len(rollout.events) < 4:
+            raise RuntimeError("stream failed")
+
+    rollout = Apart(tiny.recorded(tiny.tokenizer()), before=before)
+    trainer = fast(make_trainer, Failing, rollout)
+    trainer.verb = verb
+    with pytest.raises(RuntimeError, match=f"{verb} failed"):
+        trainer.train()
+    until = time.monotonic() + 10
+    while "closed" not in rollout.events and time.monotonic() < until:
+        time.sleep(0.01)
+    assert "closed" in rollout.events
+    assert torch.equal(weights_of(trainer), weights_of(fast(make_trainer)))
+    trainer.train()
+    assert torch.allclose(weights_of(trainer), weights_of(expected), atol=1e-6)
+    assert threading.active_count() < 20
+
+
+class SpoiledOnce(OPSDTrainer):
+    """Is taught what is no number in the second step, and keeps the weights before each."""
+
+    def teach(self, rollout, rows):
+        self.seen = getattr(self, "seen", {})
+        self.seen.setdefault(self.state.global_step, weights_of(self))
+        targets = super().teach(rollout, rows)
+        if self.state.global_step == 1:
+            targets.hidden[0].fill_(float("nan"))
+        return targets
+
+
+def test_a_skipped_step_changes_nothing_and_the_next_one_learns(make_trainer):
+    trainer = fast(make_trainer, SpoiledOnce, nonfinite="skip")
+    trainer.train()
+    before, after, skipped = (trainer.seen[step] for step in range(3))
+    assert not torch.equal(before, after)
+    assert torch.equal(after, skipped)
+    assert not torch.equal(skipped, weights_of(trainer))
+    assert [one["nonfinite/skipped_steps"] for one in trainer.state.log_history if "loss" in one] == [0, 1, 1]
+
+
+def test_a_resumed_run_in_the_order_of_rows_is_the_same_bit_for_bit(make_trainer, tmp_path):
+    options = {"deterministic": True, "seed": 5, "model": tiny.gpt2(dropout=0.1)}
+    between = {"eval_dataset": tiny.rows(4), "eval_strategy": "steps", "eval_steps": 1}
+    whole = fast(make_trainer, save_strategy="steps", save_steps=1, **between, **options)
+    whole.train()
+    options["model"] = tiny.gpt2(dropout=0.1)
+    resumed = fast(make_trainer, rollout=Apart(tiny.recorded(tiny.tokenizer()), order=7), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert torch.equal(weights_of(resumed), weights_of(whole))
+    assert [one["eval_loss"] for one in whole.state.log_history if "eval_loss" in one] != []
+
+
+# ---- A teacher that begins early -------------------------------------------------------------------------------------
+
+
+class Early(FrozenTeacher):
+    """Notes what it is told of, and what it reads."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.events = []
+
+    def expect(self, rollout):
+        self.events.append(("expects", _rows(rollout)))
+
+    def targets(self, rollout):
+        self.events.append(("reads", _rows(rollout)))
+        return super().targets(rollout)
+
+
+def _rows(rollout):
+    return sorted(zip(rollout.prompt_lists(), rollout.completion_lists(), strict=True))
+
+
+class Streaming(Apart):
+    """Ends rows one by one in the trainer's own process."""
+
+    writes_apart = False
+
+
+@pytest.mark.parametrize("kind", [Apart, Streaming])
+def test_a_teacher_is_told_of_each_row_before_it_reads_it(make_trainer, kind):
+    words = tiny.tokenizer()
+    teacher = Early(Resident(tiny.qwen2(48, seed=1), torch.device("cpu")))
+    rows = tiny.rows().add_column("teacher_prompt", [f"{prompt}?" for prompt in tiny.PROMPTS])
+    rollout = kind(tiny.recorded(words))
+    trainer = fast(make_trainer, teacher_model=teacher, rollout=rollout, train_dataset=rows, max_steps=1)
+    trainer.train()
+    told = [row for what, rows in teacher.events if what == "expects" for row in rows]
+    assert len(told) == 4
+    for row in told:
+        assert [what for what, rows in teacher.events if row in rows][:2] == ["expects", "reads"]
+    if kind is Streaming:
+        whats = [what for what, _ in teacher.events]
+        assert whats[:5] == ["expects"] * 4 + ["reads"], "row by row, and then the whole batch at once"
+        assert len(teacher.events[4][1]) == 4
+    ends = {words(f"{prompt}?")["input_ids"][-1] for prompt in tiny.PROMPTS}
+    assert {prompt[-1] for prompt, _ in told} == ends, "after the teacher's own prompt"
+
+
+# ---- What cannot overlap ---------------------------------------------------------------------------------------------
+
+
+class Passed(OPSDTrainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+class Completes(OPSDTrainer):
+    def complete(self, prompt_ids):
+        return super().complete(prompt_ids)
+
+
+@pytest.mark.before_loading
+def test_a_method_that_a_whole_batch_passes_is_refused(make_trainer):
+    with pytest.raises(TypeError, match=r"`overlap='step'` with `Passed\.compute_loss`.*`weigh` or `compare` instead"):
+        fast(make_trainer, Passed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overlap": "steps"}, "overlap"),
+        ({"overlap": "step", "optim": "adalomo"}, "steps in each backward pass"),
+        ({"max_tokens_per_microbatch": 9, "optim": "galore_adamw_layerwise"}, "steps in each backward pass"),
+        ({"overlap": "step", "use_vllm": True, "vllm_mode": "colocate"}, "whose engine writes in the trainer's own"),
+        (
+            {"overlap": "step", "use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
+            "and sleeps while that trains",
+        ),
+    ],
+)
+def test_options_that_cannot_overlap_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.config(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "setting"),
+    [
+        ({"zero_optimization": {"stage": 2}}, None),
+        ({}, "zero_optimization.stage"),
+        (
+            {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+            "data_types.grad_accum_dtype",
+        ),
+    ],
+)
+def test_launches_whose_gradient_cannot_be_mended_are_found(config, setting):
+    assert setting_without_loss_scale(config) == setting
+
+
+@pytest.mark.parametrize(
+    ("cls", "rollout", "message"),
+    [
+        (OPSDTrainer, None, "FixedRollout writes in the trainer's own process"),
+        (Completes, Apart, "`Completes.complete` returns when all rows are written"),
+    ],
+)
+def test_what_does_not_overlap_is_said_and_trains_as_without(make_trainer, caplog, cls, rollout, message):
+    recorded = tiny.recorded(tiny.tokenizer())
+    expected = fast(make_trainer, overlap=None)
+    expected.train()
+    caplog.clear()
+    trainer = fast(make_trainer, cls, (rollout or FixedRollout)(recorded))
+    said = [record.message for record in caplog.records if "`overlap='step'` has no effect" in record.message]
+    assert len(said) == 1
+    assert message in said[0]
+    trainer.train()
+    assert torch.equal(weights_of(trainer), weights_of(expected))
+
+
+# ---- Which rows are read together ------------------------------------------------------------------------------------
+
+
+def waiting(lengths, rows=2, budget=None, packed=False, multiple=1, in_order=False):
+    return Waiting([1] * len(lengths), rows=rows, budget=budget, packed=packed, multiple=multiple, in_order=in_order)
+
+
+def groups(arriving, lengths, **how):
+    """The micro-batches after each row that comes."""
+    rows = waiting(lengths, **how)
+    found = []
+    for row in arriving:
+        rows.add(row, [7] * (lengths[row] - 1))
+        taken = []
+        while rows.left and (group := rows.take()) is not None:
+            taken.append(group)
+        found.append(taken)
+    assert rows.left == 0
+    assert rows.take() == []
+    return found
+
+
+def test_rows_are_read_as_they_come():
+    lengths = [3, 3, 3, 3, 3]
+    assert groups([4, 0, 2, 1, 3], lengths) == [[], [[4, 0]], [], [[2, 1]], [[3]]]
+    assert groups([4, 0, 2, 1, 3], lengths, in_order=True) == [[], [], [], [[0, 1]], [[2, 3], [4]]]
+
+
+def test_with_a_budget_what_has_come_is_read_at_once_unless_the_order_is_kept():
+    assert groups([2, 0, 1], [4, 4, 9], budget=8) == [[[2]], [[0]], [[1]]], "a longer row by itself"
+    assert groups([2, 0, 1], [4, 4, 9], budget=8, in_order=True) == [[], [], [[0, 1], [2]]]
+    rows = waiting([4, 5, 3], budget=12)
+    for row in (1, 0, 2):
+        rows.add(row, [7] * ([4, 5, 3][row] - 1))
+    assert rows.take() == [1, 0], "padded to the longest: 10 of 12 tokens, three would be 15"
+    packed = waiting([4, 5, 3], budget=12, packed=True)
+    padded = waiting([4, 5, 3], budget=12, multiple=8)
+    for row in (1, 0, 2):
+        packed.add(row, [7] * ([4, 5, 3][row] - 1))
+        padded.add(row, [7] * ([4, 5, 3][row] - 1))
+    assert packed.take() == [1, 0, 2]
+    assert padded.take() == [1], "8 of 12 tokens"
+    assert padded.shortest() == 2

@@ -18,6 +18,7 @@ from trl_opsd.arguments.prepared import prepared
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig, check_divergence
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
+from trl_opsd.loop.overlap import check_methods
 from trl_opsd.loop.verbs import check_verbs
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.proof import prove_divergence
@@ -164,6 +165,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
             row_columns=self.row_columns,
             pick=chosen_rollout,
         )
+        check_methods(type(self), given.args)
         super().__init__(
             model=model,
             args=given.args,
@@ -193,6 +195,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
             self.set_up_teaching(given)
         self._prove_divergence(self.divergence)
         self.bind(given.rollout)
+        self.say_overlap()
         self.is_built = True
         self.remember_launch()
         self.args.accept_changes()

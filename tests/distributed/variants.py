@@ -7,12 +7,14 @@ from typing import Any, TypeVar
 
 import fsdp_on_cpu
 import tiny
+from apart import Apart
 from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import TrOCRConfig
 
-from trl_opsd import FixedRollout, OPSDTrainer, RolloutBackend
+from trl_opsd import OPSDTrainer, RolloutBackend
 from trl_opsd._compat.sharding import trained_parameters, whole
+from trl_opsd.host import Host
 
 Trainer = TypeVar("Trainer", bound=OPSDTrainer)
 
@@ -73,10 +75,23 @@ DEALT = {
 """Variants whose rows are read in other groups: which of `ALONE` each must equal, and its options."""
 
 
+OVERLAPPED = {
+    "full, overlap": ("full", {"overlap": "step"}),
+    "lora, overlap, budget": (
+        "lora",
+        {"rows": 4, "lora": LORA, "overlap": "step", "max_tokens_per_microbatch": 12},
+    ),
+    "full, own ema, overlap": ("full, own ema", {"teacher_model_kind": "ema", "overlap": "step"}),
+}
+"""Variants that learn from rows while others are written, as `DEALT`."""
+
+
 def of(strategy: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """The variants of a strategy: which of `ALONE` each must equal, and its options."""
     placed = {**PLACED, **(IN_ZERO3 if strategy == "zero3" else {})}
-    variants = {name: (name, made_of) for name, made_of in ALONE.items()} | DEALT
+    variants = {name: (name, made_of) for name, made_of in ALONE.items()} | DEALT | OVERLAPPED
+    if strategy == "zero3":
+        variants["full, zero3, overlap"] = ("full", {"teacher_offload": "zero3", "overlap": "step"})
     return variants | {
         name: (same, {**ALONE[same], "teacher_offload": where}) for name, (same, where) in placed.items()
     }
@@ -115,14 +130,19 @@ def trocr(width: int, seed: int = 0) -> nn.Module:
     return tiny.model(config, seed)
 
 
-class Recorded(FixedRollout):
-    """Replays one completion of each length, the first of them empty; counts the empty ones."""
+class Recorded(Apart):
+    """Replays one completion of each length, the first of them empty, in an order of its own in each process; counts
+    the empty ones.
+    """
 
     def __init__(self) -> None:
         words = tiny.tokenizer()
         answers = tiny.recorded(words)
         super().__init__({**answers, next(iter(answers)): []})
         self.empty = 0
+
+    def bind(self, trainer: Host) -> None:
+        self.order = trainer.accelerator.process_index
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         completions = super().complete(prompt_ids, step)

@@ -62,6 +62,20 @@ def settings_without_gradient_check(config: Config) -> list[str]:
     return [name for name, checks in settings.items() if not checks]
 
 
+def setting_without_loss_scale(config: Config) -> str | None:
+    """The name of a setting with which DeepSpeed has an optimizer without [`rescaled`], or `None`.
+
+    Args:
+        config (`dict`):
+            The student's DeepSpeed config.
+    """
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage == 0:
+        return "zero_optimization.stage"
+    accumulates = config.get("data_types", {}).get("grad_accum_dtype")
+    return "data_types.grad_accum_dtype" if stage == 1 and accumulates is not None else None
+
+
 @contextmanager
 def rescaled(optimizer: Any, before: float, after: float) -> Iterator[float]:
     """Has the optimizer divide the gradient of its next step by `after`, whose losses were divided by `before` so far.

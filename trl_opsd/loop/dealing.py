@@ -39,7 +39,7 @@ EVEN = 1.05
 Parts = Generator[tuple[Mapping[str, Any], bool], None, None]
 """Micro-batches, and of each whether it is the last of its call."""
 
-_PASSED_BY = ("_generate_and_score_completions", "_prepare_inputs", "compute_loss")
+PASSED_BY = ("_generate_and_score_completions", "_prepare_inputs", "compute_loss")
 """Methods that a batch passes on its way; one that overrides them may change it."""
 
 
@@ -123,7 +123,7 @@ class Dealing(DistillationTrainer):
     @property
     def may_be_changed(self) -> bool:
         """Whether a method that a batch passes is a user's; the same in all processes."""
-        return not all(of_package(getattr(self, name)) for name in _PASSED_BY)
+        return not all(of_package(getattr(self, name)) for name in PASSED_BY)
 
     @property
     def _call(self) -> int:

@@ -14,11 +14,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd._compat.deepspeed import rescaled
+from trl_opsd.config import OPSDConfig
 from trl_opsd.data.intake import Request
-from trl_opsd.loop.dealing import Parts
+from trl_opsd.loop.dealing import PASSED_BY, Parts, of_package
 from trl_opsd.loop.scoring import Scoring
 from trl_opsd.loop.waiting import Waiting
 from trl_opsd.models.mode import preserved_mode
@@ -26,7 +28,9 @@ from trl_opsd.run.known import set_known
 from trl_opsd.run.pulled import Pulled
 from trl_opsd.types import Rollout
 
-__all__ = ["Overlapping"]
+__all__ = ["Overlapping", "check_methods"]
+
+logger = get_logger(__name__)
 
 
 class Overlapping(Scoring):
@@ -40,6 +44,7 @@ class Overlapping(Scoring):
     padded: Callable[[Sequence[list[int]], Sequence[list[int]]], dict[str, Tensor]]
     record: Callable[[str, float], None]
     model_wrapped: Any
+    rollout: Any
     _completions: list[list[int]] | None = None
     """What has been written for the step that is counted now; `None` where it has to be written."""
     _requests: Sequence[Request] = ()
@@ -48,6 +53,27 @@ class Overlapping(Scoring):
     """What the first call of a step was given."""
     _weight: float = 1.0
     """The sum of the weights of the tokens of the step, over all processes."""
+
+    def say_overlap(self) -> None:
+        """Says what does not overlap."""
+        if self.args.overlap is None:
+            return
+        option, name = f"`overlap={self.args.overlap!r}`", type(self).__name__
+        none = f"{option} has no effect"
+        if not self.streams:
+            why = "tools are called" if self.tools else f"`{name}.complete` returns"
+            logger.warning(f"{none}: {why} when all rows are written.")
+        elif not (self.writes_apart or self.teaches_early):
+            logger.warning(
+                f"{none}: {self.rollout} writes in the trainer's own process, so that nothing can be learned "
+                "meanwhile, and no teacher reads in another one. A vLLM server writes apart: `use_vllm=True` with "
+                "`vllm_mode='server'`."
+            )
+        elif self.writes_apart and self.args.teacher_offload in ("cpu", "stream"):
+            logger.warning(
+                f"{option} with `teacher_offload={self.args.teacher_offload!r}`: the teacher's weights are copied to "
+                "the device for each micro-batch, and not once in a step: leave one of them out if that is slow."
+            )
 
     @property
     def overlaps(self) -> bool:
@@ -115,8 +141,9 @@ class Overlapping(Scoring):
         with self._scaled_last() as divisor:
             yield {**part, "num_items_in_batch": torch.tensor(divisor, device=device)}, True
         learned.append(perf_counter())
-        for name, when in (("first_backward", learned[0]), ("last_row", pulled.last), ("end", learned[-1])):
-            self.record(f"overlap/{name}", when - start)
+        self.record("overlap/first_backward", learned[0] - start)
+        self.record("overlap/last_row", pulled.last - start)
+        self.record("overlap/end", learned[-1] - start)
 
     def _waiting(self, prompt_ids: Sequence[list[int]]) -> Waiting:
         self.check_budget()
@@ -182,3 +209,24 @@ class Overlapping(Scoring):
         if not self.is_deepspeed_enabled:
             return nullcontext(self._constant)
         return rescaled(self.model_wrapped.optimizer, self._constant, self._weight)
+
+
+def check_methods(trainer: type, args: OPSDConfig) -> None:
+    """Refuses methods of a subclass that would be given a batch before all of it is written.
+
+    Args:
+        trainer (`type`):
+            The class of the trainer.
+        args ([`OPSDConfig`]):
+            The options.
+
+    Raises:
+        TypeError: One overrides a method that a batch passes as a whole.
+    """
+    for name in PASSED_BY if args.overlap is not None else ():
+        if not of_package(getattr(trainer, name)):
+            raise TypeError(
+                f"`overlap={args.overlap!r}` with `{trainer.__name__}.{name}`, which a batch passes as a whole, and "
+                "rows are learned before the last is written: override `weigh` or `compare` instead, or leave the "
+                "option out."
+            )

@@ -25,6 +25,8 @@ class Metric:
 _OVER_TOKENS = "weighted mean over the tokens in the loss, of all processes and micro-batches"
 _OF_A_PHASE = "main process; mean over optimizer steps, sum over an evaluation"
 _OF_A_SYNC = "main process; mean over weight syncs"
+_OF_A_STEP = "main process; mean over optimizer steps"
+_WITH_OVERLAP = '`overlap="step"` with a rollout that writes apart'
 _WITH_TOKENS = "always, unless the loss had no tokens"
 _WITH_SYNC = "rollouts with vLLM, after a weight sync"
 _WITH_PROOF = "as `sync/seconds`, if `vllm_sync_check` verified the sync"
@@ -51,7 +53,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "time/complete": Metric(
             unit="seconds",
-            meaning="Generating completions, without `time/sync`.",
+            meaning="Generating completions, without `time/sync`; with `overlap`, waiting for them.",
             reduced=_OF_A_PHASE,
             appears=_WITH_TOKENS,
         ),
@@ -63,7 +65,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "time/teach": Metric(
             unit="seconds",
-            meaning="The teacher's forward passes over prompts and completions.",
+            meaning="The teacher's forward passes over prompts and completions, or waiting for its server.",
             reduced=_OF_A_PHASE,
             appears=_WITH_TOKENS,
         ),
@@ -85,6 +87,27 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             meaning="Tokens in the loss, divided by the seconds of all phases but `save`.",
             reduced="tokens of all processes, seconds of the main process",
             appears=_WITH_TOKENS,
+        ),
+        "overlap/first_backward": Metric(
+            unit="seconds",
+            meaning="From the begin of a step until its first micro-batch was learned, by the host's clock.",
+            reduced=_OF_A_STEP,
+            appears=_WITH_OVERLAP,
+            evaluated=False,
+        ),
+        "overlap/last_row": Metric(
+            unit="seconds",
+            meaning="From the begin of a step until its last row was written.",
+            reduced=_OF_A_STEP,
+            appears=_WITH_OVERLAP,
+            evaluated=False,
+        ),
+        "overlap/end": Metric(
+            unit="seconds",
+            meaning="From the begin of a step until its last micro-batch was learned.",
+            reduced=_OF_A_STEP,
+            appears=_WITH_OVERLAP,
+            evaluated=False,
         ),
         "sync/seconds": Metric(
             unit="seconds",

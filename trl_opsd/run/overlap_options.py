@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers.training_args import OptimizerNames
 
+from trl_opsd._compat.deepspeed import setting_without_loss_scale
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.run.ranges import above, one_of
 
@@ -34,6 +35,13 @@ def check_overlap(args: DistillationConfig) -> None:
             "`vllm_mode='server'`, or leave `overlap` out."
         )
     check_optimizer(args, "overlap")
+    plugin = args.deepspeed_plugin
+    if plugin is not None and (setting := setting_without_loss_scale(plugin.deepspeed_config)):
+        raise ValueError(
+            f"{asked} with DeepSpeed and this value of {setting!r}: the number of tokens in the loss is known at the "
+            "end of a step, and only its optimizers of ZeRO stage 1 to 3 can be told then: set one of those, and leave "
+            "`grad_accum_dtype` out."
+        )
 
 
 def check_optimizer(args: DistillationConfig, option: str) -> None:
