@@ -56,7 +56,7 @@ class Overlapping(Scoring):
 
     def say_overlap(self) -> None:
         """Says what does not overlap."""
-        if self.args.overlap is None:
+        if self.args.overlap != "step":
             return
         option, name = f"`overlap={self.args.overlap!r}`", type(self).__name__
         none = f"{option} has no effect"
@@ -84,7 +84,7 @@ class Overlapping(Scoring):
         """What `complete` returns; a teacher that begins early is told of each row when it has ended."""
         if self._completions is not None:
             return self._completions
-        if not (self.args.overlap and self.streams and self.teaches_early):
+        if not (self.args.overlap == "step" and self.streams and self.teaches_early):
             return self.complete(prompt_ids)
         found = {}
         for row, completion in self.stream(prompt_ids):
@@ -223,7 +223,7 @@ def check_methods(trainer: type, args: OPSDConfig) -> None:
     Raises:
         TypeError: One overrides a method that a batch passes as a whole.
     """
-    for name in PASSED_BY if args.overlap is not None else ():
+    for name in PASSED_BY if args.overlap == "step" else ():
         if not of_package(getattr(trainer, name)):
             raise TypeError(
                 f"`overlap={args.overlap!r}` with `{trainer.__name__}.{name}`, which a batch passes as a whole, and "

@@ -34,6 +34,8 @@ def check_overlap(args: DistillationConfig) -> None:
             f"{asked} with `vllm_mode='colocate'`, whose engine writes in the trainer's own process{sleeps}: set "
             "`vllm_mode='server'`, or leave `overlap` out."
         )
+    if args.overlap == "ahead":
+        return
     check_optimizer(args, "overlap")
     plugin = args.deepspeed_plugin
     if plugin is not None and (setting := setting_without_loss_scale(plugin.deepspeed_config)):

@@ -119,7 +119,9 @@ def _unread(
         yield ("save_total_limit", "save_only_model"), "`save_strategy` is 'no'"
     if not args.log_completions:
         yield ("num_completions_to_print", "log_unique_prompts"), "`log_completions` is False"
-    if args.overlap is None:
-        yield ("deterministic",), "`overlap` is not set"
+    if args.overlap != "step":
+        yield ("deterministic",), "`overlap` is not 'step'"
+    if args.overlap != "ahead":
+        yield ("overlap_max_divergence",), "`overlap` is not 'ahead'"
     if not tools:
         yield ("max_tool_calling_iterations",), "there are no tools"
