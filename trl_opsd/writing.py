@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -89,7 +89,7 @@ class Writing(SeamTrainer):
     def writes_apart(self) -> bool:
         return self.rollout.writes_apart
 
-    def stream(self, prompt_ids: list[list[int]]) -> Iterator[tuple[int, list[int]]]:
+    def stream(self, prompt_ids: list[list[int]]) -> Generator[tuple[int, list[int]], None, None]:
         self._be_ready_to_write()
         rows = self.rollout.stream([list(ids) for ids in prompt_ids], self.state.global_step)
         return checked_stream(rows, self, prompt_ids, type(self.rollout).__name__)

@@ -135,3 +135,13 @@ def test_two_processes_that_share_a_row_keep_half_of_its_activations():
     )
     found = json.loads(said[said.rindex("{\n") :])
     assert found["two_processes"] == pytest.approx(found["one_process"] / 2, rel=0.25)
+
+
+def test_a_step_that_overlaps_learns_before_the_last_row_is_written(run, tmp_path):
+    sizes = ("--rows", 8, "--at-once", 2, "--rollout", 0.5, "--teach", 0.01, "--learn", 0.01)
+    benchmark, rows = run("overlap", *sizes, "--steps", 1, "--repeats", 1, "--picture", tmp_path / "steps.png")
+    waits, overlaps = rows
+    assert waits["first_backward"] > waits["last_row"]
+    assert overlaps["first_backward"] < overlaps["last_row"] < overlaps["end"]
+    assert (tmp_path / "steps.png").stat().st_size > 1000
+    assert "overlaps" in benchmark.table(rows)

@@ -76,12 +76,11 @@ DEALT = {
 
 
 OVERLAPPED = {
-    "full, overlap": ("full", {"overlap": "step"}),
+    "full, own ema, overlap": ("full, own ema", {"teacher_model_kind": "ema", "overlap": "step"}),
     "lora, overlap, budget": (
         "lora",
         {"rows": 4, "lora": LORA, "overlap": "step", "max_tokens_per_microbatch": 12},
     ),
-    "full, own ema, overlap": ("full, own ema", {"teacher_model_kind": "ema", "overlap": "step"}),
 }
 """Variants that learn from rows while others are written, as `DEALT`."""
 

@@ -87,9 +87,10 @@ class Overlapping(Scoring):
         if not (self.args.overlap == "step" and self.streams and self.teaches_early):
             return self.complete(prompt_ids)
         found = {}
-        for row, completion in self.stream(prompt_ids):
-            found[row] = completion
-            self.expect(Rollout.unpack(self.padded([prompt_ids[row]], [completion])), [self._requests[row]])
+        with closing(self.stream(prompt_ids)) as rows:
+            for row, completion in rows:
+                found[row] = completion
+                self.expect(Rollout.unpack(self.padded([prompt_ids[row]], [completion])), [self._requests[row]])
         return [found[row] for row in range(len(prompt_ids))]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,7 +54,7 @@ class Verbs:
         """Whether `stream` writes without this process."""
         raise NotImplementedError
 
-    def stream(self, prompt_ids: list[list[int]]) -> Iterator[tuple[int, list[int]]]:
+    def stream(self, prompt_ids: list[list[int]]) -> Generator[tuple[int, list[int]], None, None]:
         """Writes as `complete`: the number of each prompt and its completion, checked, as it ends."""
         raise NotImplementedError
 

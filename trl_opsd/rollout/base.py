@@ -18,7 +18,9 @@ class RolloutBackend(ABC):
     """
 
     writes_apart: ClassVar[bool] = False
-    """Whether `stream` writes without this process, which may train the student between two rows."""
+    """Whether `stream` writes without this process, which may train the student between two rows; with `overlap` a thread
+    of its own takes them.
+    """
 
     def __str__(self) -> str:
         return type(self).__name__

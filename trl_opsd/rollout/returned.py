@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 from trl_opsd.host import Host
@@ -35,7 +35,9 @@ def checked_completions(returned: Any, host: Host, prompt_ids: list[list[int]], 
     return completions
 
 
-def checked_stream(stream: Any, host: Host, prompt_ids: list[list[int]], name: str) -> Iterator[tuple[int, list[int]]]:
+def checked_stream(
+    stream: Any, host: Host, prompt_ids: list[list[int]], name: str
+) -> Generator[tuple[int, list[int]], None, None]:
     """The rows of a stream as they come, each completion up to its first end token. Closing this closes the stream.
 
     Args:
