@@ -11,13 +11,17 @@ import pytest
 import tiny
 import torch
 from accelerate.logging import MultiProcessAdapter
+from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, GenerationMixin, Qwen2ForCausalLM, WatermarkingConfig
 
 from trl_opsd import HFRollout
+from trl_opsd.models.padding import Reading
 from trl_opsd.rollout.base import cut_after_end
+from trl_opsd.rollout.writing_proof import Writing
 
+BY_LENGTH = Reading(0)
 PROMPTS = ["2+2=", "The sky is", "a", "Count: one two"]
 
 
@@ -254,6 +258,114 @@ class TestFallback:
         trainer = make_writing()
         trainer.complete(trainer.tokenize(PROMPTS))
         assert not [record for record in caplog.records if record.name.startswith("trl_opsd.rollout")]
+
+
+class Reads:
+    """Counts the forward passes of a student."""
+
+    def __init__(self, student):
+        self.count = 0
+        getattr(student, "get_base_model", lambda: student)().register_forward_pre_hook(self.add)
+
+    def add(self, *_):
+        self.count += 1
+
+
+def modes() -> tuple:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+class TestStream:
+    """Rows that are taken as they end, in the process that decodes them."""
+
+    @pytest.mark.parametrize("options", [{}, {"bf16": True}, {"generation_kwargs": {"do_sample": False}}], ids=str)
+    @pytest.mark.parametrize("make", [tiny.qwen2, lambda: lora(tiny.qwen2())], ids=["full", "LoRA"])
+    def test_each_row_comes_when_it_has_ended_with_the_tokens_of_complete(self, make_writing, make, options):
+        trainer = make_writing(model=make(), **options)
+        prompt_ids = trainer.tokenize(PROMPTS * 3)
+        torch.manual_seed(0)
+        expected = trainer.complete(prompt_ids)
+        drawn = torch.rand(1)
+        reads, found, when = Reads(trainer.model), {}, []
+        torch.manual_seed(0)
+        for row, ids in trainer.rollout.stream(prompt_ids, 0):
+            found[row] = cut_after_end(ids, trainer.eos_token_ids)
+            when.append(reads.count)
+        assert [found[row] for row in range(len(prompt_ids))] == expected
+        assert torch.rand(1) == drawn, "from the same random numbers"
+        assert when == sorted(map(len, expected)), "a pass for each token, and none ahead of who takes the rows"
+        assert len(set(when)) >= 3
+
+    @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["left", "plain generate"])
+    def test_batches_are_continued_one_after_the_other(self, make_writing, options):
+        trainer = make_writing(generation_kwargs={"do_sample": False, **options})
+        trainer.rollout.writing = Writing(BY_LENGTH)
+        prompt_ids = [[5, 6], [7], [8, 9], [10]]
+        expected = trainer.complete(prompt_ids)
+        reads, found, when = Reads(trainer.model), {}, []
+        for row, ids in trainer.rollout.stream(prompt_ids, 0):
+            found[row] = cut_after_end(ids, trainer.eos_token_ids)
+            when.append(reads.count)
+        assert [found[row] for row in range(4)] == expected
+        assert [sorted(list(found)[:2]), sorted(list(found)[2:])] == [[0, 2], [1, 3]]
+        assert when[1] < when[2], "the second batch was not begun before the first was taken"
+        if options:
+            assert (when[0], when[2]) == (when[1], when[3]), "after each pass"
+
+    @pytest.mark.parametrize("gradients", [True, False])
+    @pytest.mark.parametrize("ends", ["taken", "closed", "dropped", "failed"])
+    def test_modes_stay_inside_of_the_stream(self, make_writing, ends, gradients):
+        trainer = make_writing(bf16=True)
+        trainer.model.train()
+        stream = trainer.rollout.stream(trainer.tokenize(PROMPTS), 0)
+        before = modes()
+        next(stream)
+        assert modes() == before == (True, False, torch.bfloat16)
+        assert not trainer.model.training
+        with torch.set_grad_enabled(gradients), torch.autocast("cpu", dtype=torch.float16):
+            inside = modes()
+            next(stream)
+            assert modes() == inside
+            if ends == "taken":
+                list(stream)
+            elif ends == "closed":
+                stream.close()
+            elif ends == "dropped":
+                del stream
+            else:
+                with torch.no_grad():
+                    for weight in trainer.model.parameters():
+                        weight.fill_(torch.nan)
+                with pytest.raises(FloatingPointError, match="hold NaN"):
+                    next(stream)
+            assert modes() == inside
+        assert modes() == before
+        assert trainer.model.training
+        if ends != "failed":
+            trainer.train()
+            assert trainer.state.global_step == 3
+
+    def test_a_split_student_completes_all_rows_at_the_call(self, make_writing, monkeypatch):
+        trainer = make_writing()
+        prompt_ids = trainer.tokenize(PROMPTS)
+        torch.manual_seed(0)
+        expected = trainer.complete(prompt_ids)
+        monkeypatch.setattr(trainer.accelerator.state, "distributed_type", DistributedType.FSDP)
+        trainer.rollout.bind(trainer)
+        monkeypatch.undo()
+        reads = Reads(trainer.model)
+        torch.manual_seed(0)
+        stream = trainer.rollout.stream(prompt_ids, 0)
+        done = reads.count
+        found = dict(stream)
+        assert [cut_after_end(found[row], trainer.eos_token_ids) for row in range(4)] == expected
+        assert reads.count == done
+
+    def test_what_cannot_be_followed_is_refused_at_the_call(self, make_writing):
+        trainer = make_writing()
+        trainer.generation_config.max_new_tokens = 0
+        with pytest.raises(ValueError, match="expected an integer from 1 to `max_completion_length`"):
+            trainer.rollout.stream([[5]], 0)
 
 
 class Recordings:

@@ -36,7 +36,10 @@ class Faults(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.asked: list[str] = []
-        self.answers: dict[str, Any] = {"/health": (200, {}), "/v1/models": (200, {"data": [{"id": "student"}]})}
+        models = {"data": [{"id": "student"}]}
+        self.answers: dict[str, Any] = {
+            "/health": (200, {}), "/v1/models": (200, models), "/reset_prefix_cache": (200, b"")
+        }  # fmt: skip
         self.sent = 0
 
 
@@ -326,6 +329,11 @@ def test_a_prefix_cache_that_is_not_reset_in_time_is_an_error(faults, monkeypatc
     )
     speaker.forget_prefixes()
     assert next(left, None) is None, "asked until it did"
+
+    faults.answers |= {"/reset_prefix_cache": (200, {"success": False}), "/start_weight_update": (200, {})}
+    with pytest.raises(ServerError, match="did not reset its prefix cache because it is serving other requests"):
+        speaker.update_named_params([("a", "float32", [1])], iter([]))
+    assert "/start_weight_update" not in faults.asked, "weights are not replaced while rows are written"
 
 
 def test_a_dropped_connection_is_an_error(faults):

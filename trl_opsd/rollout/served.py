@@ -87,6 +87,7 @@ class ServedRollout(SyncedRollout[R]):
         states of the weights; one that an exception left behind is in nobody's way.
         """
         self._give_up()
+        self._trainer.accelerator.wait_for_everyone()
         super().sync_weights()
 
     def close(self) -> None:

@@ -91,11 +91,16 @@ class ServerClient(Asking, VLLMClient):
         with answers.parsing("/get_world_size"):
             return answers.world_size(super().get_world_size())
 
+    def update_named_params(self, metadata: Any, named_params: Any) -> None:
+        """As TRL's, once no row is being written: a server whose weights are replaced during a decoding step dies."""
+        self.forget_prefixes()
+        super().update_named_params(metadata, named_params)
+
     def forget_prefixes(self) -> None:
         """Resets the prefix cache, which was computed with earlier weights.
 
         Raises:
-            ServerError: The server still serves other requests after the time that it takes to end rows given up.
+            ServerError: It still serves other requests after the time that it takes to end rows that were given up.
         """
         began = monotonic()
         while self._post(f"{self.base_url}/reset_prefix_cache", json={}).get("success") is False:
