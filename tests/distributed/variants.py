@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import fsdp_on_cpu
 import tiny
 from peft import LoraConfig
+from pretended import pretended
 from torch import Tensor, nn
-from transformers import TrOCRConfig
+from transformers import AutoModelForCausalLM, TrOCRConfig
 
 from trl_opsd import FixedRollout, OPSDTrainer, RolloutBackend
+from trl_opsd._compat.deepspeed import loading
 from trl_opsd._compat.sharding import trained_parameters, whole
 
 Trainer = TypeVar("Trainer", bound=OPSDTrainer)
@@ -72,11 +76,17 @@ DEALT = {
 }
 """Variants whose rows are read in other groups: which of `ALONE` each must equal, and its options."""
 
+SERVED = {"full, served": ("full", {"served": True}), "lora, served": ("lora", {"lora": LORA, "served": True})}
+"""Variants whose teacher is behind a server: which of `ALONE` each must equal, and its options."""
+
+_SERVERS = ExitStack()
+"""Servers in this process, which last as long."""
+
 
 def of(strategy: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """The variants of a strategy: which of `ALONE` each must equal, and its options."""
     placed = {**PLACED, **(IN_ZERO3 if strategy == "zero3" else {})}
-    variants = {name: (name, made_of) for name, made_of in ALONE.items()} | DEALT
+    variants = {name: (name, made_of) for name, made_of in ALONE.items()} | DEALT | SERVED
     return variants | {
         name: (same, {**ALONE[same], "teacher_offload": where}) for name, (same, where) in placed.items()
     }
@@ -142,6 +152,8 @@ def build(
     options = {**made_of, **options}
     models, lora = folder / options.pop("family", "qwen2"), options.pop("lora", None)
     together = options.pop("rows", 2)
+    if options.pop("served", False):
+        options["teacher_server_url"] = _server(models / "teacher")
     own, rows = "teacher_model_kind" in options, tiny.rows()
     if own:
         rows = rows.add_column("privileged_context", [f"hint {number}" for number in range(len(rows))])
@@ -162,6 +174,14 @@ def build(
         peft_config=None if lora is None else LoraConfig(**lora),
         rollout=rollout or Recorded(),
     )
+
+
+@cache
+def _server(teacher: Path) -> str:
+    """The address of a server of this teacher, for this process alone."""
+    with loading(None):  # whole, though the launch splits what is loaded
+        model = AutoModelForCausalLM.from_pretrained(teacher)
+    return _SERVERS.enter_context(pretended(model)).url
 
 
 def weights(trainer: OPSDTrainer) -> dict[str, Tensor]:
