@@ -87,10 +87,11 @@ def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -
     if config.teacher_model_name_or_path is not None:
         options = {"teacher_dtype": "dtype", "teacher_attn_implementation": "attn_implementation"}
         loading = _joined(extra, options, "teacher_model_init_kwargs", config)
-        config.teacher_model_init_kwargs = {
-            **loading,
-            "attn_implementation": loading["attn_implementation"] or attention,
-        }
+        if config.teacher_server_url is None:
+            loading["attn_implementation"] = loading["attn_implementation"] or attention
+        else:  # the server has loaded it: what is set is refused
+            loading = {name: value for name, value in loading.items() if value not in (None, "auto")}
+        config.teacher_model_init_kwargs = loading
 
 
 def _joined(group: Any, options: Mapping[str, str], of_model: str, config: OPSDConfig) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import Any
 import datasets
 import pytest
 import tiny
+from pretended import pretended
+from transformers import AutoModelForCausalLM
 
 import trl_opsd
 
@@ -59,7 +61,7 @@ def test_the_readme_has_the_snippets_this_file_runs():
 
 @pytest.mark.usefixtures("hub")
 def test_the_snippets_of_the_teachers_page_run():
-    told, streamed = snippets("docs/teachers.md")
+    told, streamed, served = snippets("docs/teachers.md")
     names: dict[str, Any] = {}
     exec(told, names)
     assert names["config"].teacher_template_kwargs == {"enable_thinking": True}
@@ -67,6 +69,11 @@ def test_the_snippets_of_the_teachers_page_run():
     exec(streamed, names)
     names["trainer"].train()
     assert names["trainer"].args.teacher_offload == "stream"
+    assert names["trainer"].state.global_step == 2
+    with pretended(AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-7B-Instruct")) as server:
+        exec(served.replace("http://127.0.0.1:8000", server.url), names)
+        names["trainer"].train()
+        assert len(server.asked) > 2
     assert names["trainer"].state.global_step == 2
 
 

@@ -18,9 +18,10 @@ from trl_opsd.data.datasets import DIGEST
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.head import model_shape, shape_of
-from trl_opsd.models.samples import Samples, digest, sampled
+from trl_opsd.models.samples import Samples, digest, sample, sampled
 from trl_opsd.run.ranges import one_of
 from trl_opsd.teacher import FrozenTeacher, Teacher
+from trl_opsd.teacher.served import ServedTeacher
 
 logger = get_logger(__name__)
 
@@ -65,8 +66,9 @@ OTHERS = (
 )
 """Names of the entries that are no options."""
 
-NESTED = ("adapter",)
-"""Entries that are compared key by key, over the keys both sides have: a newer version of a library may add some."""
+NESTED = ("adapter", "teacher_weights")
+"""Entries that are compared key by key, over the keys both sides have: a newer version of a library may add some, and
+of a teacher behind a server only the head is known."""
 
 Fingerprint: TypeAlias = dict[str, Any]
 """JSON-serialisable values by their names in messages; an option has its own name."""
@@ -180,9 +182,14 @@ def describe_teachers(teachers: Mapping[str, Teacher], kind: str | None) -> dict
 
 
 def digest_teachers(teachers: Mapping[str, Teacher], kind: str | None) -> dict[str, str]:
-    """A digest of the weights of each teacher whose weights are its own and frozen. Collective."""
+    """A digest of the weights of each teacher whose weights are its own and frozen, and of its head. Collective.
+
+    Where its servers are is no part of it: a run may go on with others, or with the teacher in the process.
+    """
     frozen = {name: one.model for name, one in teachers.items() if isinstance(one, FrozenTeacher) and kind != "ema"}
-    return {name: digest(sampled(model)) for name, model in frozen.items()}
+    known = {name: one.head for name, one in teachers.items() if name in frozen or isinstance(one, ServedTeacher)}
+    heads = {f"head of {name}": digest({"head": sample(head.weight)}) for name, head in known.items()}
+    return {**{name: digest(sampled(model)) for name, model in frozen.items()}, **heads}
 
 
 def write(folder: str | Path, now: Fingerprint) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,10 +11,12 @@ import fsdp_on_cpu
 import tiny
 from apart import Apart
 from peft import LoraConfig
+from pretended import pretended
 from torch import Tensor, nn
-from transformers import TrOCRConfig
+from transformers import AutoModelForCausalLM, TrOCRConfig
 
 from trl_opsd import OPSDTrainer, RolloutBackend
+from trl_opsd._compat.deepspeed import loading
 from trl_opsd._compat.sharding import trained_parameters, whole
 from trl_opsd.host import Host
 
@@ -74,6 +78,12 @@ DEALT = {
 }
 """Variants whose rows are read in other groups: which of `ALONE` each must equal, and its options."""
 
+SERVED = {"full, served": ("full", {"served": True}), "lora, served": ("lora", {"lora": LORA, "served": True})}
+"""Variants whose teacher is behind a server: which of `ALONE` each must equal, and its options."""
+
+_SERVERS = ExitStack()
+"""Servers in this process, which last as long."""
+
 
 OVERLAPPED = {
     "full, own ema, overlap": ("full, own ema", {"teacher_model_kind": "ema", "overlap": "step"}),
@@ -81,6 +91,7 @@ OVERLAPPED = {
         "lora",
         {"rows": 4, "lora": LORA, "overlap": "step", "max_tokens_per_microbatch": 12},
     ),
+    "full, ahead": ("full", {"overlap": "ahead"}),
 }
 """Variants that learn from rows while others are written, as `DEALT`."""
 
@@ -88,7 +99,7 @@ OVERLAPPED = {
 def of(strategy: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """The variants of a strategy: which of `ALONE` each must equal, and its options."""
     placed = {**PLACED, **(IN_ZERO3 if strategy == "zero3" else {})}
-    variants = {name: (name, made_of) for name, made_of in ALONE.items()} | DEALT | OVERLAPPED
+    variants = {name: (name, made_of) for name, made_of in ALONE.items()} | DEALT | OVERLAPPED | SERVED
     if strategy == "zero3":
         variants["full, zero3, overlap"] = ("full", {"teacher_offload": "zero3", "overlap": "step"})
     return variants | {
@@ -161,6 +172,8 @@ def build(
     options = {**made_of, **options}
     models, lora = folder / options.pop("family", "qwen2"), options.pop("lora", None)
     together = options.pop("rows", 2)
+    if options.pop("served", False):
+        options["teacher_server_url"] = _server(models / "teacher")
     own, rows = "teacher_model_kind" in options, tiny.rows()
     if own:
         rows = rows.add_column("privileged_context", [f"hint {number}" for number in range(len(rows))])
@@ -181,6 +194,14 @@ def build(
         peft_config=None if lora is None else LoraConfig(**lora),
         rollout=rollout or Recorded(),
     )
+
+
+@cache
+def _server(teacher: Path) -> str:
+    """The address of a server of this teacher, for this process alone."""
+    with loading(None):  # whole, though the launch splits what is loaded
+        model = AutoModelForCausalLM.from_pretrained(teacher)
+    return _SERVERS.enter_context(pretended(model)).url
 
 
 def weights(trainer: OPSDTrainer) -> dict[str, Tensor]:

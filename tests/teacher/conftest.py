@@ -6,6 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 import serving
+import torch
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The same for one in bfloat16, whose head is its embeddings."""
+    folder = tmp_path_factory.mktemp("half")
+    path = serving.save_teacher(folder / "tied", seed=1, dtype=torch.bfloat16, tie_word_embeddings=True)
+    with serving.pooling(path, folder / "log") as url:
+        yield path, url
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import serving
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from trl_opsd.run.errors import ServerError
+from trl_opsd.teacher import FrozenTeacher, Resident
+from trl_opsd.teacher.served import ServedTeacher
 
 pytest.importorskip("vllm")
 
@@ -26,3 +34,40 @@ def test_training_equals_that_with_a_local_teacher(make_trainer, untied, diverge
     largest = max(float((one - other).detach().abs().max()) for one, other in pairs)
     print(f"\n{divergence}: {largest:.1e}")
     assert largest < 1e-5
+
+
+def test_a_teacher_in_bfloat16_is_as_close_to_its_float32_as_in_the_process(half, caplog):
+    path, url = half
+    cpu = torch.device("cpu")
+    ids = torch.randint(3, tiny.VOCABULARY, (6, 150), generator=torch.Generator().manual_seed(0))
+    rollout = tiny.rollout(ids[:, :30], ids[:, 30:], torch.ones_like(ids[:, 30:]))
+
+    def log_probs(teacher):
+        states = torch.cat([row.hidden for row in teacher.targets(rollout).rows])
+        return (states.double() @ teacher.head.weight.double().T).log_softmax(-1)
+
+    truth = log_probs(FrozenTeacher(Resident(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), cpu)))
+
+    def kl(teacher):
+        return float((truth.exp() * (truth - log_probs(teacher))).sum(-1).mean())
+
+    served = ServedTeacher(path, [url], cpu, deadline=100.0)
+    assert "which send 128 bytes per token, in bfloat16" in str(served)
+    assert served.head.weight.dtype == torch.bfloat16
+    assert not caplog.text
+    here = FrozenTeacher(Resident(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16), cpu))
+    print(f"\nKL to float32: {kl(served):.2e} served, {kl(here):.2e} in the process")
+    assert 0 < kl(served) < 1.5 * kl(here)
+
+
+def test_a_server_of_another_checkpoint_is_refused(untied, tmp_path):
+    other = serving.save_teacher(
+        tmp_path / "untied",
+        make=lambda width, **given: serving.spread_norms(tiny.qwen2(width, **given), by=0.7),
+        seed=1,
+    )
+    with pytest.raises(ServerError, match=r"states that the final norm of .* cannot have made"):
+        ServedTeacher(other, [untied[1]], torch.device("cpu"), deadline=100.0)
+    wider = serving.save_teacher(tmp_path / "wider", make=lambda _, **given: tiny.qwen2(96, **given))
+    with pytest.raises(ServerError, match=r"answered 2048 bytes for 8 tokens, expected 3072: 8 states of 96 numbers"):
+        ServedTeacher(wider, [untied[1]], torch.device("cpu"), deadline=100.0)

@@ -136,7 +136,7 @@ FAULTS = {
     "another model": (None, "final norm of .* cannot have made"),
     "redirect": (lambda *_: (302, b"", {"Location": "http://example.com"}), "redirects are not followed"),
     "gone": (lambda *_: (404, b"{}", {}), "as a server that generates"),
-    "oversize": (lambda *_: b"0" * 10_000_000, "answered more than 0 MiB"),
+    "oversize": (lambda *_: b"0" * 10_000_000, "answered more than 1 MiB"),
     "compressed": (lambda *_: (200, b"x", {"Content-Encoding": "gzip"}), "compressed its answer"),
 }  # fmt: skip
 
@@ -202,6 +202,16 @@ def test_a_server_that_does_not_answer_ends_the_run_at_its_deadline(served, chec
         teacher = served(server, deadline=1.0)
         with pytest.raises(ServerError, match=r"did not answer within 1 seconds, which follows from `ddp_timeout`"):
             teacher.targets(rows())
+
+
+def test_an_id_that_the_teacher_lacks_is_not_sent(served, checkpoint):
+    with pretended(checkpoint[1]) as server:
+        teacher, rollout = served(server), rows()
+        rollout.completion_ids[5, 0] = tiny.VOCABULARY
+        server.asked.clear()
+        with pytest.raises(ValueError, match=r"token id 259, but the teacher's vocabulary has 259"):
+            teacher.targets(rollout)
+        assert not server.asked
 
 
 def test_an_interrupt_ends_the_wait_and_leaves_no_thread_that_blocks_the_exit(served, checkpoint):

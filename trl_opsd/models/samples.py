@@ -27,7 +27,7 @@ def sampled(model: CausalLM) -> Samples:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Its weights may be sharded; a weight on the meta device yields no values.
     """
-    samples = {name: _values(parameter) for name, parameter in base_parameters(model).items()}
+    samples = {name: sample(parameter) for name, parameter in base_parameters(model).items()}
     # With accelerate's `fsdp_cpu_ram_efficient_loading` only the main process has loaded the checkpoint.
     of_the_main_process: list[Samples] = broadcast_object_list([samples])
     return of_the_main_process[0]
@@ -58,7 +58,8 @@ def _differ(before: Tensor, now: Tensor) -> bool:
     return not (same(before, now) or same(now, before))
 
 
-def _values(parameter: Tensor) -> Tensor:
+def sample(parameter: Tensor) -> Tensor:
+    """At most `VALUES` values of a weight, in host memory; none if it is on the meta device. Collective if split."""
     if parameter.is_meta:
         return torch.empty(0)
     values = whole(parameter)

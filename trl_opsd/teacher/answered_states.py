@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trl_opsd.run.bounded_http import MIB
 from trl_opsd.run.errors import ServerError
 from trl_opsd.teacher.final_norm import FinalNorm
 
@@ -41,7 +42,7 @@ class Expected:
 
     def max_bytes(self, tokens: int, dtype: torch.dtype) -> int:
         """Limit for an answer: preempted rows are answered more than once."""
-        return 4 * tokens * self.width * dtype.itemsize + 2**16
+        return 4 * tokens * self.width * dtype.itemsize + MIB
 
     def states(self, asked: str, content: bytes, tokens: int, dtype: torch.dtype) -> Tensor:
         """The states of a row, [L, H].

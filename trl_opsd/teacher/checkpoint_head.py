@@ -126,14 +126,13 @@ class _Tensors:
             self._file_of = dict.fromkeys(tensors.keys(), SAFE_WEIGHTS_NAME)
 
     def find(self, names: list[str]) -> str:
-        """The first of these names that the checkpoint has, or a name that ends as one of them does."""
-        for name in names:
-            if name in self._file_of:
-                return name
-        ends = {end for name in names for end in (name.partition(".")[2], f".{name}") if end}
-        close = [name for name in self._file_of if any(name == end.lstrip(".") or name.endswith(end) for end in ends)]
-        if len(close) == 1:
-            return close[0]
+        """The first of these names that the checkpoint has, also after another prefix or without its first part."""
+        for name in (*names, *(name.partition(".")[2] for name in names)):
+            close = [one for one in self._file_of if one == name] or [
+                one for one in self._file_of if name and one.endswith(f".{name}")
+            ]
+            if len(close) == 1:
+                return close[0]
         raise ValueError(
             f"The checkpoint {self._checkpoint!r} has no {' or '.join(map(repr, dict.fromkeys(names)))}, which a "
             f"teacher behind a server needs; it has {len(self._file_of)} others, as "

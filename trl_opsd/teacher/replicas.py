@@ -62,7 +62,7 @@ class Replicas:
         self.dtype: torch.dtype
 
     def prove(self, expected: Expected, vocabulary: int) -> None:
-        """Has every server read three short rows, and compares what they say.
+        """Has every server read two short rows, and compares what they say.
 
         An id that the vocabulary lacks is not tried: where the tokenizer has more ids than the model, vLLM accepts it.
 

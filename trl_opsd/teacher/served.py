@@ -148,7 +148,7 @@ class ServedTeacher(Teacher):
     def _rows(self, rollout: Rollout) -> list[_Row | None]:
         """What has to be read of each row; `None` where no token counts."""
         found: list[_Row | None] = []
-        counts_BC = rollout.counts.cpu()
+        counts_BC, vocabulary = rollout.counts.cpu(), shape_of(self._head)[0]
         for prompt, completion, counts_C in zip(
             rollout.prompt_lists(), rollout.completion_lists(), counts_BC, strict=True
         ):
@@ -157,13 +157,18 @@ class ServedTeacher(Teacher):
                 found.append(None)
                 continue
             ids = (*prompt, *completion[: places[-1]])
+            if max(ids) >= vocabulary:  # vLLM would read some row of its padded embeddings
+                raise ValueError(
+                    f"A row has the token id {max(ids)}, but the teacher's vocabulary has {vocabulary}: were the rows "
+                    "written with another tokenizer? Nothing of this batch was sent."
+                )
             found.append(_Row(ids, len(prompt) - 1))
         return found
 
     def _warn(self, checkpoint: CheckpointHead) -> None:
         """Says what cannot be known, or may not be meant."""
-        served, ours = self._replicas.facts.source.rstrip("/"), str(self._path).rstrip("/")
-        if Path(served).name.lower() != Path(ours).name.lower():
+        served, ours = self._replicas.facts.source.rstrip("/"), self._path.rstrip("/")
+        if Path(ours).name.lower() not in served.lower() and Path(served).name.lower() not in ours.lower():
             say(
                 f"The teacher's server says that it serves {served!r}, and the head is read from {ours!r}: the two "
                 "have to be one checkpoint, of which only the final norm could be compared."

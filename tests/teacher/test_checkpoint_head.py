@@ -1,0 +1,117 @@
+"""Of a checkpoint only the head and the final norm are read, whatever the architecture calls them."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import serving
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CohereConfig, GraniteConfig, MixtralConfig, Olmo2Config, OlmoConfig, OPTConfig
+
+from trl_opsd.models.backbone import hidden_states
+from trl_opsd.teacher.checkpoint_head import CheckpointHead
+from trl_opsd.types import OutputHead
+
+CPU = torch.device("cpu")
+
+
+def of_config(config, **given):
+    known = config().to_dict()
+    sizes = {name: value for name, value in {**tiny._sizes(64), **given}.items() if name in known}
+    return tiny.model(config(**sizes))
+
+
+FAMILIES = {
+    "qwen2, untied": partial(tiny.qwen2, 64),
+    "qwen2, tied": partial(tiny.qwen2, 64, tie_word_embeddings=True),
+    "gemma2, 1 + w and a cap": partial(tiny.gemma2, 64),
+    "gpt2, LayerNorm with a bias": partial(tiny.gpt2, 64),
+    "granite, logits divided": partial(of_config, GraniteConfig, logits_scaling=4.0),
+    "cohere, logits multiplied": partial(of_config, CohereConfig, logit_scale=0.25),
+    "olmo, a norm without weights": partial(of_config, OlmoConfig),
+    "olmo2": partial(of_config, Olmo2Config),
+    "mixtral": partial(of_config, MixtralConfig, num_local_experts=4),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_head_and_norm_are_those_of_the_model_and_nothing_else_is_read(name, tmp_path):
+    model = serving.spread_norms(FAMILIES[name]()).eval()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    needed = {file for key, file in index.items() if ".layers." not in key and ".h." not in key}
+    removed = [file for file in set(index.values()) - needed if (tmp_path / file).unlink() is None]
+    assert removed, "the layers are gone"
+
+    found = CheckpointHead(str(tmp_path), {}, trust_remote_code=False)
+    ids = torch.arange(3, 43).view(2, 20)
+    with torch.no_grad():
+        states = hidden_states(model, ids, torch.ones_like(ids)).flatten(0, 1)
+    assert found.norm is not None
+    torch.testing.assert_close(
+        found.norm.rms(states), torch.ones(40), rtol=0, atol=2e-2
+    )  # an epsilon shows at toy size
+    assert (found.norm.rms(1.1 * states) - 1).abs().min() > 0.05
+
+    head, own = found.head(torch.float32, CPU), OutputHead.of(model)
+    assert torch.equal(head.weight, own.weight)
+    assert (head.scale, head.softcap) == (own.scale, own.softcap)
+    assert (head.bias is None) == (own.bias is None)
+    assert head.weight.shape == (found.vocabulary, found.width)
+
+
+def test_a_family_without_a_norm_that_is_found_has_none(tmp_path):
+    of_config(OPTConfig, ffn_dim=64, word_embed_proj_dim=64, do_layer_norm_before=False).save_pretrained(tmp_path)
+    assert CheckpointHead(str(tmp_path), {}, trust_remote_code=False).norm is None
+
+
+def resaved(folder: Path, change) -> str:
+    """The path of a checkpoint in one file, after a change of its tensors."""
+    tiny.qwen2(64).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(tensors), folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def test_names_may_have_another_prefix(tmp_path):
+    for number, prefix in enumerate(("language_model.", "")):
+
+        def renamed(tensors, prefix=prefix):
+            return {f"{prefix}{name.removeprefix('' if prefix else 'model.')}": one for name, one in tensors.items()}
+
+        found = CheckpointHead(resaved(tmp_path / str(number), renamed), {}, trust_remote_code=False)
+        assert torch.equal(found.head(torch.float32, CPU).weight, tiny.qwen2(64).lm_head.weight)
+
+
+def without_head(tensors):
+    return {name: one for name, one in tensors.items() if name != "lm_head.weight"}
+
+
+BROKEN = {
+    "no head": (without_head, "has no 'lm_head.weight'"),
+    "quantised": (lambda found: {**found, "lm_head.weight": found["lm_head.weight"].char()}, "is not quantised"),
+    "another size": (
+        lambda found: {**found, "lm_head.weight": found["lm_head.weight"][:-1]},
+        "expected floating-point",
+    ),
+}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_checkpoint_without_its_head_is_refused(name, tmp_path):
+    change, said = BROKEN[name]
+    with pytest.raises(ValueError, match=said):
+        CheckpointHead(resaved(tmp_path, change), {}, trust_remote_code=False)
+
+
+@pytest.mark.refusal
+def test_a_checkpoint_that_is_not_in_safetensors_is_refused(tmp_path):
+    tiny.qwen2(64).config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has neither 'model.safetensors' nor .* pass a checkpoint in safetensors"):
+        CheckpointHead(str(tmp_path), {}, trust_remote_code=False)

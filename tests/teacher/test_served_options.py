@@ -1,0 +1,128 @@
+"""`teacher_server_url`: what is refused before a model is loaded, and what a checkpoint remembers of it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import serving
+import tiny
+from pretended import pretended
+from transformers import AutoModelForCausalLM
+
+from trl_opsd import OPSDConfig
+from trl_opsd.run.server_urls import server_urls
+
+URL = "http://127.0.0.1:8000"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (f"{URL}/", {"teacher": (URL,)}),
+        (f"{URL}, https://teacher.example", {"teacher": (URL, "https://teacher.example")}),
+        ([URL, "http://[::1]:8001"], {"teacher": (URL, "http://[::1]:8001")}),
+        ('{"math": "http://a:1,http://b:2", "code": ["http://c:3"]}',
+         {"math": ("http://a:1", "http://b:2"), "code": ("http://c:3",)}),
+    ],
+)  # fmt: skip
+def test_addresses_are_read_as_text_lists_and_by_name(tmp_path, given, expected):
+    config = OPSDConfig(str(tmp_path), teacher_server_url=given, use_cpu=True)
+    assert server_urls("teacher_server_url", config.teacher_server_url) == expected
+
+
+@pytest.mark.quick
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("127.0.0.1:8000", "`teacher_server_url='127.0.0.1:8000'`: expected an address as `http://127.0.0.1:8000`"),
+        ("ftp://host", "expected an address"),
+        ("http://", "expected an address"),
+        ("http://host:port", "expected an address"),
+        ("http://host:8000?a=b", "expected an address"),
+        (f"{URL}/v1", "ends in '/v1', which is added"),
+        (f"{URL}/pooling/", "ends in '/pooling', which is added"),
+        (f"{URL},{URL}/", "names a server twice"),
+        ("", "expected an address"),
+        ([], "expected the address of a server, or a list"),
+        (8000, "expected the address of a server, or a list"),
+        ({}, "is an empty dict"),
+        ({"math": 3}, r"`teacher_server_url['math']=3`: expected the address"),
+    ],
+)
+def test_what_is_no_address_is_refused(tmp_path, given, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        OPSDConfig(str(tmp_path), teacher_server_url=given, use_cpu=True)
+
+
+@pytest.mark.refusal
+def test_a_password_in_an_address_is_refused_and_not_quoted(tmp_path):
+    with pytest.raises(ValueError, match="has a user or a password in it") as error:
+        OPSDConfig(str(tmp_path), teacher_server_url="http://me:s3cret@host:8000", use_cpu=True)
+    assert "s3cret" not in str(error.value)
+
+
+@pytest.mark.refusal
+@pytest.mark.before_loading
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"teacher_offload": "stream"}, "`teacher_offload='stream'` with `teacher_server_url`"),
+        ({"teacher_model_init_kwargs": {"dtype": "bfloat16"}}, "`teacher_model_init_kwargs` has 'dtype' with"),
+        (
+            {"teacher_model": None, "teacher_model_kind": "live"},
+            "`teacher_server_url` with `teacher_model_kind='live'`",
+        ),
+        ({"teacher_server_url": {"math": URL}}, "has servers for ['math'], but the teachers are ['teacher']"),
+        ({"teacher_server_timeout": -1}, "`teacher_server_timeout=-1`: expected a finite number of at least 0"),
+        ({}, "No teacher server at http://127.0.0.1:9 after `teacher_server_timeout=0` seconds"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_a_model_is_loaded(make_trainer, given, said):
+    options = {"teacher_server_url": "http://127.0.0.1:9", "teacher_server_timeout": 0, **given}
+    with pytest.raises(ValueError, match=re.escape(said)):
+        make_trainer(**options)
+
+
+@pytest.mark.refusal
+def test_a_teacher_that_is_an_object_is_no_checkpoint_to_read_a_head_from(make_trainer):
+    with pytest.raises(ValueError, match=r"`teacher_model` is a Qwen2ForCausalLM: pass the path or model id"):
+        make_trainer(teacher_model=tiny.qwen2(48, seed=1), teacher_server_url=URL)
+
+
+def test_a_run_goes_on_with_another_server_or_with_the_teacher_in_the_process(make_trainer, tmp_path):
+    path = serving.save_teacher(tmp_path / "untied", seed=1)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    saving = {"save_strategy": "steps", "save_steps": 1, "teacher_model": path}
+    with pretended(model) as one, pretended(model) as two:
+        make_trainer(**saving, max_steps=1, teacher_server_url=one.url).train()
+        for options in ({"teacher_server_url": [two.url, one.url]}, {}):
+            trainer = make_trainer(**saving, max_steps=2, **options)
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+            assert trainer.state.global_step == 2
+
+        serving.save_teacher(tmp_path / "untied", seed=2)
+        with pytest.raises(ValueError, match=r"teacher_weights: \{'head of teacher': 'sha256"):
+            make_trainer(**saving, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_a_teacher_of_several_may_be_behind_a_server(make_trainer, tmp_path):
+    path = serving.save_teacher(tmp_path / "untied", seed=1)
+    rows = tiny.rows().add_column("teacher", ["big", "small"] * 4)
+    losses = []
+    with pretended(AutoModelForCausalLM.from_pretrained(path)) as server:
+        for options in ({}, {"teacher_server_url": {"big": server.url}, "teacher_offload": "cpu"}):
+            trainer = make_trainer(
+                teacher_model={"big": path, "small": tiny.qwen2(48, seed=2)}, train_dataset=rows, **options
+            )
+            trainer.train()
+            losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+        assert len(server.asked) > 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_timeout_without_a_server_is_said_to_have_no_effect(make_trainer, caplog):
+    make_trainer(teacher_server_timeout=5)
+    assert "`teacher_server_timeout=5`, because `teacher_server_url` is not set" in caplog.text
