@@ -102,11 +102,22 @@ def pass_groups(
             Whether each pass costs much, so that padding costs less than another pass.
     """
     lengths = [one.total for one in rollout.measured()]
+    return length_groups(model, lengths, rollout.prompt_ids.device, reading, pass_bytes, few)
+
+
+def length_groups(
+    model: CausalLM,
+    lengths: Sequence[int],
+    device: torch.device,
+    reading: Reading = PADDED,
+    pass_bytes: int = PASS_BYTES,
+    few: bool = False,
+) -> list[list[int]]:
+    """As [`pass_groups`], of rows that are known by their numbers of tokens, read on a device."""
     if not reading.padded_up_to and is_split_model(model):
         return [[row] for row in range(len(lengths))]  # a row is a forward pass, of which all processes run as many
-    kind = rollout.prompt_ids.device.type
-    busy = math.inf if few or reading.packed else BUSY_TOKENS.get(kind, BUSY_TOKENS_ELSEWHERE)
-    most = math.inf if few else MOST_TOKENS.get(kind, math.inf)
+    busy = math.inf if few or reading.packed else BUSY_TOKENS.get(device.type, BUSY_TOKENS_ELSEWHERE)
+    most = math.inf if few else MOST_TOKENS.get(device.type, math.inf)
 
     def fits(tokens: int, width: int, length: int) -> bool:
         is_similar = tokens <= busy or length >= SIMILAR * width

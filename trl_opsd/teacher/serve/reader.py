@@ -1,0 +1,143 @@
+"""The thread that owns the model, and reads the waiting rows of all requests in as few passes as fit.
+
+L tokens of a row · H hidden width
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from trl_opsd._compat.peft import CausalLM
+from trl_opsd.models.backbone import hidden_states
+from trl_opsd.models.padding import Reading
+from trl_opsd.teacher.forward import length_groups
+from trl_opsd.teacher.frozen import FrozenTeacher
+from trl_opsd.teacher.resident import Resident
+from trl_opsd.teacher.serve.waiting import Asked, Waiting
+
+logger = logging.getLogger(__name__)
+
+_GATHER_SECONDS = {True: 0.005, False: 0.1}
+"""How long an idle reader waits for more rows, by whether its weights stay on the device; otherwise the first row that
+comes would have them copied for itself."""
+
+
+class NoStates(Exception):
+    """There are no states to answer with; the message says why."""
+
+
+def row_states(model: CausalLM, rows: Sequence[Tensor], reading: Reading) -> list[Tensor]:
+    """The last hidden state at every token of each row, `[L, H]`, as each row alone has them.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            A causal language model.
+        rows (`Sequence[torch.Tensor]`):
+            `[L]` each, at least one token, where the model expects them.
+        reading ([`~models.padding.Reading`]):
+            Which rows share a forward pass.
+    """
+    lengths = [len(row) for row in rows]
+    if reading.packed:
+        places = torch.cat([torch.arange(length, device=rows[0].device) for length in lengths])
+        return list(hidden_states(model, torch.cat(list(rows))[None], None, places[None])[0].split(lengths))
+    found: dict[int, Tensor] = {}
+    for group in reading.groups(lengths, collective=False):
+        ids = pad_sequence([rows[row] for row in group], batch_first=True)
+        mask = pad_sequence([torch.ones_like(rows[row]) for row in group], batch_first=True)
+        for row, states in zip(group, hidden_states(model, ids, mask), strict=True):
+            found[row] = states[: lengths[row]]
+    return [found[row] for row in range(len(rows))]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was read since the start; written by the reading thread."""
+
+    rows: int = 0
+    tokens: int = 0
+    passes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """While it read; 0 before the first pass."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class Reader(threading.Thread):
+    """Reads until the requests that wait are closed.
+
+    Args:
+        teacher ([`~teacher.FrozenTeacher`]):
+            The model and its placement; nobody else may read with it.
+        most_tokens (`int`):
+            See [`Waiting`].
+        loop (`asyncio.AbstractEventLoop`):
+            Where states and errors are handed to.
+
+    Attributes:
+        waiting ([`~waiting.Waiting`]): the requests.
+        counts ([`Counts`]): what was read.
+        failure (`str`, *optional*): why the latest pass failed, until another succeeds.
+    """
+
+    def __init__(self, teacher: FrozenTeacher, most_tokens: int, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(name="trl_opsd teacher", daemon=True)
+        self._teacher, self._loop = teacher, loop
+        placement = teacher.placement
+        groups = partial(
+            length_groups, teacher.model, device=placement.device, reading=teacher.reading, few=placement.passes_cost
+        )
+        self.waiting = Waiting(groups, most_tokens, _GATHER_SECONDS[isinstance(placement, Resident)])
+        self.counts = Counts()
+        self.failure: str | None = None
+
+    def run(self) -> None:
+        while passes := self.waiting.passes():
+            taken: list[tuple[Asked, int]] = []
+            try:
+                with torch.no_grad(), self._teacher.placement.reading(passes) as run:
+                    for _ in range(passes):
+                        if not (taken := self.waiting.take()):
+                            break
+                        self._read(run, taken)
+            except Exception as error:  # a request must not end the server, nor leave the others without an answer
+                self._fail(taken or self.waiting.take(), error)
+
+    def _read(self, run: Any, taken: Sequence[tuple[Asked, int]]) -> None:
+        begun, device = monotonic(), self._teacher.placement.device
+        rows = [asked.rows[row].to(device) for asked, row in taken]
+        for (asked, row), states in zip(taken, run(row_states, rows, self._teacher.reading), strict=True):
+            rounded = states.to(asked.dtype)
+            if rounded.isfinite().all():
+                self._hand(asked.put, row, rounded.to("cpu", copy=True))
+            else:
+                dtype = str(asked.dtype).removeprefix("torch.")
+                self._hand(asked.fail, NoStates(f"The teacher's states of row {row} are not finite in {dtype}"))
+        self.failure = None
+        self.counts.rows += len(rows)
+        self.counts.tokens += sum(map(len, rows))
+        self.counts.passes += 1
+        self.counts.seconds += monotonic() - begun
+
+    def _fail(self, taken: Sequence[tuple[Asked, int]], error: Exception) -> None:
+        longest = max((len(asked.rows[row]) for asked, row in taken), default=0)
+        self.failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+        logger.error(f"A pass of {len(taken)} rows of up to {longest} tokens failed.", exc_info=error)
+        for asked, _ in taken:
+            self._hand(asked.fail, NoStates(f"The teacher could not read this, {self.failure}"))
+
+    def _hand(self, method: Any, *values: Any) -> None:
+        self._loop.call_soon_threadsafe(method, *values)

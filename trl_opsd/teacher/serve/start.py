@@ -1,0 +1,168 @@
+"""Loads the model, starts the server, and ends it cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import torch
+from aiohttp import web
+from transformers import AutoConfig
+
+from trl_opsd.config import OPSDConfig
+from trl_opsd.models.head import model_shape
+from trl_opsd.models.model_checks import language_config
+from trl_opsd.teacher.build import build_teacher
+from trl_opsd.teacher.frozen import FrozenTeacher
+from trl_opsd.teacher.serve.options import ServeOptions, bound, parsed
+from trl_opsd.teacher.serve.protocol import Served
+from trl_opsd.teacher.serve.reader import Reader, row_states
+from trl_opsd.teacher.serve.server import TeacherServer
+
+logger = logging.getLogger(__name__)
+
+_UNLIMITED = 32768
+"""`max_model_len` of a model whose config states no context."""
+_REQUEST_TOKENS = 16384
+_SHUTDOWN_SECONDS = 60.0
+"""For answers in flight."""
+_LOG_SECONDS = 60.0
+_NAMES = {
+    "teacher_offload": "offload",
+    "teacher_trust_remote_code": "trust_remote_code",
+    "in `OPSDConfig`, which covers teachers alone": "here",
+}
+"""What a trainer's options are called here, for messages."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logger.setLevel(logging.INFO)
+    path, options = parsed(sys.argv[1:] if arguments is None else arguments)
+    try:
+        token, listener = options.token(), bound(options.host, options.port)
+        context = check_model(path, options)
+        teacher = load(path, options)
+        served = facts(path, options, teacher, context)
+    except (ValueError, OSError) as error:
+        message = re.sub("|".join(map(re.escape, _NAMES)), lambda found: _NAMES[found[0]], str(error))
+        print(f"error: {message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return asyncio.run(_serve(teacher, served, options, token, listener))
+
+
+def check_model(path: str, options: ServeOptions) -> int | None:
+    """Checks what the model's config shows; returns its context, `None` if it states none.
+
+    Raises:
+        ValueError: It is no causal language model that can be had, or it is shorter than asked for.
+    """
+    loading = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    language_config(path, "MODEL", loading, "teacher_trust_remote_code")
+    config = AutoConfig.from_pretrained(path, **{name: value for name, value in loading.items() if value})
+    context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if options.max_model_len is not None and context is not None and options.max_model_len > context:
+        raise ValueError(
+            f"`max_model_len={options.max_model_len}` is more than the {context} tokens of the model's context: lower "
+            "it, or leave it out."
+        )
+    if (options.max_request_tokens or 0) > options.max_waiting_tokens:
+        raise ValueError(
+            f"`max_request_tokens={options.max_request_tokens}` is more than `max_waiting_tokens="
+            f"{options.max_waiting_tokens}`: such a request could never be accepted."
+        )
+    return context
+
+
+def load(path: str, options: ServeOptions) -> FrozenTeacher:
+    """The model in its placement, as a trainer would load it as its teacher, proved to read rows independently."""
+    args = OPSDConfig(
+        "unused",
+        report_to="none",
+        teacher_model_revision=options.revision,
+        teacher_trust_remote_code=options.trust_remote_code,
+        teacher_offload=options.offload,
+        teacher_model_init_kwargs={"dtype": options.dtype},
+        padding_free=options.padding_free,
+    )
+    teacher = build_teacher(path, args, args.device)
+    assert isinstance(teacher, FrozenTeacher), "it is built from a path"
+    return teacher
+
+
+def facts(path: str, options: ServeOptions, teacher: FrozenTeacher, context: int | None) -> Served:
+    """What clients are told of the model, the dtype and width as it reads."""
+    length = options.max_model_len or context or _UNLIMITED
+    with torch.no_grad(), teacher.placement.reading(1) as run:
+        (states,) = run(
+            row_states, [torch.zeros(1, dtype=torch.long, device=teacher.placement.device)], teacher.reading
+        )
+    request = options.max_request_tokens or max(length, _REQUEST_TOKENS)
+    return Served(
+        name=options.served_model_name or path,
+        root=path,
+        revision=getattr(teacher.model.config, "_commit_hash", None) or options.revision,
+        dtype=states.dtype,
+        vocabulary=model_shape(teacher.model)[0],
+        width=states.size(-1),
+        max_model_len=length,
+        max_request_tokens=min(request, options.max_waiting_tokens),
+    )
+
+
+async def _serve(
+    teacher: FrozenTeacher, served: Served, options: ServeOptions, token: str | None, listener: socket.socket
+) -> int:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    reader = Reader(teacher, options.max_waiting_tokens, loop)
+    server = TeacherServer(reader, served, token)
+    reader.start()
+    runner = server.runner(_SHUTDOWN_SECONDS)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listener).start()
+    except OSError as error:
+        print(f"error: cannot listen on port {options.port}: {error}", file=sys.stderr)
+        return 1
+    for one in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(one, stop.set)
+    host, port = listener.getsockname()[:2]
+    dtype = str(served.dtype).removeprefix("torch.")
+    print(
+        f"Ready: http://{f'[{host}]' if ':' in host else host}:{port} serves {served.name!r}: {teacher}; states in "
+        f"{dtype} of rows of up to {served.max_model_len} tokens (read: {teacher.reading}).",
+        flush=True,
+    )
+    log = asyncio.create_task(_log(server, reader))
+    await stop.wait()
+    for one in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(one)  # a second one ends at once
+    log.cancel()
+    server.close()
+    await runner.cleanup()
+    await asyncio.to_thread(reader.join, _SHUTDOWN_SECONDS)
+    print(f"Ended after {server.requests} requests, {reader.counts.tokens} tokens.", flush=True)
+    return 0
+
+
+async def _log(server: TeacherServer, reader: Reader) -> None:
+    """A line per minute in which something was asked."""
+    before = (0, 0, 0, 0)
+    while True:
+        await asyncio.sleep(_LOG_SECONDS)
+        now = (server.requests, server.refused, reader.counts.tokens, reader.counts.passes)
+        if now != before:
+            requests, refused, tokens, passes = (one - other for one, other in zip(now, before, strict=True))
+            logger.info(
+                f"{requests} requests answered, {refused} refused, {tokens} tokens in {passes} passes, "
+                f"{reader.waiting.tokens} tokens waiting."
+            )
+        before = now
