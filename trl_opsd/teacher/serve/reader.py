@@ -119,18 +119,19 @@ class Reader(threading.Thread):
     def _read(self, run: Any, taken: Sequence[tuple[Asked, int]]) -> None:
         begun, device = monotonic(), self._teacher.placement.device
         rows = [asked.rows[row].to(device) for asked, row in taken]
-        for (asked, row), states in zip(taken, run(row_states, rows, self._teacher.reading), strict=True):
-            rounded = states.to(asked.dtype)
-            if rounded.isfinite().all():
-                self._hand(asked.put, row, rounded.to("cpu", copy=True))
-            else:
-                dtype = str(asked.dtype).removeprefix("torch.")
-                self._hand(asked.fail, NoStates(f"The teacher's states of row {row} are not finite in {dtype}"))
+        read = run(row_states, rows, self._teacher.reading)
+        found = [_on_host(states, asked.dtype) for (asked, _), states in zip(taken, read, strict=True)]
         self.failure = None
         self.counts.rows += len(rows)
         self.counts.tokens += sum(map(len, rows))
         self.counts.passes += 1
         self.counts.seconds += monotonic() - begun
+        for (asked, row), states in zip(taken, found, strict=True):
+            if states is None:
+                dtype = str(asked.dtype).removeprefix("torch.")
+                self._hand(asked.fail, NoStates(f"The teacher's states of row {row} are not finite in {dtype}"))
+            else:
+                self._hand(asked.put, row, states)
 
     def _fail(self, taken: Sequence[tuple[Asked, int]], error: Exception) -> None:
         longest = max((len(asked.rows[row]) for asked, row in taken), default=0)
@@ -141,3 +142,9 @@ class Reader(threading.Thread):
 
     def _hand(self, method: Any, *values: Any) -> None:
         self._loop.call_soon_threadsafe(method, *values)
+
+
+def _on_host(states_LH: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A copy of states in host memory, in a dtype; `None` where that is not finite."""
+    rounded = states_LH.to(dtype)
+    return rounded.to("cpu", copy=True) if rounded.isfinite().all() else None
