@@ -104,7 +104,12 @@ class Running:
 
 @contextmanager
 def running(
-    model: Any, placement: Any = Resident, token: str | None = None, padding_free: bool = False, **options: Any
+    model: Any,
+    placement: Any = Resident,
+    token: str | None = None,
+    padding_free: bool = False,
+    patience: float = 60.0,
+    **options: Any,
 ) -> Iterator[Running]:
     """A server of a model; what it holds is 0 when its requests have been answered."""
     teacher = FrozenTeacher(placement(model, CPU), padding_free=padding_free)
@@ -115,7 +120,7 @@ def running(
 
     async def serve() -> None:
         reader = found["reader"] = Reader(teacher, chosen.max_waiting_tokens, loop)
-        server = TeacherServer(reader, served, token)
+        server = TeacherServer(reader, served, token, patience)
         reader.start()
         listener = bound("127.0.0.1", 0)
         found["port"] = listener.getsockname()[1]

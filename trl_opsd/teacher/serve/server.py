@@ -25,10 +25,6 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_BODY_SECONDS = 60.0
-"""In which a whole request has to arrive."""
-_STALLED_SECONDS = 60.0
-"""After which a client that takes nothing of its answer is given up."""
 _OPEN = "/health"
 """The path that needs no token, for load balancers."""
 
@@ -44,13 +40,15 @@ class TeacherServer:
         token (`str`, *optional*):
             What clients have to send; without it, only requests addressed to loopback are answered, so that no web
             page can have a browser of this machine ask.
+        patience (`float`, *optional*, defaults to 60):
+            Seconds in which a whole request has to arrive, and each piece of an answer has to be taken.
 
     Attributes:
         requests, refused (`int`): how many were answered so, since the start.
     """
 
-    def __init__(self, reader: Reader, served: Served, token: str | None) -> None:
-        self._reader, self._served = reader, served
+    def __init__(self, reader: Reader, served: Served, token: str | None, patience: float = 60.0) -> None:
+        self._reader, self._served, self._patience = reader, served, patience
         self._token = _digest(token) if token else None
         self.requests = self.refused = 0
 
@@ -117,7 +115,7 @@ class TeacherServer:
         return web.json_response(self._served.card())
 
     async def _pooling(self, request: web.Request) -> web.StreamResponse:
-        wanted = parse(await _body(request), self._served)
+        wanted = parse(await self._body(request), self._served)
         asked = Asked(wanted.rows, wanted.dtype, asyncio.get_running_loop().create_future())
         try:
             self._reader.waiting.join(asked)
@@ -137,15 +135,26 @@ class TeacherServer:
         self.requests += 1
         return answer
 
+    async def _body(self, request: web.Request) -> bytes:
+        if request.content_type != "application/json":
+            raise Refusal(400, "Unsupported Media Type: Only 'application/json' is allowed")
+        if "Content-Encoding" in request.headers:
+            raise Refusal(415, "The request is compressed: send it as it is.")
+        try:
+            async with asyncio.timeout(self._patience):
+                return await request.read()
+        except TimeoutError:
+            raise Refusal(408, f"The request did not arrive within {self._patience:g} seconds.") from None
+
     async def _send(self, request: web.Request, wanted: Wanted, states: list[Any]) -> web.StreamResponse:
         answer = web.StreamResponse(headers={"Content-Type": content_type(wanted)})
         answer.content_length = content_length(wanted, self._served.width)
         try:
             await answer.prepare(request)
             for part in parts(wanted, self._served, states):
-                async with asyncio.timeout(_STALLED_SECONDS):
+                async with asyncio.timeout(self._patience):
                     await answer.write(part)
-            async with asyncio.timeout(_STALLED_SECONDS):
+            async with asyncio.timeout(self._patience):
                 await answer.write_eof()
         except (TimeoutError, ConnectionError):
             if request.transport is not None:
@@ -160,18 +169,6 @@ class TeacherServer:
 
 def _ends() -> Refusal:
     return Refusal(503, "The server ends: ask another one, or later.", {"Connection": "close"})
-
-
-async def _body(request: web.Request) -> bytes:
-    if request.content_type != "application/json":
-        raise Refusal(400, "Unsupported Media Type: Only 'application/json' is allowed")
-    if "Content-Encoding" in request.headers:
-        raise Refusal(415, "The request is compressed: send it as it is.")
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            return await request.read()
-    except TimeoutError:
-        raise Refusal(408, f"The request did not arrive within {_BODY_SECONDS:g} seconds.") from None
 
 
 def _digest(token: str) -> bytes:

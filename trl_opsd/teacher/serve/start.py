@@ -46,17 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logger.setLevel(logging.INFO)
     path, options = parsed(sys.argv[1:] if arguments is None else arguments)
     try:
-        token, listener = options.token(), bound(options.host, options.port)
-        context = check_model(path, options)
-        teacher = load(path, options)
-        served = facts(path, options, teacher, context)
+        token = options.token()
+        with bound(options.host, options.port) as listener:
+            context = check_model(path, options)
+            teacher = load(path, options)
+            return asyncio.run(_serve(teacher, facts(path, options, teacher, context), options, token, listener))
     except (ValueError, OSError) as error:
         message = re.sub("|".join(map(re.escape, _NAMES)), lambda found: _NAMES[found[0]], str(error))
         print(f"error: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    return asyncio.run(_serve(teacher, served, options, token, listener))
 
 
 def check_model(path: str, options: ServeOptions) -> int | None:
@@ -127,11 +127,7 @@ async def _serve(
     reader.start()
     runner = server.runner(_SHUTDOWN_SECONDS)
     await runner.setup()
-    try:
-        await web.SockSite(runner, listener).start()
-    except OSError as error:
-        print(f"error: cannot listen on port {options.port}: {error}", file=sys.stderr)
-        return 1
+    await web.SockSite(runner, listener).start()
     for one in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(one, stop.set)
     host, port = listener.getsockname()[:2]
