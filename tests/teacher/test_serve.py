@@ -344,7 +344,8 @@ class TestLimits:
             wait_for(lambda: server.reader.waiting.tokens == 10)
             server.teacher.placement.gate.set()
             first.result(60)
-            assert server.reader.counts.tokens == 10
+            server.states([[7, 8, 9]])  # would be read after it
+            assert server.reader.counts.tokens == 13
 
     @pytest.mark.parametrize("leaves", [True, False])
     def test_a_client_that_does_not_take_its_answer_is_given_up(self, leaves):

@@ -166,7 +166,8 @@ def test_a_server_from_start_to_end(tmp_path):
             for (states,) in pool.map(lambda _: server.states([[5, 6, 7]], "bfloat16", model="gpt"), range(64)):
                 torch.testing.assert_close(states, expected, rtol=5e-2, atol=5e-2)
             late = [pool.submit(server.post, {"input": [[5] * 250] * 60, **STATES}) for _ in range(6)]
-            process.send_signal(signal.SIGTERM)
+            for _ in range(3):  # as launchers pass them on
+                process.send_signal(signal.SIGTERM)
             ended = [one.exception(SECONDS) or one.result() for one in late]
         for one in ended:  # each is answered whole, refused, or came when nobody listened
             assert isinstance(one, ConnectionError) or one.status in (200, 503), one

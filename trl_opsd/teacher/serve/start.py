@@ -129,7 +129,7 @@ async def _serve(
     await runner.setup()
     await web.SockSite(runner, listener).start()
     for one in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(one, stop.set)
+        loop.add_signal_handler(one, stop.set)  # more of them change nothing: launchers pass one on that had come
     host, port = listener.getsockname()[:2]
     dtype = str(served.dtype).removeprefix("torch.")
     print(
@@ -139,8 +139,6 @@ async def _serve(
     )
     log = asyncio.create_task(_log(server, reader))
     await stop.wait()
-    for one in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(one)  # a second one ends at once
     log.cancel()
     server.close()
     await runner.cleanup()
