@@ -232,28 +232,33 @@ class TestLimits:
 
 
 class Poisoned(Resident):
-    """Cannot read a row that begins with token 13, and reads NaN for one that begins with 14."""
+    """Fails at a row that begins with token 12 or 13, and reads NaN for one that begins with 14."""
 
     def __init__(self, model, device):
         super().__init__(model, device)
-        self._proved = False
         model.get_input_embeddings().register_forward_hook(self._embed)
 
     def _embed(self, module, ids, found):
         first = ids[0][:, 0].tolist()
+        if 12 in first:
+            raise torch.OutOfMemoryError("no memory left")
         if 13 in first:
-            raise torch.OutOfMemoryError("no memory left, a secret path is /home/me")
+            raise RuntimeError("device-side assert triggered\nsome/path.cu")
         return found.masked_fill((ids[0][:, :1] == 14)[..., None], float("nan"))
 
 
 class TestFailures:
-    def test_a_pass_that_fails_is_answered_and_said_by_health_until_another_succeeds(self, caplog):
+    @pytest.mark.parametrize(
+        ("token", "reason", "health"),
+        [(12, "OutOfMemoryError: no memory left.", 200), (13, "RuntimeError: device-side assert triggered.", 503)],
+    )
+    def test_a_pass_that_fails_is_answered_and_the_server_goes_on(self, caplog, token, reason, health):
         with running(tiny.qwen2(48, 1), Poisoned) as server:
-            answer = server.post(body(input=[13, 5, 5]))
+            answer = server.post(body(input=[token, 5, 5]))
             assert answer.status == 500
-            assert "could not read this, OutOfMemoryError: no memory left" in answer.message()
+            assert answer.message() == f"The teacher could not read this, {reason}"
             assert "A pass of 1 rows of up to 3 tokens failed." in caplog.text
-            assert server.send("GET", "/health").status == 503
+            assert server.send("GET", "/health").status == health
             assert len(server.states([[5, 6]])[0]) == 2
             assert server.send("GET", "/health").status == 200
 
