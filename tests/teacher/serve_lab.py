@@ -6,7 +6,8 @@ import asyncio
 import http.client
 import json
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -151,3 +152,11 @@ def served(**changes: Any) -> Served:
     """Facts of a small model."""
     known = {"name": "a/teacher", "root": "a/teacher", "revision": None, "dtype": torch.float32, "vocabulary": 259}
     return Served(**{**known, "width": 48, "max_model_len": 256, "max_request_tokens": 16384, **changes})
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Until it holds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.005)

@@ -53,6 +53,10 @@ class TestRefusals:
             (["--offload", "zero3"], "`offload='zero3'`: expected one of 'none', 'cpu', 'stream'"),
             (["--max-model-len", "0"], "`max_model_len=0`: expected an integer of at least 1"),
             (["--max_waiting_tokens", "-1"], "`max_waiting_tokens=-1`: expected an integer of at least 1"),
+            (
+                ["--max-request-tokens", "9", "--max-waiting-tokens", "8"],
+                "`max_request_tokens=9` is more than `max_waiting_tokens=8`",
+            ),
             (["--served-model-name", " "], "`served_model_name` is empty"),
             (["--token", "x"], "--token"),
             (["--tru", "x"], "--tru"),
@@ -100,8 +104,6 @@ class TestRefusals:
         assert re.search(r"`MODEL='.*nowhere'` is neither a folder with a `config.json` nor a model", said)
         said = self.refused(capsys, without_weights, *port, "--max-model-len", "257")
         assert "`max_model_len=257` is more than the 256 tokens of the model's context" in said
-        said = self.refused(capsys, without_weights, *port, "--max-request-tokens", "9", "--max-waiting-tokens", "8")
-        assert "`max_request_tokens=9` is more than `max_waiting_tokens=8`" in said
         changed(without_weights, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
         said = self.refused(capsys, without_weights, *port, "--offload", "stream")
         assert "`offload='stream'` with a quantised teacher" in said

@@ -18,7 +18,7 @@ class RolloutBackend(ABC):
     """
 
     writes_apart: ClassVar[bool] = False
-    """Whether `stream` writes without this process, which may train the student between two rows; with `overlap` a thread
+    """Whether `stream` writes without this process, which may train the student between two rows; with `overlap` a
     of its own takes them.
     """
 

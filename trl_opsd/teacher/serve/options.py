@@ -73,6 +73,11 @@ class ServeOptions:
         for name in ("max_model_len", "max_request_tokens", "max_waiting_tokens"):
             if getattr(self, name) is not None:
                 at_least_one(name, getattr(self, name))
+        if (self.max_request_tokens or 0) > self.max_waiting_tokens:
+            raise ValueError(
+                f"`max_request_tokens={self.max_request_tokens}` is more than `max_waiting_tokens="
+                f"{self.max_waiting_tokens}`: such a request could never be accepted."
+            )
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ValueError("`served_model_name` is empty: expected the name that requests give the model.")
 

@@ -90,7 +90,7 @@ class Reader(threading.Thread):
     Attributes:
         waiting ([`~waiting.Waiting`]): the requests.
         counts ([`Counts`]): what was read.
-        failure (`str`, *optional*): why the latest pass failed, until another succeeds.
+        failure (`str`, *optional*): why the latest pass failed, until another succeeds; not set when memory ran out.
     """
 
     def __init__(self, teacher: FrozenTeacher, most_tokens: int, loop: asyncio.AbstractEventLoop) -> None:
@@ -135,10 +135,12 @@ class Reader(threading.Thread):
 
     def _fail(self, taken: Sequence[tuple[Asked, int]], error: Exception) -> None:
         longest = max((len(asked.rows[row]) for asked, row in taken), default=0)
-        self.failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+        why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+        if not isinstance(error, torch.OutOfMemoryError):  # which says nothing about the next pass
+            self.failure = why
         logger.error(f"A pass of {len(taken)} rows of up to {longest} tokens failed.", exc_info=error)
         for asked, _ in taken:
-            self._hand(asked.fail, NoStates(f"The teacher could not read this, {self.failure}"))
+            self._hand(asked.fail, NoStates(f"The teacher could not read this, {why}"))
 
     def _hand(self, method: Any, *values: Any) -> None:
         self._loop.call_soon_threadsafe(method, *values)

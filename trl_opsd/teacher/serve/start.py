@@ -74,11 +74,6 @@ def check_model(path: str, options: ServeOptions) -> int | None:
             f"`max_model_len={options.max_model_len}` is more than the {context} tokens of the model's context: lower "
             "it, or leave it out."
         )
-    if (options.max_request_tokens or 0) > options.max_waiting_tokens:
-        raise ValueError(
-            f"`max_request_tokens={options.max_request_tokens}` is more than `max_waiting_tokens="
-            f"{options.max_waiting_tokens}`: such a request could never be accepted."
-        )
     return context
 
 
