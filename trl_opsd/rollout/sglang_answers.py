@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from trl_opsd.rollout.entries import Reader, are_ids, is_count, is_finite, shown
+from trl_opsd.rollout.sglang_options import GRAMMARS
 from trl_opsd.run.bounded_http import MIB, Answer
 from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
@@ -159,7 +160,7 @@ def _check_end(why: dict[str, Any], completion_ids: list[int], sampling: dict[st
     if kind == "length" and len(completion_ids) == most:
         return
     if kind == "stop" and completion_ids and len(completion_ids) <= most and completion_ids[-1] == why.get("matched"):
-        if completion_ids[-1] in ends:
+        if completion_ids[-1] in ends or any(sampling.get(grammar) for grammar in GRAMMARS):
             return
         raise ServerError(
             f"The SGLang server ended a completion at token {completion_ids[-1]}, an end token of the model it was "

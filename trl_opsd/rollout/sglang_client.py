@@ -24,7 +24,9 @@ from trl_opsd.run.errors import ServerError
 _HEALTH_SECONDS = 30.0
 """A health check writes a token, which takes a second, and up to 20 on a server that is busy with others."""
 _IDLE_SECONDS = 10.0
-"""A server may still be ending requests that it has answered."""
+"""A server may still be ending requests that it has answered, or whose connection was closed."""
+_BYTES_PER_SECOND = 1e7
+"""Slower networks are not waited for."""
 
 
 class SGLangClient(SGLangAsking):
@@ -48,7 +50,6 @@ class SGLangClient(SGLangAsking):
         why_not = partial(_health_error, session, url)
         wait_for_server("SGLang", url, why_not, seconds, "sglang_server_timeout", "`sglang_server_url`")
         super().__init__(url, session, answers.facts(content(session.get(f"{url}/server_info"))))
-        self._deadline = deadline
         self._group: WeightGroup | None = None
         self._run, self._sent = uuid4().hex[:8], 0
 
@@ -62,6 +63,7 @@ class SGLangClient(SGLangAsking):
         Returns:
             `torch.device`: Where weights have to be, to be sent.
         """
+        self.close()  # of another student
         on_gpus = device.type == self.facts.device == "cuda"
         backend = "nccl" if on_gpus else "gloo"
         # A run that was killed may have left it open; a server that is not updating refuses this.
@@ -109,7 +111,7 @@ class SGLangClient(SGLangAsking):
             self._call("end_weight_update")
             self._call("update_weight_version", new_version=version, abort_all_requests=False)
         except BaseException:
-            group.close()  # the server would wait for the rest
+            group.abandon()
             raise
         self._group, self.version = group, version
 
@@ -124,7 +126,8 @@ class SGLangClient(SGLangAsking):
             selector="target",
             flush_cache=False,
         )
-        sent = [group.send(tensor, self._deadline) for _, tensor in bucket]
+        seconds = MEET_SECONDS + sum(tensor.nbytes for _, tensor in bucket) / _BYTES_PER_SECOND
+        sent = [group.send(tensor, seconds) for _, tensor in bucket]
         asked.result()  # before waiting: a server that refuses does not receive
         for one in sent:
             one.wait()
