@@ -34,6 +34,8 @@ def saved(folder, seed=0):
         ({"vllm_server_port": 9000}, "`vllm_server_port=9000`, because `use_vllm` is False"),
         ({"vllm_gpu_memory_utilization": 0.5}, "`vllm_gpu_memory_utilization=0.5`, because `use_vllm` is False"),
         ({"vllm_mode": "server"}, "`vllm_mode='server'`, because `use_vllm` is False"),
+        ({"vllm_sync_check": "first"}, "`vllm_sync_check='first'`, because `use_vllm` is False"),
+        ({"sglang_server_timeout": 9.0}, "`sglang_server_timeout=9.0`, because `sglang_server_url` is not set"),
         ({"teacher_update_rate": 0.1}, "`teacher_update_rate=0.1`, because `teacher_model_kind` is not 'ema'"),
         ({"teacher_sync_steps": 4}, "`teacher_sync_steps=4`"),
         (
@@ -138,10 +140,16 @@ def test_options_with_an_effect_are_not_said(make_trainer, caplog, given):
             {"vllm_server_base_url"},
         ),
         ({"vllm_max_model_length": 64, "cache_implementation": "static"}, {"cache_implementation"}, set()),
+        (
+            {"use_vllm": False, "sglang_server_url": "http://localhost:9", "sglang_server_timeout": 9.0,
+             "vllm_max_model_length": 64, "vllm_sync_check": "first", "vllm_weight_sync": "full"},
+            {"vllm_weight_sync"},
+            {"sglang_server_timeout", "vllm_max_model_length", "vllm_sync_check"},
+        ),
     ],
-)
-def test_options_of_the_other_vllm_mode_are_without_effect(tmp_path, options, unused, used):
-    args = tiny.config(tmp_path, use_vllm=True, **options)
+)  # fmt: skip
+def test_options_of_another_engine_are_without_effect(tmp_path, options, unused, used):
+    args = tiny.config(tmp_path, **{"use_vllm": True, **options})
     found = without_effect(args, own_rollout=False, teachers=["a"], optimizers=(None, None), tools=None)
     assert found.keys() == unused
     assert not found.keys() & used

@@ -197,6 +197,13 @@ TWICE = [
         lambda lab: lab.make(use_vllm=True),
         before_loading=True,
     ),
+    Case(
+        "rollout given twice",
+        "sglang_server_url",
+        "a FixedRollout, and SGLang by `sglang_server_url`",
+        lambda lab: lab.make(sglang_server_url="http://127.0.0.1:30000"),
+        before_loading=True,
+    ),
 ]
 
 OTHERS = [

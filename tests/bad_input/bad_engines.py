@@ -1,4 +1,4 @@
-"""vLLM that is absent, of an unsupported version, or given options it refuses. Only some cases need it installed."""
+"""vLLM that is absent, of an unsupported version, or given options it refuses, and SGLang's. Some cases need vLLM."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import tiny
 from cases import Case, Lab, option
 
+URL = {"sglang_server_url": "http://127.0.0.1:30000"}
 OURS = ("trl_opsd._compat.vllm", "trl_opsd.rollout.vllm", "trl_opsd.rollout.sampling")
 """Prefixes of the modules imported when vLLM is chosen; the first checks on import that it is installed."""
 
@@ -71,8 +72,34 @@ def without_a_checkpoint(path: str) -> Case:
     return Case("vLLM and a student without a checkpoint", path or "no path", message, provoke, needs_vllm=True)
 
 
+def sglang(value: str, message: str, **options: Any) -> Case:
+    """An option that an SGLang server cannot follow; there is none, and none is looked for."""
+    url = {"sglang_server_url": "http://127.0.0.1:9", "sglang_server_timeout": 0.0}
+    return Case("SGLang", value, message, lambda lab: lab.make(rollout=None, **{**url, **options}), before_loading=True)
+
+
+SGLANG = [
+    sglang("an option of transformers", "is not an option of SGLang: it has", generation_kwargs={"num_beams": 2}),
+    sglang("misspelt", "did you mean 'presence_penalty'", generation_kwargs={"presence_penality": 1.0}),
+    sglang("other end tokens", "add others with 'stop_token_ids'", generation_kwargs={"eos_token_id": 5}),
+    sglang("text", "would look for text, but a rollout is token ids", generation_kwargs={"stop": "."}),
+    sglang("seed", "where all rows have the same numbers", generation_kwargs={"sampling_seed": 3}),
+    sglang(
+        "no end tokens", "ignores 'stop_token_ids' as well", generation_kwargs={"ignore_eos": True, "stop_token_ids": 5}
+    ),
+    sglang("no JSON", "cannot be sent to SGLang", generation_kwargs={"logit_bias": {"5": float("inf")}}),
+    sglang("range", r"`repetition_penalty=2.5`: SGLang takes numbers up to 2.0", repetition_penalty=2.5),
+    sglang("absent", r"No SGLang server at http://127.0.0.1:9 after `sglang_server_timeout=0`"),
+]
+
 CASES: list[Case] = [
+    *SGLANG,
     option("ds3_gather_for_generation", "remove it", use_vllm=True, ds3_gather_for_generation=False),
+    option("ds3_gather_for_generation", "with `sglang_server_url`", **URL, ds3_gather_for_generation=False),
+    option("at least", "two engines cannot write the same completions", **URL, use_vllm=True),
+    option("at least", "a scheme, a host and a port", sglang_server_url="127.0.0.1:30000"),
+    option("at least", "a scheme, a host and a port", sglang_server_url="http://127.0.0.1:x"),
+    option("at least", "`sglang_server_timeout=-1.0`", sglang_server_timeout=-1.0),
     absent("colocate"),
     absent("server"),
     unsupported("0.30.0"),

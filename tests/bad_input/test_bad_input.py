@@ -72,6 +72,7 @@ PHRASES = (
     "vLLM absent",
     "vLLM of an unsupported version",
     "vLLM and a student without a checkpoint",
+    "SGLang",
     "auto_find_batch_size",
     "torch_compile",
     "output_dir",

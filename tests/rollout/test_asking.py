@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from trl_opsd.rollout.asking import RowClient, session_with
+from trl_opsd.rollout.asking import RowClient
+from trl_opsd.rollout.sessions import session_with
 from trl_opsd.run import bounded_http
 from trl_opsd.run.errors import ServerError
 
@@ -80,7 +81,7 @@ def server() -> Iterator[Rows]:
 def asked(server: Rows, deadline: float = SECONDS) -> Iterator[tuple[int, Any]]:
     """The rows of all prompts."""
     url = f"http://127.0.0.1:{server.server_port}"
-    client = RowClient(url, "student", session_with(url, deadline))
+    client = RowClient(url, "student", session_with("The vLLM server", "vllm_server_base_url", url, deadline))
     return client.write_each(PROMPTS, [{"max_tokens": 8, "seed": 10 + number} for (number,) in PROMPTS])
 
 

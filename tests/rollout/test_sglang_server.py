@@ -233,6 +233,30 @@ def test_options_reach_a_server(serve):
     assert all(len(ids) == 16 for ids in never.complete(prompts))
 
 
+def test_rows_come_as_they_end_and_are_given_up_when_weights_are_sent(serve):
+    trainer = serve(top_k=1, max_completion_length=150)
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    trainer.complete(prompts[:1])
+    rows = [*prompts, [5] * (CONTEXT - 20), [5] * (CONTEXT - 2)]
+    expected = by_hf(trainer, rows)
+    numbered = dict(trainer.rollout.stream(rows, 0))
+    assert sorted(numbered) == list(range(len(rows)))
+    assert [numbered[row] for row in range(len(prompts))] == expected[: len(prompts)]
+    assert numbered[len(rows) - 1] == [], "there was no room for any"
+    order = [number for number, _ in trainer.rollout.stream(rows, 0)]
+    assert order[:2] == [len(rows) - 1, len(rows) - 2], "the shortest come first"
+
+    taken = trainer.rollout.stream(rows[:-1], 0)
+    assert next(taken)[0] == len(prompts), "and the others are under way"
+    stir(trainer)
+    start = time.monotonic()
+    assert dict(trainer.rollout.stream(prompts, 0)) == dict(enumerate(by_hf(trainer, prompts)))
+    print(f"\n{time.monotonic() - start:.1f} s to give up rows, sync and write")
+    assert gap(trainer) <= 1e-4, "the prefix cache was reset, although rows had been under way"
+    with pytest.raises(RuntimeError, match=rf"{len(prompts)} of {len(prompts) + 1} rows were given up"):
+        list(taken)
+
+
 def test_the_context_of_the_server_has_to_be_known(serve):
     with pytest.raises(ValueError, match=f"takes {CONTEXT} tokens .* set `vllm_max_model_length={CONTEXT}`"):
         serve(vllm_max_model_length=None)

@@ -225,7 +225,7 @@ def test_a_row_of_another_prompt_is_refused(serve, monkeypatch):
 
 def test_a_server_on_loopback_is_refused_to_rows_of_several_machines(serve, monkeypatch):
     trainer = serve()
-    trainer.rollout._engine._machines = {"one", "two"}
+    trainer.rollout._engine._machines = 2
     with pytest.raises(ValueError, match=r"http://127.0.0.1:\d+ is another place on each of 2 machines: set"):
         trainer.rollout.stream([[5]], 0)
 

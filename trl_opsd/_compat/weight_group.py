@@ -60,8 +60,14 @@ class WeightGroup:
         """Begins to broadcast a tensor, and returns what to `wait` for."""
         return self._group.broadcast(tensor, 0, timedelta(seconds=seconds))
 
+    def abandon(self) -> None:
+        """Gives up what is being sent. The group stays in torch's table: to destroy it is to wait until its time is
+        over, with gloo, which knows no other end.
+        """
+        self._group.abort()
+
     def close(self) -> None:
-        """Leaves the group."""
+        """Leaves the group, when all has been received."""
         group, self._group = self._group, None
         if group is not None:
             c10d.destroy_process_group(group)

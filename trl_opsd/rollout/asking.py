@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlparse
 
 from trl_opsd.rollout import answers
-from trl_opsd.run.bounded_http import Answer, Answers, BoundedSession, is_loopback
-from trl_opsd.run.errors import ServerError
+from trl_opsd.rollout.sessions import content
+from trl_opsd.run.bounded_http import Answer, Answers, BoundedSession
 from trl_opsd.types import Completion
 
 
@@ -67,18 +66,3 @@ class RowClient(Asking):
     base_url: str
     model: str
     session: BoundedSession
-
-
-def session_with(base_url: str, deadline: float) -> BoundedSession:
-    """A session with a vLLM server whose requests have to be answered within `deadline` seconds, to the last byte."""
-    origin = ", nine tenths of `ddp_timeout`: see its log, and raise `ddp_timeout` if it only needs longer."
-    # A proxy cannot reach our loopback.
-    trust_env = not is_loopback(urlparse(base_url).hostname)
-    return BoundedSession("The vLLM server", "vllm_server_base_url", deadline, origin, trust_env)
-
-
-def content(answer: Answer) -> dict[str, Any]:
-    """What a server answered, if it did what it was asked."""
-    if answer.status_code != 200:
-        raise ServerError(f"{answer.asked} answered {answer.status_code}: {answer.text[:500]}")
-    return answer.json() if answer.content else {}

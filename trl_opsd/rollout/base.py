@@ -19,7 +19,7 @@ class RolloutBackend(ABC):
 
     writes_apart: ClassVar[bool] = False
     """Whether `stream` writes without this process, which may train the student between two rows; with `overlap` a
-    of its own takes them.
+    thread of its own takes them.
     """
 
     def __str__(self) -> str:

@@ -26,7 +26,8 @@ class Engine(Protocol):
             prompt_ids (`list[list[int]]`):
                 Not padded.
             options (`list[dict]`):
-                For each prompt, named as in `vllm.SamplingParams`.
+                For each prompt. `max_tokens`, `ignore_eos`, `seed`, `logprobs` and `prompt_logprobs` as in
+                `vllm.SamplingParams`; all others as the engine names them.
         """
 
     def forget_prefixes(self) -> None:

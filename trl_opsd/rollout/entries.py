@@ -28,7 +28,8 @@ class Reader:
             ServerError: It is missing, or something else.
         """
         value = found.get(name)
-        fits = is_finite(value) if kind is float else isinstance(value, kind) and not isinstance(value, bool)
+        is_kind = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+        fits = is_finite(value) if kind is float else is_kind
         if not (fits and is_valid(value)):
             expected = self.expected.get(name, f"of type {kind.__name__}")
             raise ServerError(f"{self.server} answered {name}={shown(value)}: expected {expected}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +11,10 @@ from typing import Any
 from trl_opsd._compat.trl import VLLMClient
 from trl_opsd.config import OPSDConfig
 from trl_opsd.rollout import answers
-from trl_opsd.rollout.asking import Asking, content, session_with
+from trl_opsd.rollout.asking import Asking
+from trl_opsd.rollout.sessions import content, session_with, wait_for_server
 from trl_opsd.run.bounded_http import is_loopback
 from trl_opsd.run.errors import ServerError
-
-logger = logging.getLogger(__name__)
 
 _HEALTH_SECONDS = 10.0
 """A running server answers health checks at once, however busy its model is."""
@@ -57,19 +55,9 @@ class ServerClient(Asking, VLLMClient):
         Raises:
             ValueError: It is not up in time.
         """
-        self.session = session_with(self.base_url, self._deadline)
-        began, has_warned = monotonic(), False
-        while why := self._health_error():
-            if monotonic() - began >= total_timeout:
-                raise ValueError(
-                    f"No vLLM server at {self.base_url} after `vllm_server_timeout={total_timeout:g}` seconds: {why}. "
-                    "Start one as docs/rollouts.md says, or correct `vllm_server_host`, `vllm_server_port` or "
-                    "`vllm_server_base_url`."
-                )
-            if not has_warned:
-                logger.warning(f"No vLLM server at {self.base_url} yet, waiting for up to {total_timeout:g} seconds.")
-                has_warned = True
-            sleep(min(retry_interval, max(total_timeout, 0.0)))
+        self.session = session_with("The vLLM server", "vllm_server_base_url", self.base_url, self._deadline)
+        address = "`vllm_server_host`, `vllm_server_port` or `vllm_server_base_url`"
+        wait_for_server("vLLM", self.base_url, self._health_error, total_timeout, "vllm_server_timeout", address)
 
     @property
     def is_loopback(self) -> bool:

@@ -1,11 +1,13 @@
-"""Generates with an SGLang server: the main process sends the requests of all processes and broadcasts the answers."""
+"""Generates with an SGLang server: the main process sends the requests of all processes and broadcasts the answers.
+
+Rows that are taken as they end are asked for by each process.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 
@@ -13,11 +15,14 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
 from trl_opsd.models.head import model_shape
 from trl_opsd.rollout.one_asks import asked_by_main, shared_errors
+from trl_opsd.rollout.served import ServedRollout
+from trl_opsd.rollout.sessions import check_reached_by_all, machines, session_with
 from trl_opsd.rollout.sglang_answers import SGLangFacts
+from trl_opsd.rollout.sglang_asking import SGLangAsking, SGLangRows
 from trl_opsd.rollout.sglang_client import SGLangClient
 from trl_opsd.rollout.sglang_options import sampling_params
 from trl_opsd.rollout.sync_proof import RELATIVE
-from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of
+from trl_opsd.rollout.synced import check_student, dtype_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
 from trl_opsd.types import Completion
 
@@ -28,20 +33,28 @@ _MIN_BIAS = -1e9
 
 
 class _SGLangEngine:
-    """A server as an engine. Every method but `close` is collective; each process passes prompts of its own.
+    """A server as an engine. All methods but `write_each` and `close` are collective; each process passes prompts of
+    its own.
 
     Args:
         trainer ([`OPSDTrainer`]):
             Provides the processes.
         client ([`~rollout.sglang_client.SGLangClient`], *optional*):
             The connection to the server in the main process, `None` in the others.
+        deadline (`float`):
+            Seconds within which any request has to be answered.
+
+    Attributes:
+        facts ([`~rollout.sglang_answers.SGLangFacts`]): the server's configuration.
+        device (`torch.device`): where weights have to be, to be sent.
     """
 
     name = "the SGLang server"
 
-    def __init__(self, trainer: Host, client: SGLangClient | None) -> None:
+    def __init__(self, trainer: Host, client: SGLangClient | None, deadline: float) -> None:
         self._client, self._process = client, trainer.accelerator.process_index
         self._vocabulary = model_shape(trainer.model)[0]
+        self.device = trainer.accelerator.device
         found: list[Any] = [None]
         with shared_errors():
             if client is not None:
@@ -50,10 +63,13 @@ class _SGLangEngine:
                         f"The model of the SGLang server at {client.url} knows fewer ids than the student, which has "
                         f"{self._vocabulary}: start it with the student's checkpoint."
                     )
-                found = [(client.facts, client.connect(trainer.accelerator.device))]
-        ((facts, device),) = broadcast_object_list(found)
+                self.device = client.connect(self.device)
+                found = [(client.url, client.facts)]
+        ((url, facts),) = broadcast_object_list(found)
         self.facts: SGLangFacts = facts
-        self.device: torch.device = device if client is not None else trainer.accelerator.device
+        session = partial(session_with, "The SGLang server", "sglang_server_url", url, deadline)
+        self._asking = client or SGLangAsking(url, session(), facts)
+        self._machines = machines()
 
     @property
     def block_size(self) -> int:
@@ -75,6 +91,15 @@ class _SGLangEngine:
         ask = None if self._client is None else partial(self._client.write, vocabulary=self._vocabulary)
         return asked_by_main(list(zip(prompt_ids, options, strict=True)), ask, self._process)
 
+    def write_each(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> SGLangRows:
+        """Generates as `write`, and returns rows as they end.
+
+        Raises:
+            ValueError: The server is at an address that only one of several machines can reach.
+        """
+        check_reached_by_all(self.name, self._asking.url, self._machines, "`sglang_server_url`")
+        return self._asking.write_each(list(zip(prompt_ids, options, strict=True)), self._vocabulary)
+
     def load(self, stream: Stream) -> None:
         """Replaces all weights.
 
@@ -85,6 +110,7 @@ class _SGLangEngine:
         with shared_errors(), stream as weights:
             if self._client is not None:
                 self._client.update(weights)
+        (self._asking.version,) = broadcast_object_list([self._asking.version])
 
     def forget_prefixes(self) -> None:
         """Resets the prefix cache, which was computed with earlier weights."""
@@ -101,11 +127,11 @@ class _SGLangEngine:
             self._client.close()
 
 
-class SGLangRollout(SyncedRollout[_SGLangEngine]):
+class SGLangRollout(ServedRollout[_SGLangEngine]):
     """Generates with a separately started SGLang server, as `docs/rollouts.md` describes.
 
     Only the main process talks to the server: it sends the requests of all, and broadcasts the weights, with adapters
-    merged on the way. The student itself is not changed.
+    merged on the way. The student itself is not changed. Rows of a `stream` are asked for by each process.
 
     Args:
         args ([`OPSDConfig`]):
@@ -119,8 +145,9 @@ class SGLangRollout(SyncedRollout[_SGLangEngine]):
         super().__init__(args)
         sampling_params(args, end_ids=[])
         # The other processes wait in a collective meanwhile, for at most `ddp_timeout`.
+        self._deadline = 0.9 * args.ddp_timeout
         with shared_errors():
-            self._client = SGLangClient(args, deadline=0.9 * args.ddp_timeout) if args.process_index == 0 else None
+            self._client = SGLangClient(args, self._deadline) if args.process_index == 0 else None
 
     def __str__(self) -> str:
         return f"an SGLang server at {self._args.sglang_server_url}"
@@ -132,7 +159,7 @@ class SGLangRollout(SyncedRollout[_SGLangEngine]):
             ValueError: Student, device and server are incompatible.
         """
         check_student(trainer)
-        engine = _SGLangEngine(trainer, self._client)
+        engine = _SGLangEngine(trainer, self._client, self._deadline)
         served, dtype, context = engine.facts.dtype, dtype_of(trainer), trainer.limits.context
         if context is None or engine.facts.context < context:
             raise ValueError(
@@ -159,9 +186,3 @@ class SGLangRollout(SyncedRollout[_SGLangEngine]):
         stream = Stream(weights_of(trainer.model), *how, saved_by(trainer.model))
         self._engine.load(stream)
         return stream.bytes
-
-    def _wake(self, what: str) -> None:
-        """A server does not sleep."""
-
-    def _rest(self) -> None:
-        """A server does not sleep."""

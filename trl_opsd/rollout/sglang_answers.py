@@ -5,14 +5,15 @@ n prompts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from trl_opsd.rollout.entries import Reader, are_ids, is_count, is_finite, shown
-from trl_opsd.run.bounded_http import MIB
+from trl_opsd.rollout.sglang_options import GRAMMARS
+from trl_opsd.run.bounded_http import MIB, Answer
 from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
 
@@ -44,6 +45,9 @@ _AFTER_LONGEST = 5
 """Tokens that fit after the longest prompt that a server reads."""
 _UNUSED = 2
 """Tokens of its context that a server leaves unused."""
+
+
+Read: TypeAlias = Callable[[Answer], list[Completion]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,11 @@ def facts(info: dict[str, Any]) -> SGLangFacts:
                 f"The SGLang server was started with `{what} {size}`: SGLang takes new weights only without; use "
                 "`--tensor-parallel-size`."
             )
+    if _of(info, "enable_deterministic_inference", bool):
+        raise ValueError(
+            "The SGLang server was started with `--enable-deterministic-inference`, which samples all completions with "
+            "the same numbers: start it without."
+        )
     longest = _of(info, "max_req_input_len", int, is_count) - 1  # the server refuses this many
     return SGLangFacts(
         dtype=_DTYPES[dtype],
@@ -151,7 +160,7 @@ def _check_end(why: dict[str, Any], completion_ids: list[int], sampling: dict[st
     if kind == "length" and len(completion_ids) == most:
         return
     if kind == "stop" and completion_ids and len(completion_ids) <= most and completion_ids[-1] == why.get("matched"):
-        if completion_ids[-1] in ends:
+        if completion_ids[-1] in ends or any(sampling.get(grammar) for grammar in GRAMMARS):
             return
         raise ServerError(
             f"The SGLang server ended a completion at token {completion_ids[-1]}, an end token of the model it was "

@@ -26,8 +26,8 @@ _REFUSED = {
     "eos_token_id": "SGLang ends completions at every end token of its model: add others with 'stop_token_ids'",
     "stop": "SGLang would look for text, but a rollout is token ids: use 'stop_token_ids'",
     "stop_regex": "SGLang would look for text, but a rollout is token ids: use 'stop_token_ids'",
-    "sampling_seed": "SGLang reads it only with `--enable-deterministic-inference`, for all rows alike: start the "
-    "server with `--random-seed`",
+    "sampling_seed": "SGLang reads it only with `--enable-deterministic-inference`, where all rows have the "
+    "same numbers: start the server with `--random-seed`",
     "beam_width": "a rollout is sampled: remove it",
 }
 _MOST_PENALTY = 2.0

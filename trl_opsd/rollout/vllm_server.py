@@ -6,15 +6,13 @@ Rows that are taken as they end are asked for by each process.
 from __future__ import annotations
 
 import json
-import socket
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
-from urllib.parse import urlparse
 
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 
 from trl_opsd._compat.vllm.architectures import may_have_head
 from trl_opsd._compat.vllm.reload import HEAD
@@ -22,15 +20,16 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
 from trl_opsd.models.head import model_shape
 from trl_opsd.rollout.answers import ServerFacts
-from trl_opsd.rollout.asking import Asking, RowClient, session_with
+from trl_opsd.rollout.asking import Asking, RowClient
 from trl_opsd.rollout.one_asks import asked_by_main, shared_errors
 from trl_opsd.rollout.sampling import request_options
 from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.server_client import ServerClient
+from trl_opsd.rollout.sessions import check_reached_by_all, machines, session_with
 from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import check_student, dtype_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
-from trl_opsd.run.bounded_http import Answers, is_loopback
+from trl_opsd.run.bounded_http import Answers
 from trl_opsd.types import Completion
 
 logger = get_logger(__name__)
@@ -66,8 +65,9 @@ class _ServedEngine:
                 client.init_communicator(trainer.accelerator.device)
         ((facts, url, model),) = broadcast_object_list(found)
         self.facts: ServerFacts = facts
-        self._asking: Asking = client or RowClient(url, model, session_with(url, deadline))
-        self._machines = set(gather_object([socket.gethostname()]))
+        session = partial(session_with, "The vLLM server", "vllm_server_base_url", url, deadline)
+        self._asking: Asking = client or RowClient(url, model, session())
+        self._machines = machines()
 
     @property
     def block_size(self) -> int:
@@ -95,12 +95,8 @@ class _ServedEngine:
         Raises:
             ValueError: The server is at an address that only one of several machines can reach.
         """
-        if len(self._machines) > 1 and is_loopback(urlparse(self._asking.base_url).hostname):
-            raise ValueError(
-                f"Each process takes its rows from the vLLM server, but {self._asking.base_url} is another place on "
-                f"each of {len(self._machines)} machines: set `vllm_server_host` or `vllm_server_base_url` to an "
-                "address that all of them reach."
-            )
+        address = "`vllm_server_host` or `vllm_server_base_url`"
+        check_reached_by_all(self.name, self._asking.base_url, self._machines, address)
         return self._asking.write_each(prompt_ids, options)
 
     def load(self, stream: Stream) -> None:

@@ -1,0 +1,377 @@
+"""Answers of an SGLang server are validated, and what would end it is not sent; the server here does as it is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import distributed
+
+from trl_opsd.rollout import sglang_client
+from trl_opsd.rollout.sglang_client import SGLangClient
+from trl_opsd.rollout.sglang_options import sampling_params
+from trl_opsd.run.errors import ServerError
+
+INFO = {
+    "dtype": "float32", "device": "cpu", "dp_size": 1, "pp_size": 1, "tp_size": 1, "page_size": 1,
+    "max_req_input_len": 20, "enable_deterministic_inference": False,
+}  # fmt: skip
+VOCABULARY = 100
+DEADLINE = 2.0
+URL = "http://127.0.0.1:30000"
+ROW = ([5, 6, 7], {"max_tokens": 4, "stop_token_ids": [2], "logprobs": 0, "prompt_logprobs": 0})
+
+
+class Server(ThreadingHTTPServer):
+    """Answers as SGLang does, with what `spoil` makes of it, and receives weights in a group."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[tuple[str, Any]] = []
+        self.answers: dict[str, tuple[int, Any]] = {"/health": (200, b""), "/server_info": (200, dict(INFO))}
+        self.spoil: Callable[[list[dict[str, Any]]], Any] = lambda rows: rows
+        self.version = "default"
+        self.received: dict[str, torch.Tensor] = {}
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.asked]
+
+    def answer(self, path: str, body: Any) -> tuple[int, Any]:
+        if path in self.answers:
+            return self.answers[path]
+        if path == "/generate":
+            return 200, self.spoil([self.row(*each) for each in zip(*_columns(body), strict=True)])
+        if path == "/init_weights_update_group":
+            self.join(body)
+        if path == "/update_weights_from_distributed":
+            for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+                self.received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                self.group.broadcast(self.received[name], 0).wait()
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        return 200, {"success": True, "message": ""}
+
+    def row(self, rid: str, ids: list[int], sampling: dict[str, Any], logprobs: bool, start: int) -> dict[str, Any]:
+        written = [9] * sampling["max_new_tokens"]
+        told = {
+            "id": rid, "prompt_tokens": len(ids), "finish_reason": {"type": "length", "length": len(written)},
+            "weight_version": self.version, "weight_versions": [{"version": self.version, "start": 0, "end": 4}],
+        }  # fmt: skip
+        if logprobs:
+            told["output_token_logprobs"] = [[-0.5, token, None] for token in written]
+            shown = ids if start == 0 else []
+            told["input_token_logprobs"] = [[None if not n else -0.25, token, None] for n, token in enumerate(shown)]
+        return {"text": "", "output_ids": written, "meta_info": told}
+
+    def join(self, body: dict[str, Any]) -> None:
+        """Does what `init_custom_process_group` does, without torch's registry, which is the client's here."""
+        name, size = body["group_name"], body["world_size"]
+        store = distributed.TCPStore(
+            body["master_address"], body["master_port"], size, is_master=False, timeout=timedelta(seconds=20)
+        )
+        for prefix in (name, f"{name}/", "cpu/"):
+            store = distributed.PrefixStore(prefix, store)
+        self.group = distributed.ProcessGroupGloo(store, body["rank_offset"], size, timedelta(seconds=20))
+
+
+def _columns(body: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(body[name] for name in ("rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len"))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        length = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(length)) if length else None
+        self.server.asked.append((path, body))
+        status, answer = self.server.answer(path, body)
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+
+    do_POST = do_GET
+
+    def log_message(self, *args: Any) -> None:
+        """Logs nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[SGLangClient]:
+    made = connected(server)
+    yield made
+    made.close()
+
+
+def connected(server: Server, **given: Any) -> SGLangClient:
+    url = f"http://127.0.0.1:{server.server_port}"
+    args = tiny.config("nothing is written", **{"sglang_server_url": url, "sglang_server_timeout": 0.0, **given})
+    return SGLangClient(args, deadline=DEADLINE)
+
+
+# ---- The server ------------------------------------------------------------------------------------------------------
+
+
+def test_an_absent_server_is_an_error_after_the_server_timeout(server):
+    server.server_close()
+    with pytest.raises(ValueError, match=r"No SGLang server at http.*`sglang_server_timeout=0`.*`sglang_server_url`"):
+        connected(server)
+
+
+@pytest.mark.parametrize(
+    ("told", "kind", "message"),
+    [
+        ({"dtype": "auto"}, ValueError, r"started with `--dtype auto`.*`--dtype bfloat16`"),
+        ({"dp_size": 2}, ValueError, r"`--data-parallel-size 2`.*`--tensor-parallel-size`"),
+        ({"pp_size": 2}, ValueError, "`--pipeline-parallel-size 2`"),
+        ({"enable_deterministic_inference": True}, ValueError, "start it without"),
+        ({"max_req_input_len": "20"}, ServerError, "max_req_input_len='20': expected a number of tokens"),
+        ({"tp_size": True}, ServerError, "tp_size=True: expected a number of workers"),
+        ({"enable_deterministic_inference": 0}, ServerError, "expected of type bool"),
+        ({"device": None}, ServerError, "device=None"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_cannot_work_is_refused(server, told, kind, message):
+    server.answers["/server_info"] = (200, {**INFO, **told})
+    with pytest.raises(kind, match=message):
+        connected(server)
+
+
+def test_another_kind_of_server_is_refused(server):
+    server.answers["/server_info"] = (404, {"detail": "Not Found"})
+    with pytest.raises(ServerError, match=r"/server_info, answered 404: .*Not Found"):
+        connected(server)
+
+
+# ---- Completions -----------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_asked_for_in_one_request_and_each_has_its_own_options(server, client):
+    rows = [ROW, ([8], {"max_tokens": 2, "temperature": 0.5, "seed": 3}), ([1] * 19, {"max_tokens": 9, "logprobs": 0})]
+    first, second, third = client.write(rows, VOCABULARY)
+    assert first.prompt_ids == [5, 6, 7]
+    assert first.completion_ids == [9] * 4
+    assert first.prompt_logprobs == [-0.25] * 2
+    assert first.logprobs == [-0.5] * 4
+    assert (second.completion_ids, second.logprobs, second.prompt_logprobs) == ([9] * 2, [], [])
+    assert len(third.completion_ids) == 5, "up to the context of the server"
+    assert (len(third.logprobs), third.prompt_logprobs) == (5, [])
+    [(_, body)] = [asked for asked in server.asked if asked[0] == "/generate"]
+    assert body["sampling_params"] == [
+        {"stop_token_ids": [2], "max_new_tokens": 4},
+        {"stop_token_ids": [], "max_new_tokens": 2, "temperature": 0.5},
+        {"stop_token_ids": [], "max_new_tokens": 5},
+    ]
+    assert body["return_logprob"] == [True, False, True]
+    assert body["logprob_start_len"] == [0, -1, -1]
+    assert client.write([], VOCABULARY) == []
+
+
+@pytest.mark.parametrize("ask", ["write", "write_each"])
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [([], "is empty"), ([100], "id 100.*0 to 99"), ([-1], "id -1"), ([True], "id True"), ([1.0], "id 1.0")],
+)
+def test_what_would_end_a_server_is_not_sent(server, client, ask, ids, message):
+    with pytest.raises(ValueError, match=f"Prompt 1 of a batch .*{message}"):
+        getattr(client, ask)([ROW, (ids, {"max_tokens": 2})], VOCABULARY)
+    assert "/generate" not in server.paths()
+
+
+def test_a_prompt_that_fills_the_context_is_not_sent(server, client, caplog):
+    rows = [([1] * 20, {"max_tokens": 2}), ROW]
+    assert [row.completion_ids for row in client.write(rows, VOCABULARY)] == [[], [9] * 4]
+    assert "1 prompts of a batch have more than 19 tokens" in caplog.text
+    assert [(number, len(row.completion_ids)) for number, row in client.write_each(rows, VOCABULARY)] == [
+        (0, 0),
+        (1, 4),
+    ]
+
+
+def told(**changes: Any) -> Callable[[list[dict[str, Any]]], Any]:
+    """Answers with these entries about the first row."""
+
+    def spoil(rows: list[dict[str, Any]]) -> Any:
+        rows[0]["meta_info"].update(changes)
+        return rows
+
+    return spoil
+
+
+def ended(reason: dict[str, Any], ids: list[int]) -> Callable[[list[dict[str, Any]]], Any]:
+    """Answers the first row with this end and these tokens."""
+    logprobs = [[-0.5, token, None] for token in ids]
+    spoil = told(finish_reason=reason, output_token_logprobs=logprobs)
+    return lambda rows: spoil([{**rows[0], "output_ids": ids}, *rows[1:]])
+
+
+@pytest.mark.parametrize("ask", ["write", "write_each"])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda rows: [], "answered 0 rows to 1 prompts"),
+        (lambda rows: rows * 2, "answered 2 rows to 1 prompts"),
+        (lambda rows: {"error": "no"}, "answered a dict, expected a list"),
+        (lambda rows: b"<html>", "did not answer in JSON"),
+        (lambda rows: ["x"], "answered 'x' for a row"),
+        (lambda rows: [{**rows[0], "output_ids": [9, 9, 9, -1]}], "expected token ids"),
+        (lambda rows: [{**rows[0], "meta_info": None}], "meta_info=None"),
+        (told(id="another"), "another request than was sent"),
+        (told(prompt_tokens=2), "expected 3 tokens of prompt .*got 2"),
+        (told(finish_reason={"type": "abort", "message": "out of memory"}), "out of memory.*expected 4 tokens"),
+        (ended({"type": "length", "length": 2}, [9, 9]), "wrote 2 tokens and .*expected 4 tokens"),
+        (ended({"type": "length", "length": 5}, [9] * 5), "wrote 5 tokens"),
+        (ended({"type": "stop", "matched": 2}, [9, 9]), "wrote 2 tokens and .*'matched': 2"),
+        (ended({"type": "stop", "matched": "NaN happened"}, [9, 0]), "NaN happened"),
+        (ended({"type": "stop", "matched": 3}, [9, 3]), r"token 3, an end token of the model .*student are \[2\]"),
+        (ended({"type": "stop", "matched": 2}, []), "wrote 0 tokens"),
+        (told(output_token_logprobs=[[-0.5, 9, None]] * 3), "output_token_logprobs=.*finite log-probability"),
+        (told(output_token_logprobs=[[-0.5, 8, None]] * 4), "output_token_logprobs="),
+        (told(output_token_logprobs=[[None, 9, None]] * 4), "output_token_logprobs="),
+        (told(output_token_logprobs=None), "output_token_logprobs=None"),
+        (told(input_token_logprobs=[[None, 5, None], [-1, 6, None]]), "input_token_logprobs="),
+        (told(input_token_logprobs=[[None, 5, None], [None, 6, None], [-1, 7, None]]), "input_token_logprobs="),
+        (told(weight_version="other"), r"with the weights \['other', 'run-1'\]"),
+        (told(weight_versions=[{"version": "older"}, {"version": "newer"}]), "something else has sent it weights"),
+    ],
+)
+def test_an_answer_that_is_not_to_what_was_asked_is_refused(server, client, ask, spoil, message):
+    client.version = server.version = "run-1"
+    list(getattr(client, ask)([ROW], VOCABULARY))
+    server.spoil = spoil
+    with pytest.raises(ServerError, match=message):
+        list(getattr(client, ask)([ROW], VOCABULARY))
+
+
+def test_a_row_that_ends_early_ends_with_an_end_token(server, client):
+    server.spoil = ended({"type": "stop", "matched": 2}, [9, 2])
+    [row] = client.write([ROW], VOCABULARY)
+    assert row.completion_ids == [9, 2]
+    server.spoil = ended({"type": "stop", "matched": 8}, [9, 8])
+    [row] = client.write([(ROW[0], {**ROW[1], "regex": "a+"})], VOCABULARY)
+    assert row.completion_ids == [9, 8], "a grammar has ended it"
+
+
+def test_a_model_with_fewer_ids_is_noticed(server, client):
+    server.spoil = lambda rows: rows[0]
+    server.answers["/generate"] = (200, {"text": ""})
+    assert client.knows(VOCABULARY)
+    assert server.asked[-1][1]["sampling_params"]["logit_bias"] == {"99": 0.0}
+    server.answers["/generate"] = (400, {"error": {"message": "logit_bias must has keys in [0, 9], got 99."}})
+    assert not client.knows(VOCABULARY)
+    server.answers["/generate"] = (400, {"error": {"message": "busy"}})
+    with pytest.raises(ServerError, match=r"answered 400: .*busy"):
+        client.knows(VOCABULARY)
+
+
+# ---- Weights ---------------------------------------------------------------------------------------------------------
+
+
+def weights(factor: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
+    for number in range(4):
+        yield f"layer.{number}", torch.full((3, 2), factor * number)
+
+
+def test_weights_arrive_in_parts_and_the_version_follows(server, client, monkeypatch):
+    monkeypatch.setattr(sglang_client, "BUCKET_BYTES", 50)
+    client.connect(torch.device("cpu"))
+    for factor in (1.0, 2.0, 3.0):
+        server.asked.clear()
+        client.update(weights(factor))
+        assert server.paths() == [
+            "/begin_weight_update", *["/update_weights_from_distributed"] * 2, "/end_weight_update",
+            "/update_weight_version",
+        ]  # fmt: skip
+        for name, tensor in weights(factor):
+            assert torch.equal(server.received[name], tensor)
+        assert client.version == server.version
+        assert len(client.write([ROW], VOCABULARY)) == 1
+    assert client.version.endswith("-3")
+    client.forget_prefixes()
+    assert server.paths()[-1] == "/flush_cache"
+    server.answers["/flush_cache"] = (400, b"Flush cache failed.")
+    with pytest.raises(ServerError, match=r"did not reset its prefix cache.*Flush cache failed"):
+        client.forget_prefixes()
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "message"),
+    [
+        ("/begin_weight_update", (400, {"success": False, "message": "already open"}), "answered 400: .*already open"),
+        ("/update_weights_from_distributed", (400, {"success": False, "message": "no session"}), "no session"),
+        ("/update_weights_from_distributed", (200, {"success": False, "message": "shape"}), "answered .*shape"),
+        ("/end_weight_update", (200, {}), "/end_weight_update, answered"),
+        ("/update_weight_version", (500, b"oops"), "answered 500: oops"),
+    ],
+)
+def test_a_failed_update_is_an_error_at_once_and_none_follows(server, client, monkeypatch, path, answer, message):
+    client.connect(torch.device("cpu"))
+    client.update(weights())
+    server.answers[path] = answer
+    monkeypatch.setattr(sglang_client, "MEET_SECONDS", 3.0)  # what a process may wait for at its end
+    began = time.monotonic()
+    with pytest.raises(ServerError, match=message):
+        client.update(weights())
+    assert time.monotonic() - began < DEADLINE, "the group is not waited for"
+    assert client.version is None
+    del server.answers[path]
+    with pytest.raises(ServerError, match="takes no weights after an update has failed"):
+        client.update(weights())
+
+
+def test_a_server_that_does_not_come_is_an_error(server, client, monkeypatch):
+    from trl_opsd._compat import weight_group
+
+    monkeypatch.setattr(weight_group, "MEET_SECONDS", 1.0)
+    monkeypatch.setattr(sglang_client, "MEET_SECONDS", 1.0)
+    server.answers["/init_weights_update_group"] = (400, {"success": False, "message": "no such backend"})
+    with pytest.raises(ServerError, match=r"answered 400: .*no such backend"):
+        client.connect(torch.device("cpu"))
+    server.answers["/init_weights_update_group"] = (200, {"success": True, "message": ""})
+    with pytest.raises(ServerError, match=r"did not come to 127.0.0.1 port \d+ of this machine"):
+        client.connect(torch.device("cpu"))
+
+
+def test_a_session_that_was_left_open_is_ended_first(server, client):
+    client.connect(torch.device("cpu"))
+    assert server.paths()[-2:] == ["/end_weight_update", "/init_weights_update_group"]
+    client.close()
+    assert server.paths()[-1] == "/destroy_weights_update_group"
+
+
+# ---- Options ---------------------------------------------------------------------------------------------------------
+
+
+def test_options_are_translated():
+    more = {"min_new_tokens": 2, "logit_bias": {"5": 1.0}, "temperature": 0.0}
+    with pytest.warns(UserWarning, match="sampled at temperature 0.0"):
+        args = tiny.config(
+            "x", sglang_server_url=URL, temperature=0.7, top_k=5, min_p=0.1, top_p=0.9, generation_kwargs=more
+        )
+    assert sampling_params(args, [2, 3]) == {
+        "temperature": 0.0, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.0, "min_new_tokens": 2,
+        "logit_bias": {"5": 1.0}, "stop_token_ids": [2, 3], "ignore_eos": False,
+    }  # fmt: skip
+    every = sampling_params(tiny.config("x", sglang_server_url=URL), [])
+    assert (every["top_k"], every["ignore_eos"]) == (-1, True)

@@ -1,0 +1,178 @@
+"""Asks an SGLang server for completions, all at once or row by row; any process can, and it knows nothing of weights.
+
+SGLang's server ends if it is sent an empty prompt or an id outside of its vocabulary, so prompts are checked before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+from uuid import uuid4
+
+from trl_opsd.rollout import sglang_answers as answers
+from trl_opsd.rollout.sessions import content
+from trl_opsd.run.bounded_http import Answer, Answers, BoundedSession
+from trl_opsd.run.errors import ServerError
+from trl_opsd.types import Completion
+
+logger = logging.getLogger(__name__)
+
+Row: TypeAlias = tuple[list[int], dict[str, Any]]
+"""A prompt and its options: `logprobs`, `prompt_logprobs`, `max_tokens` and `seed` as in
+[`~rollout.engine.Engine.write`], all others named as in SGLang's `sampling_params`."""
+
+_OF_THE_PROTOCOL = ("logprobs", "prompt_logprobs", "max_tokens", "seed")
+"""Options that are named otherwise in SGLang, or not read by it."""
+
+
+class SGLangAsking:
+    """The part of a client that asks for completions.
+
+    Args:
+        url (`str`):
+            The address of the server.
+        session ([`~run.bounded_http.BoundedSession`]):
+            Sends the requests.
+        facts ([`~rollout.sglang_answers.SGLangFacts`]):
+            The server's configuration.
+
+    Attributes:
+        version (`str`, *optional*): the weights that completions have to be written with.
+    """
+
+    def __init__(self, url: str, session: BoundedSession, facts: answers.SGLangFacts) -> None:
+        self.url, self.session, self.facts = url, session, facts
+        self.version: str | None = None
+
+    def knows(self, vocabulary: int) -> bool:
+        """Whether the server's model has this many ids or more; another would end at the first that it lacks."""
+        asked = {"max_new_tokens": 1, "logit_bias": {str(vocabulary - 1): 0.0}}
+        answer = self.session.post(f"{self.url}/generate", json={"input_ids": [0], "sampling_params": asked})
+        if answer.status_code == 400 and b"logit_bias" in answer.content:
+            return False
+        content(answer)
+        return True
+
+    def write(self, rows: Sequence[Row], vocabulary: int) -> list[Completion]:
+        """Generates one completion for each prompt, in one request, so that the server can fill its batches.
+
+        A prompt that fills the context of the server gets an empty completion.
+
+        Args:
+            rows (`Sequence[Row]`):
+                Prompts and their options.
+            vocabulary (`int`):
+                Number of ids that may be sent.
+
+        Raises:
+            ValueError: A prompt is empty, or has an id outside of the vocabulary. Nothing was sent.
+        """
+        fitting, found = self._fitting(rows, vocabulary)
+        if fitting:
+            body, most, read = self._request([rows[number] for number in fitting])
+            written = read(self.session.post(f"{self.url}/generate", json=body, max_bytes=most))
+            found.update(zip(fitting, written, strict=True))
+        return [found[number] for number in range(len(rows))]
+
+    def write_each(self, rows: Sequence[Row], vocabulary: int) -> SGLangRows:
+        """As `write`, with one request for each prompt, whose completions are returned as they end."""
+        fitting, unasked = self._fitting(rows, vocabulary)
+        requests = [self._request([rows[number]]) for number in fitting]
+
+        def read(number: int, answer: Answer) -> Completion:
+            (row,) = requests[number][2](answer)
+            return row
+
+        bodies, most = [body for body, _, _ in requests], [size for _, size, _ in requests]
+        return SGLangRows(unasked, fitting, self.session.post_each(f"{self.url}/generate", bodies, most, read))
+
+    def _fitting(self, rows: Sequence[Row], vocabulary: int) -> tuple[list[int], dict[int, Completion]]:
+        """The numbers of the prompts that the server reads, and the empty completions of the others."""
+        for number, (ids, _) in enumerate(rows):
+            _check_prompt(number, ids, vocabulary)
+        fitting = [number for number, (ids, _) in enumerate(rows) if len(ids) <= self.facts.longest_prompt]
+        empty = {
+            number: Completion(prompt_ids=ids, completion_ids=[], prompt_logprobs=[], logprobs=[])
+            for number, (ids, _) in enumerate(rows)
+            if len(ids) > self.facts.longest_prompt
+        }
+        if empty:
+            logger.warning(
+                f"{len(empty)} prompts of a batch have more than {self.facts.longest_prompt} tokens, the longest that "
+                "the SGLang server reads: their completions are empty."
+            )
+        return fitting, empty
+
+    def _request(self, rows: Sequence[Row]) -> tuple[dict[str, Any], int, answers.Read]:
+        """The body of a request, how many bytes its answer may have, and what reads that."""
+        prompts = [ids for ids, _ in rows]
+        names = [f"{uuid4().hex}-{number}" for number in range(len(rows))]
+        sampling = [self._sampling(ids, options) for ids, options in rows]
+        scored = [_scored(options) for _, options in rows]
+        body = {
+            "rid": names,
+            "input_ids": prompts,
+            "sampling_params": sampling,
+            "return_logprob": [this is not None for this in scored],
+            "logprob_start_len": [0 if this else -1 for this in scored],
+        }
+        version = self.version
+
+        def read(answer: Answer) -> list[Completion]:
+            found = content(answer, list)
+            if len(found) != len(rows):
+                raise ServerError(f"The SGLang server answered {len(found)} rows to {len(rows)} prompts.")
+            sent = zip(found, names, prompts, sampling, scored, strict=True)
+            return [answers.completion(*row, version=version) for row in sent]
+
+        return body, answers.max_answer_bytes(prompts, [one["max_new_tokens"] for one in sampling]), read
+
+    def _sampling(self, ids: list[int], options: dict[str, Any]) -> dict[str, Any]:
+        """One row's `sampling_params`. A completion ends with the context of the server, at the latest."""
+        others = {name: value for name, value in options.items() if name not in _OF_THE_PROTOCOL}
+        most = min(options["max_tokens"], self.facts.room - len(ids))
+        return {"stop_token_ids": [], **others, "max_new_tokens": most}
+
+
+class SGLangRows:
+    """The number of each prompt and its completion, in the order they end.
+
+    Args:
+        unasked (`dict[int, Completion]`):
+            Those that are known already.
+        numbers (`Sequence[int]`):
+            The number of the prompt of each request.
+        answers ([`~run.bounded_http.Answers`]):
+            The completions of all others, by the number of the request.
+    """
+
+    def __init__(self, unasked: dict[int, Completion], numbers: Sequence[int], answers: Answers[Completion]) -> None:
+        self._unasked, self._numbers, self._answers = unasked, numbers, answers
+
+    def __iter__(self) -> Iterator[tuple[int, Completion]]:
+        yield from self._unasked.items()
+        for number, row in self._answers:
+            yield self._numbers[number], row
+
+    def close(self) -> None:
+        """Gives up what has not ended; called from any thread, also while another waits for the next."""
+        self._answers.close()
+
+
+def _check_prompt(number: int, ids: list[int], vocabulary: int) -> None:
+    if not ids:
+        raise ValueError(f"Prompt {number} of a batch is empty, and cannot be sent to an SGLang server.")
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise ValueError(
+                f"Prompt {number} of a batch has the id {token!r}, and cannot be sent to an SGLang server: expected "
+                f"ids from 0 to {vocabulary - 1}."
+            )
+
+
+def _scored(options: dict[str, Any]) -> bool | None:
+    """Whether log-probabilities of the prompt are asked for, or only of the completion; `None` for neither."""
+    if options.get("prompt_logprobs") is not None:
+        return True
+    return None if options.get("logprobs") is None else False
