@@ -10,10 +10,10 @@ import pytest
 import tiny
 import torch
 
-import trl_opsd.run.checkpoint
+import trl_opsd
 from trl_opsd import HFRollout
 
-PACKAGE = Path(trl_opsd.run.checkpoint.__file__).parent
+PACKAGE = Path(trl_opsd.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -34,7 +34,8 @@ def dangers(source: str) -> set[str]:
                 found |= {module.partition(".")[0]} & UNPICKLERS
                 found |= {f"{module}.{alias.name}" for alias in names} & DANGEROUS_CALLS
             case ast.Call(func=func, keywords=keywords):
-                found |= {ast.unparse(func)} & DANGEROUS_CALLS
+                if not any(one.arg == "allow_pickle" and ast.unparse(one.value) == "False" for one in keywords):
+                    found |= {ast.unparse(func)} & DANGEROUS_CALLS
                 found |= {"shell=True" for one in keywords if one.arg == "shell"}
                 found |= {"weights_only" for one in keywords if one.arg == "weights_only"}
             case ast.Constant(value="0.0.0.0" | "::"):
@@ -47,6 +48,11 @@ def test_no_file_unpickles_or_starts_a_shell(file):
     assert dangers(file.read_text(encoding="utf-8")) == set()
 
 
+def test_every_room_is_searched():
+    rooms = {file.relative_to(PACKAGE).parts[0] for file in FILES}
+    assert {"_compat", "data", "loop", "models", "rollout", "run", "teacher", "trainer.py"} <= rooms
+
+
 @pytest.mark.parametrize(
     ("source", "danger"),
     [
@@ -54,6 +60,7 @@ def test_no_file_unpickles_or_starts_a_shell(file):
         ("from pickle import loads", "pickle"),
         ("def late():\n    import cloudpickle", "cloudpickle"),
         ("torch.load(path)", "torch.load"),
+        ("np.load(path, allow_pickle=True)", "np.load"),
         ("from torch import load", "torch.load"),
         ("yaml.load(text)", "yaml.load"),
         ("subprocess.run(line, shell=True)", "shell=True"),

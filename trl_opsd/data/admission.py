@@ -175,7 +175,7 @@ def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
     path = Path(datasets.config.HF_DATASETS_CACHE) / "trl_opsd" / f"{key}.npy"
     with PartialState().local_main_process_first():
         if path.exists():
-            return np.load(path)
+            return np.load(path, allow_pickle=False)
         counts = _count(rows, numbers, reader)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
