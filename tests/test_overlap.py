@@ -318,8 +318,8 @@ def test_a_teacher_is_told_of_each_row_before_it_reads_it(make_trainer, kind):
     for row in told:
         assert [what for what, rows in teacher.events if row in rows][:2] == ["expects", "reads"]
     if kind is Streaming:
-        whats = [what for what, _ in teacher.events]
-        assert whats[:5] == ["expects"] * 4 + ["reads"], "row by row, and then the whole batch at once"
+        kinds = [what for what, _ in teacher.events]
+        assert kinds[:5] == ["expects"] * 4 + ["reads"], "row by row, and then the whole batch at once"
         assert len(teacher.events[4][1]) == 4
     ends = {words(f"{prompt}?")["input_ids"][-1] for prompt in tiny.PROMPTS}
     assert {prompt[-1] for prompt, _ in told} == ends, "after the teacher's own prompt"

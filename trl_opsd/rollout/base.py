@@ -18,8 +18,8 @@ class RolloutBackend(ABC):
     """
 
     writes_apart: ClassVar[bool] = False
-    """Whether `stream` writes without this process, which may train the student between two rows; with `overlap` a
-    thread of its own takes them.
+    """Whether `stream` writes without this process, which may train the student between two rows. With `overlap` they
+    are taken by a thread of their own.
     """
 
     def __str__(self) -> str:
