@@ -91,9 +91,10 @@ def test_the_sigterm_snippet_lets_an_uninterrupted_run_finish(hub):
 
 @pytest.mark.usefixtures("hub")
 def test_the_options_on_the_rollouts_page_are_accepted():
-    compiled, colocated, served = snippets("docs/rollouts.md")
+    compiled, colocated, served, sglang = snippets("docs/rollouts.md")
     assert "HFRollout(compile=True)" in compiled
-    for snippet, mode in ((colocated, "colocate"), (served, "server")):
+    for snippet, mode in ((colocated, "colocate"), (served, "server"), (sglang, None)):
         config = eval(snippet.rpartition("#")[0] or snippet, {"OPSDConfig": trl_opsd.OPSDConfig})
-        assert config.use_vllm
-        assert config.vllm_mode == mode
+        assert config.use_vllm == (mode is not None)
+        assert mode is None or config.vllm_mode == mode
+    assert config.sglang_server_url == "http://127.0.0.1:30000"
