@@ -17,7 +17,7 @@ from pretended import after, hang_up, pretended
 from transformers import AutoModelForCausalLM
 
 from trl_opsd.run.errors import ServerError
-from trl_opsd.teacher import FrozenTeacher, Resident, replicas
+from trl_opsd.teacher import FrozenTeacher, Resident, replica, replicas
 from trl_opsd.teacher.served import ServedTeacher
 from trl_opsd.types import Rollout
 
@@ -289,3 +289,27 @@ def test_another_name_is_said_and_a_token_is_sent(served, checkpoint, caplog, mo
         assert server.tokens == {"Bearer secret"}
         assert teacher.context == 256, "of the checkpoint"
         assert "secret" not in caplog.text + str(teacher)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_is_busy_with_other_runs_is_asked_again(served, checkpoint, monkeypatch, status):
+    monkeypatch.setattr(replica, "_BREATH", 0.01)
+    refusals = iter(range(40))
+
+    def busy(_, states):
+        return states if next(refusals, None) is None else (status, b"busy", {"Retry-After": "1"})
+
+    with pretended(checkpoint[1]) as server:
+        teacher = served(server)
+        server.fault = busy
+        check_equal(teacher, checkpoint[1], rows())
+    assert next(refusals, None) is None, "more refusals than failures of a server that is left out"
+
+
+def test_a_server_that_stays_busy_is_given_up_in_time(served, checkpoint, monkeypatch):
+    monkeypatch.setattr(replica, "_BREATH", 0.01)
+    with pretended(checkpoint[1]) as server:
+        teacher = served(server, deadline=1.0)
+        server.fault = lambda *_: (503, b"full", {})
+        with pytest.raises(ServerError, match=r"answered 503.*full"):
+            teacher.targets(rows())

@@ -28,6 +28,10 @@ TOKEN = "TRL_OPSD_TEACHER_TOKEN"
 """The environment variable with the token that a server on another host asks for."""
 _HEALTH_SECONDS = 10.0
 """A running server answers these at once, however busy its model is."""
+_BUSY = (429, 503)
+"""What a server answers that has as much to do as it takes."""
+_BREATH = 1.0
+"""Seconds before such a server is asked again."""
 
 
 def say(message: str) -> None:
@@ -88,6 +92,7 @@ class Replica:
         self.url = url
         self.busy = self.rows = self.failures = 0
         self._facts: Facts | None = None
+        self._deadline = deadline
         token = os.environ.get(TOKEN)
         self._session = BoundedSession(
             "The teacher's server",
@@ -150,9 +155,12 @@ class Replica:
             "embed_dtype": str(dtype).removeprefix("torch."),
             "endianness": sys.byteorder,
         }
-        answer = await self._session.ask(
-            "POST", f"{self.url}/pooling", json=request, max_bytes=expected.max_bytes(len(ids), dtype)
-        )
+        began, most = monotonic(), expected.max_bytes(len(ids), dtype)
+        while True:
+            answer = await self._session.ask("POST", f"{self.url}/pooling", json=request, max_bytes=most)
+            if answer.status_code not in _BUSY or monotonic() - began > self._deadline:
+                break
+            await sleep(_BREATH)  # it serves other runs too
         _check_status(answer)
         return expected.states(answer.asked, answer.content, len(ids), dtype)
 
