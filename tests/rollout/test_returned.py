@@ -137,7 +137,8 @@ def test_a_stream_is_closed_with_its_check(make_trainer):
             log.append("closed")
 
     trainer = make_trainer()
-    taken = rows_from(trainer, rows([7]))
+    stream = rows([7])  # which is not collected while this refers to it
+    taken = rows_from(trainer, stream)
     next(taken)
     taken.close()
     assert log == ["closed"]
