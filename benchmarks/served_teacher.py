@@ -122,7 +122,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "half").mkdir()
         for family in families:
-            for tied in (False, True)[family == "gemma2" :]:  # vLLM has no Gemma 2 with a head of its own
+            for tied in (False, True)[family == "gemma2" :]:  # untied, it does not start in vLLM
                 compare(Path(name), family, tied)
         half(Path(name))
 
