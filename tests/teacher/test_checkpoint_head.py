@@ -11,7 +11,15 @@ import serving
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CohereConfig, GraniteConfig, MixtralConfig, Olmo2Config, OlmoConfig, OPTConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    GraniteConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OlmoConfig,
+    OPTConfig,
+)
 
 from trl_opsd.models.backbone import hidden_states
 from trl_opsd.teacher.checkpoint_head import CheckpointHead
@@ -88,6 +96,18 @@ def test_names_may_have_another_prefix(tmp_path):
         assert torch.equal(found.head(torch.float32, CPU).weight, tiny.qwen2(64).lm_head.weight)
 
 
+def test_a_stored_head_counts_although_the_config_ties_it(tmp_path):
+    """As transformers loads such a checkpoint: a fine-tune whose head was trained alone."""
+    tiny.qwen2(64, tie_word_embeddings=True).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    local = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(local.lm_head.weight, tensors["lm_head.weight"])
+    found = CheckpointHead(str(tmp_path), {}, trust_remote_code=False)
+    assert torch.equal(found.head(torch.float32, CPU).weight, local.lm_head.weight)
+
+
 def without_head(tensors):
     return {name: one for name, one in tensors.items() if name != "lm_head.weight"}
 
@@ -95,6 +115,10 @@ def without_head(tensors):
 BROKEN = {
     "no head": (without_head, "has no 'lm_head.weight'"),
     "quantised": (lambda found: {**found, "lm_head.weight": found["lm_head.weight"].char()}, "is not quantised"),
+    "in float8": (
+        lambda found: {**found, "lm_head.weight": found["lm_head.weight"].to(torch.float8_e4m3fn)},
+        "is not quantised",
+    ),
     "another size": (
         lambda found: {**found, "lm_head.weight": found["lm_head.weight"][:-1]},
         "expected floating-point",

@@ -293,7 +293,7 @@ def test_another_name_is_said_and_a_token_is_sent(served, checkpoint, caplog, mo
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_server_that_is_busy_with_other_runs_is_asked_again(served, checkpoint, monkeypatch, status):
-    monkeypatch.setattr(replica, "_BREATH", 0.01)
+    monkeypatch.setattr(replica, "BREATH", 0.01)
     refusals = iter(range(40))
 
     def busy(_, states):
@@ -307,7 +307,7 @@ def test_a_server_that_is_busy_with_other_runs_is_asked_again(served, checkpoint
 
 
 def test_a_server_that_stays_busy_is_given_up_in_time(served, checkpoint, monkeypatch):
-    monkeypatch.setattr(replica, "_BREATH", 0.01)
+    monkeypatch.setattr(replica, "BREATH", 0.01)
     with pretended(checkpoint[1]) as server:
         teacher = served(server, deadline=1.0)
         server.fault = lambda *_: (503, b"full", {})

@@ -72,6 +72,9 @@ def setting_without_loss_scale(config: Config) -> str | None:
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage == 0:
         return "zero_optimization.stage"
+    autocast = config.get("torch_autocast", {})
+    if autocast.get("enabled") and "float16" in str(autocast.get("dtype")).replace("bfloat16", ""):
+        return "torch_autocast.dtype"  # whose loss scale is of another kind
     accumulates = config.get("data_types", {}).get("grad_accum_dtype")
     return "data_types.grad_accum_dtype" if stage == 1 and accumulates is not None else None
 

@@ -98,6 +98,7 @@ class Ahead(Overlapping):
         if known is not None and known[0] is epoch_iterator:
             found = known[1]
         else:
+            self._give_up()  # an epoch was ended early
             found = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.state.global_step + 1 < self.state.max_steps:
             calls = self.args.gradient_accumulation_steps
@@ -106,11 +107,7 @@ class Ahead(Overlapping):
 
     def _from_rollout(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """What was written ahead, if it is for these prompts, while the rows of the next step begin. Collective."""
-        if not self.writes_ahead:
-            return super()._from_rollout(prompt_ids)
-        if not self.model.training:
-            if self._ahead is not None:  # what writes is about to get other weights
-                self._ahead.all()
+        if not (self.writes_ahead and self.model.training):
             return super()._from_rollout(prompt_ids)
         completions = self._taken(prompt_ids)
         self.record("overlap/staleness", float(completions is not None))
@@ -122,12 +119,18 @@ class Ahead(Overlapping):
 
     def _taken(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
         """What was written ahead; `None` if nothing was, or with weights that are too far from those that learn."""
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
         if ahead is None:
             return None
         completions = ahead.all()
-        if ahead.prompt_ids != prompt_ids:
-            return None
+        self._ahead = None
+        others = torch.tensor([ahead.prompt_ids != prompt_ids], device=self.accelerator.device)
+        if self.accelerator.gather(others).any():
+            raise ValueError(
+                "`overlap='ahead'`: the prompts of a step are not those that were read for it while the last one was "
+                f"learned. Does a method of {type(self).__name__} change rows? Do it in the dataset, or leave the "
+                "option out."
+            )
         distance = self._distance()
         self.record("overlap/divergence", distance)
         if distance <= self.args.overlap_max_divergence:
@@ -146,6 +149,11 @@ class Ahead(Overlapping):
         rows = self.read_rows(self._coming[1][0][0])
         prompt_ids = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
         self._ahead = _Written(prompt_ids, Pulled(self.stream(prompt_ids)))
+
+    def wait_for_rows(self) -> None:
+        """Waits for what is written ahead, before the rollout is asked for other rows, and gets other weights."""
+        if self._ahead is not None:
+            self._ahead.all()
 
     def _give_up(self) -> None:
         if self._ahead is not None:

@@ -126,6 +126,11 @@ class Dealing(DistillationTrainer):
         return not all(of_package(getattr(self, name)) for name in PASSED_BY)
 
     @property
+    def rows_stay(self) -> bool:
+        """Whether each process has to train on the rows that it has written; the same in all of them."""
+        return self.may_be_changed
+
+    @property
     def _call(self) -> int:
         """Which call of `training_step` is next, within an optimizer step."""
         return int(self._step % self.args.gradient_accumulation_steps)
@@ -179,7 +184,7 @@ class Dealing(DistillationTrainer):
         """
         accelerator = self.accelerator
         number = accelerator.num_processes
-        if number == 1 or not self.model.training or self.may_be_changed:
+        if number == 1 or not self.model.training or self.rows_stay:
             return dict(batch), list(rows)
         tokens = torch.tensor([one.total for one in lengths_of(batch["prompt_mask"], batch["completion_mask"])])
         each = accelerator.gather(tokens.to(accelerator.device)).view(number, -1).tolist()

@@ -30,6 +30,9 @@ from trl_opsd.types import Rollout
 
 __all__ = ["Overlapping", "check_methods"]
 
+_NOT_CALLED = ("_generate", "_generate_single_turn")
+"""Methods that write a batch as a whole, and are called for the log only where rows are taken one by one."""
+
 logger = get_logger(__name__)
 
 
@@ -49,8 +52,6 @@ class Overlapping(Scoring):
     """What has been written for the step that is counted now; `None` where it has to be written."""
     _requests: Sequence[Request] = ()
     """The rows that are written now."""
-    _rows: Any = None
-    """What the first call of a step was given."""
     _weight: float = 1.0
     """The sum of the weights of the tokens of the step, over all processes."""
 
@@ -80,11 +81,20 @@ class Overlapping(Scoring):
         """Whether rows are learned as they come."""
         return self.args.overlap == "step" and self.streams and self.writes_apart
 
+    @property
+    def tells_early(self) -> bool:
+        """Whether a teacher is told of each row when it has ended."""
+        return self.args.overlap == "step" and self.streams and self.teaches_early
+
+    @property
+    def rows_stay(self) -> bool:
+        return super().rows_stay or self.tells_early  # by the process that has written them
+
     def _from_rollout(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """What `complete` returns; a teacher that begins early is told of each row when it has ended."""
         if self._completions is not None:
             return self._completions
-        if not (self.args.overlap == "step" and self.streams and self.teaches_early):
+        if not (self.model.training and self.tells_early):
             return self.complete(prompt_ids)
         found = {}
         with closing(self.stream(prompt_ids)) as rows:
@@ -97,12 +107,10 @@ class Overlapping(Scoring):
         """As TRL's; where steps overlap, the loss of a whole step is that of its last call, and 0 in all before."""
         if not self.overlaps:
             return super().training_step(model, inputs, num_items_in_batch)
-        if self._call == 0:
-            self._rows = inputs
-        if self._call < self.args.gradient_accumulation_steps - 1:
+        if not self.accelerator.gradient_state.sync_gradients:  # the step is taken after a later call
             set_known(self, _step=self._step + 1)
             return torch.zeros((), device=self.args.device)
-        *early, last = self._learned(self._arriving(self._rows), model, inputs, num_items_in_batch)
+        *early, last = self._learned(self._arriving(inputs), model, inputs, num_items_in_batch)
         factor = self._constant / self._weight
         if not self.is_deepspeed_enabled:  # which has stepped already
             for parameter in model.parameters():
@@ -224,7 +232,7 @@ def check_methods(trainer: type, args: OPSDConfig) -> None:
     Raises:
         TypeError: One overrides a method that a batch passes as a whole.
     """
-    for name in PASSED_BY if args.overlap == "step" else ():
+    for name in (*PASSED_BY, *_NOT_CALLED) if args.overlap == "step" else ():
         if not of_package(getattr(trainer, name)):
             raise TypeError(
                 f"`overlap={args.overlap!r}` with `{trainer.__name__}.{name}`, which a batch passes as a whole, and "

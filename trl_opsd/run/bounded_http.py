@@ -188,6 +188,8 @@ class BoundedSession:
         try:
             async with turn or nullcontext():
                 return await self._ask(asked, method, url, within, max_bytes, options)
+        except aiohttp.ConnectionTimeoutError:
+            raise ServerError(f"{asked} took no connection within {_CONNECT_SECONDS:g} seconds") from None
         except TimeoutError as error:
             origin = "" if seconds else self._origin
             raise ServerError(f"{asked} did not answer within {within:g} seconds{origin}") from error

@@ -28,6 +28,9 @@ from trl_opsd.models.saved_names import as_saved
 from trl_opsd.teacher.final_norm import FinalNorm, find_last_norm
 from trl_opsd.types import OutputHead
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Others have a scale beside them."""
+
 
 class CheckpointHead:
     """The head and the final norm of a causal language model that is not loaded.
@@ -94,10 +97,13 @@ class CheckpointHead:
     def _read(self, parameter: Tensor) -> Tensor:
         """The value of a parameter, under any of the names that it may have in a checkpoint."""
         own = [name for name, one in self._model.named_parameters(remove_duplicate=False) if one is parameter]
+        layers = {id(module): name for name, module in self._model.named_modules()}
+        head = layers[id(self._model.get_output_embeddings())]
+        own.sort(key=lambda name: name.rpartition(".")[0] != head)  # transformers leaves a stored head untied
         saved = [name for one in own for name, _ in as_saved(self._model, one, parameter)]
         name = self._files.find([*saved, *own])
         found = self._files[name]
-        if found.shape != parameter.shape or not found.is_floating_point():
+        if found.shape != parameter.shape or found.dtype not in _DTYPES:
             raise ValueError(
                 f"{name!r} in the checkpoint {self._path!r} is {found.dtype} {list(found.shape)}, expected "
                 f"floating-point numbers {list(parameter.shape)}: a teacher behind a server needs a checkpoint "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from asyncio import sleep
+from asyncio import sleep, to_thread
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -30,7 +30,7 @@ _HEALTH_SECONDS = 10.0
 """A running server answers these at once, however busy its model is."""
 _BUSY = (429, 503)
 """What a server answers that has as much to do as it takes."""
-_BREATH = 1.0
+BREATH = 1.0
 """Seconds before such a server is asked again."""
 
 
@@ -86,11 +86,13 @@ class Replica:
         busy (`int`): tokens it was asked for and has not answered.
         rows (`int`): the same in rows.
         failures (`int`): failures since its last answer.
+        failed_at (`float`): when the last of them was counted, by `time.monotonic`.
     """
 
     def __init__(self, url: str, deadline: float, background: Background) -> None:
         self.url = url
         self.busy = self.rows = self.failures = 0
+        self.failed_at = 0.0
         self._facts: Facts | None = None
         self._deadline = deadline
         token = os.environ.get(TOKEN)
@@ -160,9 +162,9 @@ class Replica:
             answer = await self._session.ask("POST", f"{self.url}/pooling", json=request, max_bytes=most)
             if answer.status_code not in _BUSY or monotonic() - began > self._deadline:
                 break
-            await sleep(_BREATH)  # it serves other runs too
+            await sleep(BREATH)  # it serves other runs too
         _check_status(answer)
-        return expected.states(answer.asked, answer.content, len(ids), dtype)
+        return await to_thread(expected.states, answer.asked, answer.content, len(ids), dtype)
 
     async def _health_error(self) -> str | None:
         try:

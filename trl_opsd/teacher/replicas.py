@@ -17,7 +17,7 @@ from torch import Tensor
 from trl_opsd.run.bounded_http import Background
 from trl_opsd.run.errors import ServerError
 from trl_opsd.teacher.answered_states import Expected, WrongStatesError, are_same, distance, served_dtype
-from trl_opsd.teacher.replica import Facts, Replica, say
+from trl_opsd.teacher.replica import BREATH, Facts, Replica, say
 
 T = TypeVar("T")
 
@@ -113,28 +113,30 @@ class Replicas:
         return self._background.start(self._states(ids))
 
     async def _states(self, ids: Sequence[int]) -> Tensor:
-        asked: dict[asyncio.Task[Tensor], Replica] = {}
+        asked: dict[asyncio.Task[Tensor], tuple[Replica, float]] = {}
         try:
             while True:
-                replica = await self._least_busy(besides=asked.values())
+                replica = await self._least_busy(besides=[one for one, _ in asked.values()])
                 if replica is not None:
                     replica.busy, replica.rows = replica.busy + len(ids), replica.rows + 1
-                    asked[asyncio.create_task(self._ask(replica, ids))] = replica
+                    asked[asyncio.create_task(self._ask(replica, ids))] = replica, monotonic()
                 patience = max(_SECONDS, 4 * self._longest)
                 done, _ = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    replica = asked.pop(task)
+                    replica, began = asked.pop(task)
                     self._answered(replica, ids)
                     if isinstance(error := task.exception(), ServerError):
-                        self._failed(replica, error)
+                        self._failed(replica, error, began)
                     elif replica in self._live:  # else its other answers are wrong
-                        for late in asked.values():
-                            self._failed(
-                                late, ServerError(f"It was slow: after {patience:g} seconds another was faster.")
-                            )
+                        for other, (late, since) in asked.items():
+                            if not other.done() and since < began:
+                                slow = ServerError(f"It was slow: after {patience:g} seconds another was faster.")
+                                self._failed(late, slow, monotonic())
                         return task.result()
+                if done and not asked:
+                    await asyncio.sleep(BREATH)  # what has broken off may be about to start again
         finally:
-            for task, replica in asked.items():
+            for task, (replica, _) in asked.items():
                 task.cancel()
                 self._answered(replica, ids)
 
@@ -162,9 +164,13 @@ class Replicas:
         replica.busy, replica.rows = replica.busy - len(ids), replica.rows - 1
         self._notify()
 
-    def _failed(self, replica: Replica, error: ServerError) -> None:
-        """Leaves a server out that answers wrongly or not in time, or has failed several times."""
-        replica.failures += 1
+    def _failed(self, replica: Replica, error: ServerError, began: float) -> None:
+        """Leaves a server out that answers wrongly or not in time, or has failed several times.
+
+        Requests that were under way when it failed have failed with it, and are not counted again.
+        """
+        if began >= replica.failed_at:
+            replica.failures, replica.failed_at = replica.failures + 1, monotonic()
         hopeless = isinstance(error, WrongStatesError) or isinstance(error.__cause__, TimeoutError)
         if replica in self._live and (hopeless or replica.failures >= _FAILURES):
             self._live.remove(replica)

@@ -115,14 +115,14 @@ class ServedTeacher(Teacher):
 
     def expect(self, rollout: Rollout) -> None:
         width = shape_of(self._head)[1] * self._replicas.dtype.itemsize
-        for row in self._rows(rollout):
-            if row is not None and row not in self._expected:
-                self._expected[row] = self._replicas.start(row.ids)
         kept = sum(len(row.ids) for row in self._expected) * width
-        while kept > _EXPECTED_BYTES:
-            oldest = next(iter(self._expected))
-            self._expected.pop(oldest).cancel()
-            kept -= len(oldest.ids) * width
+        for row in self._rows(rollout):
+            if row is None or row in self._expected:
+                continue
+            kept += len(row.ids) * width
+            if kept > _EXPECTED_BYTES:  # read when it is asked for
+                return
+            self._expected[row] = self._replicas.start(row.ids)
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
         check_no_holes(rollout.measured())
@@ -130,9 +130,10 @@ class ServedTeacher(Teacher):
         asked = {row for row in rows if row is not None}
         # The longest first: it should not be the last to begin.
         reading = {
-            row: self._expected.pop(row) if row in self._expected else self._replicas.start(row.ids)
+            row: self._begun(row) or self._replicas.start(row.ids)
             for row in sorted(asked, key=lambda row: -len(row.ids))
         }
+        last = {row: number for number, row in enumerate(rows)}
         keeper = Keeper(rollout.weights, self._cache_device)
         no_states = torch.empty(0, shape_of(self._head)[1], dtype=self._replicas.dtype)
         bar = tqdm(rows, desc="teach", unit="row", delay=5, leave=False, disable=not self._progress)
@@ -140,10 +141,18 @@ class ServedTeacher(Teacher):
             for number, row in enumerate(bar):
                 states_LH = no_states if row is None else reading[row].result()[row.first :]
                 keeper.put([number], states_LH[None])
+                if row is not None and last[row] == number:
+                    del reading[row]  # else all states of a batch would be held twice
         finally:
             for future in reading.values():
                 future.cancel()
         return keeper.targets()
+
+    def _begun(self, row: _Row) -> Future[Tensor] | None:
+        """What was expected, unless it has failed since, perhaps in a training before this one."""
+        future = self._expected.pop(row, None)
+        failed = future is not None and future.done() and (future.cancelled() or future.exception() is not None)
+        return None if failed else future
 
     def _rows(self, rollout: Rollout) -> list[_Row | None]:
         """What has to be read of each row; `None` where no token counts."""
