@@ -10,7 +10,8 @@ import os
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 
 import inspect
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ def _fail_on_loading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     if request.node.get_closest_marker("before_loading"):
         fails = classmethod(lambda cls, path, *args, **kwargs: pytest.fail(f"loaded {path}"))
         monkeypatch.setattr(PreTrainedModel, "from_pretrained", fails)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises `KeyboardInterrupt`, also where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -102,7 +102,9 @@ ADAPTERS = [
         "another base under the adapter", r"student: 'Qwen2ForCausalLM \[259, 32\], sha256 \w+' in", student=2
     ),
     another_with_an_adapter(
-        "another teacher of the same name", r"teacher_weights: \{'teacher': 'sha256 \w+'\} in", teacher=3
+        "another teacher of the same name",
+        r"teacher_weights: \{'teacher': 'sha256 \w+', 'head of teacher': 'sha256 \w+'\} in",
+        teacher=3,
     ),
     another_with_an_adapter(
         "alpha", r"adapter: \{'lora_alpha': 8\} in the checkpoint, \{'lora_alpha': 16\} now", lora_alpha=16

@@ -100,7 +100,7 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
     for name, (same, _) in variants.of(strategy).items():
         described, of_one = results["described"][name], alone[same][2]
         assert DESCRIBED[strategy] in described
-        assert ("sharded over the processes" in " ".join(described.split())) is name.endswith(", zero3")
+        assert ("sharded over the processes" in " ".join(described.split())) is (", zero3" in name)
         student = described.partition("\n  teacher")[0]
         assert student == of_one.partition("\n  teacher")[0], "sizes are those of all shards together"
     if strategy == "zero3":

@@ -154,7 +154,7 @@ def test_a_thread_that_waits_for_a_row_waits_no_more_once_another_gives_them_up(
     until(lambda: server.given_up == {0, 2, 3})
 
 
-def test_an_interrupt_ends_the_wait_and_the_requests(server):
+def test_an_interrupt_ends_the_wait_and_the_requests(server, interruptible):
     rows = asked(server)
     until(lambda: len(server.asked) == 4)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -214,7 +214,7 @@ def test_an_id_that_the_teacher_lacks_is_not_sent(served, checkpoint):
         assert not server.asked
 
 
-def test_an_interrupt_ends_the_wait_and_leaves_no_thread_that_blocks_the_exit(served, checkpoint):
+def test_an_interrupt_ends_the_wait_and_leaves_no_thread_that_blocks_the_exit(served, checkpoint, interruptible):
     with pretended(checkpoint[1], after(5), faulty_from=2) as server:
         teacher = served(server)
         threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()

@@ -43,7 +43,7 @@ class Overlapping(Scoring):
     """
 
     begin_batch: Callable[[Any], list[Request]]
-    written: Callable[[Sequence[Request]], dict[str, Any]]
+    trl_batch: Callable[[Sequence[Request]], dict[str, Any]]
     padded: Callable[[Sequence[list[int]], Sequence[list[int]]], dict[str, Tensor]]
     record: Callable[[str, float], None]
     model_wrapped: Any
@@ -205,7 +205,7 @@ class Overlapping(Scoring):
         """Has TRL count and log a step that was written."""
         self._completions = completions
         try:
-            self.written(rows)
+            self.trl_batch(rows)
         finally:
             self._completions = None
         torch.randperm(len(rows))  # drawn without overlap too: later draws are to be the same

@@ -211,7 +211,7 @@ class SeamTrainer(
         self._accounts[self._mode].count_batch()
         return rows
 
-    def written(self, rows: Sequence[Request]) -> dict[str, Any]:
+    def trl_batch(self, rows: Sequence[Request]) -> dict[str, Any]:
         """TRL's batch for rows that were read, which it has written and logged."""
         text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]
         self._requests = rows
@@ -221,7 +221,7 @@ class SeamTrainer(
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         requests = self.begin_batch(inputs)
-        batch, rows = self.exchanged(self.written(requests), requests)
+        batch, rows = self.exchanged(self.trl_batch(requests), requests)
         batch.update(self.score(batch, rows))
         batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
         return batch

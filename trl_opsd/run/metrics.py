@@ -109,6 +109,20 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             appears=_WITH_OVERLAP,
             evaluated=False,
         ),
+        "overlap/staleness": Metric(
+            unit="1",
+            meaning="Share of steps that learned rows which were written before the step before.",
+            reduced=_OF_A_STEP,
+            appears='`overlap="ahead"`',
+            evaluated=False,
+        ),
+        "overlap/divergence": Metric(
+            unit="nats per token",
+            meaning="How far the step before has moved the student, from its distribution before that step.",
+            reduced="all processes; mean over optimizer steps",
+            appears='`overlap="ahead"`, where rows were written before that step',
+            evaluated=False,
+        ),
         "sync/seconds": Metric(
             unit="seconds",
             meaning="Sending the student's weights to vLLM, without the verification.",
