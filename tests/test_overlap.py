@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 import time
 from typing import Any
@@ -13,6 +14,7 @@ from apart import Apart
 from datasets import Dataset
 from peft import LoraConfig
 from test_dealing import ragged
+from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout, FrozenTeacher, OPSDTrainer
 from trl_opsd._compat.deepspeed import setting_without_loss_scale
@@ -325,6 +327,64 @@ def test_a_teacher_is_told_of_each_row_before_it_reads_it(make_trainer, kind):
     assert {prompt[-1] for prompt, _ in told} == ends, "after the teacher's own prompt"
 
 
+def test_an_evaluation_takes_no_rows_of_a_stream(make_trainer):
+    """Else it would take the seeds of the training's rows, and a resumed run would write others."""
+    teacher = Early(Resident(tiny.qwen2(48, seed=1), torch.device("cpu")))
+    trainer = fast(make_trainer, teacher_model=teacher, eval_dataset=tiny.rows(4))
+    trainer.evaluate()
+    assert trainer.rollout.events == []
+    assert {what for what, _ in teacher.events} == {"reads"}
+
+
+class EndsEpoch(TrainerCallback):
+    """Ends the first epoch within its second step."""
+
+    ended = False
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step == 1 and not self.ended
+        self.ended |= control.should_epoch_stop
+
+
+class Learned(OPSDTrainer):
+    """Keeps the prompts that each step learned, and whether its gradient was synchronised."""
+
+    def weigh(self, rollout, rows, targets):
+        self.learned[self.state.global_step] += [row["prompt"] for row in rows]
+        return super().weigh(rollout, rows, targets)
+
+
+@pytest.mark.parametrize("overlap", ["step", "ahead"])
+def test_an_epoch_that_ends_within_a_step_is_followed_by_its_own_rows(make_trainer, overlap):
+    dataset, answers = recorded(16, empty=0)
+    trainer = make_trainer(
+        Learned,
+        train_dataset=dataset,
+        rollout=Apart(answers),
+        max_completion_length=120,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+        num_train_epochs=2,
+        logging_steps=1,
+        shuffle_dataset=False,
+        overlap=overlap,
+        callbacks=[EndsEpoch()],
+    )
+    trainer.learned = collections.defaultdict(list)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    trainer.train()
+    prompts = dataset["prompt"]
+    steps = [sorted(map(prompts.index, trainer.learned[step])) for step in range(3)]
+    if overlap == "ahead":  # had begun with the step that the callback has ended
+        steps[1] = steps[1][:8]
+    assert steps == [list(range(8)), list(range(8)), list(range(8, 16))], "the second epoch begins with its first rows"
+    assert [entry["overlap/staleness"] for entry in trainer.state.log_history if "overlap/staleness" in entry] == (
+        [0, 0.5, 1] if overlap == "ahead" else []  # of the step that was ended 1, of the one after it 0
+    )
+    assert relative(list(trainer.model.parameters()), before) > 0
+
+
 # ---- What cannot overlap ---------------------------------------------------------------------------------------------
 
 
@@ -338,10 +398,18 @@ class Completes(OPSDTrainer):
         return super().complete(prompt_ids)
 
 
+class Writes(OPSDTrainer):
+    def _generate(self, prompts):
+        return super()._generate(prompts)
+
+
 @pytest.mark.before_loading
-def test_a_method_that_a_whole_batch_passes_is_refused(make_trainer):
-    with pytest.raises(TypeError, match=r"`overlap='step'` with `Passed\.compute_loss`.*`weigh` or `compare` instead"):
-        fast(make_trainer, Passed)
+@pytest.mark.parametrize(("cls", "name"), [(Passed, "compute_loss"), (Writes, "_generate")])
+def test_a_method_that_a_whole_batch_passes_is_refused(make_trainer, cls, name):
+    with pytest.raises(
+        TypeError, match=rf"`overlap='step'` with `{cls.__name__}\.{name}`.*`weigh` or `compare` instead"
+    ):
+        fast(make_trainer, cls)
 
 
 @pytest.mark.parametrize(
@@ -367,6 +435,11 @@ def test_options_that_cannot_overlap_are_refused(tmp_path, options, message):
     [
         ({"zero_optimization": {"stage": 2}}, None),
         ({}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, None),
+        (
+            {"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+            "torch_autocast.dtype",
+        ),
         (
             {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
             "data_types.grad_accum_dtype",
