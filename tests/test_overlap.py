@@ -351,12 +351,13 @@ class Learned(OPSDTrainer):
 
     def weigh(self, rollout, rows, targets):
         self.learned[self.state.global_step] += [row["prompt"] for row in rows]
+        self.synchronised.add(self.accelerator.gradient_state.sync_gradients)
         return super().weigh(rollout, rows, targets)
 
 
 @pytest.mark.parametrize("overlap", ["step", "ahead"])
 def test_an_epoch_that_ends_within_a_step_is_followed_by_its_own_rows(make_trainer, overlap):
-    dataset, answers = recorded(16, empty=0)
+    dataset, answers = recorded(24, empty=0)
     trainer = make_trainer(
         Learned,
         train_dataset=dataset,
@@ -364,23 +365,25 @@ def test_an_epoch_that_ends_within_a_step_is_followed_by_its_own_rows(make_train
         max_completion_length=120,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
-        max_steps=3,
-        num_train_epochs=2,
+        max_steps=5,
         logging_steps=1,
         shuffle_dataset=False,
         overlap=overlap,
         callbacks=[EndsEpoch()],
     )
-    trainer.learned = collections.defaultdict(list)
+    trainer.learned, trainer.synchronised = collections.defaultdict(list), set()
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     trainer.train()
     prompts = dataset["prompt"]
-    steps = [sorted(map(prompts.index, trainer.learned[step])) for step in range(3)]
+    steps = [sorted(map(prompts.index, trainer.learned[step])) for step in range(4)]
     if overlap == "ahead":  # had begun with the step that the callback has ended
         steps[1] = steps[1][:8]
-    assert steps == [list(range(8)), list(range(8)), list(range(8, 16))], "the second epoch begins with its first rows"
+    expected = [list(range(8)), *(list(range(first, first + 8)) for first in (0, 8, 16))]
+    assert steps == expected, "the second epoch begins with its first rows"
+    if overlap == "step":
+        assert trainer.synchronised == {True}, "learned in the call after which the optimizer steps"
     assert [entry["overlap/staleness"] for entry in trainer.state.log_history if "overlap/staleness" in entry] == (
-        [0, 0.5, 1] if overlap == "ahead" else []  # of the step that was ended 1, of the one after it 0
+        [0, 0.5, 1, 1] if overlap == "ahead" else []  # of the step that was ended 1, of the one after it 0
     )
     assert relative(list(trainer.model.parameters()), before) > 0
 
