@@ -107,6 +107,11 @@ def configurations(tmp_path):
         },
         "a step that is left out": {"cls": SpoiledOnce, "nonfinite": "skip"},
         "rows that are learned as they end": {"rollout": Apart(tiny.recorded(tiny.tokenizer())), "overlap": "step"},
+        "rows that are written ahead": {
+            "rollout": Apart(tiny.recorded(tiny.tokenizer())),
+            "overlap": "ahead",
+            "train_dataset": tiny.rows(),  # of one epoch, in which the next step is known
+        },
         "an engine": {"rollout": Mirrored(tiny.config(tmp_path)), "max_completion_length": 16},
         # Weights move after each step; the first evaluation finds an engine that was never sent any.
         "an engine that is evaluated": {
