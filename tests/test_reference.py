@@ -8,8 +8,10 @@ from ast import literal_eval
 from pathlib import Path
 
 import pytest
+from transformers import HfArgumentParser
 
 from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd.run.option_help import with_help
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 
@@ -52,6 +54,33 @@ def test_a_call_with_neither_error_nor_warning_is_not_documented(reference):
         reference._told(lambda: None)
 
 
-def test_every_option_has_a_help_text():
-    ours = OPSDConfig.__annotations__.keys()
-    assert [one.name for one in dataclasses.fields(OPSDConfig) if one.name in ours and not one.metadata["help"]] == []
+def test_the_help_of_an_option_is_its_description(reference):
+    described = reference.described_in(OPSDConfig, "Parameters")
+    helps = {one.name: one.metadata.get("help") for one in dataclasses.fields(OPSDConfig)}
+    assert {name: helps[name] for name in described} == {name: meaning for name, (_, meaning) in described.items()}
+    assert all(helps[name] for name in OPSDConfig.__annotations__ if name in helps)
+
+
+def test_a_percent_sign_in_a_description_reaches_the_help_of_a_command_line():
+    @with_help
+    @dataclasses.dataclass
+    class Options:
+        """Some.
+
+        Args:
+            share (`float`, *optional*):
+                Of rows, as in 50%,
+                for instance.
+            other (`int`): Not in the format.
+        """
+
+        share: float = 0.5
+        own: int = dataclasses.field(default=1, metadata={"help": "Its own."})
+        other: int = 1
+
+    assert [one.metadata.get("help") for one in dataclasses.fields(Options)] == [
+        "Of rows, as in 50%%, for instance.",
+        "Its own.",
+        None,
+    ]
+    assert "50%, for" in " ".join(HfArgumentParser(Options).format_help().split())

@@ -3,50 +3,41 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import is_torch_xla_available
 
 from trl_opsd._compat.parallelism import check_parallelism
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
 from trl_opsd.data.row_sharding import check_sharing
-from trl_opsd.data.solutions import named_as_here
-from trl_opsd.data.teacher_prompts import TEMPLATE, check_template
-from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
+from trl_opsd.data.teacher_prompts import TEMPLATE
+from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
-from trl_opsd.losses.registry import BETAS, divergence_of
+from trl_opsd.losses.registry import divergence_of
 from trl_opsd.run import versions
+from trl_opsd.run.divergence_options import check_divergence, check_objective
 from trl_opsd.run.engine_options import check_engines
 from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import distinct_elsewhere, explained_option
 from trl_opsd.run.launch_file import check_nested_keys
 from trl_opsd.run.nearest import misspelt
 from trl_opsd.run.option_changes import option_values
+from trl_opsd.run.option_help import with_help
 from trl_opsd.run.option_types import check_json, convert_text, settle_loading
-from trl_opsd.run.overlap_options import check_optimizer, check_overlap
+from trl_opsd.run.overlap_options import check_overlap
 from trl_opsd.run.precision import check_scaler
-from trl_opsd.run.ranges import above, at_least, at_least_one, in_range, one_of
+from trl_opsd.run.ranges import above, at_least_one, in_range, one_of
 from trl_opsd.run.sampling_options import settle_sampling
-from trl_opsd.run.server_urls import server_urls
 from trl_opsd.run.strict_names import StrictNames
+from trl_opsd.run.teacher_options import check_teacher, check_teacher_placement
 from trl_opsd.run.training_options import check_accumulation, check_training, check_unsupported
 
-TEACHER_OFFLOADS = ("none", "cpu", "stream", "zero3")
 
-_ONLY_RESIDENT = {
-    "quantization_config": "quantised weights carry state that belongs to the device they were created on",
-    "device_map": "accelerate would already move the weights",
-    "tp_plan": "the weights would already be sharded",
-}
-"""Loading options after which a teacher must stay on the device it was loaded on, with the reason."""
-
-
+@with_help
 @dataclass
 class OPSDConfig(StrictNames, DistillationConfig):
     r"""Configuration of [`OPSDTrainer`]: every field of [`~trl.DistillationConfig`], with its name, default and
@@ -165,122 +156,32 @@ class OPSDConfig(StrictNames, DistillationConfig):
             " and no `fp16`."
         },
     )
-    divergence: Divergence | str | None = field(
-        default=None,
-        metadata={"help": f"Objective: {', '.join(map(repr, DIVERGENCES))}. If not set, `beta` decides, as in TRL."},
-    )
-    overlong_prompts: str = field(
-        default="error",
-        metadata={"help": "What to do with a prompt that does not fit the student's context: 'error' or 'drop'."},
-    )
-    loss_chunk_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of tokens whose logits exist at once in the loss. If not set, chosen to stay under 0.6 GB."
-        },
-    )
-    padding_free: bool = field(
-        default=False,
-        metadata={"help": "Whether models read the rows of a micro-batch as one, without padding."},
-    )
-    max_tokens_per_microbatch: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most tokens that the student reads at once in training. If not set, the number of rows decides."
-        },
-    )
-    overlap: str | None = field(
-        default=None,
-        metadata={
-            "help": "What happens at the same time: 'step' learns from rows while others are being written, 'ahead' "
-            "while those of the next step are."
-        },
-    )
-    overlap_max_divergence: float = field(
-        default=0.1,
-        metadata={
-            "help": "Most nats per token that a step may move the student for rows that `overlap='ahead'` has written "
-            "before it to be learned."
-        },
-    )
-    deterministic: bool = field(
-        default=False,
-        metadata={"help": "Whether `overlap` learns from rows in their order, so that each run rounds alike."},
-    )
-    teacher_trust_remote_code: bool = field(
-        default=False,
-        metadata={"help": "Whether the teacher may be loaded from a repository that ships its own Python code."},
-    )
-    teacher_model_kind: str | None = field(
-        default=None,
-        metadata={"help": "The student as its own teacher: 'base', 'ema' or 'live'."},
-    )
-    teacher_update_rate: float = field(
-        default=0.05,
-        metadata={"help": "Weight of the student in each update of the 'ema' teacher."},
-    )
-    teacher_sync_steps: int = field(
-        default=1,
-        metadata={"help": "Optimizer steps between updates of the 'ema' teacher."},
-    )
-    teacher_prompt_template: str = field(
-        default=TEMPLATE,
-        metadata={"help": "Joins the student's prompt and the column 'privileged_context' into the teacher's prompt."},
-    )
-    teacher_chat_template_kwargs: dict | str | None = field(
-        default=None,
-        metadata={"help": "Chat template arguments that differ for the teacher, for instance to enable thinking."},
-    )
-    teacher_offload: str = field(
-        default="none",
-        metadata={"help": "Where the teacher's weights are kept: 'none' (the device), 'cpu', 'stream' or 'zero3'."},
-    )
-    teacher_cache_device: str = field(
-        default="auto",
-        metadata={
-            "help": "Device that holds the targets until each micro-batch needs them: 'auto', 'cpu' or 'accelerator'."
-        },
-    )
-    teacher_server_url: list | str | dict | None = field(
-        default=None,
-        metadata={"help": "Address of a server that has the teacher's layers; several, by commas, are replicas."},
-    )
-    teacher_server_timeout: float = field(
-        default=240.0,
-        metadata={"help": "Seconds to wait for the teacher's servers to be up."},
-    )
-    nonfinite: str = field(
-        default="raise",
-        metadata={"help": "What to do with a step whose loss or gradient is NaN or infinite: 'raise' or 'skip'."},
-    )
-    nonfinite_skip_limit: int = field(
-        default=10,
-        metadata={"help": "Maximum consecutive skipped steps, including fp16 loss-scale skips."},
-    )
-    phase_timeout: float | None = field(
-        default=None,
-        metadata={"help": "Seconds after which a phase still running is reported with the stacks of all threads."},
-    )
-    vllm_weight_sync: str = field(
-        default="auto",
-        metadata={"help": "What is sent to vLLM from a student with a LoRA adapter: 'auto', 'adapter' or 'full'."},
-    )
-    vllm_sync_check: str = field(
-        default="every",
-        metadata={"help": "Which weight syncs, with vLLM or SGLang, are verified: 'every', 'first' or 'never'."},
-    )
-    sglang_server_url: str | None = field(
-        default=None,
-        metadata={"help": "Where an SGLang server is that writes the completions, as 'http://127.0.0.1:30000'."},
-    )
-    sglang_server_timeout: float = field(
-        default=240.0,
-        metadata={"help": "Seconds to wait for the SGLang server to be up."},
-    )
-    resume_with_changes: list[str] | None = field(
-        default=None,
-        metadata={"help": "Names of settings that may differ from the run that wrote the checkpoint to resume from."},
-    )
+    divergence: Divergence | str | None = None
+    overlong_prompts: str = "error"
+    loss_chunk_tokens: int | None = None
+    padding_free: bool = False
+    max_tokens_per_microbatch: int | None = None
+    overlap: str | None = None
+    overlap_max_divergence: float = 0.1
+    deterministic: bool = False
+    teacher_trust_remote_code: bool = False
+    teacher_model_kind: str | None = None
+    teacher_update_rate: float = 0.05
+    teacher_sync_steps: int = 1
+    teacher_prompt_template: str = TEMPLATE
+    teacher_chat_template_kwargs: dict | str | None = None
+    teacher_offload: str = "none"
+    teacher_cache_device: str = "auto"
+    teacher_server_url: list | str | dict | None = None
+    teacher_server_timeout: float = 240.0
+    nonfinite: str = "raise"
+    nonfinite_skip_limit: int = 10
+    phase_timeout: float | None = None
+    vllm_weight_sync: str = "auto"
+    vllm_sync_check: str = "every"
+    sglang_server_url: str | None = None
+    sglang_server_timeout: float = 240.0
+    resume_with_changes: list[str] | None = None
     vllm_server_host: str = field(
         default="127.0.0.1",
         metadata={"help": "Host of the student vLLM server. A host other than loopback must be set explicitly."},
@@ -304,9 +205,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
         super().__post_init__()
         self._check_dicts()
         settle_loading(self)
-        self._check_objective()
-        self._check_teacher()
-        self._check_teacher_placement()
+        check_objective(self)
+        check_teacher(self)
+        check_teacher_placement(self)
         settle_sampling(self)
         check_engines(self)
         self._check_failure_handling()
@@ -395,85 +296,11 @@ class OPSDConfig(StrictNames, DistillationConfig):
             if name.endswith("_kwargs") and not isinstance(value, dict | None):
                 raise ValueError(f"`{name}={value!r}`: expected a dict of options, or the JSON of one.")
 
-    def _check_objective(self) -> None:
-        check_divergence(self.divergence)
-        one_of("overlong_prompts", self.overlong_prompts, ("error", "drop"))
-        if self.loss_chunk_tokens is not None:
-            at_least_one("loss_chunk_tokens", self.loss_chunk_tokens)
-        if self.max_tokens_per_microbatch is not None:
-            at_least_one("max_tokens_per_microbatch", self.max_tokens_per_microbatch)
-            check_optimizer(self, "max_tokens_per_microbatch")
-        if self.padding_free and self.pad_to_multiple_of is not None:
-            raise ValueError(
-                f"`padding_free=True` with `pad_to_multiple_of={self.pad_to_multiple_of}`: no row is padded then; set "
-                "only one of them."
-            )
-        ignored = isinstance(self.divergence, Divergence) or self.beta != BETAS.get(self.divergence or "", self.beta)
-        if ignored and self.beta != type(self).beta:
-            divergence = describe(self.divergence) if isinstance(self.divergence, Divergence) else repr(self.divergence)
-            warnings.warn(
-                f"`divergence={divergence}` decides the objective; `beta={self.beta}` is ignored: set only one.",
-                stacklevel=4,
-            )
-        objective = self.build_divergence()
-        if isinstance(objective, GeneralizedJSD) and not 0.05 <= objective.beta <= 0.95:
-            warnings.warn(
-                f"`beta={self.beta}` is close to an end of (0, 1), where the generalised JSD and its gradient vanish; "
-                "it does not become a KL there. For a KL set `divergence='forward_kl'` or 'reverse_kl'.",
-                stacklevel=4,
-            )
-
-    def _check_teacher(self) -> None:
-        one_of("teacher_model_kind", self.teacher_model_kind, (None, "base", "ema", "live"))
-        in_range("teacher_update_rate", self.teacher_update_rate, 0.0, 1.0, open_below=True)
-        at_least_one("teacher_sync_steps", self.teacher_sync_steps)
-        self.teacher_prompt_template = named_as_here(self.teacher_prompt_template)
-        check_template(self.teacher_prompt_template)
-
-    def _check_teacher_placement(self) -> None:
-        one_of("teacher_offload", self.teacher_offload, TEACHER_OFFLOADS)
-        one_of("teacher_cache_device", self.teacher_cache_device, ("auto", "cpu", "accelerator"))
-        server_urls("teacher_server_url", self.teacher_server_url)
-        at_least("teacher_server_timeout", self.teacher_server_timeout, 0)
-        if self.teacher_offload == "none":
-            return
-        offload = f"`teacher_offload={self.teacher_offload!r}`"
-        for name, reason in _ONLY_RESIDENT.items():
-            if (self.teacher_model_init_kwargs or {}).get(name) is not None:
-                raise ValueError(
-                    f"{offload} with `{name}` in `teacher_model_init_kwargs`: {reason}: remove it, or leave "
-                    "`teacher_offload='none'`."
-                )
-        if self.teacher_offload == "zero3" and not is_deepspeed_zero3_enabled():
-            raise ValueError(
-                f"{offload}: this process was not launched with DeepSpeed ZeRO-3, so the teacher cannot be sharded: "
-                "start with `accelerate launch` and a config of `zero_stage: 3`, or set `teacher_offload='stream'`."
-            )
-
     def _check_failure_handling(self) -> None:
         one_of("nonfinite", self.nonfinite, ("raise", "skip"))
         at_least_one("nonfinite_skip_limit", self.nonfinite_skip_limit)
         if self.phase_timeout is not None:
             above("phase_timeout", self.phase_timeout, 0.0)
-
-
-def check_divergence(divergence: Any) -> None:
-    """Checks that a value is a divergence, the name of one, or `None`.
-
-    Raises:
-        ValueError: It is something else; the message lists the names.
-    """
-    if isinstance(divergence, type) and issubclass(divergence, Divergence):
-        raise ValueError(f"`divergence={divergence.__name__}` is a class: pass an object, `{divergence.__name__}()`.")
-    own = callable(divergence) or callable(getattr(divergence, "value", None))
-    if own and not isinstance(divergence, Divergence):
-        raise ValueError(
-            f"`divergence` is a {type(divergence).__name__}: expected an object of a class derived from "
-            "`trl_opsd.losses.Divergence`, whose method `value` computes it from two log-probabilities, one number for "
-            f"each token (docs/extending.md); or a name, one of {', '.join(map(repr, DIVERGENCES))}."
-        )
-    if not isinstance(divergence, Divergence):
-        one_of("divergence", divergence, (None, *DIVERGENCES))
 
 
 def checked_args(args: DistillationConfig | None, model: Any, divergence: Divergence | str | None) -> OPSDConfig:

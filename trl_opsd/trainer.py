@@ -16,7 +16,7 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.arguments.prepared import prepared
 from trl_opsd.banner import Banner, Described
-from trl_opsd.config import OPSDConfig, check_divergence
+from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.loop.overlap import check_methods
 from trl_opsd.loop.verbs import check_verbs
@@ -30,6 +30,7 @@ from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.run.agreement import agree
+from trl_opsd.run.divergence_options import check_divergence
 from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import explained_argument
 from trl_opsd.run.precision import warn_of_lost_updates
