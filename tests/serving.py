@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +22,49 @@ SECONDS = 300
 POOLING = ("--runner", "pooling", "--pooler-config", '{"task": "token_embed"}')
 
 
+_held: list[socket.socket] = []
+"""Sockets that keep the ports of [`free_port`] from all who ask for any free one."""
+
+
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that nothing else on this machine is given while this process lives.
+
+    It is bound but not listened at, so that a server can listen there that sets SO_REUSEADDR, as all do.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _held.append(holder)
+    return holder.getsockname()[1]
 
 
 @contextmanager
-def running(command: Sequence[str], port: int, log: Path, **environment: str) -> Iterator[None]:
-    """A server that answers at this port, until the context ends."""
+def running(command: Sequence[str], port: int, log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a server that answers at this port, until the context ends."""
     with log.open("w") as file:
         process = subprocess.Popen(
             command, env={**os.environ, **environment}, stdout=file, stderr=file, start_new_session=True
         )
     try:
         _wait_for(process, port, log)
-        yield
+        yield process
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes], seconds: float = 20) -> None:
+    """Ends a server with all of its processes, whether or not it has ended by itself; 0 seconds leave it no time."""
+    if seconds:
+        _signal(process, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+    _signal(process, signal.SIGKILL)  # those that it has left behind, too
+    process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], what: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, what)
 
 
 def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from trl_opsd import OPSDTrainer
 
+pytest.register_assert_rewrite("alike")
+
 
 @pytest.fixture(scope="module")
 def engines_are_shared() -> Iterator[None]:
@@ -33,7 +35,7 @@ def make(tmp_path: Path, engines_are_shared: None) -> Callable[..., OPSDTrainer]
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Config options that point to the server, which holds a student with a tied head."""
+    """Config options that point to a vLLM server, which holds a student with a tied head."""
     import server_lab
 
     with server_lab.running(tmp_path_factory.mktemp("served")) as options:
@@ -44,8 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 def serve(
     server: dict[str, Any], make: Callable[..., OPSDTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., OPSDTrainer]]:
-    """Like `make`, for a trainer that generates with the server; weights are sent over TCP."""
-    import server_lab
+    """Like `make`, for a trainer that generates with the server of `server`, vLLM's over TCP; the last is connected."""
     import tcp_transfer
 
     tcp_transfer.use(monkeypatch)
@@ -54,7 +55,7 @@ def serve(
     def serve(**given: Any) -> OPSDTrainer:
         for before in made:
             before.rollout.close()
-        made.append(make(tied=True, **{**server, "vllm_group_port": server_lab.free_port(), **given}))
+        made.append(make(tied=True, **{**server, **given}))
         return made[-1]
 
     yield serve

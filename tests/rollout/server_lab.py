@@ -39,4 +39,7 @@ def running(folder: Path, model: str | None = None, context: int = CONTEXT) -> I
     path = os.pathsep.join([str(HERE), *sys.path])
     env = {"PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     with serving.running(command, arguments.port, folder / "log", **env):
-        yield {"vllm_mode": "server", "vllm_server_port": arguments.port, "vllm_max_model_length": context}
+        yield {
+            "vllm_mode": "server", "vllm_server_port": arguments.port, "vllm_group_port": free_port(),
+            "vllm_max_model_length": context,
+        }  # fmt: skip

@@ -15,9 +15,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import torch
 
-from trl_opsd.rollout.asking import RowClient
-from trl_opsd.rollout.sessions import session_with
+from trl_opsd.rollout.answers import ServerFacts
+from trl_opsd.rollout.asking import Asking
+from trl_opsd.rollout.sessions import ServerKind
 from trl_opsd.run import bounded_http
 from trl_opsd.run.errors import ServerError
 
@@ -25,6 +27,8 @@ SECONDS = 10.0
 """A test fails when it has waited this long."""
 PROMPTS = [[0], [1], [2], [3]]
 """Each begins with its number, by which the server knows it."""
+KIND = ServerKind(name="vLLM", option="url", address="url", timeout="timeout", context="", health_seconds=1.0)
+FACTS = ServerFacts(model="student", dtype=torch.float32, context=64, block_size=16)
 
 
 class Rows(ThreadingHTTPServer):
@@ -77,8 +81,8 @@ def server() -> Iterator[Rows]:
 def asked(server: Rows, deadline: float = SECONDS) -> Iterator[tuple[int, Any]]:
     """The rows of all prompts."""
     url = f"http://127.0.0.1:{server.server_port}"
-    client = RowClient(url, "student", session_with("The vLLM server", "vllm_server_base_url", url, deadline))
-    return client.write_each(PROMPTS, [{"max_tokens": 8, "seed": 10 + number} for (number,) in PROMPTS])
+    client = Asking(url, KIND.session(url, deadline), FACTS)
+    return client.write_each([(ids, {"max_tokens": 8, "seed": 10 + ids[0]}) for ids in PROMPTS])
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -8,21 +8,28 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 import tiny
+import torch
 
 pytest.importorskip("vllm")
 
 from trl_opsd.rollout import server_client
 from trl_opsd.rollout.server_client import ServerClient
+from trl_opsd.rollout.weight_sync import Stream
 from trl_opsd.run.errors import ServerError
+from trl_opsd.run.server_tokens import ROLLOUT_TOKEN
+from trl_opsd.types import Weight
 
 pytestmark = pytest.mark.vllm
 
 ASKED = "/v1/completions"
+INFO = "/server_info?config_format=json"
+CONFIG = {"model_config": {"dtype": "torch.bfloat16", "max_model_len": 64}, "cache_config": {"block_size": 16}}
 DEADLINE = 1.0
 SLACK = 1.5
 """Seconds beyond the deadline that a busy machine may take."""
@@ -38,7 +45,8 @@ class Faults(ThreadingHTTPServer):
         self.asked: list[str] = []
         models = {"data": [{"id": "student"}]}
         self.answers: dict[str, Any] = {
-            "/health": (200, {}), "/v1/models": (200, models), "/reset_prefix_cache": (200, b"")
+            "/health": (200, {}), "/v1/models": (200, models), "/reset_prefix_cache": (200, b""),
+            INFO: (200, {"vllm_config": CONFIG}),
         }  # fmt: skip
         self.sent = 0
 
@@ -90,6 +98,15 @@ def client(port: int, waits: float = 0.0, kind: type[ServerClient] = ServerClien
     return kind(args, deadline=DEADLINE)
 
 
+def update(speaker: ServerClient) -> None:
+    """Sends weights over no connection."""
+    speaker.communicator = object()
+    try:
+        speaker.update(Stream([Weight.of("a", torch.ones(1))], torch.float32, torch.device("cpu"), lambda split: split))
+    finally:
+        speaker.communicator = None
+
+
 def test_an_absent_server_is_an_error_after_the_server_timeout(faults, caplog):
     faults.server_close()
     began = time.monotonic()
@@ -105,7 +122,7 @@ def test_a_server_that_is_never_ready_is_an_error_after_the_server_timeout(fault
     assert faults.asked.count("/health") >= 2, "it was waited for"
 
     del faults.answers["/health"]
-    monkeypatch.setattr(server_client, "_HEALTH_SECONDS", 0.3)
+    monkeypatch.setattr(server_client, "VLLM", replace(server_client.VLLM, health_seconds=0.3))
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"/health, did not answer within 0.3 seconds\."):
         client(faults.server_port, waits=0.1)
@@ -116,12 +133,12 @@ def test_a_request_is_sent_once_and_has_a_deadline(faults):
     speaker = client(faults.server_port)
     began = time.monotonic()
     with pytest.raises(ServerError, match=r"/v1/completions, did not answer within 1 seconds.*ddp_timeout"):
-        speaker.write([[5]], {})
+        speaker.ask([[5]], {})
     assert time.monotonic() - began < DEADLINE + SLACK
 
     faults.answers[ASKED] = (503, {"error": "busy"})
     with pytest.raises(ServerError, match=r"answered 503: .*busy"):
-        speaker.write([[5]], {})
+        speaker.ask([[5]], {})
     assert faults.asked.count(ASKED) == 2, "once each"
 
     with pytest.raises(ServerError, match="did not answer within 1 seconds"):
@@ -154,7 +171,7 @@ def test_the_deadline_ends_a_request_answered_byte_by_byte(faults, drip):
     faults.answers[ASKED] = drip
     began = time.monotonic()
     with pytest.raises(ServerError, match="did not answer within 1 seconds"):
-        speaker.write([[5]], {})
+        speaker.ask([[5]], {})
     assert time.monotonic() - began < DEADLINE + SLACK
     time.sleep(0.3)
     sent = faults.sent
@@ -166,13 +183,13 @@ def test_the_deadline_ends_a_request_through_a_slow_proxy(faults, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{faults.server_port}")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
-    for path in ("/health", "/v1/models"):
+    for path in ("/health", "/v1/models", INFO):
         faults.answers[f"http://elsewhere.invalid{path}"] = faults.answers[path]
     faults.answers[f"http://elsewhere.invalid{ASKED}"] = dripped_body
     speaker = client(1, vllm_server_base_url="http://elsewhere.invalid")
     began = time.monotonic()
     with pytest.raises(ServerError, match="did not answer within 1 seconds"):
-        speaker.write([[5]], {})
+        speaker.ask([[5]], {})
     assert time.monotonic() - began < DEADLINE + SLACK
 
 
@@ -184,7 +201,7 @@ def test_redirects_are_refused(faults, status):
     speaker = client(faults.server_port)
     faults.answers |= {ASKED: redirect, "/elsewhere": (200, {"choices": []}), "/get_world_size": redirect}
     with pytest.raises(ServerError, match=rf"answered {status}, which redirects to '/elsewhere'.*vllm_server_base_url"):
-        speaker.write([[5]], {})
+        speaker.ask([[5]], {})
     with pytest.raises(ServerError, match="redirects to"):
         speaker.get_world_size()
     assert "/elsewhere" not in faults.asked
@@ -203,13 +220,13 @@ def test_answers_that_are_too_large_or_compressed_are_refused(faults):
     speaker = client(faults.server_port)
     faults.answers[ASKED] = endless
     with pytest.raises(ServerError, match=r"answered more than 1 MiB, the limit for"):
-        speaker.write([[5]], {"max_tokens": 4})
+        speaker.ask([[5]], {"max_tokens": 4})
     assert faults.sent < 32 * 2**20, "and it is not read to its end"
     with pytest.raises(ServerError, match=r"answered more than 9 MiB"):
-        speaker.write([[5] * 1024] * 4, {"max_tokens": 1024})
+        speaker.ask([[5] * 1024] * 4, {"max_tokens": 1024})
     faults.answers[ASKED] = bomb
     with pytest.raises(ServerError, match=r"compressed its answer \('gzip'\), expected plain bytes"):
-        speaker.write([[5]], {})
+        speaker.ask([[5]], {})
 
 
 def choice(**given: Any) -> dict[str, Any]:
@@ -252,12 +269,12 @@ def test_an_answer_that_is_no_completion_is_refused(faults):
     speaker = client(faults.server_port)
     wanted = {"max_tokens": 2, "logprobs": 0, "prompt_logprobs": 0}
     faults.answers[ASKED] = (200, {"choices": [choice()]})
-    (good,) = speaker.write([[5, 6]], wanted)
+    (good,) = speaker.ask([[5, 6]], wanted)
     assert (good.completion_ids, good.prompt_logprobs, good.logprobs) == ([7, 8], [-1.5], [-0.5, -2])
     for made, message in GARBAGE.values():
         faults.answers[ASKED] = (200, made())
         with pytest.raises(ServerError, match=message):
-            speaker.write([[5, 6]], wanted)
+            speaker.ask([[5, 6]], wanted)
 
 
 @pytest.mark.parametrize("models", [{}, {"data": []}, {"data": [{}]}, {"data": [{"id": 3}]}, [1], b"", b"x"], ids=str)
@@ -268,24 +285,21 @@ def test_a_server_that_names_no_model_is_refused(faults, models):
 
 
 def test_a_server_that_does_not_describe_itself_is_refused(faults):
-    where = "/server_info?config_format=json"
     speaker = client(faults.server_port)
-    faults.answers[where] = (404, {})
+    assert (speaker.facts.model, str(speaker.facts.dtype), speaker.facts.context) == ("student", "torch.bfloat16", 64)
+    faults.answers[INFO] = (404, {})
     with pytest.raises(RuntimeError, match="VLLM_SERVER_DEV_MODE=1"):
-        speaker.facts()
-    good = {"model_config": {"dtype": "torch.bfloat16", "max_model_len": 64}, "cache_config": {"block_size": 16}}
-    faults.answers[where] = (200, {"vllm_config": good})
-    assert (str(speaker.facts().dtype), speaker.facts().context) == ("torch.bfloat16", 64)
+        client(faults.server_port)
     for wrong, message in [
         ({}, "/server_info is incomplete or malformed"),
         ({"vllm_config": [1]}, "/server_info is incomplete"),
         ({"vllm_config": {}}, "model_config=None"),
-        ({"vllm_config": {**good, "model_config": {"dtype": "save"}}}, "computes in 'save': expected one of"),
-        ({"vllm_config": {**good, "cache_config": {"block_size": -1}}}, "block_size=-1: expected a number of tokens"),
+        ({"vllm_config": {**CONFIG, "model_config": {"dtype": "save"}}}, "computes in 'save': expected one of"),
+        ({"vllm_config": {**CONFIG, "cache_config": {"block_size": -1}}}, "block_size=-1: expected a number of tokens"),
     ]:
-        faults.answers[where] = (200, wrong)
+        faults.answers[INFO] = (200, wrong)
         with pytest.raises(ServerError, match=message):
-            speaker.facts()
+            client(faults.server_port)
     for wrong in ({}, {"world_size": 0}, {"world_size": 1.5}, {"world_size": True}):
         faults.answers["/get_world_size"] = (200, wrong)
         with pytest.raises(ServerError, match="get_world_size"):
@@ -295,13 +309,13 @@ def test_a_server_that_does_not_describe_itself_is_refused(faults):
 @pytest.mark.parametrize(
     ("path", "ask"),
     [
-        ("/v1/models", lambda speaker: client(int(speaker.base_url.rpartition(":")[2]))),
-        ("/server_info?config_format=json", lambda speaker: speaker.facts()),
+        ("/v1/models", lambda speaker: client(int(speaker.url.rpartition(":")[2]))),
+        (INFO, lambda speaker: client(int(speaker.url.rpartition(":")[2]))),
         ("/get_world_size", lambda speaker: speaker.get_world_size()),
-        ("/server_info?config_format=json", lambda speaker: speaker.init_communicator(0)),
-        (ASKED, lambda speaker: speaker.write([[5]], {})),
+        (ASKED, lambda speaker: speaker.knows(100)),
+        (ASKED, lambda speaker: speaker.ask([[5]], {})),
         ("/reset_prefix_cache", lambda speaker: speaker.forget_prefixes()),
-        ("/start_weight_update", lambda speaker: speaker.update_named_params([("a", "float32", [1])], iter([]))),
+        ("/start_weight_update", lambda speaker: update(speaker)),
     ],
 )
 def test_an_error_of_the_server_is_quoted(faults, path, ask):
@@ -332,7 +346,7 @@ def test_a_prefix_cache_that_is_not_reset_in_time_is_an_error(faults, monkeypatc
 
     faults.answers |= {"/reset_prefix_cache": (200, {"success": False}), "/start_weight_update": (200, {})}
     with pytest.raises(ServerError, match="did not reset its prefix cache because it is serving other requests"):
-        speaker.update_named_params([("a", "float32", [1])], iter([]))
+        update(speaker)
     assert "/start_weight_update" not in faults.asked, "weights are not replaced while rows are written"
 
 
@@ -340,10 +354,10 @@ def test_a_dropped_connection_is_an_error(faults):
     speaker = client(faults.server_port)
     faults.answers[ASKED] = lambda handler: handler.connection.shutdown(socket.SHUT_RDWR)
     with pytest.raises(ServerError, match=r"failed, see its log: ServerDisconnectedError"):
-        speaker.write([[5]], {})
+        speaker.ask([[5]], {})
     faults.answers[ASKED] = lambda handler: handler.send(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}")
     with pytest.raises(ServerError, match=r"failed, see its log: ClientPayloadError"):
-        speaker.write([[5]], {})
+        speaker.ask([[5]], {})
     assert faults.asked.count(ASKED) == 2
 
 
@@ -354,6 +368,20 @@ def test_requests_to_loopback_bypass_the_proxy(faults, monkeypatch):
     assert client(faults.server_port).model == "student"
 
 
+def test_a_key_is_sent_and_asked_for(faults, monkeypatch):
+    def guarded(handler: _Handler) -> None:
+        knows = handler.headers.get("Authorization") == "Bearer s3cret"
+        found = {"data": [{"id": "student"}]} if knows else {"error": "Unauthorized"}
+        handler.send(f"HTTP/1.1 {200 if knows else 401} X\r\nConnection: close\r\n\r\n{json.dumps(found)}".encode())
+
+    monkeypatch.delenv(ROLLOUT_TOKEN, raising=False)
+    faults.answers["/v1/models"] = guarded
+    with pytest.raises(ServerError, match=f"answered 401: .*Set the environment variable `{ROLLOUT_TOKEN}` to its key"):
+        client(faults.server_port)
+    monkeypatch.setenv(ROLLOUT_TOKEN, "s3cret")
+    assert client(faults.server_port).facts.model == "student"
+
+
 class NoRequests(ServerClient):
     """A client whose server answers at once, at any address."""
 
@@ -362,6 +390,9 @@ class NoRequests(ServerClient):
 
     def _get(self, url):
         return {"data": [{"id": "student"}]}
+
+    def get_server_info(self):
+        return CONFIG
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import socket
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import tiny
@@ -13,99 +12,42 @@ import torch
 pytest.importorskip("vllm")
 
 import tcp_transfer
-from processes import SECONDS, launch
-from server_lab import CONTEXT, free_port
-from test_vllm_sync import Watch
-from vllm_lab import by_hf, gap, lora, student, two_end_tokens
+from alike import Alike, stir
+from server_lab import CONTEXT
+from vllm_lab import by_hf, gap, student
 
+from trl_opsd.rollout import answers, weight_sync
 from trl_opsd.rollout import vllm_server as backend
-from trl_opsd.rollout import weight_sync
 from trl_opsd.rollout.asking import Asking
+from trl_opsd.rollout.engine import Row
 from trl_opsd.rollout.server_client import ServerClient
-from trl_opsd.run.errors import SyncError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
-HERE = Path(__file__).parent
 
 
-def test_tokens_of_a_server_equal_those_of_generate(serve, tmp_path):
-    model = student(tmp_path / "student", tied=True)
-    free = serve(model=model, top_k=1)
-    prompts = free.tokenize(tiny.PROMPTS)
-    unended = free.complete(prompts)
-    assert unended == by_hf(free, prompts)
-    assert len({len(ids) for ids in prompts}) > 3, "the prompts are ragged"
-    assert len({tuple(ids) for ids in unended}) == len(prompts), "each has a completion of its own"
+class TestVLLM(Alike):
+    backend, client, sends = backend, ServerClient, "_post"
+    taken = "is not connected .* or another trainer of this process has connected over `vllm_group_port="
 
-    words, end_ids = two_end_tokens(model, unended)
-    trainer = serve(model=model, processing_class=words, top_k=1)
-    completions = trainer.rollout.complete(prompts, 0)
-    assert {ids[-1] for ids in completions if ids[-1] in trainer.eos_token_ids} == end_ids
-    assert completions == by_hf(trainer, prompts), "ended by the server itself, not cut afterwards"
 
-    nearly_full = [prompts[0], [5] * (CONTEXT - 3)]
-    assert trainer.rollout.complete(nearly_full, 0) == by_hf(trainer, nearly_full), "each row has its own room"
+def test_each_row_has_its_own_room(serve):
+    trainer = serve(top_k=1)
+    nearly_full = [*trainer.tokenize(["a"]), [5] * (CONTEXT - 3)]
+    assert trainer.rollout.complete(nearly_full, 0) == by_hf(trainer, nearly_full)
     assert set(tcp_transfer.met_at) == {"127.0.0.1"}, "weights do not pass a public address"
 
 
-@pytest.mark.parametrize("kind", ["everything", "adapter"])
-def test_a_server_has_the_weights_of_each_step(serve, kind):
-    watch = Watch()
-    trainer = serve(max_steps=3, peft_config=None if kind == "everything" else lora(), callbacks=[watch])
-    watch.attach(trainer)
-    before = {name: part.detach().clone() for name, part in trainer.model.named_parameters()}
-    trainer.train()
-
-    assert len(watch.stale) == 3
-    assert min(watch.stale) > 1e-2, "every step moves the student enough to show in a server without it"
-    assert max(watch.synced) <= 1e-4
-    print(f"\nserver, {kind}: {max(watch.synced):.1e}")
-    logged = [row for row in trainer.state.log_history if "sync/bytes" in row]
-    assert len(logged) == 3
-    assert max(row["rollout/logprob_gap"] for row in logged) <= 1e-4
-    assert all(row["sync/seconds"] > 0 and row["sync/proof_seconds"] > 0 for row in logged)
-    whole = sum(weight.base.nbytes for weight in weight_sync.weights_of(trainer.model))
-    assert {row["sync/bytes"] for row in logged} == {whole}
-    for name, part in trainer.model.named_parameters():
-        assert part.requires_grad or torch.equal(part, before[name]), name
-    assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
-
-    trainer.rollout.close()
-    again = serve(model=trainer.model)
-    again.complete(again.tokenize(["a"]))
-    assert gap(again) <= 1e-4, "another training with the same server"
-
-
-def test_weights_that_do_not_arrive_are_detected(serve, monkeypatch):
-    trainer = serve(peft_config=lora())
-    prompt = trainer.tokenize(["a"])
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "weights_of", weight_sync.base_weights_of)
-        with pytest.raises(SyncError, match="It looks like a missing adapter"):
-            trainer.complete(prompt)
-    trainer.complete(prompt)
-    with torch.no_grad():
-        for part in trainer.model.parameters():
-            part.mul_(1.3)
-    with monkeypatch.context() as patch:
-        patch.setattr(ServerClient, "update_named_params", lambda self, announced, weights: None)
-        with pytest.raises(SyncError, match="It looks stale"):
-            trainer.complete(prompt)
-    trainer.complete(prompt)
-    assert gap(trainer) <= 1e-4, "and it does not count as sent"
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ServerClient, "forget_prefixes", lambda self: None)
-        with torch.no_grad():
-            trainer.model.get_output_embeddings().weight.mul_(1.3)
-            trainer.model.get_input_embeddings().weight[5:].mul_(-1)
-        with pytest.raises(SyncError, match="It looks like a stale prefix cache"):
-            trainer.complete(prompt)
+def test_a_port_that_something_else_has_is_refused_at_once(make, server, monkeypatch):
+    tcp_transfer.use(monkeypatch)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"`vllm_group_port={port}`, where .* cannot be listened on"):
+            make(tied=True, **{**server, "vllm_group_port": port})
 
 
 def test_a_server_in_another_precision_is_warned_about(serve, monkeypatch, caplog):
-    facts = ServerClient.facts
-    monkeypatch.setattr(ServerClient, "facts", lambda self: replace(facts(self), dtype=torch.bfloat16))
+    facts = answers.facts
+    monkeypatch.setattr(answers, "facts", lambda *told: replace(facts(*told), dtype=torch.bfloat16))
     trainer = serve()
     assert "computes in torch.bfloat16 and the student in torch.float32" in caplog.text
     assert "start the server with `--dtype float32`" in caplog.text
@@ -122,8 +64,8 @@ def test_options_reach_a_server(serve, monkeypatch):
     texts = trainer.processing_class.batch_decode(trainer.complete(prompts), skip_special_tokens=True)
     assert all(len(text) == 3 and text.isdigit() for text in texts), texts
 
-    write = ServerClient.write
-    monkeypatch.setattr(ServerClient, "write", lambda self, ids, options: write(self, ids[::-1], options))
+    ask = ServerClient.ask
+    monkeypatch.setattr(ServerClient, "ask", lambda self, ids, options: ask(self, ids[::-1], options))
     with pytest.raises(RuntimeError, match=r"For row 0 .* the vLLM server answered another prompt"):
         trainer.complete(prompts)
     monkeypatch.undo()
@@ -135,7 +77,6 @@ def test_options_reach_a_server(serve, monkeypatch):
     assert max(map(max, hot)) >= 100
     free.rollout.close()
     free.readers = replace(free.readers, student_limits=replace(free.limits, vocabulary=100))
-    free.args.vllm_group_port = free_port()
     free.rollout = backend.VLLMServerRollout(free.args)
     assert max(map(max, free.rollout.complete(prompts * 4, 0))) < 100, "ids no tokenizer knows"
 
@@ -163,9 +104,9 @@ def test_a_sampled_row_depends_on_its_seed_alone(serve, monkeypatch, tmp_path):
     rollout, seeds = trainer.rollout, []
     write_each = Asking.write_each
 
-    def recording(self, prompt_ids, options):
-        seeds.append([one["seed"] for one in options])
-        return write_each(self, prompt_ids, options)
+    def recording(self, rows):
+        seeds.append([options["seed"] for _, options in rows])
+        return write_each(self, rows)
 
     monkeypatch.setattr(Asking, "write_each", recording)
     prompts = [trainer.tokenize(["a"])[0]] * 4
@@ -206,9 +147,7 @@ def test_weights_end_a_stream_so_that_no_row_has_two_states(serve):
     prompts = trainer.tokenize(tiny.PROMPTS)
     left, taken = trainer.rollout.stream(prompts, 0), trainer.rollout.stream([*prompts, [5] * (CONTEXT - 2)], 0)
     assert next(taken)[0] == len(prompts), "and the others are under way"
-    with torch.no_grad():
-        for part in trainer.model.parameters():
-            part.mul_(1.3)
+    stir(trainer)
     assert dict(trainer.rollout.stream(prompts, 0)) == dict(enumerate(by_hf(trainer, prompts)))
     assert gap(trainer) <= 1e-4, "the prefix cache was reset, although rows had been under way"
     for stream, rows in ((left, len(prompts)), (taken, len(prompts) + 1)):
@@ -218,19 +157,17 @@ def test_weights_end_a_stream_so_that_no_row_has_two_states(serve):
             list(stream)
 
 
+def backwards(rows: list[Row]) -> list[Row]:
+    """The rows with each other's prompts."""
+    return [(ids, options) for (ids, _), (_, options) in zip(rows[::-1], rows, strict=True)]
+
+
 def test_a_row_of_another_prompt_is_refused(serve, monkeypatch):
     trainer = serve(top_k=1)
     write_each = Asking.write_each
-    monkeypatch.setattr(Asking, "write_each", lambda self, ids, options: write_each(self, ids[::-1], options))
+    monkeypatch.setattr(Asking, "write_each", lambda self, rows: write_each(self, backwards(rows)))
     with pytest.raises(RuntimeError, match=r"For row \d of this batch the vLLM server answered another prompt"):
         list(trainer.rollout.stream(trainer.tokenize(tiny.PROMPTS), 0))
-
-
-def test_a_server_on_loopback_is_refused_to_rows_of_several_machines(serve, monkeypatch):
-    trainer = serve()
-    trainer.rollout._engine._machines = 2
-    with pytest.raises(ValueError, match=r"http://127.0.0.1:\d+ is another place on each of 2 machines: set"):
-        trainer.rollout.stream([[5]], 0)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +178,6 @@ def test_a_server_on_loopback_is_refused_to_rows_of_several_machines(serve, monk
         ({"generation_kwargs": {"skip_reading_prefix_cache": True}}, "is not an option of vLLM"),
         ({"generation_kwargs": {"logprobs": 2}}, "what vllm_sync_check decides"),
         ({"generation_kwargs": {"structured_outputs": object()}}, "not JSON serializable"),
-        ({"vllm_max_model_length": None}, "set `vllm_max_model_length=192`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -253,24 +189,3 @@ def test_an_option_that_cannot_work_with_a_server_is_refused(serve, given, messa
 def test_a_device_that_cannot_send_weights_is_refused(make, server):
     with pytest.raises(ValueError, match=r"needs a CUDA device, got 'cpu'.*Set `vllm_mode='colocate'`"):
         make(tied=True, **server)
-
-
-@pytest.mark.distributed
-@pytest.mark.timeout(SECONDS + 60)
-def test_processes_with_unequal_prompts_get_their_own_completions(server, tmp_path):
-    student(tmp_path / "student", tied=True, seed=7)
-    options = json.dumps({**server, "vllm_group_port": free_port()})
-    launch("fsdp2", HERE / "vllm_served.py", tmp_path, options)
-    results = [json.loads((tmp_path / f"{process}.json").read_text()) for process in range(2)]
-    print(f"\n{results}")
-    for found in results:
-        assert found["processes"] == 2
-        assert found["split"]
-        assert found["completions"] == found["expected"] == found["streamed"]
-        assert len(found["gaps"]) == 4, "before each of three steps, and after the last"
-        assert max(found["gaps"]) <= 1e-4
-    assert [len(found["completions"]) for found in results] == [3, 1]
-    assert len({tuple(ids) for found in results for ids in found["completions"]}) == 4, "they can be told apart"
-    assert len({seed for found in results for seed in found["seeds"]}) == 4
-    assert "answered 400" in results[0]["error"], "the server was asked for more than its context"
-    assert results[1]["error"] == results[0]["error"], "although only the main process talks to the server"

@@ -39,6 +39,8 @@ _TOKENS_BY_DEFAULT = 16
 class ServerFacts:
     """The configuration that a server reports."""
 
+    model: str
+    """The name that requests have to give its model."""
     dtype: torch.dtype
     """The dtype it computes in."""
     context: int
@@ -47,20 +49,27 @@ class ServerFacts:
     """Tokens in a block of its prefix cache."""
 
 
-def facts(info: dict[str, Any]) -> ServerFacts:
+def facts(info: dict[str, Any], model: str) -> ServerFacts:
     """Reads a server's configuration.
+
+    Args:
+        info (`dict`):
+            What it answers.
+        model (`str`):
+            The name of its model.
 
     Raises:
         ServerError: A value is missing or invalid.
     """
-    model, cache = _of(info, "model_config", dict), _of(info, "cache_config", dict)
-    name = _of(model, "dtype", str).removeprefix("torch.")
+    config, cache = _of(info, "model_config", dict), _of(info, "cache_config", dict)
+    name = _of(config, "dtype", str).removeprefix("torch.")
     known = {str(dtype).removeprefix("torch."): dtype for dtype in RELATIVE}
     if name not in known:
         raise ServerError(f"The vLLM server says it computes in {name!r}: expected one of {sorted(known)}.")
     return ServerFacts(
+        model=model,
         dtype=known[name],
-        context=_of(model, "max_model_len", int, is_count),
+        context=_of(config, "max_model_len", int, is_count),
         block_size=_of(cache, "block_size", int, is_count),
     )
 

@@ -2,67 +2,83 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trl_opsd.rollout import answers
+from trl_opsd.rollout.engine import Row
 from trl_opsd.rollout.sessions import content
 from trl_opsd.run.bounded_http import Answer, Answers, BoundedSession
 from trl_opsd.types import Completion
+
+_REQUESTS = 16
+"""Maximum of concurrent requests; prompts with the same options share one."""
 
 
 class Asking:
     """The part of a client that asks for completions.
 
+    Args:
+        url (`str`):
+            The address of the server.
+        session ([`~run.bounded_http.BoundedSession`]):
+            Sends the requests.
+        facts ([`~rollout.answers.ServerFacts`]):
+            The server's configuration.
+
     Attributes:
-        base_url (`str`): the address of the server.
-        model (`str`): the name of its model.
-        session ([`~run.bounded_http.BoundedSession`]): sends the requests.
+        version (`str`, *optional*): always `None`, as the server does not say which weights wrote a completion.
     """
 
-    base_url: str
-    model: str
-    session: BoundedSession
+    def __init__(self, url: str, session: BoundedSession, facts: answers.ServerFacts) -> None:
+        self.url, self.session, self.facts = url, session, facts
+        self.version: str | None = None
 
-    def write(self, prompt_ids: list[list[int]], options: dict[str, Any]) -> list[Completion]:
-        """Generates one completion for each prompt.
+    def write(self, rows: Sequence[Row]) -> list[Completion]:
+        """Generates one completion for each prompt, with one request for all prompts with the same options.
 
         Args:
-            prompt_ids (`list[list[int]]`):
-                Not padded.
-            options (`dict`):
-                For all prompts, named as in the server's API.
+            rows (`Sequence[Row]`):
+                Prompts and their options, named as in the server's API.
         """
+        by_options: dict[str, list[int]] = defaultdict(list)
+        for number, (_, options) in enumerate(rows):
+            by_options[json.dumps(options, sort_keys=True)].append(number)
+
+        def ask(numbers: list[int]) -> list[tuple[int, Completion]]:
+            written = self.ask([rows[number][0] for number in numbers], rows[numbers[0]][1])
+            return list(zip(numbers, written, strict=True))
+
+        with ThreadPoolExecutor(max_workers=_REQUESTS) as pool:
+            found = dict(pair for pairs in pool.map(ask, by_options.values()) for pair in pairs)
+        return [found[number] for number in range(len(rows))]
+
+    def ask(self, prompt_ids: list[list[int]], options: dict[str, Any]) -> list[Completion]:
+        """Generates one completion for each prompt, all with the same options, in one request."""
         answer = self.session.post(
-            self._url, json=self._body(prompt_ids, options), max_bytes=answers.max_answer_bytes(prompt_ids, options)
+            self._route, json=self._body(prompt_ids, options), max_bytes=answers.max_answer_bytes(prompt_ids, options)
         )
         return answers.completions(content(answer), prompt_ids, options)
 
-    def write_each(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> Answers[Completion]:
-        """As [`RowEngine.write_each`], with one request for each prompt."""
+    def write_each(self, rows: Sequence[Row]) -> Answers[Completion]:
+        """As `write`, with one request for each prompt, whose completions are returned as they end."""
 
         def read(row: int, answer: Answer) -> Completion:
-            (completion,) = answers.completions(content(answer), [prompt_ids[row]], options[row])
+            ids, options = rows[row]
+            (completion,) = answers.completions(content(answer), [ids], options)
             return completion
 
-        rows = list(zip(prompt_ids, options, strict=True))
-        bodies = [self._body([ids], theirs) for ids, theirs in rows]
-        most = [answers.max_answer_bytes([ids], theirs) for ids, theirs in rows]
-        return self.session.post_each(self._url, bodies, most, read)
+        bodies = [self._body([ids], options) for ids, options in rows]
+        most = [answers.max_answer_bytes([ids], options) for ids, options in rows]
+        return self.session.post_each(self._route, bodies, most, read)
 
     @property
-    def _url(self) -> str:
-        return f"{self.base_url}/v1/completions"
+    def _route(self) -> str:
+        return f"{self.url}/v1/completions"
 
     def _body(self, prompt_ids: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
-        asked = {"model": self.model, "prompt": prompt_ids, **options}
+        asked = {"model": self.facts.model, "prompt": prompt_ids, **options}
         return {**asked, "return_token_ids": True, "return_tokens_as_token_ids": True}
-
-
-@dataclass
-class RowClient(Asking):
-    """A client of a process that sends no weights."""
-
-    base_url: str
-    model: str
-    session: BoundedSession

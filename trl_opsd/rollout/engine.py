@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from trl_opsd.types import Completion
+
+Row: TypeAlias = tuple[list[int], dict[str, Any]]
+"""A prompt and its options, as [`Engine.write`] takes them."""
 
 
 class Engine(Protocol):
@@ -49,15 +52,3 @@ class Rows(Protocol):
 
     def close(self) -> None:
         """Gives up what has not ended; called from any thread, also while another waits for the next."""
-
-
-class RowEngine(Engine, Protocol):
-    """An engine that returns each row when it has ended, and writes the others meanwhile."""
-
-    def write_each(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> Rows:
-        """Generates as `write`, without other processes. All rows have begun when this returns.
-
-        Args:
-            prompt_ids, options:
-                As for `write`.
-        """

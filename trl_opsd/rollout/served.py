@@ -1,41 +1,120 @@
-"""Takes rows from an engine outside of this process as they end, while the student may already be trained on others."""
+"""Generates with a server of any kind, which is sent whole weights, and takes rows as they end.
+
+The student may be trained on some while others are being written.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
+from accelerate.logging import get_logger
 
 from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
-from trl_opsd.rollout.engine import RowEngine, Rows
-from trl_opsd.rollout.synced import SyncedRollout
+from trl_opsd.models.head import model_shape
+from trl_opsd.rollout.engine import Rows
+from trl_opsd.rollout.one_asks import shared_errors
+from trl_opsd.rollout.server_engine import Client, NewAsker, ServerEngine
+from trl_opsd.rollout.sessions import ServerKind
+from trl_opsd.rollout.sync_proof import RELATIVE
+from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of
+from trl_opsd.rollout.weight_sync import Stream, saved_by
 from trl_opsd.run.rng import derived_seed
-from trl_opsd.types import Completion
+from trl_opsd.types import Completion, Weight
 
-R = TypeVar("R", bound=RowEngine)
+logger = get_logger(__name__)
 
 
-class ServedRollout(SyncedRollout[R]):
-    """A rollout with an engine that has a device of its own, which does not sleep and takes whole weights.
+class ServedRollout(SyncedRollout[ServerEngine]):
+    """A rollout with a server, whose device is its own, and which does not sleep.
+
+    Only the main process talks to the server: it sends the requests of all, and broadcasts the weights, with adapters
+    merged on the way. The student itself is not changed. Rows of a `stream` are asked for by each process.
 
     Args:
         args ([`OPSDConfig`]):
             The options.
+        kind ([`~rollout.sessions.ServerKind`]):
+            The kind of server.
+        client (`Callable[[OPSDConfig, float], Client]`):
+            Connects to it in the main process.
+        asker (`Callable[[str, BoundedSession, Facts], Asker]`):
+            Makes the client of another process.
+
+    Raises:
+        ValueError: No server answers in time.
     """
 
     writes_apart: ClassVar[bool] = True
 
-    def __init__(self, args: OPSDConfig) -> None:
+    def __init__(
+        self, args: OPSDConfig, kind: ServerKind, client: Callable[[OPSDConfig, float], Client], asker: NewAsker
+    ) -> None:
         super().__init__(args)
+        self._kind, self._asker = kind, asker
+        # The other processes wait in a collective meanwhile, for at most `ddp_timeout`.
+        self._deadline = 0.9 * args.ddp_timeout
+        with shared_errors():
+            self._client = client(args, self._deadline) if args.process_index == 0 else None
         self._streams: WeakSet[Rows] = WeakSet()
         self._uses: Counter[int] = Counter()
         self._seeded: Host | None = None
         self._loads = 0
+
+    def bind(self, trainer: Host) -> None:
+        """Compares the server's configuration with the student's, and connects to it for weight syncs. What it was
+        connected for before ends, rows that are being written included.
+
+        Raises:
+            ValueError: Student, device and server are incompatible.
+        """
+        check_student(trainer)
+        engine = ServerEngine(trainer, self._kind, self._client, self._asker, self._deadline)
+        dtype = self._common_dtype(trainer, engine)
+        masked = *range(trainer.limits.vocabulary, model_shape(trainer.model)[0]), *trainer.placeholders
+        sampling = self._sampled(list(trainer.eos_token_ids), [str(token) for token in masked])
+        self._give_up()
+        engine.connect()
+        logger.info(f"Weight sync with {engine.name}: 'full', because a server cannot be sent an adapter alone.")
+        self._set_up(trainer, engine, sampling, dtype)
+
+    def _common_dtype(self, trainer: Host, engine: ServerEngine) -> torch.dtype:
+        """The less precise of the dtypes that server and student compute in."""
+        served, dtype, context = engine.facts.dtype, dtype_of(trainer), trainer.limits.context
+        if context is None or engine.facts.context < context:
+            raise ValueError(
+                f"The {self._kind.name} server takes {engine.facts.context} tokens of prompt and completion, the "
+                f"student {context or 'any number'}: set `vllm_max_model_length={engine.facts.context}`, which is read "
+                "for every engine, so that prompts which are too long are refused before training, or start the server "
+                f"with {self._kind.context}."
+            )
+        if served != dtype:
+            logger.warning(
+                f"The {self._kind.name} server computes in {served} and the student in {dtype}, so completions differ "
+                f"slightly from the student's: start the server with `--dtype {str(dtype).removeprefix('torch.')}`."
+            )
+        return max(dtype, served, key=RELATIVE.__getitem__)
+
+    @abstractmethod
+    def _sampled(self, end_ids: list[int], masked: list[str]) -> dict[str, Any]:
+        """The options of every completion, which ends with the first of `end_ids` and has none of the `masked` ids."""
+
+    @abstractmethod
+    def _weights(self) -> list[Weight]:
+        """The weights to send."""
+
+    def _send(self) -> int:
+        trainer, engine = self._trainer, self._engine
+        how = engine.facts.dtype, engine.device, trainer.gathered
+        stream = Stream(self._weights(), *how, saved_by(trainer.model))
+        engine.load(stream)
+        return stream.bytes
 
     def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
         rows = self.stream_completions(prompt_ids, step)
@@ -81,6 +160,10 @@ class ServedRollout(SyncedRollout[R]):
                 f"{missing} of {len(prompt_ids)} rows were given up, because {self._engine.name} was sent weights or "
                 "closed while it wrote them: take all rows of a stream first."
             )
+
+    def _begun(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
+        self._engine.check_connected()
+        return super()._begun(prompt_ids)
 
     def sync_weights(self) -> None:
         """As for every engine. Rows of a stream that have not ended are given up, so that none is written with two

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic, sleep
 from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
 
 from trl_opsd._compat.trl import VLLMClient
 from trl_opsd.config import OPSDConfig
 from trl_opsd.rollout import answers
 from trl_opsd.rollout.asking import Asking
-from trl_opsd.rollout.sessions import content, session_with, wait_for_server
-from trl_opsd.run.bounded_http import is_loopback
+from trl_opsd.rollout.sessions import ServerKind, accepts, content
+from trl_opsd.rollout.weight_sync import Stream
+from trl_opsd.run.addresses import is_this_machine
 from trl_opsd.run.errors import ServerError
 
-_HEALTH_SECONDS = 10.0
-"""A running server answers health checks at once, however busy its model is."""
+VLLM = ServerKind(
+    name="vLLM",
+    option="vllm_server_base_url",
+    address="`vllm_server_host`, `vllm_server_port` or `vllm_server_base_url`",
+    timeout="vllm_server_timeout",
+    context="a larger `--max-model-len`",
+    health_seconds=10.0,
+)
 _ABORT_SECONDS = 10.0
 """A server ends requests whose connection was closed after the decoding step that is under way."""
+_connected: WeakValueDictionary[int, ServerClient] = WeakValueDictionary()
+"""The client that each group port of this process was last used by."""
 
 
 class ServerClient(Asking, VLLMClient):
@@ -39,7 +53,8 @@ class ServerClient(Asking, VLLMClient):
     def __init__(self, args: OPSDConfig, deadline: float) -> None:
         self._deadline = deadline
         with answers.parsing("/v1/models"):
-            super().__init__(
+            VLLMClient.__init__(
+                self,
                 base_url=args.vllm_server_base_url,
                 host=args.vllm_server_host,
                 server_port=args.vllm_server_port,
@@ -48,6 +63,7 @@ class ServerClient(Asking, VLLMClient):
             )
             if not isinstance(self.model, str):
                 raise TypeError(f"expected the name of a model, got {self.model!r}")
+        Asking.__init__(self, self.base_url, self.session, answers.facts(self.get_server_info(), self.model))
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Waits until the server is up. TRL calls this first of all, so the session is set up here.
@@ -55,18 +71,18 @@ class ServerClient(Asking, VLLMClient):
         Raises:
             ValueError: It is not up in time.
         """
-        self.session = session_with("The vLLM server", "vllm_server_base_url", self.base_url, self._deadline)
-        address = "`vllm_server_host`, `vllm_server_port` or `vllm_server_base_url`"
-        wait_for_server("vLLM", self.base_url, self._health_error, total_timeout, "vllm_server_timeout", address)
+        self.session = VLLM.session(self.base_url, self._deadline)
+        VLLM.wait(self.session, self.base_url, total_timeout)
 
     @property
     def is_loopback(self) -> bool:
         """Whether the server is on this machine, by its address."""
-        return is_loopback(self.host)
+        return is_this_machine(self.host)
 
-    def facts(self) -> answers.ServerFacts:
-        """The configuration that the server reports."""
-        return answers.facts(self.get_server_info())
+    def knows(self, vocabulary: int) -> bool:
+        """Whether the server's model has this many ids or more."""
+        asked = {"max_tokens": 1, "logit_bias": {str(vocabulary - 1): 0.0}}
+        return accepts(self.session.post(self._route, json=self._body([[0]], asked)))
 
     def get_server_info(self) -> dict[str, Any]:
         """As TRL's, with the answer validated."""
@@ -79,10 +95,43 @@ class ServerClient(Asking, VLLMClient):
         with answers.parsing("/get_world_size"):
             return answers.world_size(super().get_world_size())
 
-    def update_named_params(self, metadata: Any, named_params: Any) -> None:
-        """As TRL's, once no row is being written: a server whose weights are replaced during a decoding step dies."""
+    def connect(self, device: torch.device) -> torch.device:
+        """Connects to the server to send weights; with one on this machine the rendezvous is on loopback, not on a
+        public address. What this process was connected to over the same port is left: one client at a time can be.
+
+        Raises:
+            ValueError: Weights cannot be sent from this device, or something else listens at the port.
+        """
+        _connected.get(self.group_port, self).close()
+        self.close()
+        _check_free(self.group_port)
+        try:
+            with _rendezvous_at("127.0.0.1" if self.is_loopback else None):
+                self.init_communicator(device)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"`vllm_mode='server'`: {error} Set `vllm_mode='colocate'` or `use_vllm=False`."
+            ) from error
+        except BaseException:
+            self.close()  # else the port would be held
+            raise
+        _connected[self.group_port] = self
+        return device
+
+    def check_connected(self) -> None:
+        """Raises `ServerError` if another may be connected instead: a vLLM server does not say whose weights it has."""
+        if self.communicator is None:
+            raise ServerError(
+                f"The vLLM server at {self.url} is not connected to any more: the rollout was closed, or another "
+                f"trainer of this process has connected over `vllm_group_port={self.group_port}`. Build the trainer "
+                "again; two at the same time need a server and a port each."
+            )
+
+    def update(self, stream: Stream) -> None:
+        """Replaces all weights, once no row is written: new weights during a decoding step would end the server."""
+        self.check_connected()
         self.forget_prefixes()
-        super().update_named_params(metadata, named_params)
+        self.update_named_params(stream.announced(), iter(stream))
 
     def forget_prefixes(self) -> None:
         """Resets the prefix cache, which was computed with earlier weights.
@@ -91,40 +140,41 @@ class ServerClient(Asking, VLLMClient):
             ServerError: It still serves other requests after the time that it takes to end rows that were given up.
         """
         began = monotonic()
-        while self._post(f"{self.base_url}/reset_prefix_cache", json={}).get("success") is False:
+        while self._post(f"{self.url}/reset_prefix_cache", json={}).get("success") is False:
             if monotonic() - began >= _ABORT_SECONDS:
                 raise ServerError(
-                    f"The vLLM server at {self.base_url} did not reset its prefix cache because it is serving other "
+                    f"The vLLM server at {self.url} did not reset its prefix cache because it is serving other "
                     "requests; completions would come from earlier weights. Use it for a single training run."
                 )
             sleep(0.1)
 
-    def init_communicator(self, device: Any = 0) -> None:
-        """As TRL's, but with a server on this machine the rendezvous is on loopback, not on a public address.
-
-        Raises:
-            ValueError: Weights cannot be sent from this device.
-        """
-        try:
-            with _rendezvous_at("127.0.0.1" if self.is_loopback else None):
-                super().init_communicator(device)
-        except NotImplementedError as error:
-            raise ValueError(
-                f"`vllm_mode='server'`: {error} Set `vllm_mode='colocate'` or `use_vllm=False`."
-            ) from error
-
-    def _health_error(self) -> str | None:
-        try:
-            status = self.session.get(f"{self.base_url}/health", seconds=_HEALTH_SECONDS).status_code
-        except ServerError as error:
-            return str(error)
-        return None if status == 200 else f"/health answers {status}, not 200"
+    def close(self) -> None:
+        """Disconnects, so that the port is free, and another training run can use the server."""
+        atexit.unregister(self.close_communicator)
+        self.close_communicator()
 
     def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return content(self.session.get(url, **kwargs))
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return content(self.session.post(url, **kwargs))
+
+
+def _check_free(port: int) -> None:
+    """Refuses a port that something listens at: the server would connect to that, and both would wait for minutes.
+
+    Raises:
+        ValueError: Something does, or this process may not listen there.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ValueError(
+                f"`vllm_group_port={port}`, where the vLLM server meets this process, cannot be listened on ({error}): "
+                "set it to a free port; another training on this machine may have this one."
+            ) from error
 
 
 @contextmanager

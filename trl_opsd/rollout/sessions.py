@@ -1,18 +1,20 @@
-"""What the clients of all servers have in common: the limits of their requests, and where a server is."""
+"""What the clients of all rollout servers have in common: their requests, their key, and where a server is."""
 
 from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any
-from urllib.parse import urlparse
+from urllib.parse import urlsplit
 
 from accelerate.utils import gather_object
 
-from trl_opsd.run.bounded_http import Answer, BoundedSession, is_loopback
+from trl_opsd.run.addresses import is_this_machine
+from trl_opsd.run.bounded_http import Answer, BoundedSession
 from trl_opsd.run.errors import ServerError
+from trl_opsd.run.server_tokens import ROLLOUT_TOKEN, token_header
 
 logger = logging.getLogger(__name__)
 
@@ -20,78 +22,93 @@ _BETWEEN = 2.0
 """Seconds between two questions whether a server is up."""
 
 
-def session_with(server: str, option: str, base_url: str, deadline: float) -> BoundedSession:
-    """A session with a server whose requests have to be answered within `deadline` seconds, to the last byte.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerKind:
+    """What messages say of a kind of server, and how it is waited for."""
 
-    Args:
-        server (`str`):
-            What answers, as an error message begins.
-        option (`str`):
-            The option with its address.
-        base_url (`str`):
-            The address.
-        deadline (`float`):
-            Seconds, nine tenths of `ddp_timeout`.
-    """
-    origin = ", nine tenths of `ddp_timeout`: see its log, and raise `ddp_timeout` if it only needs longer."
-    # A proxy cannot reach our loopback.
-    trust_env = not is_loopback(urlparse(base_url).hostname)
-    return BoundedSession(server, option, deadline, origin, trust_env)
+    name: str
+    """What it is called."""
+    option: str
+    """The option with its address."""
+    address: str
+    """All options that its address follows from, in words."""
+    timeout: str
+    """The option that says how long to wait for it."""
+    context: str
+    """How it is started with a longer context, in words."""
+    health_seconds: float
+    """A server that is up answers health checks within this time, however busy its model is."""
 
+    def session(self, url: str, deadline: float) -> BoundedSession:
+        """A session with a server whose requests have to be answered within `deadline` seconds, to the last byte.
 
-def wait_for_server(
-    kind: str, base_url: str, why_not: Callable[[], str | None], seconds: float, timeout: str, address: str
-) -> None:
-    """Waits until a server is up.
+        Raises:
+            ValueError: The token in the environment cannot be sent.
+        """
+        origin = ", nine tenths of `ddp_timeout`: see its log, and raise `ddp_timeout` if it only needs longer."
+        # A proxy cannot reach our loopback.
+        trust_env = not is_this_machine(urlsplit(url).hostname)
+        headers = token_header(ROLLOUT_TOKEN)
+        return BoundedSession(f"The {self.name} server", self.option, deadline, origin, trust_env, headers)
 
-    Args:
-        kind (`str`):
-            What it is, in messages.
-        base_url (`str`):
-            Its address.
-        why_not (`Callable`):
-            Asks it; returns why it is not up, or `None`.
-        seconds (`float`):
-            How long to wait.
-        timeout, address (`str`):
-            The options with both.
+    def wait(self, session: BoundedSession, url: str, seconds: float) -> None:
+        """Waits until a server is up.
 
-    Raises:
-        ValueError: It is not up in time.
-    """
-    began, has_warned = monotonic(), False
-    while why := why_not():
-        if monotonic() - began >= seconds:
+        Raises:
+            ValueError: It is not up in time.
+        """
+        began, has_warned = monotonic(), False
+        while why := self._why_not_up(session, url):
+            if monotonic() - began >= seconds:
+                raise ValueError(
+                    f"No {self.name} server at {url} after `{self.timeout}={seconds:g}` seconds: {why}. Start one as "
+                    f"docs/rollouts.md says, or correct {self.address}."
+                )
+            if not has_warned:
+                logger.warning(f"No {self.name} server at {url} yet, waiting for up to {seconds:g} seconds.")
+                has_warned = True
+            sleep(min(_BETWEEN, max(seconds, 0.0)))
+
+    def _why_not_up(self, session: BoundedSession, url: str) -> str | None:
+        try:
+            status = session.get(f"{url}/health", seconds=self.health_seconds).status_code
+        except ServerError as error:
+            return str(error)
+        return None if status == 200 else f"/health answers {status}, not 200"
+
+    def check_reached_by_all(self, url: str, machines: int) -> None:
+        """Refuses an address that is another place on each of several machines, where each process asks for its rows.
+
+        Raises:
+            ValueError: It is loopback.
+        """
+        if machines > 1 and is_this_machine(urlsplit(url).hostname):
             raise ValueError(
-                f"No {kind} server at {base_url} after `{timeout}={seconds:g}` seconds: {why}. Start one as "
-                f"docs/rollouts.md says, or correct {address}."
+                f"Each process takes its rows from the {self.name} server, but {url} is another place on each of "
+                f"{machines} machines: set {self.address} to an address that all of them reach."
             )
-        if not has_warned:
-            logger.warning(f"No {kind} server at {base_url} yet, waiting for up to {seconds:g} seconds.")
-            has_warned = True
-        sleep(min(_BETWEEN, max(seconds, 0.0)))
 
 
 def content(answer: Answer, kind: type = dict) -> Any:
     """What a server answered, an object or a list, if it did what it was asked."""
     if answer.status_code != 200:
-        raise ServerError(f"{answer.asked} answered {answer.status_code}: {answer.text[:500]}")
+        key = f" Set the environment variable `{ROLLOUT_TOKEN}` to its key." if answer.status_code in (401, 403) else ""
+        raise ServerError(f"{answer.asked} answered {answer.status_code}: {answer.text[:500]}{key}")
     return answer.json(kind) if answer.content else kind()
+
+
+def accepts(answer: Answer) -> bool:
+    """Whether a server knows the id that it was asked to bias.
+
+    Raises:
+        ServerError: It refuses for another reason.
+    """
+    if answer.status_code == 400 and b"logit_bias" in answer.content:
+        return False
+    content(answer)
+    return True
 
 
 def machines() -> int:
     """The number of machines of the launch. Collective."""
     return len(set(gather_object([socket.gethostname()])))
-
-
-def check_reached_by_all(server: str, base_url: str, machines: int, options: str) -> None:
-    """Refuses an address that is another place on each of several machines, where each process asks for its own rows.
-
-    Raises:
-        ValueError: It is loopback.
-    """
-    if machines > 1 and is_loopback(urlparse(base_url).hostname):
-        raise ValueError(
-            f"Each process takes its rows from {server}, but {base_url} is another place on each of {machines} "
-            f"machines: set {options} to an address that all of them reach."
-        )

@@ -1,26 +1,24 @@
 """Asks an SGLang server for completions, all at once or row by row; any process can, and it knows nothing of weights.
 
-SGLang's server ends if it is sent an empty prompt or an id outside of its vocabulary, so prompts are checked before.
+SGLang's server ends if it is sent an empty prompt or an id outside of its vocabulary: prompts are checked before they
+come here.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 from uuid import uuid4
 
 from trl_opsd.rollout import sglang_answers as answers
+from trl_opsd.rollout.engine import Row
 from trl_opsd.rollout.sessions import content
 from trl_opsd.run.bounded_http import Answer, Answers, BoundedSession
 from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
 
 logger = logging.getLogger(__name__)
-
-Row: TypeAlias = tuple[list[int], dict[str, Any]]
-"""A prompt and its options: `logprobs`, `prompt_logprobs`, `max_tokens` and `seed` as in
-[`~rollout.engine.Engine.write`], all others named as in SGLang's `sampling_params`."""
 
 _OF_THE_PROTOCOL = ("logprobs", "prompt_logprobs", "max_tokens", "seed")
 """Options that are named otherwise in SGLang, or not read by it."""
@@ -45,39 +43,26 @@ class SGLangAsking:
         self.url, self.session, self.facts = url, session, facts
         self.version: str | None = None
 
-    def knows(self, vocabulary: int) -> bool:
-        """Whether the server's model has this many ids or more; another would end at the first that it lacks."""
-        asked = {"max_new_tokens": 1, "logit_bias": {str(vocabulary - 1): 0.0}}
-        answer = self.session.post(f"{self.url}/generate", json={"input_ids": [0], "sampling_params": asked})
-        if answer.status_code == 400 and b"logit_bias" in answer.content:
-            return False
-        content(answer)
-        return True
-
-    def write(self, rows: Sequence[Row], vocabulary: int) -> list[Completion]:
+    def write(self, rows: Sequence[Row]) -> list[Completion]:
         """Generates one completion for each prompt, in one request, so that the server can fill its batches.
 
         A prompt that fills the context of the server gets an empty completion.
 
         Args:
             rows (`Sequence[Row]`):
-                Prompts and their options.
-            vocabulary (`int`):
-                Number of ids that may be sent.
-
-        Raises:
-            ValueError: A prompt is empty, or has an id outside of the vocabulary. Nothing was sent.
+                Prompts and their options: `logprobs`, `prompt_logprobs`, `max_tokens` and `seed` as in
+                [`~rollout.engine.Engine.write`], all others named as in SGLang's `sampling_params`.
         """
-        fitting, found = self._fitting(rows, vocabulary)
+        fitting, found = self._fitting(rows)
         if fitting:
             body, most, read = self._request([rows[number] for number in fitting])
             written = read(self.session.post(f"{self.url}/generate", json=body, max_bytes=most))
             found.update(zip(fitting, written, strict=True))
         return [found[number] for number in range(len(rows))]
 
-    def write_each(self, rows: Sequence[Row], vocabulary: int) -> SGLangRows:
+    def write_each(self, rows: Sequence[Row]) -> SGLangRows:
         """As `write`, with one request for each prompt, whose completions are returned as they end."""
-        fitting, unasked = self._fitting(rows, vocabulary)
+        fitting, unasked = self._fitting(rows)
         requests = [self._request([rows[number]]) for number in fitting]
 
         def read(number: int, answer: Answer) -> Completion:
@@ -87,10 +72,8 @@ class SGLangAsking:
         bodies, most = [body for body, _, _ in requests], [size for _, size, _ in requests]
         return SGLangRows(unasked, fitting, self.session.post_each(f"{self.url}/generate", bodies, most, read))
 
-    def _fitting(self, rows: Sequence[Row], vocabulary: int) -> tuple[list[int], dict[int, Completion]]:
+    def _fitting(self, rows: Sequence[Row]) -> tuple[list[int], dict[int, Completion]]:
         """The numbers of the prompts that the server reads, and the empty completions of the others."""
-        for number, (ids, _) in enumerate(rows):
-            _check_prompt(number, ids, vocabulary)
         fitting = [number for number, (ids, _) in enumerate(rows) if len(ids) <= self.facts.longest_prompt]
         empty = {
             number: Completion(prompt_ids=ids, completion_ids=[], prompt_logprobs=[], logprobs=[])
@@ -158,17 +141,6 @@ class SGLangRows:
     def close(self) -> None:
         """Gives up what has not ended; called from any thread, also while another waits for the next."""
         self._answers.close()
-
-
-def _check_prompt(number: int, ids: list[int], vocabulary: int) -> None:
-    if not ids:
-        raise ValueError(f"Prompt {number} of a batch is empty, and cannot be sent to an SGLang server.")
-    for token in ids:
-        if type(token) is not int or not 0 <= token < vocabulary:
-            raise ValueError(
-                f"Prompt {number} of a batch has the id {token!r}, and cannot be sent to an SGLang server: expected "
-                f"ids from 0 to {vocabulary - 1}."
-            )
 
 
 def _scored(options: dict[str, Any]) -> bool | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -15,14 +15,19 @@ from torch import Tensor
 from trl_opsd._compat.weight_group import MEET_SECONDS, WeightGroup
 from trl_opsd.config import OPSDConfig
 from trl_opsd.rollout import sglang_answers as answers
-from trl_opsd.rollout.sessions import content, session_with, wait_for_server
+from trl_opsd.rollout.sessions import ServerKind, accepts, content
 from trl_opsd.rollout.sglang_asking import SGLangAsking
 from trl_opsd.rollout.weight_sync import BUCKET_BYTES
-from trl_opsd.run.bounded_http import BoundedSession
 from trl_opsd.run.errors import ServerError
 
-_HEALTH_SECONDS = 30.0
-"""A health check writes a token, which takes a second, and up to 20 on a server that is busy with others."""
+SGLANG = ServerKind(
+    name="SGLang",
+    option="sglang_server_url",
+    address="`sglang_server_url`",
+    timeout="sglang_server_timeout",
+    context="a larger `--context-length` or more memory for its cache",
+    health_seconds=30.0,  # one writes a token, which takes a second, and up to 20 on a server that is busy with others
+)
 _IDLE_SECONDS = 10.0
 """A server may still be ending requests that it has answered, or whose connection was closed."""
 _BYTES_PER_SECOND = 1e7
@@ -45,13 +50,16 @@ class SGLangClient(SGLangAsking):
 
     def __init__(self, args: OPSDConfig, deadline: float) -> None:
         url = str(args.sglang_server_url).rstrip("/")
-        session = session_with("The SGLang server", "sglang_server_url", url, deadline)
-        seconds = args.sglang_server_timeout
-        why_not = partial(_health_error, session, url)
-        wait_for_server("SGLang", url, why_not, seconds, "sglang_server_timeout", "`sglang_server_url`")
+        session = SGLANG.session(url, deadline)
+        SGLANG.wait(session, url, args.sglang_server_timeout)
         super().__init__(url, session, answers.facts(content(session.get(f"{url}/server_info"))))
         self._group: WeightGroup | None = None
         self._run, self._sent = uuid4().hex[:8], 0
+
+    def knows(self, vocabulary: int) -> bool:
+        """Whether the server's model has this many ids or more; another would end at the first that it lacks."""
+        asked = {"max_new_tokens": 1, "logit_bias": {str(vocabulary - 1): 0.0}}
+        return accepts(self.session.post(f"{self.url}/generate", json={"input_ids": [0], "sampling_params": asked}))
 
     def connect(self, device: torch.device) -> torch.device:
         """Joins a group with the server's workers, that weights are broadcast in.
@@ -63,7 +71,8 @@ class SGLangClient(SGLangAsking):
         Returns:
             `torch.device`: Where weights have to be, to be sent.
         """
-        self.close()  # of another student
+        with suppress(ServerError):  # another one may answer there now
+            self.close()  # of another student
         on_gpus = device.type == self.facts.device == "cuda"
         backend = "nccl" if on_gpus else "gloo"
         # A run that was killed may have left it open; a server that is not updating refuses this.
@@ -94,13 +103,22 @@ class SGLangClient(SGLangAsking):
         self._group = group
         return device if on_gpus else torch.device("cpu")
 
-    def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Replaces all weights, some at a time. If it fails, those of the server are not known."""
+    def check_connected(self) -> None:
+        """Raises `ServerError` if weights cannot be sent any more."""
+        self._connected()
+
+    def _connected(self) -> WeightGroup:
         if self._group is None:
             raise ServerError(
-                f"The SGLang server at {self.url} takes no weights after an update has failed: begin the training anew."
+                f"The SGLang server at {self.url} is not connected to any more, after an update has failed or the "
+                "rollout was closed: begin the training anew."
             )
-        group, self._group, self.version = self._group, None, None  # until all have arrived
+        return self._group
+
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces all weights, some at a time. If it fails, those of the server are not known."""
+        group = self._connected()
+        self._group = self.version = None  # until all have arrived
         self._sent += 1
         version = f"{self._run}-{self._sent}"
         try:
@@ -146,8 +164,10 @@ class SGLangClient(SGLangAsking):
         """Leaves the group, so that another training run can use the server."""
         group, self._group = self._group, None
         if group is not None:
-            self._call("destroy_weights_update_group", group_name=self._name)
-            group.close()
+            try:
+                self._call("destroy_weights_update_group", group_name=self._name)
+            finally:
+                group.close()
 
     def _call(self, path: str, within: float | None = None, **asked: Any) -> None:
         answer = content(self.session.post(f"{self.url}/{path}", json=asked, seconds=within))
@@ -155,15 +175,7 @@ class SGLangClient(SGLangAsking):
             raise ServerError(f"The SGLang server, asked for /{path}, answered {str(answer)[:500]}.")
 
 
-def _health_error(session: BoundedSession, url: str) -> str | None:
-    try:
-        status = session.get(f"{url}/health", seconds=_HEALTH_SECONDS).status_code
-    except ServerError as error:
-        return str(error)
-    return None if status == 200 else f"/health answers {status}, not 200"
-
-
-def _buckets(weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     """Groups weights, as the server holds those of one request besides its own."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0

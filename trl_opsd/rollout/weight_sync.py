@@ -31,8 +31,8 @@ class Stream:
     """An iterator over weights by the names of a checkpoint, which counts the bytes.
 
     Every process has to iterate over all of them, because gathering is collective: under ZeRO-3 by bucket, under FSDP2
-    by weight, after it was computed on the shards. A `with` block yields the iterator, and exhausts it at the end, also
-    after an error.
+    by weight, after it was computed on the shards. A `with` block yields the iterator, which the stream itself iterates
+    over inside of it, and exhausts it at the end, also after an error.
     """
 
     weights: list[Weight]
@@ -51,6 +51,9 @@ class Stream:
     def __exit__(self, *exception: object) -> None:
         for _ in self._drawn:
             pass
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._drawn
 
     def announced(self) -> list[tuple[str, str, list[int]]]:
         """Name, dtype and shape of each, in order; nothing is computed or gathered."""

@@ -7,7 +7,6 @@ a [`ServerError`].
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -254,17 +253,6 @@ class Answers(Iterator[tuple[int, T]]):
                 self._missing.popitem()[0].cancel()
 
     __del__ = close
-
-
-def is_loopback(host: str | None) -> bool:
-    """Whether a host is this machine, by its address; no proxy can reach it."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host or "")
-    except ValueError:
-        return False
-    return address.is_loopback or address.is_unspecified
 
 
 def _check_head(asked: str, response: aiohttp.ClientResponse, option: str) -> None:

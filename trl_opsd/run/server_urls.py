@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from trl_opsd.run.server_tokens import TEACHER_TOKEN
+
 ONLY = "teacher"
 """The name of a teacher that is the only one."""
 
@@ -56,7 +58,7 @@ def _url(called: str, given: str) -> str:
     if "@" in given:
         raise ValueError(
             f"`{called}` has a user or a password in it, which would be logged: {expected}; a token is read from the "
-            "environment variable `TRL_OPSD_TEACHER_TOKEN`."
+            f"environment variable `{TEACHER_TOKEN}`."
         )
     if not is_address or parts.query or parts.fragment:
         raise ValueError(f"`{called}={given!r}`: {expected}, with `http://` or `https://` and a host.")

@@ -6,7 +6,6 @@ Requests hold token ids, never text. A row is one request.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from asyncio import sleep, to_thread
 from collections.abc import Sequence
@@ -18,14 +17,14 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor, distributed
 
-from trl_opsd.run.bounded_http import Answer, Background, BoundedSession, is_loopback
+from trl_opsd.run.addresses import is_this_machine
+from trl_opsd.run.bounded_http import Answer, Background, BoundedSession
 from trl_opsd.run.errors import ServerError
+from trl_opsd.run.server_tokens import TEACHER_TOKEN, token_header
 from trl_opsd.teacher.answered_states import START, Expected
 
 logger = logging.getLogger(__name__)
 
-TOKEN = "TRL_OPSD_TEACHER_TOKEN"
-"""The environment variable with the token that a server on another host asks for."""
 _HEALTH_SECONDS = 10.0
 """A running server answers these at once, however busy its model is."""
 _BUSY = (429, 503)
@@ -95,14 +94,13 @@ class Replica:
         self.failed_at = 0.0
         self._facts: Facts | None = None
         self._deadline = deadline
-        token = os.environ.get(TOKEN)
         self._session = BoundedSession(
             "The teacher's server",
             "teacher_server_url",
             deadline,
             ", which follows from `ddp_timeout`: see its log, and raise `ddp_timeout` if it only needs longer.",
-            trust_env=not is_loopback(urlsplit(url).hostname or ""),
-            headers={"Authorization": f"Bearer {token}"} if token else None,
+            trust_env=not is_this_machine(urlsplit(url).hostname),
+            headers=token_header(TEACHER_TOKEN),
             background=background,
         )
 
@@ -180,7 +178,7 @@ def _check_status(answer: Answer) -> None:
     if status == 200:
         return
     if status in (401, 403):
-        why = f"it asks for a token: set the environment variable `{TOKEN}` to what the server was started with."
+        why = f"it asks for a token: set the environment variable `{TEACHER_TOKEN}` to that of the server."
     elif status == 404 and "does not exist" not in said:
         why = f"it has no such route, as a server that generates, or that is no vLLM server: start it with `{START}`."
     elif "task" in said and status == 400:

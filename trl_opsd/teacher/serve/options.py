@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from transformers import HfArgumentParser
 
+from trl_opsd.run.addresses import is_loopback
 from trl_opsd.run.ranges import at_least_one, in_range, one_of
+from trl_opsd.run.server_tokens import TEACHER_TOKEN, token_in
 from trl_opsd.teacher.serve.protocol import DTYPES
-
-TOKEN = "TRL_OPSD_TEACHER_TOKEN"
-"""The environment variable with the token that clients have to send. No option: other users see a command line."""
 
 OFFLOADS = ("none", "cpu", "stream")
 
@@ -25,7 +22,7 @@ class ServeOptions:
 
     host: str = field(
         default="127.0.0.1",
-        metadata={"help": f"Address to listen on. Any other than loopback needs a token, in {TOKEN}."},
+        metadata={"help": f"Address to listen on. Any other than loopback needs a token, in {TEACHER_TOKEN}."},
     )
     port: int = field(default=8000, metadata={"help": "Port to listen on; 0 takes a free one and prints it."})
     dtype: str = field(
@@ -87,16 +84,14 @@ class ServeOptions:
         Raises:
             ValueError: It cannot be sent in a header, or there is none and other machines could ask.
         """
-        token = os.environ.get(TOKEN, "")
-        if token and not (token.isascii() and token.isprintable() and " " not in token):
-            raise ValueError(f"{TOKEN} has spaces, line ends or characters beyond ASCII: expected `A-Za-z0-9_-`.")
-        if not token and not is_loopback(self.host):
+        token = token_in(TEACHER_TOKEN)
+        if token is None and not is_loopback(self.host):
             raise ValueError(
-                f"`host={self.host!r}` can be reached from other machines, and {TOKEN} is not set: anyone could have "
-                "this model read. Set it to a secret here and where the training runs, for instance "
-                f"`export {TOKEN}=$(openssl rand -hex 32)`, or leave `host` at 127.0.0.1 and use an SSH tunnel."
+                f"`host={self.host!r}` can be reached from other machines, and {TEACHER_TOKEN} is not set: anyone "
+                "could have this model read. Set it to a secret here and where the training runs, for instance "
+                f"`export {TEACHER_TOKEN}=$(openssl rand -hex 32)`, or leave `host` at 127.0.0.1 and use an SSH tunnel."
             )
-        return token or None
+        return token
 
 
 def parsed(arguments: Sequence[str]) -> tuple[str, ServeOptions]:
@@ -114,16 +109,6 @@ def parsed(arguments: Sequence[str]) -> tuple[str, ServeOptions]:
     except ValueError as error:
         parser.error(str(error))
     return positional.model, options
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a host name or address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def bound(host: str, port: int) -> socket.socket:

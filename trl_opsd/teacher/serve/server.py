@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from trl_opsd.teacher.serve.options import TOKEN, is_loopback
+from trl_opsd.run.addresses import is_loopback
+from trl_opsd.run.server_tokens import TEACHER_TOKEN
 from trl_opsd.teacher.serve.protocol import Refusal, Served, Wanted, content_length, content_type, parse, parts
 from trl_opsd.teacher.serve.reader import NoStates, Reader
 from trl_opsd.teacher.serve.waiting import Asked, Closed, Full
@@ -99,11 +100,13 @@ class TeacherServer:
             except ValueError:
                 host = ""
             if not is_loopback(host):
-                raise Refusal(403, f"Without a token only loopback is answered; start the server with {TOKEN} set.")
+                raise Refusal(
+                    403, f"Without a token only loopback is answered; start the server with {TEACHER_TOKEN} set."
+                )
             return
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(_digest(given), self._token):
-            message = f"This server needs its token: set {TOKEN} where the request is made."
+            message = f"This server needs its token: set {TEACHER_TOKEN} where the request is made."
             raise Refusal(401, message, {"WWW-Authenticate": "Bearer"})
 
     async def _health(self, request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""Run by two processes with a sharded student: both generate with one vLLM server and record the completions."""
+"""Run by two processes with a sharded student: both generate with one server and record the completions."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def main(folder: Path, server: dict[str, object]) -> None:
     (folder / "taken").touch()
     found["seeds"] = trainer.rollout._seeds(4, len(prompts))
     try:
-        # Only the other process asks for too much; the main one gets the server's error.
-        trainer.rollout._engine.write(prompts, [{"max_tokens": 4 + 1000 * process}] * len(prompts))
-    except ServerError as error:
+        # Only the other process asks for what is refused; the main one gets the error.
+        trainer.rollout._engine.write([[5, 1000 * process]], [{"max_tokens": 4}])
+    except (ServerError, ValueError) as error:
         found["error"] = str(error)
     (folder / f"{process}.json").write_text(json.dumps(found))
     trainer.rollout.close()

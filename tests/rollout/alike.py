@@ -1,0 +1,213 @@
+"""Tests of a trainer with a server of either kind, which `test_vllm_server.py` and `test_sglang_server.py` run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import tiny
+import torch
+from processes import SECONDS, launch
+from server_lab import CONTEXT
+from test_vllm_sync import Watch
+from vllm_lab import by_hf, gap, lora, student, two_end_tokens
+
+from trl_opsd import OPSDTrainer
+from trl_opsd.rollout import weight_sync
+from trl_opsd.run.errors import ServerError, SyncError
+
+HERE = Path(__file__).parent
+
+
+def stir(trainer: OPSDTrainer, factor: float = 1.3) -> None:
+    """Changes all weights."""
+    with torch.no_grad():
+        for part in trainer.model.parameters():
+            part.mul_(factor)
+
+
+class Alike:
+    """Tests with a fixture `serve`, which builds trainers, and `server`, the options that point to the server."""
+
+    backend: ClassVar[ModuleType]
+    client: ClassVar[type[Any]]
+    sends: ClassVar[str]
+    """The client's method that sends requests."""
+    taken: ClassVar[str]
+    """What the first of two trainers with one server reads."""
+
+    def test_tokens_of_a_server_equal_those_of_generate(self, serve, tmp_path):
+        model = student(tmp_path / "student", tied=True)
+        with torch.no_grad():  # a tied student as it was made repeats the last token, whatever its other weights are
+            for name, part in model.named_parameters():
+                if "embed" not in name and part.dim() == 2:
+                    part.mul_(10)
+        free = serve(model=model, top_k=1)
+        prompts = free.tokenize(tiny.PROMPTS)
+        unended = free.complete(prompts)
+        assert unended == by_hf(free, prompts)
+        assert len({len(ids) for ids in prompts}) > 3, "the prompts are ragged"
+        assert len({tuple(ids) for ids in unended}) == len(prompts), "each has a completion of its own"
+        assert min(len(set(ids)) for ids in unended) > 4, "and of different tokens"
+
+        words, end_ids = two_end_tokens(model, unended)
+        trainer = serve(model=model, processing_class=words, top_k=1)
+        completions = trainer.rollout.complete(prompts, 0)
+        assert {ids[-1] for ids in completions if ids[-1] in trainer.eos_token_ids} == end_ids
+        assert completions == by_hf(trainer, prompts), "ended by the server itself, not cut afterwards"
+        print(f"\n{len(prompts)} greedy completions are those of generate, to the last token")
+
+    @pytest.mark.parametrize("kind", ["everything", "adapter"])
+    def test_a_server_has_the_weights_of_each_step(self, serve, kind):
+        watch = Watch()
+        trainer = serve(max_steps=3, peft_config=None if kind == "everything" else lora(), callbacks=[watch])
+        watch.attach(trainer)
+        before = {name: part.detach().clone() for name, part in trainer.model.named_parameters()}
+        trainer.train()
+
+        assert len(watch.stale) == 3
+        assert min(watch.stale) > 1e-2, "every step moves the student enough to show in a server without it"
+        assert max(watch.synced) <= 1e-4
+        logged = [row for row in trainer.state.log_history if "sync/bytes" in row]
+        assert len(logged) == 3
+        assert max(row["rollout/logprob_gap"] for row in logged) <= 1e-4
+        assert all(row["sync/seconds"] > 0 and row["sync/proof_seconds"] > 0 for row in logged)
+        seconds = [round(row["sync/seconds"], 3) for row in logged]
+        print(f"\n{kind}: gaps after three syncs {[f'{one:.1e}' for one in watch.synced]}, seconds of each {seconds}")
+        whole = sum(weight.base.nbytes for weight in weight_sync.weights_of(trainer.model))
+        assert {row["sync/bytes"] for row in logged} == {whole}
+        for name, part in trainer.model.named_parameters():
+            assert part.requires_grad or torch.equal(part, before[name]), name
+        assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
+
+    def test_weights_that_do_not_arrive_are_detected(self, serve, monkeypatch):
+        trainer = serve(peft_config=lora())
+        prompt = trainer.tokenize(["a"])
+        with monkeypatch.context() as patch:
+            patch.setattr(self.backend, "weights_of", weight_sync.base_weights_of)
+            with pytest.raises(SyncError, match="It looks like a missing adapter"):
+                trainer.complete(prompt)
+        trainer.complete(prompt)
+        stir(trainer)
+        with monkeypatch.context() as patch:
+            patch.setattr(self.client, "update", lambda self, stream: None)
+            with pytest.raises(SyncError, match="It looks stale"):
+                trainer.complete(prompt)
+        trainer.complete(prompt)
+        assert gap(trainer) <= 1e-4, "and it does not count as sent"
+
+        with monkeypatch.context() as patch:
+            patch.setattr(self.client, "forget_prefixes", lambda self: None)
+            with torch.no_grad():
+                trainer.model.get_output_embeddings().weight.mul_(1.3)
+                trainer.model.get_input_embeddings().weight[5:].mul_(-1)
+            with pytest.raises(SyncError, match="It looks like a stale prefix cache"):
+                trainer.complete(prompt)
+
+    # ---- One trainer after the other -------------------------------------------------------------------------------
+
+    def test_a_rollout_that_two_trainers_take_turns_with_is_connected_for_each(self, serve, make, server, tmp_path):
+        first = serve(top_k=1)
+        second = make(tied=True, model=student(tmp_path / "other", tied=True, seed=9), top_k=1, **server)
+        prompts = first.tokenize(tiny.PROMPTS[:3])
+        second.rollout = first.rollout
+        for trainer, other in ((first, second), (second, first), (first, second)):
+            trainer.complete(prompts)
+            assert gap(trainer) <= 1e-4
+            assert gap(other) > 1e-3, "they can be told apart"
+        first.rollout.close()
+        first.bind(first.rollout)
+        first.complete(prompts)
+        assert gap(first) <= 1e-4, "also after it was closed"
+
+    def test_a_later_trainer_takes_the_server_from_one_that_was_not_closed(self, serve, make, server, tmp_path):
+        first = serve(top_k=1)
+        prompts = first.tokenize(["a"])
+        first.complete(prompts)
+        second = make(tied=True, model=student(tmp_path / "other", tied=True, seed=9), top_k=1, **server)
+        second.complete(prompts)
+        assert gap(second) <= 1e-4
+        with pytest.raises(ServerError, match=self.taken):
+            first.complete(prompts)
+        second.rollout.close()
+
+    def test_a_bind_that_failed_holds_nothing(self, serve, make, server):
+        serve().rollout.close()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"takes {CONTEXT} tokens .* set `vllm_max_model_length={CONTEXT}`"):
+                make(tied=True, **{**server, "vllm_max_model_length": None})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.client, self.sends, connected_in_vain(getattr(self.client, self.sends)))
+            with pytest.raises(ServerError, match="after all"):
+                make(tied=True, **server)
+        trainer = serve()
+        trainer.complete(trainer.tokenize(["a"]))
+        assert gap(trainer) <= 1e-4
+
+    def test_nothing_is_written_after_it_was_closed(self, serve):
+        trainer = serve()
+        prompt = trainer.tokenize(["a"])
+        trainer.complete(prompt)
+        trainer.rollout.close()
+        trainer.rollout.close()
+        for ask in (trainer.complete, lambda prompts: trainer.rollout.stream(prompts, 0)):
+            with pytest.raises(ServerError, match=r"is not connected .* the rollout was closed"):
+                ask(prompt)
+
+    # ---- What is sent ----------------------------------------------------------------------------------------------
+
+    def test_a_prompt_that_no_model_reads_is_not_sent(self, serve):
+        engine, options = serve().rollout._engine, [{"max_tokens": 2}] * 2
+        for bad, message in (([], "is empty"), ([259], "id 259"), ([-1], "id -1"), ([5, None], "id None")):
+            for ask in (engine.write, engine.write_each):
+                with pytest.raises(ValueError, match=f"Prompt 1 of a batch .*{message}"):
+                    ask([[5], bad], options)
+        assert len(engine.write([[5], [258]], options)) == 2, "the last id that the student knows"
+
+    def test_another_model_is_refused_before_it_is_asked_anything(self, serve, tmp_path):
+        wider = student(tmp_path / "wider", tied=True, vocab_size=300)
+        with pytest.raises(ValueError, match="knows fewer ids than the student, which has 300"):
+            serve(model=wider)
+        trainer = serve()
+        assert len(trainer.complete(trainer.tokenize(["a"]))) == 1, "and is alive"
+
+    def test_a_server_on_loopback_is_refused_to_rows_of_several_machines(self, serve):
+        trainer = serve()
+        trainer.rollout._engine._machines = 2
+        with pytest.raises(ValueError, match=r"http://127.0.0.1:\d+ is another place on each of 2 machines: set"):
+            trainer.rollout.stream([[5]], 0)
+
+    @pytest.mark.distributed
+    @pytest.mark.timeout(SECONDS + 60)
+    def test_processes_with_unequal_prompts_get_their_own_completions(self, server, tmp_path):
+        student(tmp_path / "student", tied=True, seed=7)
+        launch("fsdp2", HERE / "served.py", tmp_path, json.dumps(server))
+        results = [json.loads((tmp_path / f"{process}.json").read_text()) for process in range(2)]
+        print(f"\n{results}")
+        for found in results:
+            assert found["processes"] == 2
+            assert found["split"]
+            assert found["completions"] == found["expected"] == found["streamed"]
+            assert len(found["gaps"]) == 4, "before each of three steps, and after the last"
+            assert max(found["gaps"]) <= 1e-4
+        assert [len(found["completions"]) for found in results] == [3, 1]
+        assert len({tuple(ids) for found in results for ids in found["completions"]}) == 4, "they can be told apart"
+        assert len({seed for found in results for seed in found["seeds"]}) == 4
+        assert "has the id 1000" in results[0]["error"], "the other process asked for it"
+        assert results[1]["error"] == results[0]["error"], "although only the main process talks to the server"
+
+
+def connected_in_vain(sends: Callable[..., Any]) -> Callable[..., Any]:
+    """A method in place of that which sends requests: the one that connects does, and fails."""
+
+    def send(self: Any, where: str, *given: Any, **asked: Any) -> Any:
+        found = sends(self, where, *given, **asked)
+        if "init_weight" in where:
+            raise ServerError("the server cannot after all")
+        return found
+
+    return send
