@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import check_rollout, chosen_rollout
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream
 from trl_opsd.run.memory import explained
+from trl_opsd.run.pulled import Endable
 from trl_opsd.run.rng import preserved_rng
 
 logger = get_logger(__name__)
@@ -89,7 +89,7 @@ class Writing(SeamTrainer):
     def writes_apart(self) -> bool:
         return self.rollout.writes_apart
 
-    def stream(self, prompt_ids: list[list[int]]) -> Generator[tuple[int, list[int]], None, None]:
+    def stream(self, prompt_ids: list[list[int]]) -> Endable[tuple[int, list[int]]]:
         self._be_ready_to_write()
         rows = self.rollout.stream([list(ids) for ids in prompt_ids], self.state.global_step)
         return checked_stream(rows, self, prompt_ids, type(self.rollout).__name__)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import serving
 import torch
+from served_lab import CPU
+from transformers import AutoModelForCausalLM
+
+from trl_opsd.teacher.served import ServedTeacher
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +30,20 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     path = serving.save_teacher(folder / "untied", seed=1)
     with serving.pooling(path, folder / "log", "--dtype", "float32") as url:
         yield path, url
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """The path of a teacher, and the teacher itself."""
+    folder = tmp_path_factory.mktemp("teacher") / "untied"
+    path = serving.save_teacher(folder, seed=1)
+    return path, AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.fixture
+def served(checkpoint: tuple[str, Any]) -> Callable[..., ServedTeacher]:
+    def served(*servers: Any, **given: Any) -> ServedTeacher:
+        options = {"deadline": 20.0, "path": checkpoint[0], **given}
+        return ServedTeacher(urls=[one.url for one in servers], device=CPU, **options)
+
+    return served

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,64 +13,16 @@ import serving
 import tiny
 import torch
 from pretended import after, hang_up, pretended
-from transformers import AutoModelForCausalLM
+from served_lab import check_equal, rows
 
 from trl_opsd.run.errors import ServerError
-from trl_opsd.teacher import FrozenTeacher, Resident, replica, replicas
-from trl_opsd.teacher.served import ServedTeacher
-from trl_opsd.types import Rollout
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The path of a teacher, and the teacher itself."""
-    folder = tmp_path_factory.mktemp("teacher") / "untied"
-    path = serving.save_teacher(folder, seed=1)
-    return path, AutoModelForCausalLM.from_pretrained(path)
+from trl_opsd.teacher import replicas
 
 
 @pytest.fixture(scope="module")
 def other():
     """Another teacher of the same shape."""
     return serving.spread_norms(tiny.qwen2(64, seed=1), by=0.7)
-
-
-@pytest.fixture
-def served(checkpoint) -> Callable[..., ServedTeacher]:
-    def served(*servers: Any, **given: Any) -> ServedTeacher:
-        options = {"deadline": 20.0, "path": checkpoint[0], **given}
-        return ServedTeacher(urls=[one.url for one in servers], device=CPU, **options)
-
-    return served
-
-
-def rows(number: int = 6, seed: int = 0) -> Rollout:
-    """Ragged rows: one twice, one of which nothing counts, one with a token of a tool in it."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, tiny.VOCABULARY, (number, 12), generator=generator)
-    prompt, completion = ids[:, :5], ids[:, 5:]
-    prompt_mask, mask = torch.ones_like(prompt), torch.ones_like(completion)
-    for row in range(number):
-        prompt_mask[row, : row % 4] = 0
-        mask[row, 2 + row % 5 :] = 0
-    prompt[1], prompt_mask[1], completion[1], mask[1] = prompt[0], prompt_mask[0], completion[0], mask[0]
-    weights = mask.float()
-    weights[2] = 0
-    weights[3, 1] = 0
-    return Rollout(
-        prompt_ids=prompt, prompt_mask=prompt_mask, completion_ids=completion, completion_mask=mask, weights=weights
-    )
-
-
-def check_equal(teacher: ServedTeacher, model: Any, rollout: Rollout) -> None:
-    """The targets of a served teacher are those of the model in this process."""
-    here, there = FrozenTeacher(Resident(model, CPU)).targets(rollout), teacher.targets(rollout)
-    for one, two in zip(here.rows, there.rows, strict=True):
-        assert torch.equal(one.places, two.places)
-        assert one.hidden.shape == two.hidden.shape
-        torch.testing.assert_close(one.hidden, two.hidden, rtol=1e-5, atol=1e-5)
 
 
 def test_each_row_is_read_once_up_to_the_last_token_that_counts(served, checkpoint):
@@ -142,13 +93,16 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_faulty_server_is_left_out_in_the_middle_of_a_batch(served, checkpoint, other, name, caplog):
+def test_a_faulty_server_is_left_out_in_the_middle_of_a_batch(served, checkpoint, other, name, caplog, monkeypatch):
+    monkeypatch.setattr(replicas, "BREATH", 0.01)
     fault, said = FAULTS[name]
     fault = fault or (lambda server, states: serving_states(other, server.asked[-1], states))
     with pretended(checkpoint[1]) as good, pretended(checkpoint[1], fault, faulty_from=4) as bad:
         teacher = served(bad, good)
-        check_equal(teacher, checkpoint[1], rows(24))
-        left_out = [record.message for record in caplog.records if "is asked no more" in record.message]
+        left_out: list[str] = []
+        while not left_out:  # three failures, at different times
+            check_equal(teacher, checkpoint[1], rows(24))
+            left_out = [record.message for record in caplog.records if "is asked no more" in record.message]
         assert len(left_out) == 1
         assert f"{bad.url} is asked no more; {good.url} read its rows" in left_out[0]
         asked = len(bad.asked)
@@ -167,41 +121,12 @@ def serving_states(model: Any, ids: list[int], like: torch.Tensor) -> torch.Tens
     return states if states.shape == like.shape else states.expand_as(like)
 
 
-def test_a_connection_may_break_once(served, checkpoint):
-    broken = iter([True])
-
-    def once(server, states):
-        if next(broken, False):
-            raise ConnectionError
-        return states
-
-    with pretended(checkpoint[1], once, faulty_from=2) as server:
-        check_equal(served(server), checkpoint[1], rows())
-
-
 def test_states_of_a_preempted_row_are_those_of_its_last_read(served, checkpoint):
     def preempted(server, states):
         return torch.cat([states[:2], states[:1], states])
 
     with pretended(checkpoint[1], preempted, faulty_from=2) as server:
         check_equal(served(server), checkpoint[1], rows())
-
-
-def test_a_slow_server_holds_nobody_up(served, checkpoint, monkeypatch, caplog):
-    monkeypatch.setattr(replicas, "_SECONDS", 0.3)
-    with pretended(checkpoint[1]) as good, pretended(checkpoint[1], after(30), faulty_from=2) as slow:
-        teacher = served(slow, good)
-        began = time.monotonic()
-        check_equal(teacher, checkpoint[1], rows(24))
-        assert time.monotonic() - began < 10
-        assert "another was faster" in caplog.text
-
-
-def test_a_server_that_does_not_answer_ends_the_run_at_its_deadline(served, checkpoint):
-    with pretended(checkpoint[1], after(30), faulty_from=2) as server:
-        teacher = served(server, deadline=1.0)
-        with pytest.raises(ServerError, match=r"did not answer within 1 seconds, which follows from `ddp_timeout`"):
-            teacher.targets(rows())
 
 
 def test_an_id_that_the_teacher_lacks_is_not_sent(served, checkpoint):
@@ -289,27 +214,3 @@ def test_another_name_is_said_and_a_token_is_sent(served, checkpoint, caplog, mo
         assert server.tokens == {"Bearer secret"}
         assert teacher.context == 256, "of the checkpoint"
         assert "secret" not in caplog.text + str(teacher)
-
-
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_server_that_is_busy_with_other_runs_is_asked_again(served, checkpoint, monkeypatch, status):
-    monkeypatch.setattr(replica, "BREATH", 0.01)
-    refusals = iter(range(40))
-
-    def busy(_, states):
-        return states if next(refusals, None) is None else (status, b"busy", {"Retry-After": "1"})
-
-    with pretended(checkpoint[1]) as server:
-        teacher = served(server)
-        server.fault = busy
-        check_equal(teacher, checkpoint[1], rows())
-    assert next(refusals, None) is None, "more refusals than failures of a server that is left out"
-
-
-def test_a_server_that_stays_busy_is_given_up_in_time(served, checkpoint, monkeypatch):
-    monkeypatch.setattr(replica, "BREATH", 0.01)
-    with pretended(checkpoint[1]) as server:
-        teacher = served(server, deadline=1.0)
-        server.fault = lambda *_: (503, b"full", {})
-        with pytest.raises(ServerError, match=r"answered 503.*full"):
-            teacher.targets(rows())

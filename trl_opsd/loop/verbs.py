@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.data.intake import Request
 from trl_opsd.data.teacher_prompts import Row
+from trl_opsd.run.pulled import Endable
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 
@@ -54,7 +55,7 @@ class Verbs:
         """Whether `stream` writes without this process."""
         raise NotImplementedError
 
-    def stream(self, prompt_ids: list[list[int]]) -> Generator[tuple[int, list[int]], None, None]:
+    def stream(self, prompt_ids: list[list[int]]) -> Endable[tuple[int, list[int]]]:
         """Writes as `complete`: the number of each prompt and its completion, checked, as it ends."""
         raise NotImplementedError
 

@@ -8,6 +8,7 @@ from typing import Any
 from trl_opsd.host import Host
 from trl_opsd.rollout.base import cut_after_end
 from trl_opsd.rollout.token_ids import described, row_of, rows_of, whole
+from trl_opsd.run.pulled import Endable
 
 _TELLING = 8
 """Prompt tokens in a batch from which on it is no chance that they occur again."""
@@ -35,9 +36,7 @@ def checked_completions(returned: Any, host: Host, prompt_ids: list[list[int]], 
     return completions
 
 
-def checked_stream(
-    stream: Any, host: Host, prompt_ids: list[list[int]], name: str
-) -> Generator[tuple[int, list[int]], None, None]:
+def checked_stream(stream: Any, host: Host, prompt_ids: list[list[int]], name: str) -> Endable[tuple[int, list[int]]]:
     """The rows of a stream as they come, each completion up to its first end token. Closing this closes the stream.
 
     Args:
@@ -46,12 +45,16 @@ def checked_stream(
         host, prompt_ids, name:
             As for [`checked_completions`].
 
-    Yields:
-        `tuple[int, list[int]]`: the number of a prompt and its completion, each prompt once.
-
-    Raises:
-        ValueError: As there, or a row is no prompt's, comes twice, or is missing at the end.
+    Returns:
+        [`~run.pulled.Endable`]: the number of a prompt and its completion, each prompt once. It raises a `ValueError`
+        as there, or if a row is no prompt's, comes twice, or is missing at the end.
     """
+    return Endable(_checked(stream, host, prompt_ids, name), getattr(stream, "close", None))
+
+
+def _checked(
+    stream: Any, host: Host, prompt_ids: list[list[int]], name: str
+) -> Generator[tuple[int, list[int]], None, None]:
     if not isinstance(stream, Iterable):
         raise ValueError(f"`stream` of {name} returned {described(stream)}: expected an iterator of (row, token ids).")
     missing = dict.fromkeys(range(len(prompt_ids)))

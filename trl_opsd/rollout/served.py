@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -25,6 +25,7 @@ from trl_opsd.rollout.sessions import ServerKind
 from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by
+from trl_opsd.run.pulled import Endable
 from trl_opsd.run.rng import derived_seed
 from trl_opsd.types import Completion, Weight
 
@@ -118,11 +119,11 @@ class ServedRollout(SyncedRollout[ServerEngine]):
 
     def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
         rows = self.stream_completions(prompt_ids, step)
-        return ((number, row.completion_ids) for number, row in rows)
+        return Endable(((number, row.completion_ids) for number, row in rows), rows.close)
 
     def stream_completions(
         self, prompt_ids: list[list[int]], step: int, logprobs: bool = False
-    ) -> Iterator[tuple[int, Completion]]:
+    ) -> Endable[tuple[int, Completion]]:
         """As `stream`, with all that the engine answers.
 
         Each row has a seed of its own, from `seed`, `step`, its number among the rows of all processes, and how often
@@ -135,8 +136,8 @@ class ServedRollout(SyncedRollout[ServerEngine]):
                 Whether each completion has its `logprobs`, by the weights that it was written with.
 
         Returns:
-            `Iterator[tuple[int, Completion]]`: the number of each prompt and its completion, in the order they end.
-            It raises `RuntimeError` if weights were sent to the engine before the last row was taken.
+            [`~run.pulled.Endable`]: the number of each prompt and its completion, in the order they end. It raises
+            `RuntimeError` if weights were sent to the engine before the last row was taken.
         """
         with self.session():
             options = self._begun(prompt_ids)
@@ -146,9 +147,9 @@ class ServedRollout(SyncedRollout[ServerEngine]):
                 prompt_ids, [{"seed": seed, **own, **asked} for seed, own in zip(seeds, options, strict=True)]
             )
         self._streams.add(written)
-        return self._rows(written, prompt_ids)
+        return Endable(self._rows(written, prompt_ids), written.close)
 
-    def _rows(self, written: Rows, prompt_ids: list[list[int]]) -> Iterator[tuple[int, Completion]]:
+    def _rows(self, written: Rows, prompt_ids: list[list[int]]) -> Generator[tuple[int, Completion], None, None]:
         missing = len(prompt_ids)
         with closing(written):
             for number, row in written:

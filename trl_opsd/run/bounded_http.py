@@ -43,6 +43,8 @@ class Answer:
     """The server and the request, as the beginning of an error message."""
     status_code: int
     content: bytes
+    retry_after: str = ""
+    """The header of this name: when a busy server is to be asked again."""
 
     @property
     def text(self) -> str:
@@ -213,7 +215,8 @@ class BoundedSession:
             session.request(method, url, allow_redirects=False, **options) as response,
         ):
             _check_head(asked, response, self._option)
-            return Answer(asked, response.status, await _body(asked, response, max_bytes))
+            content = await _body(asked, response, max_bytes)
+            return Answer(asked, response.status, content, response.headers.get("Retry-After", ""))
 
 
 class Answers(Iterator[tuple[int, T]]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
@@ -10,6 +10,38 @@ from time import perf_counter
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+class Endable(Iterator[T]):
+    """What a generator yields. Any thread may close it, also while another waits for the next.
+
+    Args:
+        items (`Generator`):
+            Takes from a source that waits.
+        end (`Callable`, *optional*):
+            Ends that wait; may be called by any thread.
+    """
+
+    def __init__(self, items: Generator[T, None, None], end: Callable[[], None] | None) -> None:
+        self._items, self._end = items, end
+
+    def __next__(self) -> T:
+        return next(self._items)
+
+    def close(self) -> None:
+        """Gives up what has not come."""
+        if self._end is not None:
+            _unless_it_runs(self._end)
+        _unless_it_runs(self._items.close)
+
+
+def _unless_it_runs(close: Callable[[], None]) -> None:
+    """Closes a generator, which nobody can while another thread is in it; then it is closed when that leaves it."""
+    try:
+        close()
+    except ValueError as error:
+        if str(error) != "generator already executing":
+            raise
 
 
 class Pulled(Generic[T]):
@@ -51,8 +83,10 @@ class Pulled(Generic[T]):
         return taken
 
     def close(self) -> None:
-        """Lets the thread close the iterator, when that yields next."""
+        """Closes the iterator: at once if it is [`Endable`], else when it yields next, if `next` waits."""
         self._unwanted.set()
+        if hasattr(self._items, "close"):
+            _unless_it_runs(self._items.close)
 
     def _pull(self) -> None:
         end: BaseException = StopIteration()

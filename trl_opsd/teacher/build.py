@@ -206,7 +206,7 @@ def _frozen(model: CausalLM, args: OPSDConfig, device: torch.device, progress: b
 
 def _served(path: str, urls: Sequence[str], args: OPSDConfig, device: torch.device, progress: bool) -> Teacher:
     place = location(args)
-    return ServedTeacher(
+    teacher = ServedTeacher(
         path,
         urls,
         device,
@@ -217,6 +217,8 @@ def _served(path: str, urls: Sequence[str], args: OPSDConfig, device: torch.devi
         cache_device=args.teacher_cache_device,
         progress=progress,
     )
+    teacher.compare_processes()
+    return teacher
 
 
 def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedModel:

@@ -26,6 +26,7 @@ from trl_opsd.models.head import prove_head
 from trl_opsd.models.model_checks import naming_trust
 from trl_opsd.models.saved_names import as_saved
 from trl_opsd.teacher.final_norm import FinalNorm, find_last_norm
+from trl_opsd.teacher.parts import layer_list
 from trl_opsd.types import OutputHead
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -168,15 +169,19 @@ class _Read(BaseModelOutputWithPast):
 
 @contextmanager
 def _answering(model: CausalLM, width: int, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Has the backbone of a model without weights return random states, so that the rest of the model can be run."""
-    backbone = backbone_of(model)
+    """Has what holds the layers of a model without weights return random states, so that the rest of it can be run."""
+    layers = layer_list(model)
+    holders = [one for one in model.modules() if one is not model and one is not layers and layers in one.modules()]
+    replaced = list({id(one): one for one in (backbone_of(model), *holders)}.values())
 
     def forward(input_ids: Tensor, **_: Any) -> _Read:
         states_BLH = torch.randn(*input_ids.shape, width, generator=torch.Generator().manual_seed(0))
         return _Read(last_hidden_state=states_BLH.to(device, dtype))
 
-    backbone.forward = forward
+    for one in replaced:  # some families call what is inside of the backbone
+        one.forward = forward
     try:
         yield
     finally:
-        del backbone.forward
+        for one in replaced:
+            del one.forward

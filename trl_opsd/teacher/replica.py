@@ -30,7 +30,21 @@ _HEALTH_SECONDS = 10.0
 _BUSY = (429, 503)
 """What a server answers that has as much to do as it takes."""
 BREATH = 1.0
-"""Seconds before such a server is asked again."""
+"""Seconds before such a server, or one that broke off, is asked again, unless it says when."""
+_LONGEST_BREATH = 60.0
+"""The most that a server may say."""
+
+
+class BusyError(ServerError):
+    """A server has as much to do as it takes, for other runs too.
+
+    Attributes:
+        seconds (`float`): when to ask it again.
+    """
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 def say(message: str) -> None:
@@ -76,8 +90,6 @@ class Replica:
     Args:
         url (`str`):
             Its address, without a path.
-        deadline (`float`):
-            Seconds within which a row has to be answered.
         background ([`~run.bounded_http.Background`]):
             Where its coroutines run.
 
@@ -86,19 +98,21 @@ class Replica:
         rows (`int`): the same in rows.
         failures (`int`): failures since its last answer.
         failed_at (`float`): when the last of them was counted, by `time.monotonic`.
+        free_at (`float`): when it may be asked again, by the same clock.
+        said (`str`): the last error that it gave rise to, empty if there was none.
     """
 
-    def __init__(self, url: str, deadline: float, background: Background) -> None:
+    def __init__(self, url: str, background: Background) -> None:
         self.url = url
         self.busy = self.rows = self.failures = 0
-        self.failed_at = 0.0
+        self.failed_at = self.free_at = 0.0
+        self.said = ""
         self._facts: Facts | None = None
-        self._deadline = deadline
         self._session = BoundedSession(
             "The teacher's server",
             "teacher_server_url",
-            deadline,
-            ", which follows from `ddp_timeout`: see its log, and raise `ddp_timeout` if it only needs longer.",
+            _HEALTH_SECONDS,
+            "",
             trust_env=not is_this_machine(urlsplit(url).hostname),
             headers=token_header(TEACHER_TOKEN),
             background=background,
@@ -132,7 +146,7 @@ class Replica:
         _check_status(answer)
         self._facts = Facts.of(answer)
 
-    async def states(self, ids: Sequence[int], expected: Expected, dtype: torch.dtype) -> Tensor:
+    async def states(self, ids: Sequence[int], expected: Expected, dtype: torch.dtype, seconds: float) -> Tensor:
         """The last hidden states of a row, [L, H], as the server has computed them.
 
         Args:
@@ -142,8 +156,11 @@ class Replica:
                 What they are compared with.
             dtype (`torch.dtype`):
                 In which they are sent.
+            seconds (`float`):
+                Within which the row has to be answered.
 
         Raises:
+            BusyError: It takes no more rows now.
             ServerError: There is no answer, or it is not that of the teacher.
         """
         request: dict[str, Any] = {
@@ -155,12 +172,8 @@ class Replica:
             "embed_dtype": str(dtype).removeprefix("torch."),
             "endianness": sys.byteorder,
         }
-        began, most = monotonic(), expected.max_bytes(len(ids), dtype)
-        while True:
-            answer = await self._session.ask("POST", f"{self.url}/pooling", json=request, max_bytes=most)
-            if answer.status_code not in _BUSY or monotonic() - began > self._deadline:
-                break
-            await sleep(BREATH)  # it serves other runs too
+        most = expected.max_bytes(len(ids), dtype)
+        answer = await self._session.ask("POST", f"{self.url}/pooling", json=request, max_bytes=most, seconds=seconds)
         _check_status(answer)
         return await to_thread(expected.states, answer.asked, answer.content, len(ids), dtype)
 
@@ -177,6 +190,8 @@ def _check_status(answer: Answer) -> None:
     status, said = answer.status_code, answer.text[:500]
     if status == 200:
         return
+    if status in _BUSY:
+        raise BusyError(f"{answer.asked} answered {status}: it is busy. It says: {said!r}", _breath(answer.retry_after))
     if status in (401, 403):
         why = f"it asks for a token: set the environment variable `{TEACHER_TOKEN}` to that of the server."
     elif status == 404 and "does not exist" not in said:
@@ -186,3 +201,8 @@ def _check_status(answer: Answer) -> None:
     else:
         why = "see its log."
     raise ServerError(f"{answer.asked} answered {status}: {why} It says: {said!r}")
+
+
+def _breath(retry_after: str) -> float:
+    """Seconds to wait; the header may also be a date, which clocks that differ cannot tell."""
+    return min(max(float(retry_after), BREATH), _LONGEST_BREATH) if retry_after.isdecimal() else BREATH

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Collection, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from time import monotonic
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from trl_opsd.run.bounded_http import Background
 from trl_opsd.run.errors import ServerError
 from trl_opsd.teacher.answered_states import Expected, WrongStatesError, are_same, distance, served_dtype
-from trl_opsd.teacher.replica import BREATH, Facts, Replica, say
+from trl_opsd.teacher.replica import BREATH, BusyError, Facts, Replica, say
 
 T = TypeVar("T")
 
@@ -27,6 +28,10 @@ _FAILURES = 3
 """Failures in a row after which a server is left out; a connection may break once."""
 _SECONDS = 10.0
 """After this, or four times what the slowest row has taken, a row is asked for elsewhere too, if there is room."""
+_ZEROED = 1e-6
+"""Relative distance of the states of two tokens that no weights make, however small their embeddings are."""
+_PROBE_SECONDS = 30.0
+"""The least that a server has for its first two rows, which are short."""
 
 
 class Replicas:
@@ -36,9 +41,9 @@ class Replicas:
         urls (`Sequence[str]`):
             Their addresses.
         deadline (`float`):
-            Seconds within which a row has to be answered, over all attempts.
+            Seconds from the start of a row within which it has to be answered, by whichever server.
         timeout (`float`):
-            Seconds to wait for servers that are not up yet.
+            Seconds to wait for servers that are not up yet, and then for their first rows, for these at least 30.
 
     Attributes:
         facts ([`~teacher.replica.Facts`]): what the first server says about itself.
@@ -50,8 +55,9 @@ class Replicas:
     """
 
     def __init__(self, urls: Sequence[str], deadline: float, timeout: float) -> None:
+        self._deadline, self._timeout = deadline, max(timeout, _PROBE_SECONDS)
         self._background = Background()
-        self._live = [Replica(url, deadline / len(urls), self._background) for url in urls]
+        self._live = [Replica(url, self._background) for url in urls]
         self._left_out: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._longest = 0.0
@@ -61,7 +67,7 @@ class Replicas:
         self._expected: Expected
         self.dtype: torch.dtype
 
-    def prove(self, expected: Expected, vocabulary: int) -> None:
+    def prove(self, expected: Expected, vocabulary: int) -> Tensor:
         """Has every server read two short rows, and compares what they say.
 
         An id that the vocabulary lacks is not tried: where the tokenizer has more ids than the model, vLLM accepts it.
@@ -71,6 +77,9 @@ class Replicas:
                 What is known of the states.
             vocabulary (`int`):
                 Size of the teacher's.
+
+        Returns:
+            `torch.Tensor`: [L, H], float32, the states of the first row.
 
         Raises:
             ServerError: A server does not return the teacher's states, or two differ.
@@ -82,9 +91,29 @@ class Replicas:
         for replica, (one, other) in zip(self._live, read, strict=True):
             self._compare(replica, one, other, read[0][0])
         self.dtype = served_dtype(read[0][0])
+        return read[0][0]
 
     async def _read_each(self, replica: Replica, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        return await _all([replica.states(row, self._expected, torch.float32) for row in rows])
+        until = monotonic() + self._timeout
+        return await _all([self._read_first(replica, row, until) for row in rows])
+
+    async def _read_first(self, replica: Replica, row: Sequence[int], until: float) -> Tensor:
+        """A row of one server, which has until then to read it, and may be busy first."""
+        while True:
+            try:
+                return await replica.states(row, self._expected, torch.float32, until - monotonic())
+            except BusyError as error:
+                if monotonic() + error.seconds >= until:
+                    raise
+                await asyncio.sleep(error.seconds)
+            except ServerError as error:
+                if not isinstance(error.__cause__, TimeoutError):
+                    raise
+                raise ServerError(
+                    f"The teacher's server at {replica.url} is up, but has not read a row of {len(row)} tokens within "
+                    f"{self._timeout:g} seconds: see its log, and raise `teacher_server_timeout` if it only needs "
+                    "longer."
+                ) from error
 
     def _compare(self, replica: Replica, one: Tensor, other: Tensor, first: Tensor) -> None:
         if not are_same(one[:-1], other[:-1]):
@@ -93,7 +122,7 @@ class Replicas:
                 f"{distance(one[:-1], other[:-1]):.2g} of their length): it reads in both directions, as models for "
                 "embeddings do; serve the causal language model itself."
             )
-        if are_same(one[-1:], other[-1:]):
+        if distance(one[-1:], other[-1:]) < _ZEROED:
             raise WrongStatesError(
                 f"The teacher's server at {replica.url} returns the same state for different tokens: its weights are "
                 "zeroed or were not loaded; start it again."
@@ -108,11 +137,24 @@ class Replicas:
     def start(self, ids: Sequence[int]) -> Future[Tensor]:
         """Starts to read a row of L token ids; the result is its states, [L, H].
 
-        It raises a `ServerError` if no server is left.
+        It raises a `ServerError` if no server is left, or none has read the row within the deadline.
         """
-        return self._background.start(self._states(ids))
+        return self._background.start(self._states(ids, monotonic() + self._deadline))
 
-    async def _states(self, ids: Sequence[int]) -> Tensor:
+    async def _states(self, ids: Sequence[int], until: float) -> Tensor:
+        try:
+            async with asyncio.timeout(until - monotonic()):
+                return await self._first_answer(ids)
+        except TimeoutError:
+            said = "\n".join(f"  {one.url}: {one.said or 'it has not answered'}" for one in self._live)
+            raise ServerError(
+                f"No server of the teacher has read a row of {len(ids)} tokens within {self._deadline:g} seconds, "
+                "which follows from `ddp_timeout`: see their logs, and raise `ddp_timeout` if they only need longer.\n"
+                f"{said}"
+            ) from None
+
+    async def _first_answer(self, ids: Sequence[int]) -> Tensor:
+        """The answer of whichever server is the first, of those that had to be asked."""
         asked: dict[asyncio.Task[Tensor], tuple[Replica, float]] = {}
         try:
             while True:
@@ -128,27 +170,27 @@ class Replicas:
                     if isinstance(error := task.exception(), ServerError):
                         self._failed(replica, error, began)
                     elif replica in self._live:  # else its other answers are wrong
+                        slow = ServerError(f"It was slow: after {patience:g} seconds another was faster.")
                         for other, (late, since) in asked.items():
                             if not other.done() and since < began:
-                                slow = ServerError(f"It was slow: after {patience:g} seconds another was faster.")
-                                self._failed(late, slow, monotonic())
+                                self._failed(late, slow, since)
                         return task.result()
-                if done and not asked:
-                    await asyncio.sleep(BREATH)  # what has broken off may be about to start again
         finally:
             for task, (replica, _) in asked.items():
                 task.cancel()
                 self._answered(replica, ids)
 
     async def _least_busy(self, besides: Collection[Replica]) -> Replica | None:
-        """A server with room, other than those; waits for it only if there are none."""
+        """A server that takes a row, other than those; waits for it only if there are none."""
         while self._live:
-            changed = self._changed
-            if room := [one for one in self._live if one.rows < _ROWS and one not in besides]:
+            changed, now = self._changed, monotonic()
+            others = [one for one in self._live if one.rows < _ROWS and one not in besides]
+            if room := [one for one in others if one.free_at <= now]:
                 return min(room, key=lambda one: one.busy)
             if besides:
                 return None
-            await changed.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), min((one.free_at - now for one in others), default=None))
         if besides:
             return None
         reasons = "\n".join(f"  {url}: {why}" for url, why in self._left_out.items())
@@ -156,7 +198,7 @@ class Replicas:
 
     async def _ask(self, replica: Replica, ids: Sequence[int]) -> Tensor:
         began = monotonic()
-        states = await replica.states(ids, self._expected, self.dtype)
+        states = await replica.states(ids, self._expected, self.dtype, self._deadline / _FAILURES)
         replica.failures, self._longest = 0, max(self._longest, monotonic() - began)
         return states
 
@@ -165,14 +207,18 @@ class Replicas:
         self._notify()
 
     def _failed(self, replica: Replica, error: ServerError, began: float) -> None:
-        """Leaves a server out that answers wrongly or not in time, or has failed several times.
+        """Lets a server be for a while; leaves it out if it answers wrongly, or has failed several times.
 
-        Requests that were under way when it failed have failed with it, and are not counted again.
+        Requests that were under way when it failed have failed with it, and are not counted again. To be busy is no
+        failure.
         """
-        if began >= replica.failed_at:
+        replica.said, replica.free_at = str(error), monotonic() + BREATH
+        if isinstance(error, BusyError):
+            replica.free_at = monotonic() + error.seconds
+        elif began >= replica.failed_at:
             replica.failures, replica.failed_at = replica.failures + 1, monotonic()
-        hopeless = isinstance(error, WrongStatesError) or isinstance(error.__cause__, TimeoutError)
-        if replica in self._live and (hopeless or replica.failures >= _FAILURES):
+        hopeless = isinstance(error, WrongStatesError) or replica.failures >= _FAILURES
+        if replica in self._live and hopeless:
             self._live.remove(replica)
             self._left_out[replica.url] = str(error)
             if self._live:

@@ -24,10 +24,11 @@ from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.checkpoint_head import CheckpointHead
 from trl_opsd.teacher.replica import say
 from trl_opsd.teacher.replicas import Replicas
+from trl_opsd.teacher.served_agreement import Reached, reached_by_all
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 _EXPECTED_BYTES = 4_000_000_000
-"""Limit for the states of rows that were expected and not asked for yet; the oldest are dropped."""
+"""Limit for the states of rows that were expected and not asked for yet; more are read when they are asked for."""
 
 
 class _Row(NamedTuple):
@@ -51,9 +52,9 @@ class ServedTeacher(Teacher):
         device (`torch.device`):
             Where the head is kept.
         deadline (`float`):
-            Seconds within which a row has to be read.
+            Seconds within which the rows of a batch have to be read, over all attempts.
         timeout (`float`, *optional*, defaults to 0):
-            Seconds to wait for servers that are not up yet.
+            Seconds to wait for servers that are not up yet, and then for their first rows.
         place (`Mapping[str, Any]`, *optional*):
             Options that locate the checkpoint, as `revision`.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
@@ -92,9 +93,10 @@ class ServedTeacher(Teacher):
             getattr(self.config.get_text_config(), "max_position_embeddings", None),
             None if self._replicas.context is None else self._replicas.context + 1,  # the last token is not sent
         )
-        self._replicas.prove(Expected(path, checkpoint.width, checkpoint.norm), checkpoint.vocabulary)
+        self._probe = self._replicas.prove(Expected(path, checkpoint.width, checkpoint.norm), checkpoint.vocabulary)
         self._head = checkpoint.head(self._replicas.dtype, device)
         self._expected: dict[_Row, Future[Tensor]] = {}
+        self._alone: tuple[_Row, Future[Tensor]] | None = None
         self._warn(checkpoint)
 
     def __str__(self) -> str:
@@ -113,6 +115,15 @@ class ServedTeacher(Teacher):
     def context(self) -> int | None:
         return self._context
 
+    def compare_processes(self) -> None:
+        """Compares the servers with those of the other processes. Collective.
+
+        Raises:
+            WrongStatesError: They have another teacher.
+        """
+        own = Reached(self._urls, self._probe, self._replicas.dtype, self._context)
+        self._context = _smallest(*(one.context for one in reached_by_all(own)))
+
     def expect(self, rollout: Rollout) -> None:
         width = shape_of(self._head)[1] * self._replicas.dtype.itemsize
         kept = sum(len(row.ids) for row in self._expected) * width
@@ -129,10 +140,9 @@ class ServedTeacher(Teacher):
         rows = self._rows(rollout)
         asked = {row for row in rows if row is not None}
         # The longest first: it should not be the last to begin.
-        reading = {
-            row: self._begun(row) or self._replicas.start(row.ids)
-            for row in sorted(asked, key=lambda row: -len(row.ids))
-        }
+        reading = {row: self._begun(row) for row in sorted(asked, key=lambda row: -len(row.ids))}
+        # A process that waits for others with `overlap="step"` has one of its rows taught again and again.
+        self._alone = next(iter(reading.items())) if len(rows) == len(reading) == 1 else None
         last = {row: number for number, row in enumerate(rows)}
         keeper = Keeper(rollout.weights, self._cache_device)
         no_states = torch.empty(0, shape_of(self._head)[1], dtype=self._replicas.dtype)
@@ -148,11 +158,17 @@ class ServedTeacher(Teacher):
                 future.cancel()
         return keeper.targets()
 
-    def _begun(self, row: _Row) -> Future[Tensor] | None:
-        """What was expected, unless it has failed since, perhaps in a training before this one."""
-        future = self._expected.pop(row, None)
-        failed = future is not None and future.done() and (future.cancelled() or future.exception() is not None)
-        return None if failed else future
+    def _begun(self, row: _Row) -> Future[Tensor]:
+        """The states of a row that was expected, or was the last to be asked for alone; else it is asked for now.
+
+        What has failed since then, perhaps in a training before this one, is asked for again.
+        """
+        found = self._expected.pop(row, None)
+        if found is None and self._alone is not None and self._alone[0] == row:
+            found = self._alone[1]
+        if found is not None and not (found.done() and (found.cancelled() or found.exception())):
+            return found
+        return self._replicas.start(row.ids)
 
     def _rows(self, rollout: Rollout) -> list[_Row | None]:
         """What has to be read of each row; `None` where no token counts."""

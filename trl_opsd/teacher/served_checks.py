@@ -14,8 +14,11 @@ _OPTION = "teacher_server_url"
 
 
 def deadline(args: OPSDConfig) -> float:
-    """Seconds within which a row has to be read: the other processes wait meanwhile, for at most `ddp_timeout`."""
-    return 0.9 * args.ddp_timeout
+    """Seconds that each teacher behind servers has for a batch.
+
+    They read one after the other, and other processes wait meanwhile, for at most `ddp_timeout`.
+    """
+    return 0.9 * args.ddp_timeout / max(len(server_urls(_OPTION, args.teacher_server_url)), 1)
 
 
 def check_served(teachers: Mapping[str, Any], args: OPSDConfig) -> None:

@@ -1,0 +1,41 @@
+"""Rows for a teacher behind servers, and what their targets have to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tiny
+import torch
+
+from trl_opsd.teacher import FrozenTeacher, Resident
+from trl_opsd.teacher.served import ServedTeacher
+from trl_opsd.types import Rollout
+
+CPU = torch.device("cpu")
+
+
+def rows(number: int = 6, seed: int = 0) -> Rollout:
+    """Ragged rows: one twice, one of which nothing counts, one with a token of a tool in it."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, tiny.VOCABULARY, (number, 12), generator=generator)
+    prompt, completion = ids[:, :5], ids[:, 5:]
+    prompt_mask, mask = torch.ones_like(prompt), torch.ones_like(completion)
+    for row in range(number):
+        prompt_mask[row, : row % 4] = 0
+        mask[row, 2 + row % 5 :] = 0
+    prompt[1], prompt_mask[1], completion[1], mask[1] = prompt[0], prompt_mask[0], completion[0], mask[0]
+    weights = mask.float()
+    weights[2] = 0
+    weights[3, 1] = 0
+    return Rollout(
+        prompt_ids=prompt, prompt_mask=prompt_mask, completion_ids=completion, completion_mask=mask, weights=weights
+    )
+
+
+def check_equal(teacher: ServedTeacher, model: Any, rollout: Rollout) -> None:
+    """The targets of a served teacher are those of the model in this process."""
+    here, there = FrozenTeacher(Resident(model, CPU)).targets(rollout), teacher.targets(rollout)
+    for one, two in zip(here.rows, there.rows, strict=True):
+        assert torch.equal(one.places, two.places)
+        assert one.hidden.shape == two.hidden.shape
+        torch.testing.assert_close(one.hidden, two.hidden, rtol=1e-5, atol=1e-5)

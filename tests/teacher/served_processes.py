@@ -1,0 +1,58 @@
+"""Run in two processes, each of which reaches a server of its own.
+
+PYTHONPATH=tests torchrun --nproc-per-node 2 tests/teacher/served_processes.py TEACHER FOLDER
+
+Each writes what came of it to `FOLDER/<rank>`, as JSON by case.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from pretended import pretended
+from transformers import AutoModelForCausalLM
+
+from trl_opsd import OPSDConfig
+from trl_opsd.run.errors import ServerError
+from trl_opsd.teacher.build import _served
+
+
+def lists(context: int) -> dict[str, Any]:
+    return {"data": [{"id": "a teacher", "root": "untied", "max_model_len": context}]}
+
+
+def perturbed(model: Any) -> Any:
+    """Another teacher with the same final norm."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight[::2] *= -1
+    return model
+
+
+def reach(path: str, case: str) -> str:
+    """What a process finds, whose server is on a port of its own."""
+    process = torch.distributed.get_rank()
+    model = AutoModelForCausalLM.from_pretrained(path)
+    if process and case == "another teacher":
+        model = perturbed(model)
+    if process and case == "another dtype":
+        model = model.bfloat16()
+    with pretended(model, models=lists(100 + process)) as server:
+        args = OPSDConfig("unused", report_to="none", use_cpu=True, teacher_server_url=server.url)
+        try:
+            found = f"context {_served(path, [server.url], args, torch.device('cpu'), False).context}"
+        except ServerError as error:
+            found = f"{server.url} {error}"
+        torch.distributed.barrier()  # the server is there until both have asked
+    return found
+
+
+if __name__ == "__main__":
+    teacher, folder = sys.argv[1:]
+    OPSDConfig("unused", report_to="none", use_cpu=True)  # which connects the processes
+    assert torch.distributed.get_world_size() == 2
+    found = {case: reach(teacher, case) for case in ("one teacher", "another teacher", "another dtype")}
+    (Path(folder) / str(torch.distributed.get_rank())).write_text(json.dumps(found))

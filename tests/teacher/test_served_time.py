@@ -1,0 +1,241 @@
+"""However long servers of a teacher take, a batch has one deadline, and what happens once is held against none."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from weakref import WeakSet
+
+import pytest
+from pretended import after, hang_up, pretended
+from served_lab import check_equal, rows
+
+from trl_opsd import OPSDConfig
+from trl_opsd.run.errors import ServerError
+from trl_opsd.run.kept import Keeper
+from trl_opsd.teacher import replica, replicas
+from trl_opsd.teacher.served_checks import deadline
+
+
+@pytest.fixture
+def breathless(monkeypatch):
+    """Servers are asked again at once."""
+    for module in (replica, replicas):
+        monkeypatch.setattr(module, "BREATH", 0.01)
+
+
+@contextmanager
+def takes(least: float, most: float):
+    began = time.monotonic()
+    yield
+    assert least <= time.monotonic() - began < most
+
+
+def teach_until_left_out(teacher, model, caplog) -> None:
+    for seed in range(20):
+        check_equal(teacher, model, rows(24, seed=seed))
+        if "is asked no more" in caplog.text:
+            return
+    raise AssertionError("it was never left out")
+
+
+def refuse_then(refusals: int, answer, status: int = 503, **headers: str):
+    """Says that it is busy so often, then answers so."""
+    left = iter(range(refusals))
+    return lambda server, states: answer(server, states) if next(left, None) is None else (status, b"full", {**headers})
+
+
+def well(_, states):
+    return states
+
+
+# ---- One deadline ----
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("fault", ["hangs", "busy", "busy, then hangs"])
+def test_a_batch_has_one_deadline_whatever_its_servers_do(served, checkpoint, breathless, servers, fault):
+    faults = {
+        "hangs": (after(30), "within 1 seconds, which follows from `ddp_timeout`"),
+        "busy": (lambda *_: (503, b"full", {}), "answered 503: it is busy. It says: 'full'"),
+        "busy, then hangs": (refuse_then(60, after(30)), "answered 503"),
+    }
+    with ExitStack() as stack:
+        running = [stack.enter_context(pretended(checkpoint[1])) for _ in range(servers)]
+        teacher = served(*running, deadline=1.0)
+        for one in running:
+            one.fault = faults[fault][0]
+        with takes(0.9, 1.6), pytest.raises(ServerError, match="No server of the teacher has read a row") as error:
+            teacher.targets(rows())
+        assert all(one.url in str(error.value) for one in running)
+        assert fault == "busy, then hangs" or faults[fault][1] in str(error.value)
+
+
+@pytest.mark.quick
+def test_teachers_that_read_one_after_the_other_share_the_time_in_which_other_processes_wait(tmp_path):
+    for urls, share in (("http://a:1", 1), ({"math": "http://a:1", "code": ["http://b:1", "http://b:2"]}, 2)):
+        args = OPSDConfig(str(tmp_path), teacher_server_url=urls, ddp_timeout=1000, use_cpu=True)
+        assert deadline(args) == 900 / share
+
+
+def test_a_server_that_hangs_at_the_start_is_not_waited_for_until_a_batch_would_end(served, checkpoint, monkeypatch):
+    monkeypatch.setattr(replicas, "_PROBE_SECONDS", 0.5)
+    with pretended(checkpoint[1], after(30)) as server:
+        for timeout, seconds in ((0.0, 0.5), (1.0, 1.0)):
+            said = rf"is up, but has not read a row of 8 tokens within {seconds:g} seconds: .* `teacher_server_timeout`"
+            with takes(seconds - 0.1, seconds + 0.5), pytest.raises(ServerError, match=said):
+                served(server, deadline=1000.0, timeout=timeout)
+        server.fault = lambda *_: (503, b"full", {"Retry-After": "1"})
+        with takes(0, 1), pytest.raises(ServerError, match="answered 503"):
+            served(server, deadline=1000.0)
+
+
+def test_a_server_that_is_busy_at_the_start_is_waited_for(served, checkpoint, breathless):
+    with pretended(checkpoint[1], refuse_then(7, well)) as server:
+        check_equal(served(server), checkpoint[1], rows())
+
+
+# ---- What is held against a server, and what is not ----
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_is_busy_with_other_runs_is_asked_again(served, checkpoint, breathless, status):
+    with pretended(checkpoint[1]) as server:
+        teacher = served(server)
+        server.fault = refuse_then(40, well, status)
+        check_equal(teacher, checkpoint[1], rows())
+        assert len(server.asked) == 2 + 40 + 4, "more refusals than failures of a server that is left out"
+
+
+@pytest.mark.parametrize(("said", "expected"), [("1", 1.0), ("0", 0.01), ("soon", 0.01), ("600", 60.0), ("", 0.01)])
+@pytest.mark.quick
+def test_a_busy_server_says_when_to_ask_again(breathless, said, expected):
+    answer = SimpleNamespace(status_code=503, text="full", asked="It", retry_after=said)
+    with pytest.raises(replica.BusyError) as busy:
+        replica._check_status(answer)
+    assert busy.value.seconds == expected
+
+
+def test_a_busy_server_is_let_be_until_then(served, checkpoint, breathless):
+    with pretended(checkpoint[1]) as server:
+        teacher = served(server)
+        server.fault = refuse_then(4, well, **{"Retry-After": "1"})
+        with takes(1, 2):
+            check_equal(teacher, checkpoint[1], rows())
+        assert len(server.asked) == 2 + 4 + 4, "each of four rows was refused once"
+
+
+def test_others_read_the_rows_of_a_busy_server_meanwhile_and_it_is_not_left_out(served, checkpoint, caplog):
+    with pretended(checkpoint[1]) as good, pretended(checkpoint[1]) as busy:
+        teacher = served(busy, good)
+        busy.fault = refuse_then(1000, well, **{"Retry-After": "8"})
+        for _ in range(4):
+            with takes(0, 6):
+                check_equal(teacher, checkpoint[1], rows(24))
+            for one in teacher._replicas._live:  # the time has come
+                one.free_at = 0
+        busy.fault = None
+        asked = len(busy.asked)
+        check_equal(teacher, checkpoint[1], rows(24))
+        assert len(busy.asked) > asked
+        assert "is asked no more" not in caplog.text
+
+
+def test_a_row_that_gets_no_answer_is_asked_for_again(served, checkpoint):
+    hangs = iter([True])
+
+    def once(server, states):
+        return after(30)(server, states) if next(hangs, False) else states
+
+    with pretended(checkpoint[1], once, faulty_from=2) as server:
+        teacher = served(server, deadline=6.0)
+        with takes(1.9, 5):
+            check_equal(teacher, checkpoint[1], rows())
+        assert len(server.asked) == 2 + 4 + 1
+
+
+def test_a_break_of_all_connections_is_counted_once(served, checkpoint, breathless):
+    together = threading.Barrier(20)
+
+    def once(server, states):
+        if len(server.asked) <= 22 and not together.broken:
+            together.wait(10)
+            raise ConnectionError
+        return states
+
+    with pretended(checkpoint[1], once, faulty_from=2) as server:
+        teacher = served(server)
+        check_equal(teacher, checkpoint[1], rows(22))
+        assert len(server.asked) == 2 + 20 + 20, "20 different rows, each asked for twice"
+
+
+def test_a_pause_of_a_server_is_counted_once(served, checkpoint, breathless, monkeypatch, caplog):
+    monkeypatch.setattr(replicas, "_SECONDS", 0.3)
+    with pretended(checkpoint[1]) as good, pretended(checkpoint[1]) as paused:
+        teacher = served(paused, good)
+        teacher._replicas._longest = 0  # the first rows took long on a busy machine
+        paused.fault, asked = after(3), len(paused.asked)
+        with takes(0.3, 3):
+            check_equal(teacher, checkpoint[1], rows(24))
+        assert len(paused.asked) - asked > 3, "more rows than failures of a server that is left out"
+        paused.fault = None
+        check_equal(teacher, checkpoint[1], rows(24))
+        assert "is asked no more" not in caplog.text
+
+
+def test_a_slow_server_holds_nobody_up_for_long(served, checkpoint, breathless, monkeypatch, caplog):
+    monkeypatch.setattr(replicas, "_SECONDS", 0.3)
+    with pretended(checkpoint[1]) as good, pretended(checkpoint[1], after(30), faulty_from=2) as slow:
+        teacher = served(slow, good)
+        with takes(0.9, 25):
+            teach_until_left_out(teacher, checkpoint[1], caplog)
+        assert f"{slow.url} is asked no more; {good.url} read its rows. It was slow" in caplog.text
+
+
+def test_a_server_that_is_gone_costs_the_others_no_time(served, checkpoint, monkeypatch):
+    monkeypatch.setattr(replicas, "BREATH", 5.0)
+    with pretended(checkpoint[1]) as good, pretended(checkpoint[1], hang_up, faulty_from=2) as gone:
+        teacher = served(gone, good)
+        with takes(0, 4):
+            check_equal(teacher, checkpoint[1], rows(24))
+
+
+# ---- What is kept ----
+
+
+def test_a_row_that_is_taught_again_and_again_is_asked_for_once(served, checkpoint):
+    """As a process does that has learned all of its rows, and waits for others with `overlap="step"`."""
+    with pretended(checkpoint[1]) as server:
+        teacher, rollout = served(server), rows()
+        for _ in range(3):
+            check_equal(teacher, checkpoint[1], rollout.select([4]).cut())
+        assert len(server.asked) == 2 + 1
+        check_equal(teacher, checkpoint[1], rollout)
+        check_equal(teacher, checkpoint[1], rollout.select([5]).cut())
+        assert len(server.asked) == 2 + 1 + 3 + 1, "a batch is not kept"
+
+
+def test_states_are_not_held_twice(served, checkpoint, monkeypatch):
+    with pretended(checkpoint[1]) as server:
+        teacher, rollout = served(server), rows(20)
+        held, left = WeakSet(), []
+        start, put = teacher._replicas.start, Keeper.put
+
+        def started(ids):
+            future = start(ids)
+            future.result()
+            held.add(future)
+            return future
+
+        def noted(*given):
+            left.append(len(held))
+            return put(*given)
+
+        monkeypatch.setattr(teacher._replicas, "start", started)
+        monkeypatch.setattr(Keeper, "put", noted)
+        teacher.targets(rollout)
+        assert left[0] == 18, "20 rows, of which one counts nowhere and one is another's"
+        assert left[-1] <= 2, f"answers that were held when each row was kept: {left}"
+        assert left == sorted(left, reverse=True)
