@@ -336,27 +336,35 @@ def test_an_evaluation_takes_no_rows_of_a_stream(make_trainer):
     assert {what for what, _ in teacher.events} == {"reads"}
 
 
-class EndsEpoch(TrainerCallback):
-    """Ends the first epoch within its second step."""
+class Ends(TrainerCallback):
+    """Ends the first epoch, or the training, in its second step."""
 
-    ended = False
+    def __init__(self, what, within):
+        self.what, self.within, self.ended = what, within, False
+
+    def _end(self, state, control, step):
+        if state.global_step == step and not self.ended:
+            self.ended = True
+            setattr(control, f"should_{self.what}_stop", True)
 
     def on_substep_end(self, args, state, control, **kwargs):
-        control.should_epoch_stop = state.global_step == 1 and not self.ended
-        self.ended |= control.should_epoch_stop
+        if self.within:
+            self._end(state, control, step=1)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if not self.within:
+            self._end(state, control, step=2)
 
 
 class Learned(OPSDTrainer):
-    """Keeps the prompts that each step learned, and whether its gradient was synchronised."""
+    """Keeps the prompts that each step learned."""
 
-    def weigh(self, rollout, rows, targets):
-        self.learned[self.state.global_step] += [row["prompt"] for row in rows]
-        self.synchronised.add(self.accelerator.gradient_state.sync_gradients)
-        return super().weigh(rollout, rows, targets)
+    def compare(self, student, rollout, targets, num_items):
+        self.learned[self.state.global_step] += rollout.prompt_lists()
+        return super().compare(student, rollout, targets, num_items)
 
 
-@pytest.mark.parametrize("overlap", ["step", "ahead"])
-def test_an_epoch_that_ends_within_a_step_is_followed_by_its_own_rows(make_trainer, overlap):
+def ended(make_trainer, what, within, overlap):
     dataset, answers = recorded(24, empty=0)
     trainer = make_trainer(
         Learned,
@@ -369,23 +377,52 @@ def test_an_epoch_that_ends_within_a_step_is_followed_by_its_own_rows(make_train
         logging_steps=1,
         shuffle_dataset=False,
         overlap=overlap,
-        callbacks=[EndsEpoch()],
+        callbacks=[Ends(what, within)],
     )
-    trainer.learned, trainer.synchronised = collections.defaultdict(list), set()
-    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    trainer.learned = collections.defaultdict(list)
     trainer.train()
-    prompts = dataset["prompt"]
-    steps = [sorted(map(prompts.index, trainer.learned[step])) for step in range(4)]
-    if overlap == "ahead":  # had begun with the step that the callback has ended
-        steps[1] = steps[1][:8]
-    expected = [list(range(8)), *(list(range(first, first + 8)) for first in (0, 8, 16))]
-    assert steps == expected, "the second epoch begins with its first rows"
-    if overlap == "step":
-        assert trainer.synchronised == {True}, "learned in the call after which the optimizer steps"
-    assert [entry["overlap/staleness"] for entry in trainer.state.log_history if "overlap/staleness" in entry] == (
-        [0, 0.5, 1, 1] if overlap == "ahead" else []  # of the step that was ended 1, of the one after it 0
-    )
-    assert relative(list(trainer.model.parameters()), before) > 0
+    numbers = {tuple(ids): row for row, ids in enumerate(trainer.tokenize(list(dataset["prompt"])))}
+    return trainer, [sorted(numbers[tuple(ids)] for ids in trainer.learned[step]) for step in sorted(trainer.learned)]
+
+
+@pytest.mark.parametrize("overlap", [None, "step", "ahead"])
+@pytest.mark.parametrize("what", ["epoch", "training"])
+def test_what_a_callback_ends_within_a_step_ends_with_the_step(make_trainer, what, overlap):
+    """Else the next step would be given its micro-batches, and step along what it has added to the gradient."""
+    trainer, steps = ended(make_trainer, what, True, overlap)
+    expected, _ = ended(make_trainer, what, False, overlap)
+    first = [list(range(0, 8)), list(range(8, 16))]
+    assert steps == first + ([first[0], first[1], list(range(16, 24))] if what == "epoch" else [])
+    assert torch.equal(weights_of(trainer), weights_of(expected))
+    mine, theirs = trainer.state.log_history, expected.state.log_history
+    assert len(mine) == len(theirs) == len(steps) + 1
+    for entry, other in zip(mine, theirs, strict=True):
+        for name in {"loss", "grad_norm", "epoch", "num_tokens", "overlap/staleness"} & set(other):
+            assert entry[name] == other[name], name
+    stale = [entry["overlap/staleness"] for entry in mine if "overlap/staleness" in entry]
+    assert stale == ([0, 1, 0, 1, 1][: len(steps)] if overlap == "ahead" else [])
+    assert trainer._step == 2 * len(steps)
+    trainer.learned.clear()
+    trainer.train()
+    assert sorted(numbers for numbers in trainer.learned) == list(range(5)), "another training asks for nothing"
+
+
+class Latecomer(TrainerCallback):
+    """Adds another callback when the training has begun."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self.trainer.add_callback(Ends("epoch", within=True))
+
+
+def test_a_callback_that_is_added_within_a_training_ends_no_step_either(make_trainer):
+    late = Latecomer()
+    trainer = fast(make_trainer, overlap=None, max_steps=4, callbacks=[late])
+    late.trainer = trainer
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert trainer._step == 8
+    assert next(one for one in trainer.callback_handler.callbacks if isinstance(one, Ends)).ended
 
 
 # ---- What cannot overlap ---------------------------------------------------------------------------------------------
