@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import threading
 import time
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import TrainerCallback
 from trl_opsd import FixedRollout, FrozenTeacher, OPSDTrainer
 from trl_opsd._compat.deepspeed import setting_without_loss_scale
 from trl_opsd.loop.waiting import Waiting
+from trl_opsd.run.known import set_known
 from trl_opsd.teacher.resident import Resident
 
 STEPS = 3
@@ -159,6 +161,49 @@ def test_rows_are_learned_before_the_last_is_written(make_trainer):
         trainer.state.log_history[0][f"overlap/{name}"] for name in ("first_backward", "last_row", "end")
     )
     assert 0 < first < last < end
+
+
+def test_losses_are_divided_by_about_what_the_last_step_was_divided_by(make_trainer):
+    trainer = trained(make_trainer, Listening, overlap="step", max_tokens_per_microbatch=200, max_steps=2)
+    divided = [event[2] for event in trainer.rollout.events if event[0] == "learns"]
+    lengths = [len(ids) for ids in list(recorded()[1].values())[:8]]
+    assert set(divided) == {1024.0, 2.0 ** round(math.log2(sum(lengths)))}, "nothing is rounded by a power of two"
+    assert sum(lengths) < 300, "far from the 960 tokens that options would allow"
+
+
+def in_float16(make_trainer, overlap):
+    """Steps in float16 with a scaler of the loss, which accelerate has on accelerators only."""
+    dataset, answers = recorded()
+    trainer = make_trainer(
+        Watched,
+        train_dataset=dataset,
+        rollout=Apart(answers),
+        max_completion_length=120,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        max_steps=STEPS,
+        logging_steps=1,
+        shuffle_dataset=False,
+        overlap=overlap,
+        learning_rate=1e-12,  # the same weights in each step
+    )
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    set_known(trainer.accelerator.state, _mixed_precision="fp16")
+    set_known(trainer.accelerator, native_amp=True)
+    trainer.remember_launch()
+    trainer.train()
+    return trainer
+
+
+def test_float16_with_a_loss_scale_loses_no_more_than_in_a_step_that_waits(make_trainer):
+    exact = trained(make_trainer, learning_rate=1e-12).gradients
+    errors = {
+        overlap: [relative(*pair) for pair in zip(in_float16(make_trainer, overlap).gradients, exact, strict=True)]
+        for overlap in (None, "step")
+    }
+    print("largest error of a gradient in float16, of its largest number:", errors)
+    for waits, overlaps in zip(errors[None][1:], errors["step"][1:], strict=True):
+        assert 1e-5 < overlaps < 1.2 * waits
 
 
 def test_in_the_order_of_rows_it_is_the_same_bit_for_bit(make_trainer):
