@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import re
 import threading
+import time
 from typing import Any, ClassVar
 
 import pytest
 import tiny
 import torch
 from apart import Apart
+from datasets import IterableDataset
 from test_overlap import recorded
+from transformers import TrainerCallback
 from trl.chat_template_utils import qwen3_chat_template
 
 from trl_opsd import HFRollout, OPSDTrainer
@@ -152,6 +155,62 @@ def test_what_is_written_ahead_is_given_up_with_the_training(make_trainer):
     trainer.weigh = lambda rollout, rows, targets: rollout.weights
     trainer.train()
     assert logged(trainer, "overlap/staleness") == [0, 1, 1, 1]
+
+
+def test_an_error_in_rows_that_are_read_ahead_names_their_own_step(make_trainer):
+    dataset, answers = recorded(8 * STEPS)
+    rows = [dict(row) for row in dataset]
+
+    def prompts():  # rows of a stream, which nothing can look through before
+        for number, row in enumerate(rows):
+            yield {"prompt": 5 if number == 19 else row["prompt"]}
+
+    trainer = make_trainer(
+        train_dataset=IterableDataset.from_generator(prompts),
+        rollout=Noted(answers),
+        max_completion_length=120,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        shuffle_dataset=False,
+        overlap="ahead",
+    )
+    with pytest.raises((TypeError, ValueError), match=r"row 3 of the batch of step 3"):
+        trainer.train()
+    assert trainer.state.global_step == 1, "while the second step is being learned"
+    assert trainer.steps_ahead == 0
+
+
+class Interrupts(TrainerCallback):
+    """Asks for completions of its own while rows are written ahead."""
+
+    def __init__(self, prompts):
+        self.prompts, self.completions = prompts, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.completions = self.trainer.complete(self.prompts)
+
+
+def test_a_callback_that_asks_for_completions_waits_for_rows_that_are_under_way(make_trainer):
+    """They are written with other weights, and a server gives up what it writes when it is sent weights."""
+    quiet, trainer = (built(make_trainer, overlap="ahead") for _ in range(2))
+    prompt_ids = trainer.tokenize(list(recorded(3)[0]["prompt"]))
+    callback = Interrupts(prompt_ids)
+    callback.trainer = trainer
+    trainer.add_callback(callback)
+    slow = trainer.rollout._before
+    trainer.rollout._before = lambda number: (slow(number), time.sleep(0.02))
+    quiet.train()
+    trainer.train()
+    answers = quiet.rollout.complete(prompt_ids, 0)
+    assert callback.completions == answers
+    events = trainer.rollout.events
+    asked = events.index(("completed by", 2, 3))
+    assert events[:asked].count("closed") == 2, "those of the second step and of the third"
+    assert logged(trainer, "overlap/staleness") == [0, 1, 1, 1], "and they are learned all the same"
+    for mine, theirs in zip(trainer.model.parameters(), quiet.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def calling_tools():

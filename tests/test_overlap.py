@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import threading
 import time
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import TrainerCallback
 from trl_opsd import FixedRollout, FrozenTeacher, OPSDTrainer
 from trl_opsd._compat.deepspeed import setting_without_loss_scale
 from trl_opsd.loop.waiting import Waiting
+from trl_opsd.run.known import set_known
 from trl_opsd.teacher.resident import Resident
 
 STEPS = 3
@@ -159,6 +161,49 @@ def test_rows_are_learned_before_the_last_is_written(make_trainer):
         trainer.state.log_history[0][f"overlap/{name}"] for name in ("first_backward", "last_row", "end")
     )
     assert 0 < first < last < end
+
+
+def test_losses_are_divided_by_about_what_the_last_step_was_divided_by(make_trainer):
+    trainer = trained(make_trainer, Listening, overlap="step", max_tokens_per_microbatch=200, max_steps=2)
+    divided = [event[2] for event in trainer.rollout.events if event[0] == "learns"]
+    lengths = [len(ids) for ids in list(recorded()[1].values())[:8]]
+    assert set(divided) == {1024.0, 2.0 ** round(math.log2(sum(lengths)))}, "nothing is rounded by a power of two"
+    assert sum(lengths) < 300, "far from the 960 tokens that options would allow"
+
+
+def in_float16(make_trainer, overlap):
+    """Steps in float16 with a scaler of the loss, which accelerate has on accelerators only."""
+    dataset, answers = recorded()
+    trainer = make_trainer(
+        Watched,
+        train_dataset=dataset,
+        rollout=Apart(answers),
+        max_completion_length=120,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        max_steps=STEPS,
+        logging_steps=1,
+        shuffle_dataset=False,
+        overlap=overlap,
+        learning_rate=1e-12,  # the same weights in each step
+    )
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    set_known(trainer.accelerator.state, _mixed_precision="fp16")
+    set_known(trainer.accelerator, native_amp=True)
+    trainer.remember_launch()
+    trainer.train()
+    return trainer
+
+
+def test_float16_with_a_loss_scale_loses_no_more_than_in_a_step_that_waits(make_trainer):
+    exact = trained(make_trainer, learning_rate=1e-12).gradients
+    errors = {
+        overlap: [relative(*pair) for pair in zip(in_float16(make_trainer, overlap).gradients, exact, strict=True)]
+        for overlap in (None, "step")
+    }
+    print("largest error of a gradient in float16, of its largest number:", errors)
+    for waits, overlaps in zip(errors[None][1:], errors["step"][1:], strict=True):
+        assert 1e-5 < overlaps < 1.2 * waits
 
 
 def test_in_the_order_of_rows_it_is_the_same_bit_for_bit(make_trainer):
@@ -336,27 +381,35 @@ def test_an_evaluation_takes_no_rows_of_a_stream(make_trainer):
     assert {what for what, _ in teacher.events} == {"reads"}
 
 
-class EndsEpoch(TrainerCallback):
-    """Ends the first epoch within its second step."""
+class Ends(TrainerCallback):
+    """Ends the first epoch, or the training, in its second step."""
 
-    ended = False
+    def __init__(self, what, within):
+        self.what, self.within, self.ended = what, within, False
+
+    def _end(self, state, control, step):
+        if state.global_step == step and not self.ended:
+            self.ended = True
+            setattr(control, f"should_{self.what}_stop", True)
 
     def on_substep_end(self, args, state, control, **kwargs):
-        control.should_epoch_stop = state.global_step == 1 and not self.ended
-        self.ended |= control.should_epoch_stop
+        if self.within:
+            self._end(state, control, step=1)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if not self.within:
+            self._end(state, control, step=2)
 
 
 class Learned(OPSDTrainer):
-    """Keeps the prompts that each step learned, and whether its gradient was synchronised."""
+    """Keeps the prompts that each step learned."""
 
-    def weigh(self, rollout, rows, targets):
-        self.learned[self.state.global_step] += [row["prompt"] for row in rows]
-        self.synchronised.add(self.accelerator.gradient_state.sync_gradients)
-        return super().weigh(rollout, rows, targets)
+    def compare(self, student, rollout, targets, num_items):
+        self.learned[self.state.global_step] += rollout.prompt_lists()
+        return super().compare(student, rollout, targets, num_items)
 
 
-@pytest.mark.parametrize("overlap", ["step", "ahead"])
-def test_an_epoch_that_ends_within_a_step_is_followed_by_its_own_rows(make_trainer, overlap):
+def ended(make_trainer, what, within, overlap):
     dataset, answers = recorded(24, empty=0)
     trainer = make_trainer(
         Learned,
@@ -369,23 +422,52 @@ def test_an_epoch_that_ends_within_a_step_is_followed_by_its_own_rows(make_train
         logging_steps=1,
         shuffle_dataset=False,
         overlap=overlap,
-        callbacks=[EndsEpoch()],
+        callbacks=[Ends(what, within)],
     )
-    trainer.learned, trainer.synchronised = collections.defaultdict(list), set()
-    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    trainer.learned = collections.defaultdict(list)
     trainer.train()
-    prompts = dataset["prompt"]
-    steps = [sorted(map(prompts.index, trainer.learned[step])) for step in range(4)]
-    if overlap == "ahead":  # had begun with the step that the callback has ended
-        steps[1] = steps[1][:8]
-    expected = [list(range(8)), *(list(range(first, first + 8)) for first in (0, 8, 16))]
-    assert steps == expected, "the second epoch begins with its first rows"
-    if overlap == "step":
-        assert trainer.synchronised == {True}, "learned in the call after which the optimizer steps"
-    assert [entry["overlap/staleness"] for entry in trainer.state.log_history if "overlap/staleness" in entry] == (
-        [0, 0.5, 1, 1] if overlap == "ahead" else []  # of the step that was ended 1, of the one after it 0
-    )
-    assert relative(list(trainer.model.parameters()), before) > 0
+    numbers = {tuple(ids): row for row, ids in enumerate(trainer.tokenize(list(dataset["prompt"])))}
+    return trainer, [sorted(numbers[tuple(ids)] for ids in trainer.learned[step]) for step in sorted(trainer.learned)]
+
+
+@pytest.mark.parametrize("overlap", [None, "step", "ahead"])
+@pytest.mark.parametrize("what", ["epoch", "training"])
+def test_what_a_callback_ends_within_a_step_ends_with_the_step(make_trainer, what, overlap):
+    """Else the next step would be given its micro-batches, and step along what it has added to the gradient."""
+    trainer, steps = ended(make_trainer, what, True, overlap)
+    expected, _ = ended(make_trainer, what, False, overlap)
+    first = [list(range(0, 8)), list(range(8, 16))]
+    assert steps == first + ([first[0], first[1], list(range(16, 24))] if what == "epoch" else [])
+    assert torch.equal(weights_of(trainer), weights_of(expected))
+    mine, theirs = trainer.state.log_history, expected.state.log_history
+    assert len(mine) == len(theirs) == len(steps) + 1
+    for entry, other in zip(mine, theirs, strict=True):
+        for name in {"loss", "grad_norm", "epoch", "num_tokens", "overlap/staleness"} & set(other):
+            assert entry[name] == other[name], name
+    stale = [entry["overlap/staleness"] for entry in mine if "overlap/staleness" in entry]
+    assert stale == ([0, 1, 0, 1, 1][: len(steps)] if overlap == "ahead" else [])
+    assert trainer._step == 2 * len(steps)
+    trainer.learned.clear()
+    trainer.train()
+    assert sorted(numbers for numbers in trainer.learned) == list(range(5)), "another training asks for nothing"
+
+
+class Latecomer(TrainerCallback):
+    """Adds another callback when the training has begun."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self.trainer.add_callback(Ends("epoch", within=True))
+
+
+def test_a_callback_that_is_added_within_a_training_ends_no_step_either(make_trainer):
+    late = Latecomer()
+    trainer = fast(make_trainer, overlap=None, max_steps=4, callbacks=[late])
+    late.trainer = trainer
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert trainer._step == 8
+    assert next(one for one in trainer.callback_handler.callbacks if isinstance(one, Ends)).ended
 
 
 # ---- What cannot overlap ---------------------------------------------------------------------------------------------

@@ -182,7 +182,8 @@ class Teaching(SeamTrainer):
     @property
     def _batch(self) -> str:
         """The generation batch that is being read, in messages about its rows."""
-        name = f"the batch of step {self.state.global_step + 1}" if self.model.training else "an evaluation batch"
+        step = self.state.global_step + 1 + self.steps_ahead
+        name = f"the batch of step {step}" if self.model.training else "an evaluation batch"
         number = self.accelerator.num_processes
         return f"{name} in process {self.accelerator.process_index}" if number > 1 else name
 

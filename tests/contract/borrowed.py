@@ -150,7 +150,7 @@ OWNERS = (
             "accelerator": "",
             "add_callback": "",
             "args": "",
-            "callback_handler": "its callbacks keep progress bars of a training that failed",
+            "callback_handler": "its callbacks keep progress bars of a training that failed; one of ours comes last",
             "compute_loss": "",
             "_prepare_inputs": "",
             "create_model_card": "",

@@ -13,16 +13,31 @@ from transformers import Trainer
 from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.loop import ahead, card, dealing, evaluation, finished, loaders, saving, seams, steps, wrapping
+from trl_opsd.loop import (
+    ahead,
+    card,
+    dealing,
+    evaluation,
+    finished,
+    loaders,
+    logged,
+    saving,
+    seams,
+    steps,
+    whole_steps,
+    wrapping,
+)
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.card import Cards
 from trl_opsd.loop.dealing import Dealing
 from trl_opsd.loop.evaluation import Evaluations
 from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.loaders import EachRowOnce
+from trl_opsd.loop.logged import Logged
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.loop.steps import GuardedSteps
+from trl_opsd.loop.whole_steps import WholeSteps
 from trl_opsd.loop.wrapping import WrappedToTrain
 
 pytestmark = pytest.mark.quick
@@ -34,12 +49,14 @@ CUTS = [
         (DistillationTrainer, Cards, card.SEAMS),
         (DistillationTrainer, Dealing, dealing.SEAMS),
         (DistillationTrainer, Evaluations, evaluation.SEAMS),
+        (DistillationTrainer, Logged, logged.SEAMS),
         (Trainer, SafeCheckpoints, saving.SEAMS),
         (Trainer, GuardedSteps, steps.SEAMS),
         (Trainer, EachRowOnce, loaders.SEAMS),
         (Trainer, FinishedRuns, finished.SEAMS),
         (Trainer, WrappedToTrain, wrapping.SEAMS),
         (Trainer, Ahead, ahead.SEAMS),
+        (Trainer, WholeSteps, whole_steps.SEAMS),
     )
     for name in seams
 ]
@@ -63,12 +80,14 @@ def test_the_override_has_the_parameters_of_the_original(theirs, ours, seams, na
         (SeamTrainer, seams.SEAMS),
         (Cards, card.SEAMS),
         (Evaluations, evaluation.SEAMS),
+        (Logged, logged.SEAMS),
         (SafeCheckpoints, saving.SEAMS),
         (GuardedSteps, steps.SEAMS),
         (EachRowOnce, loaders.SEAMS),
         (FinishedRuns, finished.SEAMS),
         (WrappedToTrain, wrapping.SEAMS),
         (Ahead, ahead.SEAMS),
+        (WholeSteps, whole_steps.SEAMS),
     ],
 )
 def test_every_override_of_a_private_method_is_in_the_table(ours, seams):

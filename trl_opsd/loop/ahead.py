@@ -71,6 +71,8 @@ class Ahead(Overlapping):
 
     in_student: Callable[..., Any]
     temperature: float
+    steps_ahead = 0
+    """How many steps after the one that is learned that is whose rows are read now."""
     _coming: tuple[Iterator[Any], Any] | None = None
     """What rows are read from, and what it gave for the next step."""
     _ahead: _Written | None = None
@@ -146,8 +148,12 @@ class Ahead(Overlapping):
         """Has the rows of the next step written with the weights of this one."""
         if self._coming is None or not self._coming[1][0]:
             return
-        rows = self.read_rows(self._coming[1][0][0])
-        prompt_ids = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
+        self.steps_ahead = 1
+        try:
+            rows = self.read_rows(self._coming[1][0][0])
+            prompt_ids = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
+        finally:
+            self.steps_ahead = 0
         self._ahead = _Written(prompt_ids, Pulled(self.stream(prompt_ids)))
 
     def wait_for_rows(self) -> None:

@@ -54,6 +54,10 @@ class Overlapping(Scoring):
     """The rows that are written now."""
     _weight: float = 1.0
     """The sum of the weights of the tokens of the step, over all processes."""
+    _constant: float = 1.0
+    """What losses of the step are divided by until that is known."""
+    _last_weight: float = 0.0
+    """That sum in the last step in which anything counted."""
 
     def say_overlap(self) -> None:
         """Says what does not overlap."""
@@ -119,18 +123,19 @@ class Overlapping(Scoring):
             last = last * factor
         return torch.stack([*(one * factor for one in early), last]).sum()
 
-    @property
-    def _constant(self) -> float:
-        """What losses are divided by before the number of tokens is known: a power of two, which rounds nothing, and
-        depends on options only.
+    def _expected(self) -> float:
+        """What a step will probably be divided by: a power of two, which rounds nothing. The same in all processes.
+
+        In half precision a gradient that is divided by much more may underflow. The last step tells more than options.
         """
         rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        tokens = rows * self.accelerator.num_processes * self.args.max_completion_length
-        return 2.0 ** round(math.log2(tokens))
+        most = rows * self.accelerator.num_processes * self.args.max_completion_length
+        return 2.0 ** round(math.log2(self._last_weight or most))
 
     def _arriving(self, inputs: Any) -> Parts:
         """The micro-batches of a step as their rows come, and of each whether it is the last. Collective."""
         start, learned = perf_counter(), []
+        self._constant = self._expected()
         rows = self.begin_batch(inputs)
         prompt_ids = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
         waiting = self._waiting(prompt_ids)
@@ -146,7 +151,8 @@ class Overlapping(Scoring):
                 yield {**part, "num_items_in_batch": torch.tensor(self._constant, device=device)}, False
                 learned.append(perf_counter())
         self._count(rows, [waiting.completions[row] for row in range(len(rows))])
-        self._weight = float(self.accelerator.gather(weight).sum()) or 1.0
+        total = float(self.accelerator.gather(weight).sum())
+        self._weight, self._last_weight = total or 1.0, total or self._last_weight
         with self._scaled_last() as divisor:
             yield {**part, "num_items_in_batch": torch.tensor(divisor, device=device)}, True
         learned.append(perf_counter())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,25 +27,24 @@ from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
 from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.hosting import Hosting
 from trl_opsd.loop.loaders import EachRowOnce
+from trl_opsd.loop.logged import Logged
 from trl_opsd.loop.sampler import EpochCount, EpochSampler
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.steps import GuardedSteps
+from trl_opsd.loop.whole_steps import WholeSteps
 from trl_opsd.loop.wrapping import WrappedToTrain
 from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.model_checks import check_can_learn
 from trl_opsd.models.samples import Samples, sampled
-from trl_opsd.run.accounts import Accounts
 from trl_opsd.run.groups import set_group_timeout
 from trl_opsd.run.known import set_known
 from trl_opsd.run.loss_parts import check_parts
 from trl_opsd.run.memory import explained
-from trl_opsd.run.metrics import recorded
 from trl_opsd.run.option_changes import ReadOnce
 from trl_opsd.run.option_types import convert_text
 from trl_opsd.run.precision import autocast, dtype_of_frozen_base
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.run.training_options import check_accumulation, check_training
-from trl_opsd.run.watchdog import Watchdog
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 logger = get_logger(__name__)
@@ -61,19 +59,19 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_compute_loss": ("self", "unwrapped_student", "inputs", "num_items_in_batch"),
     "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
-    "_save_checkpoint": ("self", "model", "trial"),
-    "log": ("self", "logs", "start_time"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
 }
 """TRL's methods that are overridden here, with their parameters; a test checks them against the installed TRL."""
 
 
 class SeamTrainer(
+    Logged,
     UsedAgain,
     Attributes,
     Ahead,
     Cards,
     Evaluations,
+    WholeSteps,
     GuardedSteps,
     SafeCheckpoints,
     FinishedRuns,
@@ -127,28 +125,6 @@ class SeamTrainer(
         self._loss_rows: Tensor | None = None
         self._read_once = ReadOnce.by_trainer(self.args, OPSDConfig)
         self._read_at_start = ReadOnce.by_training(self.args)
-        self._watchdog = Watchdog(self.args.phase_timeout, self.accelerator.process_index)
-        self._accounts = {mode: Accounts(self._watched) for mode in ("train", "eval")}
-
-    # ---- What a subclass may use --------------------------------------------------------------------------------
-
-    def record(self, name: str, value: float) -> None:
-        """Adds a number of this process to the next log, which shows the mean; in an evaluation, to its metrics.
-
-        Args:
-            name (`str`):
-                Any that is not logged already.
-            value (`float` or `torch.Tensor`):
-                One number.
-
-        Raises:
-            ValueError: It is not one number, or the name is taken.
-        """
-        self._metrics[self._mode][name].append(recorded(name, value))
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Times the body as a phase of training, `time/<name>` in the log, and reports it if it hangs."""
-        return self._accounts[self._mode].clock(name)
 
     def _take_samples(self, student: Any) -> None:
         self.handed_in = sampled(student)
@@ -280,10 +256,6 @@ class SeamTrainer(
             set_known(self, _buffered_inputs=None)
         return loss
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with self._accounts["train"].clock("save"):
-            super()._save_checkpoint(model, trial)
-
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -317,25 +289,3 @@ class SeamTrainer(
             explained("step", partial(self.footprint, "step")),
         ):  # outside the phases, memory is the optimizer's
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        mode = self._mode
-        if mode == "train" and (found := self._accounts[mode].metrics(per_batch=True)):
-            logs.update(found)
-            self._accounts[mode].clear()
-        if mode == "train" and "loss" in logs and self._guard.counts:
-            logs["nonfinite/skipped_steps"] = self._guard.skipped
-        if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
-            os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
-        super().log(logs, start_time)
-
-    @contextmanager
-    def _watched(self, phase: str) -> Iterator[None]:
-        with explained(phase, partial(self.footprint, phase)), self._watchdog(phase):
-            yield
-
-    # ---- Bookkeeping --------------------------------------------------------------------------------------------
-
-    @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
