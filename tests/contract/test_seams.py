@@ -13,12 +13,25 @@ from transformers import Trainer
 from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.loop import ahead, card, dealing, evaluation, finished, loaders, saving, seams, steps, wrapping
+from trl_opsd.loop import (
+    ahead,
+    card,
+    dealing,
+    evaluation,
+    finished,
+    generations,
+    loaders,
+    saving,
+    seams,
+    steps,
+    wrapping,
+)
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.card import Cards
 from trl_opsd.loop.dealing import Dealing
 from trl_opsd.loop.evaluation import Evaluations
 from trl_opsd.loop.finished import FinishedRuns
+from trl_opsd.loop.generations import Generations
 from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.seams import SeamTrainer
@@ -34,6 +47,7 @@ CUTS = [
         (DistillationTrainer, Cards, card.SEAMS),
         (DistillationTrainer, Dealing, dealing.SEAMS),
         (DistillationTrainer, Evaluations, evaluation.SEAMS),
+        (DistillationTrainer, Generations, generations.SEAMS),
         (Trainer, SafeCheckpoints, saving.SEAMS),
         (Trainer, GuardedSteps, steps.SEAMS),
         (Trainer, EachRowOnce, loaders.SEAMS),
@@ -63,6 +77,7 @@ def test_the_override_has_the_parameters_of_the_original(theirs, ours, seams, na
         (SeamTrainer, seams.SEAMS),
         (Cards, card.SEAMS),
         (Evaluations, evaluation.SEAMS),
+        (Generations, generations.SEAMS),
         (SafeCheckpoints, saving.SEAMS),
         (GuardedSteps, steps.SEAMS),
         (EachRowOnce, loaders.SEAMS),
