@@ -175,7 +175,8 @@ def test_two_trainers_that_share_a_rollout_write_with_a_student_each(make_traine
     ("name", "value", "words"),
     [
         ("max_prompt_length", 5, "prompts are never cut"),
-        ("num_generations", 4, "each prompt is completed once"),
+        ("num_generations", 4, "was read at construction"),
+        ("num_iterations", 4, "a completion is used for one optimizer step"),
         ("teacher_prompt_template", "{prompt}", "was read at construction: build the trainer with that value"),
         ("generation_config", None, "assign to its attributes"),
         ("phase", "warmup", "it is a method"),

@@ -284,10 +284,11 @@ def test_options_that_are_read_at_construction_only_are_those_that_may_not_chang
     assert declared - reads - elsewhere <= kept
     proved = {"padding_free", "pad_to_multiple_of"}  # read for each pass, as the models were examined with them
     proved |= {"overlap", "deterministic"}  # read in each step, as other options and methods were checked with them
+    proved |= {"num_generations_eval"}  # read for each evaluation
     assert reads & kept <= {*fingerprint.OPTIONS, *fingerprint.EMA_OPTIONS, "report_to", *proved}
 
 
-@pytest.mark.parametrize("name", ["max_new_tokens", "num_generations", "warmup_ratio", "max_prompt_length"])
+@pytest.mark.parametrize("name", ["max_new_tokens", "num_iterations", "warmup_ratio", "max_prompt_length"])
 def test_names_of_other_trainers_are_explained_when_they_are_assigned(tmp_path, name):
     with pytest.raises(AttributeError, match=f"`args.{name} = 5` would have no effect: "):
         setattr(tiny.config(tmp_path), name, 5)

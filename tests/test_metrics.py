@@ -105,6 +105,7 @@ def configurations(tmp_path):
             "train_dataset": routed_rows(),
             "eval_dataset": routed_rows(),
         },
+        "several completions of a prompt": {"num_generations": 2},
         "a step that is left out": {"cls": SpoiledOnce, "nonfinite": "skip"},
         "rows that are learned as they end": {"rollout": Apart(tiny.recorded(tiny.tokenizer())), "overlap": "step"},
         "rows that are written ahead": {

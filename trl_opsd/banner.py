@@ -134,8 +134,9 @@ class Described:
     def _steps(self) -> str:
         args, state = self.trainer.args, self.trainer.state
         factors = args.per_device_train_batch_size, args.world_size, args.gradient_accumulation_steps
-        prompts = factors[0] * factors[1] * factors[2]
-        batch = "{} prompts each: {} per device x {} processes x {} accumulation steps".format(prompts, *factors)
+        rows, number = factors[0] * factors[1] * factors[2], args.num_generations
+        what = f"{rows} prompts" if number == 1 else f"{rows // number} prompts x {number} completions"
+        batch = "{} each: {} per device x {} processes x {} accumulation steps".format(what, *factors)
         if state.max_steps > 0:  # known once a training has begun
             return f"{state.max_steps} of {batch}" + (f"; {state.global_step} are done" if state.global_step else "")
         return f"{args.max_steps} of {batch}" if args.max_steps > 0 else f"{args.num_train_epochs} epochs of {batch}"

@@ -19,6 +19,7 @@ from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.run import versions
+from trl_opsd.run.data_options import check_data
 from trl_opsd.run.divergence_options import check_divergence, check_objective
 from trl_opsd.run.engine_options import check_engines
 from trl_opsd.run.failure import share_tracebacks
@@ -52,6 +53,12 @@ class OPSDConfig(StrictNames, DistillationConfig):
             `"jsd"` is the generalised Jensen-Shannon divergence with TRL's `beta` where that lies inside (0, 1), and
             with 0.5 otherwise. When `None`, `beta` alone decides, as in TRL: 0 forward KL, 1 reverse KL, between: JSD.
             A [`~losses.Divergence`] is used unchanged; `docs/extending.md` shows how to write one.
+        num_generations (`int`, *optional*, defaults to `1`):
+            Completions of each prompt, as in TRL's `GRPOConfig`: a row of a batch is one completion, and the rows of an
+            optimizer step, `per_device_train_batch_size` x processes x `gradient_accumulation_steps`, have to be a
+            multiple. An epoch has as many times the steps.
+        num_generations_eval (`int`, *optional*):
+            The same in evaluations, and in `predict`. When `None`, `num_generations`.
         overlong_prompts (`str`, *optional*, defaults to `"error"`):
             What to do with a prompt that leaves no room for `max_completion_length` tokens in the student's context:
             `"error"` raises an error that names the row, `"drop"` drops the row and counts it.
@@ -157,6 +164,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
         },
     )
     divergence: Divergence | str | None = None
+    num_generations: int = 1
+    num_generations_eval: int | None = None
     overlong_prompts: str = "error"
     loss_chunk_tokens: int | None = None
     padding_free: bool = False
@@ -216,6 +225,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         check_sharing(self)
         check_scaler(self)
         check_overlap(self)
+        check_data(self)
         if not isinstance(self.resume_with_changes, list | None):
             raise ValueError(f"`resume_with_changes={self.resume_with_changes!r}`: expected a list of names.")
         self._checked = option_values(self)

@@ -42,6 +42,7 @@ OPTIONS = (
     "teacher_model_kind",
     "teacher_prompt_template",
     "teacher_chat_template_kwargs",
+    "num_generations",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "world_size",

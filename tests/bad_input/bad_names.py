@@ -27,7 +27,8 @@ def unknown_argument(message: str, name: str) -> Case:
 CASES: list[Case] = [
     unknown("has no option 'lmbda': the student writes all completions, which is `lmbda=1`: remove it", lmbda=0.5),
     unknown("the student writes all completions; .* use `trl.SFTTrainer`", seq_kd=True),
-    unknown("is completed once in an epoch, .* repeat its row", num_generations=8),
+    unknown("it is called `num_generations`", rollout_n=8),
+    unknown("is used for one optimizer step; `num_generations` is the completions", num_iterations=2),
     unknown("it is called `max_completion_length`", max_new_tokens=128),
     unknown("`overlong_prompts='drop'` drops", max_prompt_length=512),
     unknown("prompts are never cut", max_length=512),

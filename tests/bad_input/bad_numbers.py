@@ -45,6 +45,31 @@ STEPS = [
     option("seed", "`seed=None`", seed=None),
 ]
 
+GENERATIONS = [
+    option("generations", "`num_generations=0`: expected an integer of at least 1", num_generations=0),
+    option("generations", "`num_generations_eval=-1`: expected an integer", num_generations_eval=-1),
+    option(
+        "generations",
+        "`num_generations=4`: a generation batch has 6 = 3 per device x 1 processes x 2 .* whole groups",
+        num_generations=4,
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=2,
+    ),
+    option(
+        "generations",
+        "`num_generations=2` with .*: decoding is greedy, so that all completions of a prompt are the same",
+        num_generations=2,
+        generation_kwargs={"do_sample": False},
+    ),
+    option(
+        "generations",
+        "`num_generations_eval=2` with .*: each row is written with this seed",
+        num_generations_eval=2,
+        use_vllm=True,
+        generation_kwargs={"seed": 3},
+    ),
+]
+
 VLLM = [
     option("at least", r"`vllm_server_port=0`: expected a number in \[1, 65535\]", vllm_server_port=0),
     option("at least", "`vllm_server_timeout=-1.0`", vllm_server_timeout=-1.0),
@@ -70,4 +95,4 @@ TEXTS = [
     ),
 ]
 
-CASES: list[Case] = [*RATES, *STEPS, *VLLM, *TEXTS]
+CASES: list[Case] = [*RATES, *STEPS, *GENERATIONS, *VLLM, *TEXTS]

@@ -84,6 +84,7 @@ PHRASES = (
     "learning_rate",
     "weight_decay",
     "batch size",
+    "generations",
     "steps",
     "seed",
     "a word for a boolean",

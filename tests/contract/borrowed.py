@@ -63,6 +63,7 @@ READING = Reading(
     },
     held={
         "_order": "sampler",
+        "sampler": "sampler",
         "_dist": "backend",
         "_client": "client",
         "distillation_trainer": "module",
@@ -113,6 +114,8 @@ OWNERS = (
             "eos_token_ids": "those that the student has a row for",
             "generation_config": "takes over the end and padding tokens",
             "generation_kwargs": "takes over the end and padding tokens",
+            "get_train_dataloader": "repeats the rows of a stream",
+            "shuffle_dataset": "whether a stream is shuffled before its rows are repeated",
             "get_eval_dataloader": "renames a column of its dataset",
             "log": "adds means over tokens",
             "log_completions": "the folder is made where it is switched on late",
@@ -132,6 +135,7 @@ OWNERS = (
         entries=("predict", "train"),
         names={
             "_created_lr_scheduler": "whether it will make another scheduler",
+            "_train_batch_size": "rows of a process, of a stream that is repeated",
             "_get_dataloader": "streams are shared out by rows",
             "_get_grad_norm": "called before each step: where one can still be left out",
             "_get_output_dir": "a folder aside while a checkpoint is written",
@@ -162,6 +166,7 @@ OWNERS = (
             "evaluate": "with the launch's state of this trainer",
             "evaluation_loop": "seeded, timed, and weighed by tokens",
             "get_eval_dataloader": "renames a column of its dataset",
+            "get_train_dataloader": "",
             "get_test_dataloader": "in the order of the rows; renames a column",
             "hub_model_id": "for the model card",
             "is_deepspeed_enabled": "off while an evaluation wraps nothing",
@@ -231,7 +236,9 @@ OWNERS = (
         kind="sampler",
         where=("trl/trainer/utils.py:RepeatSampler",),
         names={
+            "batch_size": "prompts of a generation batch",
             "generator": "put where it stands at the beginning of an epoch",
+            "mini_repeat_count": "completions of each prompt",
             "num_samples": "how much of the generator an epoch uses up",
             "seed": "",
             "shuffle": "",

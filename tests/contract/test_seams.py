@@ -19,6 +19,7 @@ from trl_opsd.loop import (
     dealing,
     evaluation,
     finished,
+    generations,
     loaders,
     logged,
     saving,
@@ -32,6 +33,7 @@ from trl_opsd.loop.card import Cards
 from trl_opsd.loop.dealing import Dealing
 from trl_opsd.loop.evaluation import Evaluations
 from trl_opsd.loop.finished import FinishedRuns
+from trl_opsd.loop.generations import Generations
 from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.logged import Logged
 from trl_opsd.loop.saving import SafeCheckpoints
@@ -50,6 +52,7 @@ CUTS = [
         (DistillationTrainer, Dealing, dealing.SEAMS),
         (DistillationTrainer, Evaluations, evaluation.SEAMS),
         (DistillationTrainer, Logged, logged.SEAMS),
+        (DistillationTrainer, Generations, generations.SEAMS),
         (Trainer, SafeCheckpoints, saving.SEAMS),
         (Trainer, GuardedSteps, steps.SEAMS),
         (Trainer, EachRowOnce, loaders.SEAMS),
@@ -81,6 +84,7 @@ def test_the_override_has_the_parameters_of_the_original(theirs, ours, seams, na
         (Cards, card.SEAMS),
         (Evaluations, evaluation.SEAMS),
         (Logged, logged.SEAMS),
+        (Generations, generations.SEAMS),
         (SafeCheckpoints, saving.SEAMS),
         (GuardedSteps, steps.SEAMS),
         (EachRowOnce, loaders.SEAMS),

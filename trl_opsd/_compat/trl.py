@@ -4,7 +4,13 @@ from trl import DistillationConfig, DistillationTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer import distillation_trainer
-from trl.trainer.utils import create_model_from_path, get_config_model_id, maybe_gather_lm_head_ctx, pad
+from trl.trainer.utils import (
+    create_model_from_path,
+    get_config_model_id,
+    maybe_gather_lm_head_ctx,
+    pad,
+    repeat_iterable_dataset,
+)
 
 __all__ = [
     "DistillationConfig",
@@ -15,5 +21,6 @@ __all__ = [
     "get_config_model_id",
     "maybe_gather_lm_head_ctx",
     "pad",
+    "repeat_iterable_dataset",
     "unwrap_model_for_generation",
 ]

@@ -18,6 +18,7 @@ from trl_opsd.data.prompts import IMAGE_COLUMNS, check_columns, refuse_images
 from trl_opsd.data.row_sharding import check_alike
 from trl_opsd.data.survey import has_values
 from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED
+from trl_opsd.run.data_options import batch_in_words, prompts_of_step
 
 
 def surveyed(
@@ -159,11 +160,8 @@ def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:
             f"`max_steps={args.max_steps}`: `train_dataset` is a stream, whose length is not known: set `max_steps` to "
             "the number of optimizer steps."
         )
-    rows, processes, steps = args.per_device_train_batch_size, args.world_size, args.gradient_accumulation_steps
-    needed = rows * processes * steps
-    if isinstance(dataset, Dataset) and len(dataset) < needed:
+    if isinstance(dataset, Dataset) and len(dataset) < prompts_of_step(args):
         raise ValueError(
-            f"train_dataset has {len(dataset)} rows, but one generation batch takes {needed} = {rows} per device x "
-            f"{processes} processes x {steps} accumulation steps, and rows that do not fill one are dropped, so there "
-            "would be 0 steps: add rows, or lower one of those numbers."
+            f"train_dataset has {len(dataset)} rows, but one generation batch takes {batch_in_words(args)}, and rows "
+            "that do not fill one are dropped, so there would be 0 steps: add rows, or lower one of those numbers."
         )

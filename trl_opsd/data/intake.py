@@ -24,13 +24,17 @@ class Request(dict[str, Any]):
             The name of the teacher.
         of_teacher ([`~data.prompts.Prompt`]):
             The teacher's prompt from the columns; `teacher_prompt_fn` replaces it once there is a completion.
+
+    Attributes:
+        place (`int`, *optional*): place in the generation batch, over all processes, once it is in one.
     """
 
-    __slots__ = ("of_teacher", "student", "teacher", "where")
+    __slots__ = ("of_teacher", "place", "student", "teacher", "where")
 
     def __init__(self, row: Row, where: str, student: Prompt, teacher: str, of_teacher: Prompt) -> None:
         super().__init__(row)
         self.where, self.student, self.teacher, self.of_teacher = where, student, teacher, of_teacher
+        self.place: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

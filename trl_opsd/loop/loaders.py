@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_opsd.data.row_sharding import WholeStream
+from trl_opsd.run.data_options import batch_in_words
 
 __all__ = ["SEAMS", "EachRowOnce"]
 
@@ -140,12 +141,9 @@ class EachRowOnce(Trainer):
     def _if_empty(self, description: str, is_training: bool) -> str:
         if not is_training:
             return f"{description}: the stream has no rows: pass one that has some."
-        rows, steps = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
-        processes = self.accelerator.num_processes
         return (
-            f"The stream `train_dataset` ended before it filled one generation batch of {rows * processes * steps} = "
-            f"{rows} per device x {processes} processes x {steps} accumulation steps: give it more rows, or lower one "
-            "of those numbers."
+            f"The stream `train_dataset` ended before it filled one generation batch of {batch_in_words(self.args)}: "
+            "give it more rows, or lower one of those numbers."
         )
 
     # ---- Resuming -----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from trl_opsd.loop.attributes import Attributes
 from trl_opsd.loop.card import Cards
 from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
 from trl_opsd.loop.finished import FinishedRuns
+from trl_opsd.loop.generations import Generations
 from trl_opsd.loop.hosting import Hosting
 from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.logged import Logged
@@ -72,6 +73,7 @@ class SeamTrainer(
     Cards,
     Evaluations,
     WholeSteps,
+    Generations,
     GuardedSteps,
     SafeCheckpoints,
     FinishedRuns,
@@ -184,6 +186,7 @@ class SeamTrainer(
         set_group_timeout(self.args.ddp_timeout_delta)
         self.check_same_rows(self._mode)
         rows = self.read_rows(inputs)
+        self.number_rows(rows)
         self._accounts[self._mode].count_batch()
         return rows
 
@@ -236,12 +239,16 @@ class SeamTrainer(
         if self.model.training:
             sums = self.accelerator.reduce(rows.sum(0), "sum")
         else:
-            sums = self.gather_distinct_rows(rows).sum(0)
+            distinct = self.gather_distinct_rows(rows)
+            self.note_evaluated(distinct)
+            sums = distinct.sum(0)
             self._written = inputs["completion_ids"].masked_fill(inputs["completion_mask"] == 0, NO_TOKEN)
         named = dict(zip(LossParts.ROW_NAMES, sums.tolist(), strict=True))
         if self.is_finite_loss(named, rows):
             self.check_sums(named)
             self._accounts[self._mode].add(named)
+            if self.model.training:
+                self.note_learned(inputs.get("rows"), rows)
         else:
             loss = self.with_nan_gradient(loss)
         self.record("entropy", named["student_entropy"] / named["weight"] if named["weight"] else 0.0)
@@ -254,6 +261,7 @@ class SeamTrainer(
         if self._step % self.args.gradient_accumulation_steps == 0:
             # Consumed: the targets in it must not stay in memory during the next rollout or an evaluation.
             set_known(self, _buffered_inputs=None)
+            self.record_learned()
         return loss
 
     def train(

@@ -10,10 +10,8 @@ from types import MappingProxyType
 
 from trl_opsd.run.nearest import nearest
 
-_WRITTEN_ONCE = (
-    "each prompt is completed once in an epoch, and its completion is used for one optimizer step; for more "
-    "completions of a prompt, repeat its row"
-)
+_LEARNED_ONCE = "a completion is used for one optimizer step; `num_generations` is the completions of a prompt"
+_GENERATIONS = "it is called `num_generations`"
 _NO_REWARDS = "there are no rewards, the teacher scores every token; `trl.GRPOTrainer` takes rewards"
 _FULL_VOCABULARY = "the loss compares the full vocabulary, without a list of top tokens"
 _SERVER = "it is called `teacher_server_url`, the address of a pooling server; see docs/teachers.md"
@@ -93,11 +91,9 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         "solution_template": "it is called `teacher_prompt_template`",
         "reprompt_template": "it is called `teacher_prompt_template`",
         # reinforcement learning
-        "num_generations": _WRITTEN_ONCE,
-        "num_generations_eval": _WRITTEN_ONCE,
-        "num_iterations": _WRITTEN_ONCE,
-        "steps_per_generation": _WRITTEN_ONCE,
-        **dict.fromkeys(("n_samples_per_prompt", "rollout_n", "num_return_sequences"), _WRITTEN_ONCE),
+        "num_iterations": _LEARNED_ONCE,
+        "steps_per_generation": _LEARNED_ONCE,
+        **dict.fromkeys(("n_samples_per_prompt", "rollout_n", "num_return_sequences"), _GENERATIONS),
         **dict.fromkeys(("generation_batch_size", "rollout_batch_size", "ppo_mini_batch_size"), _GLOBAL_BATCH),
         **dict.fromkeys(("scale_rewards", "missing_eos_penalty", "normalize_advantages"), _NO_REWARDS),
         **dict.fromkeys(("epsilon", "epsilon_high", "delta", "importance_sampling_level"), _NO_REWARDS),

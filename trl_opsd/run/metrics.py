@@ -23,6 +23,8 @@ class Metric:
 
 
 _OVER_TOKENS = "weighted mean over the tokens in the loss, of all processes and micro-batches"
+_OVER_PROMPTS = "all processes; mean over prompts with at least two completions in the loss, then over steps"
+_WITH_GROUPS = "`num_generations` above 1, in evaluations `num_generations_eval`; not where processes share rows"
 _OF_A_PHASE = "main process; mean over optimizer steps, sum over an evaluation"
 _OF_A_SYNC = "main process; mean over weight syncs"
 _OF_A_STEP = "main process; mean over optimizer steps"
@@ -50,6 +52,18 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             meaning="Entropy of the teacher's next-token distribution at `temperature`.",
             reduced=_OVER_TOKENS,
             appears=_WITH_TOKENS,
+        ),
+        "group/divergence_std": Metric(
+            unit="nats",
+            meaning="How far completions of one prompt are apart: standard deviation of their mean divergence.",
+            reduced=_OVER_PROMPTS,
+            appears=_WITH_GROUPS,
+        ),
+        "group/length_std": Metric(
+            unit="tokens",
+            meaning="The same of their numbers of tokens in the loss.",
+            reduced=_OVER_PROMPTS,
+            appears=_WITH_GROUPS,
         ),
         "time/complete": Metric(
             unit="seconds",

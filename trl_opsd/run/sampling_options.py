@@ -40,11 +40,12 @@ _FIXED = {
 """`generation_kwargs` that can only have this value."""
 
 _NEEDED = "the trainer needs one completion of token ids for each prompt"
+_SEVERAL = f"{_NEEDED}, and asks for each of several (`num_generations`) by itself"
 
 _BREAK_A_ROLLOUT = {
-    "num_return_sequences": _NEEDED,
-    "n": _NEEDED,
-    "best_of": _NEEDED,
+    "num_return_sequences": _SEVERAL,
+    "n": _SEVERAL,
+    "best_of": _SEVERAL,
     "return_dict_in_generate": _NEEDED,
     "disable_compile": "TRL always sets it to True; decoding is compiled with `rollout=HFRollout(compile=True)`",
 }

@@ -1,0 +1,197 @@
+"""Trains and evaluates with several completions of each prompt; every completion carries the number of its prompt.
+
+    PYTHONPATH=tests python tests/distributed/several.py FOLDER
+
+Forks a pair of processes and writes what they have paired, logged and learned.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import forks
+import fsdp_on_cpu
+import tiny
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
+from transformers import PrinterCallback
+
+from trl_opsd import OPSDTrainer, RolloutBackend
+
+PROMPTS = 10
+ROWS = 8
+"""Rows of an optimizer step, over all processes: completions, as in TRL's GRPO."""
+STEPS = 3
+LIMIT = 290
+"""Seconds after which processes that wait for each other are ended."""
+WORDS = tiny.tokenizer()
+
+
+def make_rows(kind: str = "map") -> Dataset | IterableDataset:
+    """Ten numbered prompts: "map", or a "stream" of two shards."""
+    rows = Dataset.from_list([{"prompt": f"{'so ' * (number % 3)}{number}="} for number in range(PROMPTS)])
+    return rows if kind == "map" else rows.to_iterable_dataset(num_shards=2)
+
+
+def number_of(text: str) -> str:
+    """The number in a prompt or in a completion."""
+    return text.removeprefix("so so ").removeprefix("so ").partition("=")[0].partition(".")[0]
+
+
+class Numbered(RolloutBackend):
+    """Writes the number of the prompt and which of its completions it is, as one that writes apart would.
+
+    Args:
+        apart (`bool`):
+            Whether it writes apart from the trainer, where rows end in another order.
+    """
+
+    def __init__(self, apart: bool) -> None:
+        self.writes_apart = apart
+
+    def bind(self, trainer: OPSDTrainer) -> None:
+        self._trainer = trainer
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        mine = WORDS.batch_decode(prompt_ids)
+        everyone = gather_object([mine])
+        count = Counter(text for theirs in everyone[: self._trainer.accelerator.process_index] for text in theirs)
+        written = []
+        for text in mine:
+            number, which = int(number_of(text)), count[text]
+            count[text] += 1
+            written.append(f"{number}.{which}{'x' * (1 + (number * 3 + which * 5) % 9)}<|im_end|>")
+        return WORDS(written)["input_ids"]
+
+    def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
+        written = self.complete(prompt_ids, step)
+        return reversed(list(enumerate(written)))
+
+
+class Pairing(OPSDTrainer):
+    """Records which completion is with which row where the teacher reads it, and the divergence of each where it is
+    learned.
+    """
+
+    def read_rows(self, rows: Any) -> Any:
+        self.read.append([row["prompt"] for row in rows])
+        return super().read_rows(rows)
+
+    def teach(self, rollout: Any, rows: list[dict[str, Any]]) -> Any:
+        texts = WORDS.batch_decode(rollout.completion_lists(), skip_special_tokens=True)
+        self.taught += [(row["prompt"], text) for row, text in zip(rows, texts, strict=True)]
+        return super().teach(rollout, rows)
+
+    def compare(self, student: Any, rollout: Any, targets: Any, num_items: Any) -> Any:
+        parts = super().compare(student, rollout, targets, num_items)
+        texts = WORDS.batch_decode(rollout.completion_lists(), skip_special_tokens=True)
+        for text, sums in zip(texts, parts.rows.tolist(), strict=True):
+            if sums[0]:
+                self.learned.append((self.model.training, self.state.global_step, text, sums[1] / sums[0], sums[4]))
+        return parts
+
+
+def build(folder: Path, kind: str = "map", rows: Any = None, apart: bool = False, **options: Any) -> Pairing:
+    processes = int(options.pop("processes"))
+    given = {
+        "per_device_train_batch_size": ROWS // processes // 2,
+        "gradient_accumulation_steps": 2,
+        "per_device_eval_batch_size": 6 // processes,
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+        "num_generations": 4,
+        **options,
+    }
+    fsdp_on_cpu.allow()
+    trainer = Pairing(
+        model=str(folder / "student"),
+        teacher_model=str(folder / "teacher"),
+        args=tiny.config(folder / "out", **given),
+        train_dataset=make_rows(kind) if rows is None else rows,
+        eval_dataset=make_rows(kind),
+        processing_class=tiny.tokenizer(),
+        rollout=Numbered(apart),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.read, trainer.taught, trainer.learned = [], [], []
+    return trainer
+
+
+def weights(trainer: Pairing) -> list[float]:
+    """One number for each weight of the student, which differs if the weight does."""
+    return [float(one.detach().double().sum()) for one in trainer.model.parameters()]
+
+
+def found(trainer: Pairing, logs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all processes have read, paired, learned and logged."""
+    read = [list(chain.from_iterable(parts)) for parts in zip(*gather_object([trainer.read]), strict=True)]
+    return {
+        "read": read,
+        "taught": gather_object(trainer.taught),
+        "learned": gather_object(trainer.learned),
+        "logs": logs,
+        "weights": weights(trainer),
+    }
+
+
+def trained(folder: Path, resume: int | None = None, **options: Any) -> dict[str, Any]:
+    trainer = build(folder, **options)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(folder / "out" / f"checkpoint-{resume}"))
+    return found(trainer, [row for row in trainer.state.log_history if "loss" in row])
+
+
+def evaluated(folder: Path, **options: Any) -> dict[str, Any]:
+    trainer = build(folder, **options)
+    logs = [trainer.evaluate()]
+    predictions = trainer.predict(make_rows(options.get("kind", "map"))).predictions
+    texts = WORDS.batch_decode([[one for one in row if one >= 0] for row in predictions], skip_special_tokens=True)
+    return {**found(trainer, logs), "predicted": texts}
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 1}
+TRAININGS: dict[str, dict[str, Any]] = {
+    "map": SAVES,
+    "resumed": {"resume": 2},
+    "stream": {"kind": "stream"},
+    "overlap": {"apart": True, "overlap": "step"},
+    "ahead": {"apart": True, "overlap": "ahead", "overlap_max_divergence": 1e9},
+    "a group in two processes, and a budget": {"num_generations": 8, "max_tokens_per_microbatch": 60},
+}
+EVALUATIONS: dict[str, dict[str, Any]] = {
+    "map": {"num_generations_eval": 2},
+    "stream, as in training": {"kind": "stream"},
+}
+
+
+def all_of(folder: Path, processes: int) -> dict[str, Any]:
+    """Every training and evaluation; a process that does not finish prints its stack and ends."""
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    found = {
+        "train": {name: trained(folder, processes=processes, **given) for name, given in TRAININGS.items()},
+        "eval": {name: evaluated(folder, processes=processes, **given) for name, given in EVALUATIONS.items()},
+    }
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+def save_models(folder: Path) -> None:
+    tiny.qwen2(32, seed=0).save_pretrained(folder / "student")
+    tiny.qwen2(48, seed=1).save_pretrained(folder / "teacher")
+
+
+def main(folder: Path) -> None:
+    results = forks.launch("ddp", all_of, folder, 2)[0]
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

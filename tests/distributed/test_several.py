@@ -1,0 +1,127 @@
+"""Several completions of a prompt stay with it: in one process and in two, however rows are read, dealt and learned."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import several
+import torch
+from datasets import Dataset
+from processes import SECONDS, run
+from several import EVALUATIONS, PROMPTS, ROWS, STEPS, TRAININGS, number_of
+
+HERE = Path(__file__).parent
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 60)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("several")
+    several.save_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(models) -> dict[int, dict[str, Any]]:
+    """What one process has found, and what two have."""
+    run(HERE / "several.py", models, seconds=SECONDS)
+    return {1: several.all_of(models, 1), 2: json.loads((models / "results.json").read_text())}
+
+
+def generations(name: str, options: dict[str, Any]) -> int:
+    return options.get("num_generations_eval", options.get("num_generations", 4))
+
+
+def close(one: Any, other: Any) -> bool:
+    return one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_each_prompt_is_completed_as_often_as_asked_within_one_step(results, name, processes):
+    found, number = results[processes]["train"][name], generations(name, TRAININGS[name])
+    for batch in found["read"]:
+        assert len(batch) == ROWS
+        assert batch == [batch[place] for place in range(0, ROWS, number) for _ in range(number)], "next to each other"
+        assert len(set(batch)) == ROWS // number
+    if name != "ahead":  # which reads a step twice
+        prompts = [prompt for batch in found["read"] for prompt in batch[::number]]
+        assert len(prompts) == len(set(prompts)) == len(found["logs"][-len(found["read"]) :]) * ROWS // number
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_completions_are_taught_and_learned_with_their_own_prompts(results, name, processes):
+    found, number = results[processes]["train"][name], generations(name, TRAININGS[name])
+    assert all(number_of(prompt) == number_of(text) for prompt, text in found["taught"])
+    learned: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for _, step, text, *_ in found["learned"]:
+        learned[step, number_of(text)].append(text.rstrip("x").partition(".")[2])
+    assert {tuple(sorted(which)) for which in learned.values()} == {tuple(map(str, range(number)))}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_the_spread_is_that_of_the_completions_of_each_prompt(results, name, processes):
+    """Recomputed from the divergence of each completion, by the number that it carries."""
+    found = results[processes]["train"][name]
+    by_step: dict[int, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for _, step, text, divergence, tokens in found["learned"]:
+        by_step[step][number_of(text)].append((divergence, tokens))
+    logs = {row["step"]: row for row in found["logs"]}
+    for step, groups in by_step.items():
+        deviations = torch.stack([torch.tensor(rows).std(0) for rows in groups.values()]).mean(0)
+        row = logs[step + 1]
+        assert [row["group/divergence_std"], row["group/length_std"]] == pytest.approx(deviations.tolist(), rel=1e-3)
+        assert deviations.min() > 0
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_two_processes_learn_what_one_learns(results, name):
+    one, two = (results[processes]["train"][name] for processes in (1, 2))
+    assert one["read"] == two["read"]
+    assert close(one["weights"], two["weights"])
+    for row, other in zip(one["logs"], two["logs"], strict=True):
+        for metric in ("loss", "group/divergence_std", "group/length_std"):
+            assert close(row[metric], other[metric]), metric
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", ["resumed", "overlap"])
+def test_the_student_learns_the_same_from_the_same_rows(results, name, processes):
+    plain, other = (results[processes]["train"][key] for key in ("map", name))
+    if name == "resumed":
+        assert plain["read"][-1:] == other["read"]
+    assert close(plain["weights"], other["weights"])
+
+
+def test_it_is_the_training_on_a_dataset_whose_rows_are_repeated(results, models):
+    plain = results[1]["train"]["map"]
+    rows = Dataset.from_list([{"prompt": prompt} for batch in plain["read"] for prompt in batch])
+    repeated = several.trained(models, rows=rows, processes=1, num_generations=1, shuffle_dataset=False)
+    assert repeated["read"] == plain["read"]
+    assert repeated["weights"] == plain["weights"]
+    assert len(plain["logs"]) == STEPS
+    assert not any(key.startswith("group/") for row in repeated["logs"] for key in row)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_an_evaluation_counts_each_completion_once(results, name, processes):
+    found, number = results[processes]["eval"][name], generations(name, EVALUATIONS[name])
+    (logs,) = found["logs"]
+    written = [number_of(text) for text in found["predicted"]]
+    assert written == [str(prompt) for prompt in range(PROMPTS) for _ in range(number)], "in the order of the rows"
+    assert all(number_of(prompt) == number_of(text) for prompt, text in found["taught"])
+    alone = results[1]["eval"][name]
+    values = torch.tensor([row[3:] for row in alone["learned"][: PROMPTS * number]])  # then comes the prediction
+    deviations = values.view(PROMPTS, number, 2).std(1).mean(0)
+    assert deviations.min() > 0
+    spread = [logs["eval_group/divergence_std"], logs["eval_group/length_std"]]
+    assert spread == pytest.approx(deviations.tolist(), rel=1e-3)
+    assert logs["eval_loss"] == pytest.approx(alone["logs"][0]["eval_loss"], rel=1e-5)

@@ -1,0 +1,69 @@
+"""Checks the options of what is written for a prompt, and says how many prompts a step has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.run.ranges import at_least_one
+
+__all__ = ["batch_in_words", "check_data", "prompts_of_step"]
+
+
+def check_data(args: DistillationConfig) -> None:
+    """Refuses numbers of completions that do not fill a step, or that would all be the same.
+
+    Args:
+        args ([`~trl.DistillationConfig`]):
+            The options.
+
+    Raises:
+        ValueError: `num_generations` does not divide the rows of a step, or completions are not sampled.
+    """
+    at_least_one("num_generations", args.num_generations)
+    if args.num_generations_eval is not None:
+        at_least_one("num_generations_eval", args.num_generations_eval)
+    rows = _rows_of_step(args)
+    if rows % args.num_generations:
+        raise ValueError(
+            f"`num_generations={args.num_generations}`: a generation batch has {rows} = {_factors(args)} rows, which "
+            "have to be whole groups of completions of one prompt: set a divisor of that number, or other numbers."
+        )
+    for option in ("num_generations", "num_generations_eval"):
+        if (getattr(args, option) or 1) > 1 and (why := _all_alike(args)):
+            raise ValueError(
+                f"`{option}={getattr(args, option)}` with `generation_kwargs={args.generation_kwargs}`: {why}, so that "
+                "all completions of a prompt are the same: remove one of them."
+            )
+
+
+def prompts_of_step(args: DistillationConfig) -> int:
+    """Prompts of an optimizer step, over all processes."""
+    return _rows_of_step(args) // args.num_generations
+
+
+def batch_in_words(args: DistillationConfig) -> str:
+    """The same with the numbers that it comes from."""
+    each = "" if args.num_generations == 1 else f" / {args.num_generations} completions of each"
+    return f"{prompts_of_step(args)} = {_factors(args)}{each}"
+
+
+def _rows_of_step(args: DistillationConfig) -> int:
+    return int(args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps)
+
+
+def _factors(args: DistillationConfig) -> str:
+    return (
+        f"{args.per_device_train_batch_size} per device x {args.world_size} processes x "
+        f"{args.gradient_accumulation_steps} accumulation steps"
+    )
+
+
+def _all_alike(args: Any) -> str:
+    """Why a prompt is always completed in the same way; empty if it is not."""
+    given = args.generation_kwargs or {}
+    if given.get("do_sample") is False and not args.has_engine:
+        return "decoding is greedy"
+    if args.has_engine and given.get("temperature") == 0:
+        return "decoding is greedy"
+    return "each row is written with this seed" if args.has_engine and given.get("seed") is not None else ""
