@@ -19,9 +19,9 @@ from trl_opsd.run.errors import ServerError
 
 
 def main(folder: Path, server: dict[str, object]) -> None:
-    options = {"use_vllm": True, "top_k": 1, "learning_rate": 2e-3, "max_completion_length": 16}
+    options = {"use_vllm": True, "top_k": 1, "learning_rate": 2e-3, "max_completion_length": 16, **server}
     teacher = tiny.qwen2(48, seed=1)  # before there is a DeepSpeed config, so that it stays whole
-    args = tiny.config(folder / "out", per_device_train_batch_size=1, **options, **server)
+    args = tiny.config(folder / "out", per_device_train_batch_size=1, **options)
     fsdp_on_cpu.allow()
     trainer = OPSDTrainer(
         model=str(folder / "student"),

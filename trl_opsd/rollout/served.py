@@ -117,6 +117,10 @@ class ServedRollout(SyncedRollout[ServerEngine]):
         engine.load(stream)
         return stream.bytes
 
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        self._engine.check_connected()
+        return super().complete(prompt_ids, step)
+
     def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
         rows = self.stream_completions(prompt_ids, step)
         return Endable(((number, row.completion_ids) for number, row in rows), rows.close)
@@ -139,6 +143,7 @@ class ServedRollout(SyncedRollout[ServerEngine]):
             [`~run.pulled.Endable`]: the number of each prompt and its completion, in the order they end. It raises
             `RuntimeError` if weights were sent to the engine before the last row was taken.
         """
+        self._engine.check_connected()
         with self.session():
             options = self._begun(prompt_ids)
             seeds = self._seeds(step, len(prompt_ids))
@@ -161,10 +166,6 @@ class ServedRollout(SyncedRollout[ServerEngine]):
                 f"{missing} of {len(prompt_ids)} rows were given up, because {self._engine.name} was sent weights or "
                 "closed while it wrote them: take all rows of a stream first."
             )
-
-    def _begun(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
-        self._engine.check_connected()
-        return super()._begun(prompt_ids)
 
     def sync_weights(self) -> None:
         """As for every engine. Rows of a stream that have not ended are given up, so that none is written with two

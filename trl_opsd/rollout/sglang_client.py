@@ -99,7 +99,11 @@ class SGLangClient(SGLangAsking):
                     f"The SGLang server at {self.url} did not come to {group.address} port {group.port} of this "
                     f"machine to be sent weights: {error}"
                 ) from error
-            asked.result()
+            try:
+                asked.result()
+            except ServerError:
+                group.abandon()
+                raise
         self._group = group
         return device if on_gpus else torch.device("cpu")
 
