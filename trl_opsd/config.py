@@ -116,7 +116,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
             separated by commas, are replicas. A dict has those of several teachers by name. `teacher_model` is then the
             path or id of its checkpoint, from which only the output head is read; see `docs/teachers.md`.
         teacher_server_timeout (`float`, *optional*, defaults to `240.0`):
-            Seconds to wait for the teacher's servers to be up.
+            Seconds to wait for the teacher's servers to be up, and then for their first rows, for these at least 30.
         nonfinite (`str`, *optional*, defaults to `"raise"`):
             What to do with an optimizer step whose loss or gradient is NaN or infinite on any process. `"raise"`: an
             error that names the side, the rank and the step. `"skip"`: skip the step, and count it in the log as

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ import torch
 
 from trl_opsd.rollout.answers import ServerFacts
 from trl_opsd.rollout.asking import Asking
+from trl_opsd.rollout.returned import checked_stream
 from trl_opsd.rollout.sessions import ServerKind
 from trl_opsd.run import bounded_http
 from trl_opsd.run.errors import ServerError
+from trl_opsd.run.pulled import Endable, Pulled
 
 SECONDS = 10.0
 """A test fails when it has waited this long."""
@@ -156,6 +159,37 @@ def test_a_thread_that_waits_for_a_row_waits_no_more_once_another_gives_them_up(
     assert not taking.is_alive()
     assert [number for number, _ in found] == [1]
     until(lambda: server.given_up == {0, 2, 3})
+
+
+def test_rows_that_a_thread_pulls_are_given_up_at_once_through_all_that_checks_them(server):
+    rows, prompts = asked(server), [[ids[0]] for ids in PROMPTS]
+    read = Endable(((number, row.completion_ids) for number, row in rows), rows.close)
+    host: Any = SimpleNamespace(eos_token_ids=(), limits=SimpleNamespace(check_completion=lambda *_: None))
+    pulled = Pulled(checked_stream(read, host, prompts, "It"))
+    until(lambda: len(server.asked) == 4)
+    server.end(1)
+    assert pulled.take(wait=True) == [(1, [7, 7])]
+    pulled.close()
+    until(lambda: server.given_up == {0, 2, 3})
+
+
+def test_a_generator_that_another_thread_is_in_is_closed_when_it_yields():
+    inside, go_on, events = threading.Event(), threading.Event(), []
+
+    def waiting():
+        try:
+            inside.set()
+            go_on.wait(SECONDS)
+            yield 1
+        finally:
+            events.append("closed")
+
+    pulled = Pulled(waiting())
+    assert inside.wait(SECONDS)
+    pulled.close()
+    assert not events
+    go_on.set()
+    until(lambda: events == ["closed"])
 
 
 def test_an_interrupt_ends_the_wait_and_the_requests(server, interruptible):

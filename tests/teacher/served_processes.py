@@ -1,6 +1,6 @@
 """Run in two processes, each of which reaches a server of its own.
 
-PYTHONPATH=tests torchrun --nproc-per-node 2 tests/teacher/served_processes.py TEACHER FOLDER
+PYTHONPATH=tests torchrun --standalone --nproc-per-node 2 tests/teacher/served_processes.py TEACHER FOLDER
 
 Each writes what came of it to `FOLDER/<rank>`, as JSON by case.
 """

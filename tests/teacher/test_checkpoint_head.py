@@ -13,12 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
+    BlenderbotConfig,
     CohereConfig,
     GraniteConfig,
+    MBartConfig,
     MixtralConfig,
     Olmo2Config,
     OlmoConfig,
     OPTConfig,
+    PLBartConfig,
 )
 
 from trl_opsd.models.backbone import hidden_states
@@ -34,6 +38,8 @@ def of_config(config, **given):
     return tiny.model(config(**sizes))
 
 
+OPT = {"ffn_dim": 64, "word_embed_proj_dim": 64}
+
 FAMILIES = {
     "qwen2, untied": partial(tiny.qwen2, 64),
     "qwen2, tied": partial(tiny.qwen2, 64, tie_word_embeddings=True),
@@ -44,6 +50,7 @@ FAMILIES = {
     "olmo, a norm without weights": partial(of_config, OlmoConfig),
     "olmo2": partial(of_config, Olmo2Config),
     "mixtral": partial(of_config, MixtralConfig, num_local_experts=4),
+    "opt, whose head calls what is inside of the backbone": partial(of_config, OPTConfig, **OPT),
 }
 
 
@@ -74,8 +81,17 @@ def test_head_and_norm_are_those_of_the_model_and_nothing_else_is_read(name, tmp
 
 
 def test_a_family_without_a_norm_that_is_found_has_none(tmp_path):
-    of_config(OPTConfig, ffn_dim=64, word_embed_proj_dim=64, do_layer_norm_before=False).save_pretrained(tmp_path)
+    of_config(OPTConfig, **OPT, do_layer_norm_before=False).save_pretrained(tmp_path)
     assert CheckpointHead(str(tmp_path), {}, trust_remote_code=False).norm is None
+
+
+@pytest.mark.parametrize("config", [BartConfig, MBartConfig, BlenderbotConfig, PLBartConfig])
+def test_a_decoder_of_an_encoder_and_decoder_is_a_causal_language_model(config, tmp_path):
+    sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
+    model = tiny.model(config(vocab_size=tiny.VOCABULARY, max_position_embeddings=256, is_decoder=True, **sizes))
+    model.save_pretrained(tmp_path)
+    head = CheckpointHead(str(tmp_path), {}, trust_remote_code=False).head(torch.float32, CPU)
+    assert torch.equal(head.weight, OutputHead.of(model).weight)
 
 
 def resaved(folder: Path, change) -> str:
