@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout, FrozenTeacher, OPSDTrainer
 from trl_opsd._compat.deepspeed import setting_without_loss_scale
+from trl_opsd.loop import dealing
 from trl_opsd.loop.waiting import Waiting
 from trl_opsd.run.known import set_known
 from trl_opsd.teacher.resident import Resident
@@ -370,6 +371,21 @@ def test_a_teacher_is_told_of_each_row_before_it_reads_it(make_trainer, kind):
         assert len(teacher.events[4][1]) == 4
     ends = {words(f"{prompt}?")["input_ids"][-1] for prompt in tiny.PROMPTS}
     assert {prompt[-1] for prompt, _ in told} == ends, "after the teacher's own prompt"
+
+
+@pytest.mark.parametrize("overlap", ["step", None])
+def test_rows_that_a_teacher_was_told_of_stay_with_the_process_that_told_it(make_trainer, monkeypatch, overlap):
+    """Each process has a client of its own, which has asked for them already."""
+    teacher = Early(Resident(tiny.qwen2(48, seed=1), torch.device("cpu")))
+    rollout = Streaming(tiny.recorded(tiny.tokenizer()))
+    trainer = fast(make_trainer, teacher_model=teacher, rollout=rollout, overlap=overlap)
+    batch = trainer.padded([[5], [6]], [[7] * 20, [7]])
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    monkeypatch.setattr(trainer.accelerator, "gather", lambda tensor: torch.cat([tensor, 9 * tensor]))
+    monkeypatch.setattr(dealing, "gather_object", lambda rows: rows * 2)
+    kept, rows = trainer.exchanged(batch, ["long", "short"])
+    stays = torch.equal(kept["completion_ids"], batch["completion_ids"]) and rows == ["long", "short"]
+    assert stays == (overlap == "step")
 
 
 def test_an_evaluation_takes_no_rows_of_a_stream(make_trainer):
