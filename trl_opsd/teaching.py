@@ -20,7 +20,6 @@ from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name,
 from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
 from trl_opsd.data.readers import Reader, Readers
-from trl_opsd.data.solutions import solutions_as_context
 from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED, Row
 from trl_opsd.data.vocabulary import shared_vocabulary
 from trl_opsd.loop.footprint import footprint
@@ -118,7 +117,7 @@ class Teaching(SeamTrainer):
         if self.is_in_train and name == "train_dataset":
             raise ValueError("`trainer.train_dataset` was assigned within a training: assign it between two.")
         given = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
-        given[name] = solutions_as_context(dataset) if self.reads_solutions else dataset
+        given[name] = self.as_read(dataset, name)
         check_evaluation(self.args, given["eval_dataset"])
         datasets = {"train_dataset": given["train_dataset"], **by_name(given["eval_dataset"])}
         intake = self.readers.intake

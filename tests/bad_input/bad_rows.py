@@ -269,6 +269,25 @@ ROWS = [
         prompts(GOOD, GOOD, [*GOOD, ANSWER]),
         before_loading=True,
     ),
+    *(
+        trained_on(
+            "conversation without an answer",
+            name,
+            message,
+            Dataset.from_list([{"messages": [*GOOD, ANSWER]}, {"messages": conversation}]),
+            before_loading=True,
+        )
+        for name, message, conversation in [
+            (
+                "the user's",
+                "The conversation in row 1 of train_dataset ends with a message of the user.*leave out",
+                GOOD,
+            ),
+            ("nothing before it", "in row 1 of train_dataset has nothing before the answer", [ANSWER]),
+            ("two answers", r"row 1 of train_dataset ends with .* the assistant.*\[:-1\]", [*GOOD, ANSWER, ANSWER]),
+            ("empty", "The conversation in row 1 of train_dataset is a list without messages", []),
+        ]
+    ),
     trained_on(
         "row that ends with the assistant",
         "for the teacher",

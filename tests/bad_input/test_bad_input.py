@@ -40,6 +40,7 @@ PHRASES = (
     "row None",
     "row []",
     "row that ends with the assistant",
+    "conversation without an answer",
     "tokens that the tokenizer adds",
     "row of a wrong type",
     "rows of mixed kinds",

@@ -26,6 +26,7 @@ from trl_opsd.arguments.packages import check_packages
 from trl_opsd.arguments.templates import check_template
 from trl_opsd.config import OPSDConfig, checked_args
 from trl_opsd.data.admission import Rows
+from trl_opsd.data.conversations import with_prompts
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, by_name
 from trl_opsd.data.intake import Intake
 from trl_opsd.data.solutions import solutions_as_context
@@ -141,6 +142,8 @@ def prepared(
             raise ValueError(
                 "`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: leave it at False."
             )
+    train_dataset = with_prompts(train_dataset, "train_dataset")
+    eval_dataset = with_prompts(eval_dataset, "eval_dataset")
     needs_context = needs_privilege(model, args, teacher_prompt_fn)
     if needs_context:
         train_dataset, eval_dataset = solutions_as_context(train_dataset), solutions_as_context(eval_dataset)

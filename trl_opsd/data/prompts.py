@@ -151,7 +151,8 @@ class Prompt:
         if kind == "messages" and value[-1]["role"] == "assistant":
             raise ValueError(
                 f"{where} ends with a message of the assistant, but the next message is the student's own completion, "
-                "and the chat template would begin another turn for it: leave the answer out, `prompt = messages[:-1]`."
+                "and the chat template would begin another turn: leave the answer out, `prompt = messages[:-1]`, "
+                "or call the column 'messages', which is split so."
             )
         return cls(value, kind, where)
 

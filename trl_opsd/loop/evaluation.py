@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from transformers.trainer_utils import PredictionOutput
 
 from trl_opsd._compat.trl import DistillationTrainer
+from trl_opsd.data.conversations import with_prompts
 from trl_opsd.data.solutions import solutions_as_context
 from trl_opsd.run.accounts import Accounts
 from trl_opsd.run.rng import preserved_rng
@@ -90,14 +91,19 @@ class Evaluations(DistillationTrainer):
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return found
 
+    def as_read(self, datasets: Any, where: str) -> Any:
+        """Datasets of this name, with their columns as they are called here."""
+        datasets = with_prompts(datasets, where)
+        return solutions_as_context(datasets) if self.reads_solutions else datasets
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """As TRL's; a dataset that was not there at construction may have another name for its column."""
-        return super().get_eval_dataloader(solutions_as_context(eval_dataset) if self.reads_solutions else eval_dataset)
+        """As TRL's; a dataset that was not there at construction may have other columns."""
+        return super().get_eval_dataloader(self.as_read(eval_dataset, "eval_dataset"))
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As transformers', but in the order of the rows; TRL shuffles what it evaluates."""
         return self._get_dataloader(
-            dataset=solutions_as_context(test_dataset) if self.reads_solutions else test_dataset,
+            dataset=self.as_read(test_dataset, "test_dataset"),
             description="test",
             batch_size=self.args.eval_batch_size,
             sampler_fn=SequentialSampler,

@@ -1,0 +1,86 @@
+"""Reads a column `messages` of whole conversations as prompts and their completions, as TRL's GKD trainer does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset
+
+from trl_opsd.data.prompts import check_prompt
+from trl_opsd.data.survey import has_transform
+
+__all__ = ["split", "with_prompts"]
+
+_COLUMN = "messages"
+
+
+def with_prompts(datasets: Any, where: str) -> Any:
+    """Splits conversations before their last message, where a dataset has them and no prompts.
+
+    Args:
+        datasets ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or a `dict` of them, *optional*):
+            Anything else is returned unchanged.
+        where (`str`):
+            Its name in messages.
+
+    Returns:
+        The same with the columns `prompt` and `completion` in place of `messages`; of a stream, while it is read.
+
+    Raises:
+        ValueError: A conversation has no answer at its end, or nothing before it; the message names the row.
+        TypeError: One is no list of messages.
+    """
+    if isinstance(datasets, dict):
+        named = {name: with_prompts(dataset, f"{where}[{name!r}]") for name, dataset in datasets.items()}
+        return type(datasets)(named)
+    if not _has_conversations(datasets):
+        return datasets
+    given = {"with_indices": True, "remove_columns": [_COLUMN], "fn_kwargs": {"where": where}}
+    if isinstance(datasets, IterableDataset):
+        return datasets.map(_split_row, **given)
+    with PartialState().local_main_process_first():  # the others find it in the cache
+        return datasets.with_format(None).map(_split_row, desc=f"Splitting the conversations of {where}", **given)
+
+
+def _has_conversations(dataset: Any) -> bool:
+    if not isinstance(dataset, Dataset | IterableDataset):
+        return False
+    if isinstance(dataset, Dataset) and has_transform(dataset):  # which may make prompts of them
+        return False
+    columns = dataset.column_names or ()
+    kind = str((dataset.features or {}).get(_COLUMN, "'role'"))  # of a stream it may not be known
+    return _COLUMN in columns and "prompt" not in columns and "'role'" in kind
+
+
+def _split_row(row: Mapping[str, Any], number: int, where: str) -> dict[str, Any]:
+    return split(row[_COLUMN], f"row {number} of {where}")
+
+
+def split(messages: Any, where: str) -> dict[str, Any]:
+    """The prompt and the completion of a conversation.
+
+    Args:
+        messages (`list[dict]`):
+            The conversation. The assistant has the last word in it.
+        where (`str`):
+            Its row in messages.
+
+    Raises:
+        ValueError: It does not end with an answer, or there is nothing before that.
+        TypeError: It is no list of messages.
+    """
+    name = f"The conversation in {where}"
+    if check_prompt(messages, name) == "text":
+        raise TypeError(f"{name} is text: expected a list of messages; call the column 'prompt' if it is one.")
+    if (role := messages[-1]["role"]) != "assistant":
+        raise ValueError(
+            f"{name} ends with a message of the {role}, but in a column {_COLUMN!r} the last message is the answer of "
+            f"the assistant: leave out what comes after it, or call the column 'prompt' if the student is to answer."
+        )
+    if len(messages) == 1:
+        raise ValueError(
+            f"{name} has nothing before the answer: give the model something to answer, or remove the row."
+        )
+    return {"prompt": messages[:-1], "completion": messages[-1:]}
