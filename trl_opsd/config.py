@@ -20,13 +20,14 @@ from trl_opsd.data.solutions import named_as_here
 from trl_opsd.data.teacher_prompts import TEMPLATE, check_template
 from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
 from trl_opsd.losses.divergence import describe
-from trl_opsd.losses.registry import BETAS, divergence_of
+from trl_opsd.losses.registry import BETAS, Settings, divergence_of
 from trl_opsd.run import versions
 from trl_opsd.run.engine_options import check_engines
 from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import distinct_elsewhere, explained_option
 from trl_opsd.run.launch_file import check_nested_keys
 from trl_opsd.run.nearest import misspelt
+from trl_opsd.run.objective_options import check_objective
 from trl_opsd.run.option_changes import option_values
 from trl_opsd.run.option_types import check_json, convert_text, settle_loading
 from trl_opsd.run.overlap_options import check_optimizer, check_overlap
@@ -59,8 +60,17 @@ class OPSDConfig(StrictNames, DistillationConfig):
         divergence (`str` or [`~losses.Divergence`], *optional*):
             The objective. By name: `"forward_kl"` is KL(teacher ‖ student), `"reverse_kl"` is KL(student ‖ teacher),
             `"jsd"` is the generalised Jensen-Shannon divergence with TRL's `beta` where that lies inside (0, 1), and
-            with 0.5 otherwise. When `None`, `beta` alone decides, as in TRL: 0 forward KL, 1 reverse KL, between: JSD.
-            A [`~losses.Divergence`] is used unchanged; `docs/extending.md` shows how to write one.
+            with 0.5 otherwise. `"skewed_forward_kl"`, `"skewed_reverse_kl"`, `"total_variation"`, `"alpha_divergence"`
+            and `"adaptive_kl"` are explained in `docs/objectives.md`. When `None`, `beta` alone decides, as in TRL: 0
+            forward KL, 1 reverse KL, between: JSD. A [`~losses.Divergence`] is used unchanged; `docs/extending.md`
+            shows how to write one.
+        skew (`float`, *optional*, defaults to `0.1`):
+            Of the skewed KLs, the share of the first distribution in the mixture that it is compared with, in (0, 1).
+        alpha (`float`, *optional*, defaults to `0.5`):
+            Of the α-divergence, in (0, 1): towards the reverse KL near 0, towards the forward KL near 1.
+        kl_clip (`float`, *optional*):
+            Most that each token of the vocabulary may add to the divergence of a completion token, in nats; those above
+            it have no gradient. OPSD trains with 0.05. Not for a divergence of your own.
         overlong_prompts (`str`, *optional*, defaults to `"error"`):
             What to do with a prompt that leaves no room for `max_completion_length` tokens in the student's context:
             `"error"` raises an error that names the row, `"drop"` drops the row and counts it.
@@ -168,6 +178,18 @@ class OPSDConfig(StrictNames, DistillationConfig):
     divergence: Divergence | str | None = field(
         default=None,
         metadata={"help": f"Objective: {', '.join(map(repr, DIVERGENCES))}. If not set, `beta` decides, as in TRL."},
+    )
+    skew: float = field(
+        default=0.1,
+        metadata={"help": "Of the skewed KLs, the share of the first distribution in the mixture, in (0, 1)."},
+    )
+    alpha: float = field(
+        default=0.5,
+        metadata={"help": "Of the alpha-divergence, in (0, 1): reverse KL near 0, forward KL near 1."},
+    )
+    kl_clip: float | None = field(
+        default=None,
+        metadata={"help": "Most nats that each token of the vocabulary may add to the divergence of a token."},
     )
     overlong_prompts: str = field(
         default="error",
@@ -365,9 +387,14 @@ class OPSDConfig(StrictNames, DistillationConfig):
         """Whether an engine writes the completions, and not `transformers`."""
         return self.use_vllm or self.sglang_server_url is not None
 
+    @property
+    def settings(self) -> Settings:
+        """What a divergence that is given by name is made from."""
+        return Settings(beta=self.beta, skew=self.skew, alpha=self.alpha)
+
     def build_divergence(self) -> Divergence:
         """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""
-        return divergence_of(self.divergence, self.beta)
+        return divergence_of(self.divergence, self.settings)
 
     def to_dict(self) -> dict[str, Any]:
         """As transformers', for loggers and files, with a divergence object in words."""
@@ -397,6 +424,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
 
     def _check_objective(self) -> None:
         check_divergence(self.divergence)
+        check_objective(self)
         one_of("overlong_prompts", self.overlong_prompts, ("error", "drop"))
         if self.loss_chunk_tokens is not None:
             at_least_one("loss_chunk_tokens", self.loss_chunk_tokens)
@@ -408,7 +436,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
                 f"`padding_free=True` with `pad_to_multiple_of={self.pad_to_multiple_of}`: no row is padded then; set "
                 "only one of them."
             )
-        ignored = isinstance(self.divergence, Divergence) or self.beta != BETAS.get(self.divergence or "", self.beta)
+        ignored = self.divergence not in (None, "jsd") and self.beta != BETAS.get(str(self.divergence), type(self).beta)
         if ignored and self.beta != type(self).beta:
             divergence = describe(self.divergence) if isinstance(self.divergence, Divergence) else repr(self.divergence)
             warnings.warn(
