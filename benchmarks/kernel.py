@@ -23,6 +23,8 @@ from typing import Any
 INTERPRETED = "TRITON_INTERPRET"
 ARCHITECTURES = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 """A100, H100 and H200, B200."""
+CLIP = 0.02
+"""Nats; of distributions that are far apart it clips the largest entries."""
 
 
 def tile(rows: int, width: int, values: Any = None, dtype: Any = None) -> Any:
@@ -60,7 +62,17 @@ def case(kind: str, rows: int, width: int) -> dict[str, Any]:
     return {"student": student, "teacher": teacher, "weights": weights, "finishes": finishes}
 
 
-def oracle(divergence: Any, given: dict[str, Any]) -> tuple[Any, Any]:
+def objectives() -> list[tuple[Any, float | None]]:
+    """Every divergence that has a kernel, at its default setting and at an extreme one, with and without a clip."""
+    from trl_opsd.losses import AlphaDivergence, GeneralizedJSD, SkewedForwardKL
+    from trl_opsd.losses.device import KERNELS
+
+    named = [kind(0.5) if kind is GeneralizedJSD else kind() for kind in KERNELS]
+    extreme = [GeneralizedJSD(0.1), SkewedForwardKL(0.9), AlphaDivergence(0.9)]
+    return [*((one, None) for one in (*named, *extreme)), *((one, CLIP) for one in named)]
+
+
+def oracle(divergence: Any, clip: float | None, given: dict[str, Any]) -> tuple[Any, Any]:
     """Statistics and gradient in float64, by autograd."""
     import torch
 
@@ -70,13 +82,15 @@ def oracle(divergence: Any, given: dict[str, Any]) -> tuple[Any, Any]:
         logits = one if finish.bias is None else one + finish.bias.double()
         logits = logits if finish.cap is None else finish.cap * logits.tanh()
         logs.append(logits.clamp(min=torch.finfo(torch.float64).min).log_softmax(-1))
-    values = divergence.value(*logs)
+    entries = divergence.entries(*logs)
+    values = (entries if clip is None else entries.clamp(max=clip)).sum(-1)
+    clipped = torch.zeros(len(values)) if clip is None else (entries > clip).any(-1)
     (gradient,) = torch.autograd.grad(values.sum(), products)
     cap, weights = given["finishes"][0].cap or 1.0, given["weights"]
     factor = torch.ones(len(values)) if weights is None else weights
     entropies = [-(log.exp() * log.clamp(min=-1e300)).sum(-1) for log in logs]
     ratio = logs[1].exp().sum(-1) / logs[1].exp().amax(-1) / logs[1].size(-1)
-    return torch.stack([values * factor, *entropies, ratio]).detach(), gradient * factor.unsqueeze(-1) / cap
+    return torch.stack([values * factor, *entropies, ratio, clipped]).detach(), gradient * factor.unsqueeze(-1) / cap
 
 
 def error(found: Any, expected: Any) -> float:
@@ -92,27 +106,28 @@ def errors(rows: int, widths: list[int]) -> list[dict[str, Any]]:
     """Errors of the kernel and of the eager steps, and the bytes that the kernel moves for a pair of logits."""
     import torch
 
-    from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL
     from trl_opsd.losses.elementwise import eager_
     from trl_opsd.losses.fused import fused_
 
     found = []
-    for divergence in (ForwardKL(), ReverseKL(), GeneralizedJSD(0.5), GeneralizedJSD(0.1)):
+    for divergence, clip in objectives():
         for kind in ("far", "near", "huge", "rich", "capped"):
             for width in widths:
                 given = case(kind, rows, width)
-                statistics, gradient = oracle(divergence, given)
-                row: dict[str, Any] = {"divergence": repr(divergence), "kind": kind, "width": width}
+                statistics, gradient = oracle(divergence, clip, given)
+                name = repr(divergence) if clip is None else f"{divergence!r} clipped"
+                row: dict[str, Any] = {"divergence": name, "kind": kind, "width": width}
                 for name, step in (("kernel", fused_), ("eager", eager_)):
                     for dtype in (torch.float32, torch.bfloat16):
                         tiles = tile(rows, width, given["student"]), tile(rows, width, given["teacher"])
                         out = tiles[0] if dtype == torch.float32 else tile(rows, width, dtype=dtype)
                         with counted() as bytes_moved:
-                            got = step(divergence, given["finishes"], *tiles, given["weights"], out)
+                            got = step(divergence, clip, given["finishes"], *tiles, given["weights"], out)
                         row[f"{name} {str(dtype).removeprefix('torch.')}"] = {
                             "value": error(got[0], statistics[0]),
                             "entropies": max(error(got[1], statistics[1]), error(got[2], statistics[2])),
                             "ratio": error(got[3], statistics[3]),
+                            "clipped": error(got[4], statistics[4]),
                             "gradient": error(out, gradient),
                             "bytes": bytes_moved[0] / (rows * width),
                         }
@@ -191,11 +206,12 @@ def specialized(divergence: type, rich: bool) -> Any:
     from trl_opsd.losses import fused
 
     kernel = fused.KERNELS[divergence]
-    constants = {"TERMS": kernel.terms, "TOTAL": kernel.total, "GRADIENT": True, "BLOCK": 2048}
+    total = fused.THIRD_PASS.value if rich else kernel.total
+    constants = {"TERMS": kernel.terms, "TOTAL": total, "CLIPPED": rich, "GRADIENT": True, "BLOCK": 2048}
     constants |= dict.fromkeys(("STUDENT_BIAS", "TEACHER_BIAS", "STUDENT_CAP", "TEACHER_CAP", "WEIGHTED"), rich)
     pointers = dict.fromkeys(("student", "teacher", "student_bias", "teacher_bias", "weights", "statistics"), "*fp32")
     kinds = {**dict.fromkeys(constants, "constexpr"), **pointers, "gradient": "*bf16"}
-    kinds |= dict.fromkeys(("student_cap", "teacher_cap", "beta"), "fp32")
+    kinds |= dict.fromkeys(("student_cap", "teacher_cap", "setting", "drift", "clip"), "fp32")
     names = fused._rows.arg_names
     aligned = [name for name in names if kinds.get(name, "").startswith("*") or name.endswith("stride")]
     return ASTSource(
@@ -229,19 +245,19 @@ def table(result: dict[str, list[dict[str, Any]]]) -> str:
     """Of all widths the largest errors; value, entropies and gradient of kernel and eager steps."""
     names = ("kernel float32", "kernel bfloat16", "eager float32")
     parts = ("value", "entropies", "gradient")
-    lines = [f"{'':28}" + "".join(f"{name:>30}" for name in names) + f"{'bytes per pair':>18}"]
-    lines.append(f"{'':28}" + "".join(f"{part:>10}" for part in parts) * len(names) + f"{'fp32':>10}{'bf16':>8}")
+    lines = [f"{'':40}" + "".join(f"{name:>30}" for name in names) + f"{'bytes per pair':>18}"]
+    lines.append(f"{'':40}" + "".join(f"{part:>10}" for part in parts) * len(names) + f"{'fp32':>10}{'bf16':>8}")
     for key in dict.fromkeys((row["divergence"], row["kind"]) for row in result["errors"]):
         rows = [row for row in result["errors"] if (row["divergence"], row["kind"]) == key]
-        line = f"{key[0]:23}{key[1]:5}".ljust(28)
+        line = f"{key[0]:34}{key[1]:6}"
         line += "".join(f"{max(row[name][part] for row in rows):10.1e}" for name in names for part in parts)
         widest = max(rows, key=lambda row: row["width"])
         lines.append(line + f"{widest[names[0]]['bytes']:10.1f}{widest[names[1]]['bytes']:8.1f}")
-    lines.append(f"\n{'':24}{'registers':>10}{'spilled':>9}{'wide':>6}{'narrow':>8}")
+    lines.append(f"\n{'':32}{'registers':>10}{'spilled':>9}{'wide':>6}{'narrow':>8}")
     for row in result["compiled"]:
         name = f"{row['divergence']}{' rich' if row['rich'] else ''}"
         counts = f"{row['registers']:8}{row['spilled']:9}{row['wide']:6}{row['narrow']:8}"
-        lines.append(f"{name:20}{row['architecture']:8}{counts}")
+        lines.append(f"{name:28}{row['architecture']:8}{counts}")
     return "\n".join(lines)
 
 

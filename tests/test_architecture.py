@@ -115,7 +115,7 @@ def test_files_import_lower_floors_only(file):
 
 @pytest.mark.parametrize("file", [file for file in FILES if room(file) == "losses"], ids=str)
 def test_losses_import_torch_only(file):
-    assert libraries(file, read(file)) <= {"torch", *(("triton",) if file.name == "fused.py" else ())}
+    assert libraries(file, read(file)) <= {"torch", *(("triton",) if file.name in ("fused.py", "device.py") else ())}
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if room(file) not in ("trainer", "__init__")], ids=str)

@@ -48,6 +48,7 @@ def test_boundary_values_are_accepted(tmp_path, option):
         ({"beta": 0.02}, "`beta=0.02` is close to an end"),
         ({"beta": 0.97}, "generalised JSD and its gradient vanish"),
         ({"divergence": "forward_kl", "beta": 0.5}, "`beta=0.5` is ignored"),
+        ({"divergence": "total_variation", "beta": 0.5}, "`beta=0.5` is ignored"),
     ],
 )
 def test_options_with_surprising_effects_are_warned_about(tmp_path, option, message):
@@ -65,6 +66,11 @@ def test_options_with_surprising_effects_are_warned_about(tmp_path, option, mess
         ({"divergence": "jsd", "beta": 0.2}, "GeneralizedJSD(beta=0.2)"),
         ({"divergence": "forward_kl"}, "ForwardKL()"),
         ({"divergence": "reverse_kl"}, "ReverseKL()"),
+        ({"divergence": "skewed_forward_kl"}, "SkewedForwardKL(skew=0.1)"),
+        ({"divergence": "skewed_reverse_kl", "skew": 0.3}, "SkewedReverseKL(skew=0.3)"),
+        ({"divergence": "total_variation"}, "TotalVariation()"),
+        ({"divergence": "alpha_divergence", "alpha": 0.2}, "AlphaDivergence(alpha=0.2)"),
+        ({"divergence": "adaptive_kl"}, "AdaptiveKL(mu=0.5)"),
     ],
 )
 @pytest.mark.quick

@@ -93,6 +93,7 @@ def configurations(tmp_path):
     """Arguments of the trainer, by name."""
     return {
         "plain": {},
+        "a clip": {"kl_clip": 0.01},
         "its own teacher, LoRA": {
             "teacher_model": None,
             "teacher_model_kind": "ema",

@@ -45,6 +45,8 @@ def saved(folder, seed=0):
         ({"teacher_trust_remote_code": True}, "`teacher_trust_remote_code=True`, because no teacher is loaded"),
         ({"log_unique_prompts": True}, "`log_unique_prompts=True`, because `log_completions` is False"),
         ({"max_tool_calling_iterations": 2}, "because there are no tools"),
+        ({"skew": 0.2}, "`skew=0.2`, because `divergence` is None"),
+        ({"alpha": 0.2, "divergence": "jsd"}, "`alpha=0.2`, because `divergence` is 'jsd'"),
         ({"teacher_update_rate": "0.1"}, "`teacher_update_rate=0.1`"),
         ({"eval_steps": 5}, "`eval_steps=5`, because `eval_strategy` is not 'steps'"),
         ({"save_steps": 5}, "`save_steps=5`, because `save_strategy` is not 'steps'"),

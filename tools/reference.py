@@ -20,6 +20,7 @@ from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.loop.attributes import FIXED
 from trl_opsd.losses import DIVERGENCES
+from trl_opsd.losses.registry import Settings
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.run.metrics import METRICS
 from trl_opsd.teacher.teacher_checks import check_teachers
@@ -243,7 +244,7 @@ def _new_options(described: dict[str, tuple[str, str]]) -> Iterator[str]:
 
 def _divergences() -> Iterator[list[str]]:
     for name, make in DIVERGENCES.items():
-        yield [f'`"{name}"`', *(f"`{make(beta)!r}`" for beta in (0.0, 0.3, 1.0))]
+        yield [f'`"{name}"`', *(f"`{make(Settings(beta=beta))!r}`" for beta in (0.0, 0.3, 1.0))]
 
 
 def _changed() -> Iterator[list[str]]:

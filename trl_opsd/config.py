@@ -18,6 +18,7 @@ from trl_opsd.data.teacher_prompts import TEMPLATE
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import divergence_of
+from trl_opsd.losses.registry import BETAS, Settings, divergence_of
 from trl_opsd.run import versions
 from trl_opsd.run.data_options import check_data
 from trl_opsd.run.divergence_options import check_divergence, check_objective
@@ -26,6 +27,7 @@ from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import distinct_elsewhere, explained_option
 from trl_opsd.run.launch_file import check_nested_keys
 from trl_opsd.run.nearest import misspelt
+from trl_opsd.run.objective_options import check_objective
 from trl_opsd.run.option_changes import option_values
 from trl_opsd.run.option_help import with_help
 from trl_opsd.run.option_types import check_json, convert_text, settle_loading
@@ -164,6 +166,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
         },
     )
     divergence: Divergence | str | None = None
+    skew: float = 0.1
+    alpha: float = 0.5
+    kl_clip: float | None = None
     num_generations: int = 1
     num_generations_eval: int | None = None
     overlong_prompts: str = "error"
@@ -276,9 +281,14 @@ class OPSDConfig(StrictNames, DistillationConfig):
         """Whether an engine writes the completions, and not `transformers`."""
         return self.use_vllm or self.sglang_server_url is not None
 
+    @property
+    def settings(self) -> Settings:
+        """What a divergence that is given by name is made from."""
+        return Settings(beta=self.beta, skew=self.skew, alpha=self.alpha)
+
     def build_divergence(self) -> Divergence:
         """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""
-        return divergence_of(self.divergence, self.beta)
+        return divergence_of(self.divergence, self.settings)
 
     def to_dict(self) -> dict[str, Any]:
         """As transformers', for loggers and files, with a divergence object in words."""

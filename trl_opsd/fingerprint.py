@@ -30,6 +30,7 @@ FILE = "opsd_fingerprint.json"
 
 OPTIONS = (
     "temperature",
+    "kl_clip",
     "top_p",
     "top_k",
     "min_p",
@@ -49,7 +50,7 @@ OPTIONS = (
     "seed",
     "shuffle_dataset",
 )
-"""Options that determine the completions, the teacher's prompts, and the rows of each step."""
+"""Options that determine the completions, the teacher's prompts, the rows of each step, and what is learned of them."""
 
 EMA_OPTIONS = ("teacher_update_rate", "teacher_sync_steps")
 """Options that have an effect only with `teacher_model_kind="ema"`."""

@@ -21,6 +21,7 @@ from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.loop.overlap import check_methods
 from trl_opsd.loop.verbs import check_verbs
 from trl_opsd.losses import Divergence
+from trl_opsd.losses.clipping import check_clip
 from trl_opsd.losses.proof import prove_divergence
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.models.backbone import completion_hidden
@@ -231,6 +232,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
                 temperature=self.temperature,
                 chunk_tokens=self.args.loss_chunk_tokens,
                 vocabulary=self._vocabulary,
+                kl_clip=self.args.kl_clip,
             )
 
     # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------
@@ -280,7 +282,8 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
     @divergence.setter
     def divergence(self, divergence: Divergence | str | None) -> None:
         check_divergence(divergence)
-        resolved = divergence_of(divergence, self.args.beta)
+        resolved = divergence_of(divergence, self.args.settings)
+        check_clip(self.args.kl_clip, resolved)
         if self.is_built:
             self._prove_divergence(resolved)
         self._divergence = resolved

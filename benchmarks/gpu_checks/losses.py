@@ -64,9 +64,9 @@ def kernels(found: Findings) -> None:
     gradient = torch.empty(rows, vocab, dtype=torch.bfloat16, device=device)
     finishes = Finish(None, None), Finish(None, None)
     for divergence, bytes_each in KERNEL_BYTES.items():
-        step = step_for(divergence, device)
+        step = step_for(divergence, None, device)
         found.equal(f"{type(divergence).__name__}: the kernel is taken", step is not eager_, True)
-        run = partial(step, divergence, finishes, student, teacher, None, gradient)
+        run = partial(step, divergence, None, finishes, student, teacher, None, gradient)
         seconds = median(run, device, repeats=10, warm_ups=3)
         name = f"{type(divergence).__name__}, tile of {rows} tokens"
         found.note(f"{name}: time of the step", 1e3 * seconds, "ms")

@@ -7,6 +7,15 @@ import re
 from cases import Case, option
 
 from trl_opsd import OPSDConfig
+from trl_opsd.losses import Divergence
+
+
+class Own(Divergence):
+    """A divergence of the user's own."""
+
+    def value(self, log_student, log_teacher):
+        return (log_student - log_teacher).square().sum(-1)
+
 
 NAN, INFINITE = float("nan"), float("inf")
 RESULT = "one completion of token ids for each prompt"
@@ -37,6 +46,11 @@ RANGES = [
     option("min_p", r"`min_p=-0.1`: expected a number in \[0, 1\]", min_p=-0.1),
     option("repetition_penalty", "`repetition_penalty=0.0`: expected a finite number above 0", repetition_penalty=0.0),
     option("pad_to_multiple_of", "`pad_to_multiple_of=0`: expected an integer of at least 1", pad_to_multiple_of=0),
+    option("divergence", r"`skew=1.0`: expected a number in \(0, 1\)", skew=1.0),
+    option("divergence", r"`alpha=0.0`: expected a number in \(0, 1\)", alpha=0.0),
+    option("kl_clip", "`kl_clip=0.0`: expected a finite number above 0", kl_clip=0.0),
+    option("kl_clip", "`kl_clip='small'`", kl_clip="small"),
+    option("kl_clip", "with Own, of which only the sum", kl_clip=0.05, divergence=Own()),
     option("chunk size", "`loss_chunk_tokens=0`: expected an integer of at least 1", loss_chunk_tokens=0),
 ]
 

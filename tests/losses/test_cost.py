@@ -10,11 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL, reduce, streamed_divergence
+from trl_opsd.losses import DIVERGENCES, Divergence, ForwardKL, ReverseKL, reduce, streamed_divergence
+from trl_opsd.losses.registry import Settings
 
 pytestmark = pytest.mark.quick
 
-every_divergence = pytest.mark.parametrize("divergence", [ForwardKL(), ReverseKL(), GeneralizedJSD(0.5)], ids=repr)
+every_divergence = pytest.mark.parametrize("divergence", [make(Settings()) for make in DIVERGENCES.values()], ids=repr)
 TOKENS, VOCABULARY = 24, 53
 STUDENT, TEACHER = (2 * TOKENS * VOCABULARY * width for width in (5, 8))
 """FLOP of one product with each head."""
@@ -53,10 +54,11 @@ class TestProducts:
         ],
         ids=["trainable head: 3S+1T", "frozen head: 2S+1T", "frozen backbone: 2S+1T"],
     )
-    def test_no_product_is_computed_twice(self, make_pair, gradients, divergence, chunk, rich, frozen, expected):
+    @pytest.mark.parametrize("clip", [None, 0.01])
+    def test_no_product_is_computed_twice(self, make_pair, gradients, divergence, chunk, rich, frozen, expected, clip):
         pair = make_pair(TOKENS, VOCABULARY, rich=rich)
         with counted_flops() as counter:
-            gradients(streamed_divergence, pair, divergence, chunk_tokens=chunk, frozen=frozen)
+            gradients(streamed_divergence, pair, divergence, chunk_tokens=chunk, frozen=frozen, kl_clip=clip)
         assert counter.get_total_flops() == expected
 
     @every_divergence

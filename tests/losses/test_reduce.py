@@ -20,6 +20,7 @@ def per_token(values):
         student_entropy=values.detach() * 10,
         teacher_entropy=values.detach() * 100,
         teacher_uniform=values > 3,
+        clipped=(values < 3).float(),
     )
 
 
@@ -32,9 +33,10 @@ def test_values_are_summed_over_the_tokens_of_each_row():
         "teacher_entropy",
         "tokens",
         "teacher_uniform",
+        "clipped",
     )
     # divergences come weighted, entropies do not
-    assert parts.rows.tolist() == [[1.5, 3, 20, 200, 2, 0], [0, 0, 0, 0, 0, 0], [2, 4, 80, 800, 1, 1]]
+    assert parts.rows.tolist() == [[1.5, 3, 20, 200, 2, 0, 2], [0] * 7, [2, 4, 80, 800, 1, 1, 0]]
     assert not parts.rows.requires_grad
 
 
@@ -54,4 +56,4 @@ def test_a_micro_batch_without_tokens_has_zero_loss_and_a_gradient(num_items):
     parts.loss.backward()
     assert parts.loss.item() == 0
     assert tokens.divergence.grad.shape == (0,)
-    assert parts.rows.tolist() == [[0] * 6] * 2
+    assert parts.rows.tolist() == [[0] * 7] * 2

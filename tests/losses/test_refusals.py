@@ -18,6 +18,7 @@ from trl_opsd.losses import (
     streamed_divergence,
 )
 from trl_opsd.losses.proof import prove_divergence
+from trl_opsd.losses.registry import Settings
 
 pytestmark = pytest.mark.quick
 
@@ -136,6 +137,13 @@ class WrongSign(Analytic):
     factor = -1.0
 
 
+class OneWrongEntry(Analytic):
+    def value_and_gradient(self, *storage):
+        value_R, gradient_RV = super().value_and_gradient(*storage)
+        gradient_RV[:, 3] += 1
+        return value_R, gradient_RV
+
+
 class ReturnsNone(Analytic):
     def value_and_gradient(self, *storage):
         super().value_and_gradient(*storage)
@@ -163,7 +171,11 @@ class HalfARoot(Divergence):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (WrongSign, "`WrongSign.value_and_gradient` does not belong to `WrongSign.value`, gradients differ by"),
+        (
+            WrongSign,
+            r"`WrongSign.value_and_gradient` .*, gradients differ by \S+ at token id \d+, where",
+        ),
+        (OneWrongEntry, r"`OneWrongEntry.value_and_gradient` .*, gradients differ by \S+ at token id 3, where"),
         (
             OnlyValue,
             "`OnlyValue` has a `value` of its own, but .* by the `value_and_gradient` of `ReverseKL`, which is",
@@ -220,7 +232,7 @@ class NoisyWrongSign(Noisy):
 
 @pytest.mark.parametrize("vocabulary", [2, 259, 20_000])
 def test_sound_divergences_are_neither_refused_nor_doubted(vocabulary):
-    named = [make(0.3) for make in DIVERGENCES.values()]
+    named = [make(Settings(beta=0.3)) for make in DIVERGENCES.values()]
     for one in [*named, Skewed(), Analytic(), Bounded(), Noisy(), Sampled(), PerToken(torch.rand(vocabulary))]:
         doubts = prove_divergence(one, vocabulary, torch.device("cpu"))
         assert not doubts or (type(one) is Sampled and "is negative" in doubts[0])

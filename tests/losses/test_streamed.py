@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_opsd import losses
 from trl_opsd.losses import (
+    AdaptiveKL,
     Divergence,
     ForwardKL,
     GeneralizedJSD,
@@ -22,6 +23,7 @@ from trl_opsd.losses import (
     dense_divergence,
     streamed_divergence,
 )
+from trl_opsd.losses.registry import Settings
 
 pytestmark = pytest.mark.quick
 
@@ -38,7 +40,8 @@ class OwnKL(Divergence):
         return (log_student_RV.exp() * (log_student_RV - mixture_RV)).sum(-1)
 
 
-NAMED = [*(make(0.5) for make in losses.DIVERGENCES.values()), GeneralizedJSD(0.1)]
+NAMED = [*(make(Settings(beta=0.5)) for make in losses.DIVERGENCES.values()), GeneralizedJSD(0.1)]
+every_entrywise = pytest.mark.parametrize("divergence", NAMED, ids=repr)
 every_divergence = pytest.mark.parametrize("divergence", [*NAMED, OwnKL(0.2)], ids=repr)
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 
@@ -123,6 +126,62 @@ class TestEqualsTheOracle:
         assert_close([hidden[keep], *head], [picked_hidden, *picked_head], rtol=1e-5, atol=1e-6)
         assert masked.divergence[~keep].eq(0).all()
         assert hidden[~keep].eq(0).all()
+
+
+class TestClip:
+    """`kl_clip`: no token of the vocabulary adds more than so many nats."""
+
+    @every_entrywise
+    @pytest.mark.parametrize("rich", [False, True], ids=["plain", "bias-scale-cap-temperature"])
+    @pytest.mark.parametrize("clip", [0.005, 0.1, 100.0])
+    def test_a_clipped_divergence_equals_the_oracle(self, make_pair, gradients, divergence, rich, clip):
+        pair, weights = make_pair(11, rich=rich), torch.linspace(0, 2, 11)
+        ours, oracle = (
+            gradients(compute, pair, divergence, weights, 4, kl_clip=clip)
+            for compute in (streamed_divergence, dense_divergence)
+        )
+        assert_same(ours, oracle, **CLOSE)
+        assert ours[0].clipped.tolist() == oracle[0].clipped.tolist()
+        assert ours[0].clipped.sum() > 0 if clip < 0.1 else clip < 100 or ours[0].clipped.sum() == 0
+
+    def test_the_gradients_are_those_of_opsd(self, make_pair):
+        """`p_s P - p_t` and `p_s (r - E)` with `r = log(p_s / p_t) + 1`, over the entries that are not clipped."""
+        student, teacher = make_pair(5, 37)
+        student = replace(student, head=OutputHead(torch.eye(5).repeat(8, 1)[:37]))
+        for divergence in (ForwardKL(), ReverseKL()):
+            student.hidden.requires_grad_().grad = None
+            streamed_divergence(student, teacher, divergence, kl_clip=0.02).divergence.sum().backward()
+            log_s, log_t = ((side.hidden @ side.head.weight.T).double().log_softmax(-1) for side in (student, teacher))
+            s, t = log_s.exp().detach(), log_t.exp()
+            if divergence == ForwardKL():
+                kept = t * (log_t - log_s) <= 0.02
+                expected = s * (t * kept).sum(-1, keepdim=True) - t * kept
+            else:
+                kept, ratio = s * (log_s - log_t) <= 0.02, log_s - log_t + 1
+                expected = s * (kept * ratio - (kept * s * ratio).sum(-1, keepdim=True))
+            assert not kept.all()
+            assert_close(student.hidden.grad, (expected @ student.head.weight.double()).float(), **CLOSE)
+
+    def test_a_clipped_kl_may_be_negative(self, make_pair):
+        per_token = streamed_divergence(*make_pair(vocabulary=501), ForwardKL(), kl_clip=1e-4)
+        assert per_token.divergence.max() < 0
+
+    def test_nothing_is_clipped_where_the_models_agree(self, make_pair, gradients):
+        student, _ = make_pair(rich=True)
+        for divergence in NAMED:
+            per_token, grads = gradients(streamed_divergence, (student, student), divergence, kl_clip=1e-6)
+            assert per_token.divergence.eq(0).all()
+            assert per_token.clipped.eq(0).all()
+            assert all(gradient.eq(0).all() for gradient in grads)
+
+    @pytest.mark.parametrize("clip", [0.0, -1.0, float("nan")])
+    def test_a_clip_that_is_not_above_0_is_refused(self, make_pair, clip):
+        with pytest.raises(ValueError, match=f"kl_clip is {clip}, expected a number above 0"):
+            streamed_divergence(*make_pair(), ForwardKL(), kl_clip=clip)
+
+    def test_a_divergence_of_ones_own_is_not_clipped(self, make_pair):
+        with pytest.raises(ValueError, match="with OwnKL, of which only the sum over the vocabulary is known"):
+            streamed_divergence(*make_pair(), OwnKL(0.2), kl_clip=0.05)
 
 
 UPSTREAMS = {
@@ -231,7 +290,9 @@ class TestExtremes:
         assert weight[30:].eq(0).all()
         assert bias[30:].eq(0).all()
 
-    @pytest.mark.parametrize("divergence", [ForwardKL(), GeneralizedJSD(0.5), GeneralizedJSD(0.1)], ids=repr)
+    @pytest.mark.parametrize(
+        "divergence", [one for one in NAMED if not isinstance(one, (ReverseKL, AdaptiveKL))], ids=repr
+    )
     def test_a_column_excluded_by_the_teacher_alone_gives_no_nan(self, make_pair, gradients, divergence):
         student, teacher = make_pair()
         bias = torch.zeros(37).index_fill(0, torch.tensor([0, 5, 36]), -torch.inf)

@@ -15,7 +15,7 @@ from typing import Any
 from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
-from trl_opsd.losses.registry import divergence_of
+from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.run.foreign_options import TRAINER_ARGUMENTS, distinct_elsewhere
 from trl_opsd.run.nearest import misspelt
 from trl_opsd.run.option_changes import ReadOnce
@@ -144,7 +144,7 @@ class Attributes(DistillationTrainer):
     @beta.setter
     def beta(self, beta: float) -> None:
         in_range("beta", beta, 0.0, 1.0)
-        self.divergence = divergence_of(None, beta)
+        self.divergence = divergence_of(None, Settings(beta=beta))
 
     @property
     def temperature(self) -> float:

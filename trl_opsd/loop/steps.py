@@ -80,7 +80,7 @@ class GuardedSteps(Trainer):
             named (`dict[str, float]`):
                 The sums over all processes.
             rows (`torch.Tensor`):
-                [B, 6], the sums of each row of this process, as in [`~types.LossParts`].
+                [B, 7], the sums of each row of this process, as in [`~types.LossParts`].
 
         Raises:
             NonFiniteError: It is not, and `nonfinite="raise"`.

@@ -1,14 +1,20 @@
 """The loss: two models' hidden states and heads in, one divergence per token out; torch only."""
 
+from trl_opsd.losses.adaptive import AdaptiveKL
+from trl_opsd.losses.bounded import AlphaDivergence, TotalVariation
 from trl_opsd.losses.dense import dense_divergence
-from trl_opsd.losses.divergence import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.losses.divergence import Divergence
+from trl_opsd.losses.kl import ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.reduce import reduce
 from trl_opsd.losses.registry import DIVERGENCES
+from trl_opsd.losses.skewed import SkewedForwardKL, SkewedReverseKL
 from trl_opsd.losses.streamed import streamed_divergence
 from trl_opsd.types import LazyLogits, OutputHead, PerToken
 
 __all__ = [
     "DIVERGENCES",
+    "AdaptiveKL",
+    "AlphaDivergence",
     "Divergence",
     "ForwardKL",
     "GeneralizedJSD",
@@ -16,6 +22,9 @@ __all__ = [
     "OutputHead",
     "PerToken",
     "ReverseKL",
+    "SkewedForwardKL",
+    "SkewedReverseKL",
+    "TotalVariation",
     "dense_divergence",
     "reduce",
     "streamed_divergence",

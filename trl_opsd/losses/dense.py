@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trl_opsd.losses.divergence import Divergence, check_comparable
+from trl_opsd.losses.clipping import check_clip, clipped_value
+from trl_opsd.losses.comparable import check_comparable
+from trl_opsd.losses.divergence import Divergence, Entrywise
 from trl_opsd.types import LazyLogits, PerToken
 
 
@@ -16,20 +18,27 @@ def dense_divergence(
     weights: Tensor | None = None,
     chunk_tokens: int | None = None,
     vocabulary: int | None = None,
+    kl_clip: float | None = None,
 ) -> PerToken:
     """What [`streamed_divergence`] must equal, with the `N x V` logits of both models in memory, in float64.
 
     Arguments and errors are those of [`streamed_divergence`]; `chunk_tokens` has no effect here.
     """
     check_comparable(student, teacher, weights, chunk_tokens, vocabulary)
+    check_clip(kl_clip, divergence)
     log_student_NV = _log_probs(student, vocabulary)
     log_teacher_NV = _log_probs(teacher, vocabulary).detach()
-    value_N = divergence.value(log_student_NV, log_teacher_NV)
+    logs = log_student_NV, log_teacher_NV
+    value_N, clipped_N = divergence.value(*logs), torch.zeros(len(log_student_NV), dtype=torch.bool)
+    if kl_clip is not None:
+        assert isinstance(divergence, Entrywise), "check_clip has refused others"
+        value_N, clipped_N = clipped_value(divergence, kl_clip, *logs), (divergence.entries(*logs) > kl_clip).any(-1)
     return PerToken(
         divergence=(value_N if weights is None else weights * value_N).float(),
         student_entropy=_entropy(log_student_NV.detach()),
         teacher_entropy=_entropy(log_teacher_NV),
         teacher_uniform=log_teacher_NV.amax(-1) == log_teacher_NV.amin(-1),
+        clipped=clipped_N.float(),
     )
 
 

@@ -12,7 +12,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from trl_opsd.losses.divergence import Divergence
+from trl_opsd.losses.clipping import clipped_
+from trl_opsd.losses.divergence import Divergence, Entrywise
 
 INFINITE = 1e7
 """Divergence in nats above which the result is infinite. Only an excluded token, whose logit is the lowest float32, can
@@ -47,7 +48,7 @@ class Finish:
 
 
 Step: TypeAlias = Callable[
-    [Divergence, tuple[Finish, Finish], Tensor, Tensor, Tensor | None, Tensor | None],
+    [Divergence, float | None, tuple[Finish, Finish], Tensor, Tensor, Tensor | None, Tensor | None],
     Tensor,
 ]
 """A function with the arguments and the result of [`eager_`]."""
@@ -55,17 +56,20 @@ Step: TypeAlias = Callable[
 
 def eager_(
     divergence: Divergence,
+    clip: float | None,
     finishes: tuple[Finish, Finish],
     student_RV: Tensor,
     teacher_RV: Tensor,
     weights_R: Tensor | None,
     gradient_RV: Tensor | None,
 ) -> Tensor:
-    """The statistics of R rows of products, [4, R], and the gradient; overwrites the products.
+    """The statistics of R rows of products, [5, R], and the gradient; overwrites the products.
 
     Args:
         divergence ([`Divergence`]):
-            Any.
+            Any; with `clip`, one of [`~losses.divergence.Entrywise`].
+        clip (`float`, *optional*):
+            Most that each token of the vocabulary may add, in nats.
         finishes (`tuple[Finish, Finish]`):
             What turns the student's products into logits, and the teacher's.
         student_RV, teacher_RV (`torch.Tensor`):
@@ -77,8 +81,8 @@ def eager_(
             be `student_RV` itself.
 
     Returns:
-        `torch.Tensor`: the divergence, the student's and the teacher's entropy, and the mean of the teacher's
-        probabilities relative to the largest, which is 1 if all of its logits are equal.
+        `torch.Tensor`: the divergence, the student's and the teacher's entropy, the mean of the teacher's
+        probabilities relative to the largest, which is 1 if all of its logits are equal, and 1 if `clip` had an effect.
     """
     finish_student, finish_teacher = finishes
     finish_student(student_RV)
@@ -87,7 +91,11 @@ def eager_(
     log_student_RV, probs_RV, student_entropy_R, _ = _normalise_(student_RV)
     log_teacher_RV, teacher_probs_RV, teacher_entropy_R, total_R = _normalise_(teacher_RV)
     storage = log_student_RV, log_teacher_RV, probs_RV, teacher_probs_RV
-    if gradient_RV is None:
+    cut_R = torch.zeros_like(total_R)
+    if clip is not None:
+        assert isinstance(divergence, Entrywise), "check_clip has refused others"
+        value_R, found_RV, cut_R = clipped_(divergence, clip, *storage)
+    elif gradient_RV is None:
         value_R = divergence.value_alone(*storage)
     else:
         value_R, found_RV = divergence.value_and_gradient(*storage)
@@ -100,7 +108,7 @@ def eager_(
         if weights_R is not None:
             found_RV.mul_(weights_R.unsqueeze(-1))
         gradient_RV.copy_(found_RV)
-    return torch.stack([value_R, student_entropy_R, teacher_entropy_R, total_R / teacher_RV.size(-1)])
+    return torch.stack([value_R, student_entropy_R, teacher_entropy_R, total_R / teacher_RV.size(-1), cut_R])
 
 
 def _normalise_(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -28,7 +28,7 @@ _FLAT = 1e-5
 
 def is_ours(divergence: Divergence) -> bool:
     """Whether a divergence is one of this package's own, and not of a class derived from one."""
-    return type(divergence).__module__ == Divergence.__module__
+    return type(divergence).__module__.rpartition(".")[0] == Divergence.__module__.rpartition(".")[0]
 
 
 def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.device) -> list[str]:
@@ -98,7 +98,8 @@ def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.devi
         )
     if gap := _gap(returned, by_autograd):
         value_from, gradient_from = (
-            next(one for one in kind.__mro__ if name in vars(one)) for name in ("value", "value_and_gradient")
+            next(one for one in kind.__mro__ if not names.isdisjoint(vars(one)))
+            for names in ({"value", "entries"}, {"value_and_gradient", "terms"})
         )
         if value_from is not gradient_from and issubclass(value_from, gradient_from):
             raise ValueError(
@@ -141,5 +142,7 @@ def _gap(some: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> str:
             return f"{what} of shape {list(one.shape)} and not {list(other.shape)}"
         gap, largest = float((one - other).abs().max()), float(other.abs().max())
         if not gap <= _TOLERANCE * largest + _ROUNDING:
-            return f"{what} differ by {gap:.2g} where the largest is {largest:.2g}"
+            most = (one - other).abs().flatten().argmax() % one.size(-1)
+            where = f" at token id {int(most)}" if one.ndim > 1 else ""
+            return f"{what} differ by {gap:.2g}{where}, where the largest is {largest:.2g}"
     return ""

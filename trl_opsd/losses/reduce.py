@@ -28,7 +28,7 @@ def reduce(per_token: PerToken, weights: Tensor, num_items: Tensor | float | Non
         num_items = total.where(total > 0, 1.0)
     elif isinstance(num_items, Tensor):
         num_items = num_items.to(divergence.device)
-    uniform = per_token.teacher_uniform
+    uniform, clipped, none_B = per_token.teacher_uniform, per_token.clipped, weights_BC.new_zeros(len(weights_BC))
 
     def sums(values_N: Tensor, factors_BC: Tensor | float = 1.0) -> Tensor:
         # Scattered, because to select the weights of the tokens would wait for the device.
@@ -40,7 +40,8 @@ def reduce(per_token: PerToken, weights: Tensor, num_items: Tensor | float | Non
         sums(per_token.student_entropy, weights_BC),
         sums(per_token.teacher_entropy, weights_BC),
         counts_BC.sum(1).to(weights_BC),
-        weights_BC.new_zeros(len(weights_BC)) if uniform is None else sums(uniform),
+        none_B if uniform is None else sums(uniform),
+        none_B if clipped is None else sums(clipped),
     )
     return LossParts(
         # The gradient of `sum` is one expanded number for all tokens, which the streamed loss recognises for free.

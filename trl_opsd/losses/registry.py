@@ -3,34 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from trl_opsd.losses.divergence import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.losses.adaptive import AdaptiveKL
+from trl_opsd.losses.bounded import AlphaDivergence, TotalVariation
+from trl_opsd.losses.divergence import Divergence
+from trl_opsd.losses.kl import ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.losses.skewed import SkewedForwardKL, SkewedReverseKL
 
-DIVERGENCES: MappingProxyType[str, Callable[[float], Divergence]] = MappingProxyType(
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The numbers that named divergences are made from; each reads one of them, or none."""
+
+    beta: float = 1.0
+    """TRL's: 0 forward KL, 1 reverse KL, between: the generalised Jensen-Shannon divergence."""
+    skew: float = 0.1
+    """Share of a skewed KL's own distribution in the mixture."""
+    alpha: float = 0.5
+    """Of the alpha-divergence: towards the reverse KL near 0, towards the forward KL near 1."""
+
+
+DIVERGENCES: MappingProxyType[str, Callable[[Settings], Divergence]] = MappingProxyType(
     {
-        "forward_kl": lambda beta: ForwardKL(),
-        "reverse_kl": lambda beta: ReverseKL(),
-        "jsd": lambda beta: GeneralizedJSD(beta if 0.0 < beta < 1.0 else 0.5),
+        "forward_kl": lambda given: ForwardKL(),
+        "reverse_kl": lambda given: ReverseKL(),
+        "jsd": lambda given: GeneralizedJSD(given.beta if 0.0 < given.beta < 1.0 else 0.5),
+        "skewed_forward_kl": lambda given: SkewedForwardKL(given.skew),
+        "skewed_reverse_kl": lambda given: SkewedReverseKL(given.skew),
+        "total_variation": lambda given: TotalVariation(),
+        "alpha_divergence": lambda given: AlphaDivergence(given.alpha),
+        "adaptive_kl": lambda given: AdaptiveKL(),
     }
 )
-"""Factories from TRL's `beta`, by name; a new entry is a new value of `divergence`."""
+"""Factories by name; a new entry is a new value of `divergence`."""
+
+READ: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
+    {"skew": ("skewed_forward_kl", "skewed_reverse_kl"), "alpha": ("alpha_divergence",)}
+)
+"""The divergences that read a setting, but for `beta`."""
 
 BETAS: MappingProxyType[str, float] = MappingProxyType({"forward_kl": 0.0, "reverse_kl": 1.0})
 """TRL's `beta` of the divergences that correspond to a single value of it."""
 
 
-def divergence_of(divergence: Divergence | str | None, beta: float) -> Divergence:
+def divergence_of(divergence: Divergence | str | None, given: Settings) -> Divergence:
     """Resolves a divergence: an object is returned unchanged, a name is looked up, `None` is decided by TRL's `beta`.
 
     Args:
         divergence ([`Divergence`] or `str`, *optional*):
             A divergence, or a key of [`DIVERGENCES`].
-        beta (`float`):
-            0 forward KL, 1 reverse KL, between: the generalised Jensen-Shannon divergence.
+        given ([`Settings`]):
+            What a named one is made from.
     """
     if isinstance(divergence, Divergence):
         return divergence
     if divergence is None:
-        divergence = next((name for name, end in BETAS.items() if beta == end), "jsd")
-    return DIVERGENCES[divergence](beta)
+        divergence = next((name for name, end in BETAS.items() if given.beta == end), "jsd")
+    return DIVERGENCES[divergence](given)

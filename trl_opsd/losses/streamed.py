@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trl_opsd.losses.divergence import Divergence, check_comparable
+from trl_opsd.losses.clipping import check_clip
+from trl_opsd.losses.comparable import check_comparable
+from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.elementwise import Finish, eager_
 from trl_opsd.losses.kernels import step_for
 from trl_opsd.types import LazyLogits, PerToken
@@ -48,6 +50,7 @@ def streamed_divergence(
     weights: Tensor | None = None,
     chunk_tokens: int | None = None,
     vocabulary: int | None = None,
+    kl_clip: float | None = None,
 ) -> PerToken:
     """The per-token divergence between two models, without materialising either model's logits in full.
 
@@ -69,38 +72,42 @@ def streamed_divergence(
         teacher ([`LazyLogits`]):
             Hidden states [N, H_t] and head [V, H_t]; its hidden size may differ.
         divergence ([`Divergence`]):
-            [`ForwardKL`], [`ReverseKL`] or [`GeneralizedJSD`].
+            One of [`DIVERGENCES`], or one of your own.
         weights (`torch.Tensor`, *optional*):
             [N], constants that multiply the divergence of each token.
         chunk_tokens (`int`, *optional*):
-            Number of tokens whose logits exist at a time. By default as many as keep the tiles within 0.6 GB.
+            Tokens whose logits exist at a time. By default as many as keep the tiles within 0.6 GB.
         vocabulary (`int`, *optional*):
             Number of token ids that both models share: the first rows of both heads. The other rows, padding of one
             model or the other, have probability 0 on both sides and a gradient of 0, as if both heads ended there. When
             `None`, all rows are used and both heads must have the same number.
+        kl_clip (`float`, *optional*):
+            Most that each token of the vocabulary may add, in nats. Only for the divergences of this package.
 
     Returns:
-        [`PerToken`]: in nats. Where one model excludes a token that the other expects, the divergence is `inf`;
-        where its gradient is not finite, though it is, `nan`.
+        [`PerToken`]: in nats; `inf` where one model excludes a token that the other expects, `nan` where the gradient
+        is not finite, though the divergence is.
 
     Raises:
         ValueError: If shapes, devices or settings are incompatible.
     """
     check_comparable(student, teacher, weights, chunk_tokens, vocabulary)
+    check_clip(kl_clip, divergence)
     dtypes = _product_dtype(student), _product_dtype(teacher)
-    fold = _Fold(student, teacher, divergence, dtypes, chunk_tokens, vocabulary)
+    fold = _Fold(student, teacher, divergence, kl_clip, dtypes, chunk_tokens, vocabulary)
     inputs = (student.hidden, student.head.weight, student.head.bias)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         value_N, *others = _Streamed.apply(*inputs, weights, fold)
     else:
         with torch.no_grad():
             (value_N, *others), _ = fold.run(weights, (False, False, False))
-    student_entropy_N, teacher_entropy_N, mean_ratio_N = others
+    student_entropy_N, teacher_entropy_N, mean_ratio_N, clipped_N = others
     return PerToken(
         divergence=value_N,
         student_entropy=student_entropy_N,
         teacher_entropy=teacher_entropy_N,
         teacher_uniform=mean_ratio_N > 1 - _ROUNDING,
+        clipped=clipped_N,
     )
 
 
@@ -144,6 +151,7 @@ class _Fold:
     student: LazyLogits
     teacher: LazyLogits
     divergence: Divergence
+    clip: float | None
     dtypes: tuple[torch.dtype, torch.dtype]
     chunk_tokens: int | None
     vocabulary: int | None
@@ -153,9 +161,8 @@ class _Fold:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         """Statistics of each token, [N], and the gradients of student hidden, weight and bias, if `wanted`.
 
-        The statistics are the divergence, both entropies, and how large the teacher's probabilities are on average,
-        relative to the largest: 1 if all of its logits are equal.
-        The gradients are float32; they are those of the sum of the weighted divergences.
+        The statistics are those of [`~losses.elementwise.Step`]. The gradients are those of the
+        sum of the weighted divergences, in float32.
         """
         student = _Side.of(self.student, self.dtypes[0], self.vocabulary)
         teacher = _Side.of(self.teacher, self.dtypes[1], self.vocabulary)
@@ -173,10 +180,10 @@ class _Fold:
         if not in_place:
             gradient_GV = torch.empty(group_tokens, stride, dtype=dtype, device=device)[:, :vocabulary]
 
-        step = step_for(self.divergence, device)
+        step = step_for(self.divergence, self.clip, device)
         step_rows = _block_rows(student_CV) if step is eager_ else tile_tokens
-        finishes = student.finish, teacher.finish
-        statistics_4N = torch.empty(4, tokens, device=device)
+        finishes, objective = (student.finish, teacher.finish), (self.divergence, self.clip)
+        statistics_5N = torch.empty(5, tokens, device=device)
         head_rows = self.student.head.weight.size(0)
         shapes = (tokens, width), (head_rows, width), (head_rows,)
         # The first group overwrites, so zeros are needed only if there is no group, or for head rows past `vocabulary`.
@@ -194,12 +201,12 @@ class _Fold:
                     here, weights_R = _shift(rows, -tile.start), None if weights_N is None else weights_N[rows]
                     products = student_CV[here], teacher_CV[here]
                     gradient_RV = gradient_GV[_shift(rows, -group.start)] if any(wanted) else None
-                    statistics_4N[:, rows] = step(self.divergence, finishes, *products, weights_R, gradient_RV)
+                    statistics_5N[:, rows] = step(*objective, finishes, *products, weights_R, gradient_RV)
             student.backproject_(gradient_GV, group, hidden_NH, *shared)
         if hidden_NH is not None:  # no divergence without a gradient: that of a user may be NaN where its value is not
             broken_N = ~hidden_NH.sum(-1).isfinite()
-            statistics_4N[0].masked_fill_(broken_N & statistics_4N[0].isfinite(), torch.nan)
-        return tuple(statistics_4N), gradients
+            statistics_5N[0].masked_fill_(broken_N & statistics_5N[0].isfinite(), torch.nan)
+        return tuple(statistics_5N), gradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,12 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             reduced=_OVER_TOKENS,
             appears=_WITH_TOKENS,
         ),
+        "divergence/clipped": Metric(
+            unit="1",
+            meaning="Share of the tokens in which at least one entry of the vocabulary was above `kl_clip`.",
+            reduced="over the tokens in the loss, of all processes and micro-batches",
+            appears="`kl_clip`",
+        ),
         "entropy/student": Metric(
             unit="nats",
             meaning="Entropy of the student's next-token distribution at `temperature`.",
@@ -189,6 +195,7 @@ def token_metrics(totals: Mapping[str, float], seconds: Mapping[str, float], ste
         "divergence/mean": totals["divergence"] / weight,
         "entropy/student": totals["student_entropy"] / weight,
         "entropy/teacher": totals["teacher_entropy"] / weight,
+        **({"divergence/clipped": totals["clipped"] / totals["tokens"]} if "clipped" in totals else {}),
         **{f"time/{phase}": spent / steps for phase, spent in seconds.items()},
         "tokens_per_second": totals["tokens"] / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),
     }

@@ -37,6 +37,12 @@ def above(option: str, value: Any, bound: float) -> None:
         raise ValueError(f"`{option}={value!r}`: expected a finite number above {bound:g}.")
 
 
+def between(option: str, value: Any, low: float, high: float) -> None:
+    """Raises `ValueError` unless the value is a number between `low` and `high`, and neither of them."""
+    if not (_is_number(value) and low < value < high):
+        raise ValueError(f"`{option}={value!r}`: expected a number in ({low:g}, {high:g}).")
+
+
 def in_range(option: str, value: Any, low: float, high: float, open_below: bool = False) -> None:
     """Raises `ValueError` unless the value is a number from `low` to `high`, without `low` itself if `open_below`."""
     if not _is_number(value) or value < low or value > high or (open_below and value == low):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.run.objective_options import unread_objective
 from trl_opsd.run.training_options import EVERY
 
 _SERVER = (
@@ -97,6 +98,7 @@ def _unread(
             yield ("cache_implementation",), "an engine writes the completions"
         else:
             yield _ENGINE, "`use_vllm` is False"
+    yield from unread_objective(args)
     if args.teacher_server_url is None:
         yield ("teacher_server_timeout",), "`teacher_server_url` is not set"
     if args.teacher_model_kind != "ema":

@@ -25,6 +25,7 @@ def compared(
     temperature: float,
     chunk_tokens: int | None,
     vocabulary: int | None,
+    kl_clip: float | None,
 ) -> LossParts:
     """The loss of one micro-batch. Waits for no device.
 
@@ -47,6 +48,8 @@ def compared(
             Tokens whose logits exist at once.
         vocabulary (`int`, *optional*):
             Size of the shared vocabulary, where the heads differ in size.
+        kl_clip (`float`, *optional*):
+            Most that each token of the vocabulary may add to a divergence, in nats.
     """
     if num_items is None:
         num_items = sum(float(share.weights_BC.sum()) for share in shares) or 1.0
@@ -61,6 +64,7 @@ def compared(
             weights=None if share.weights_N is None else share.weights_N.to(device, non_blocking=True),
             chunk_tokens=chunk_tokens,
             vocabulary=vocabulary,
+            kl_clip=kl_clip,
         )
         part = reduce(per_token, share.weights_BC, num_items)
         parts = part if parts is None else parts + part

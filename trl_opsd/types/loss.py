@@ -23,6 +23,8 @@ class PerToken:
     """[N], no gradient."""
     teacher_uniform: Tensor | None = None
     """[N], whether the teacher's logits are all equal, which leaves nothing to learn; `None` where it is not known."""
+    clipped: Tensor | None = None
+    """[N], float32, 1 where a token of the vocabulary would have added more than `kl_clip`; `None` where not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +38,16 @@ class LossParts:
         "teacher_entropy",
         "tokens",
         "teacher_uniform",
+        "clipped",
     )
     """Names of the columns of `rows`."""
 
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 6], float32, in the order of `ROW_NAMES`: per row, the sum of the weights, three sums of nats times weight,
-    the number of tokens in the loss, and of those for which all logits of the teacher are equal.
+    """[B, 7], float32, in the order of `ROW_NAMES`: per row, the sum of the weights, three sums of nats times weight,
+    the number of tokens in the loss, of those for which all logits of the teacher are equal, and of those in which
+    `kl_clip` has clipped an entry.
     """
 
     def __add__(self, other: LossParts) -> LossParts:

@@ -1,0 +1,162 @@
+"""Device code of the divergences: what one token of the vocabulary adds to each, and its slope.
+
+Functions of the device are not annotated: their arguments are Triton's, which Python's types do not describe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from trl_opsd.losses.bounded import AlphaDivergence, TotalVariation
+from trl_opsd.losses.divergence import Divergence
+from trl_opsd.losses.kl import ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.losses.skewed import SkewedForwardKL, SkewedReverseKL
+
+__all__ = ["BALANCED", "KERNELS", "MEAN_GAP", "THIRD_PASS", "Kernel", "tanh"]
+
+BALANCED = tl.constexpr(0)
+MEAN_GAP = tl.constexpr(1)
+THIRD_PASS = tl.constexpr(2)
+
+
+# ---- Arithmetic ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _expm1(x):  # type: ignore[no-untyped-def]
+    """`exp(x) - 1` with a relative error of a few roundings; Triton has none that its interpreter knows."""
+    series = x * (
+        1.0 + x / 2.0 * (1.0 + x / 3.0 * (1.0 + x / 4.0 * (1.0 + x / 5.0 * (1.0 + x / 6.0 * (1.0 + x / 7.0)))))
+    )
+    return tl.where(tl.abs(x) < 0.35, series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def _log1p(x):  # type: ignore[no-untyped-def]
+    """`log(1 + x)` with a relative error of a few roundings."""
+    z = x / (2.0 + x)  # log1p(x) = 2 artanh(z)
+    y = z * z
+    series = 2.0 * z * (1.0 + y * (1.0 / 3 + y * (1.0 / 5 + y * (1.0 / 7 + y * (1.0 / 9)))))
+    return tl.where(tl.abs(x) < 0.35, series, tl.log(1.0 + x))
+
+
+@triton.jit
+def tanh(x):  # type: ignore[no-untyped-def]
+    y = x * x
+    series = x * (1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315))))
+    tail = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
+    return tl.where(tl.abs(x) < 0.1, series, tl.where(x < 0, -tail, tail))
+
+
+# ---- Terms and slopes of one column ----------------------------------------------------------------------------------
+#
+# What `Entrywise.terms` computes for a whole row: terms of at least 0, and their derivatives with respect to the
+# student's log-probability. The gradient is `slope - p_s * sum(slope)`.
+
+
+@triton.jit
+def _kl_term(log_p, log_q, p, q):  # type: ignore[no-untyped-def]
+    """Columns of `KL(p || q)`, plus the difference of both probabilities, whose sum is 0, so that none is below 0.
+
+    A rounding error of a normaliser shifts all gaps alike, and would be larger than the value near agreement.
+    """
+    gap = log_p - log_q
+    return p * gap + tl.where(tl.abs(gap) < 0.35, p * _expm1(-gap), q - p)
+
+
+@triton.jit
+def _forward_kl(gap, log_s, log_t, s, t, setting):  # type: ignore[no-untyped-def]
+    return _kl_term(log_t, log_s, t, s), s - t
+
+
+@triton.jit
+def _reverse_kl(gap, log_s, log_t, s, t, setting):  # type: ignore[no-untyped-def]
+    return _kl_term(log_s, log_t, s, t), s * gap
+
+
+@triton.jit
+def _generalized_jsd(gap, log_s, log_t, s, t, beta):  # type: ignore[no-untyped-def]
+    # log(m / p_s), exactly 0 where the models agree. Beyond a gap of 80 nats p_s contributes nothing to m.
+    advantage = tl.minimum(log_t - log_s, 80.0)
+    surplus = _log1p(beta * _expm1(advantage))
+    slope = (beta - 1.0) * s * surplus
+    return beta * t * (advantage - surplus) + slope, slope
+
+
+@triton.jit
+def _to_mixture(log_p, log_q, p, q, skew):  # type: ignore[no-untyped-def]
+    """A term of `KL(q || m)` with `m = skew q + (1 - skew) p`, and `log(m / q)`."""
+    gap = log_p - log_q
+    surplus = (1.0 - skew) * _expm1(tl.minimum(gap, 80.0))
+    rise = _log1p(surplus)
+    return tl.where(gap > 80.0, (1.0 - skew) * p, q * (surplus - rise)), rise
+
+
+@triton.jit
+def _skewed_forward_kl(gap, log_s, log_t, s, t, skew):  # type: ignore[no-untyped-def]
+    term, rise = _to_mixture(log_s, log_t, s, t, skew)
+    return term, (skew - 1.0) * s * _expm1(-rise)
+
+
+@triton.jit
+def _skewed_reverse_kl(gap, log_s, log_t, s, t, skew):  # type: ignore[no-untyped-def]
+    term, rise = _to_mixture(log_t, log_s, t, s, skew)
+    return term, -s * (rise + skew * _expm1(-rise))
+
+
+@triton.jit
+def _total_variation(gap, log_s, log_t, s, t, setting):  # type: ignore[no-untyped-def]
+    sign = tl.where(s > t, 0.5, tl.where(s < t, -0.5, 0.0))
+    return sign * (s - t), sign * s
+
+
+@triton.jit
+def _alpha_divergence(gap, log_s, log_t, s, t, alpha):  # type: ignore[no-untyped-def]
+    advantage = log_t - log_s
+    near = tl.abs(advantage) < 1.0  # there the differences are smaller than what they are taken of
+    power = tl.exp(alpha * log_t + (1.0 - alpha) * log_s)
+    rise = tl.where(near, s * _expm1(alpha * advantage), power - s)
+    lead = tl.where(near, s * _expm1(advantage), t - s)
+    return (alpha * lead - rise) / (alpha * (1.0 - alpha)), -rise / alpha
+
+
+def _no_drift(setting: float) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The device code of a divergence.
+
+    Attributes:
+        terms: the device function.
+        total: how the sum of the slopes is known where no entry is clipped: as 0, as the divergence itself, which is
+            an entropy less a cross entropy, or by reading the row a third time.
+        setting: the name of the divergence's only setting.
+        drift: that of [`~losses.divergence.Terms`], from the setting.
+    """
+
+    terms: Any
+    total: int = THIRD_PASS.value
+    setting: str = ""
+    drift: Callable[[float], float] = _no_drift
+
+
+KERNELS: Mapping[type[Divergence], Kernel] = MappingProxyType(
+    {
+        ForwardKL: Kernel(_forward_kl, BALANCED.value, drift=lambda _: 1.0),
+        ReverseKL: Kernel(_reverse_kl, MEAN_GAP.value, drift=lambda _: -1.0),
+        GeneralizedJSD: Kernel(_generalized_jsd, setting="beta"),
+        SkewedForwardKL: Kernel(_skewed_forward_kl, setting="skew", drift=lambda skew: 1 - skew),
+        SkewedReverseKL: Kernel(_skewed_reverse_kl, setting="skew", drift=lambda skew: skew - 1),
+        TotalVariation: Kernel(_total_variation),
+        AlphaDivergence: Kernel(_alpha_divergence, setting="alpha"),
+    }
+)
+"""Device code by class; a divergence without goes through the eager steps."""
