@@ -68,6 +68,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
             multiple. An epoch has as many times the steps.
         num_generations_eval (`int`, *optional*):
             The same in evaluations, and in `predict`. When `None`, `num_generations`.
+        lmbda (`float`, *optional*, defaults to `1.0`):
+            Share of rows whose completion the student writes, in [0, 1], as in TRL's `GKDConfig`, where the default is
+            0.5. The others are learned with the column `completion` of the dataset; an evaluation has none of them.
         overlong_prompts (`str`, *optional*, defaults to `"error"`):
             What to do with a prompt that leaves no room for `max_completion_length` tokens in the student's context:
             `"error"` raises an error that names the row, `"drop"` drops the row and counts it.
@@ -183,6 +186,10 @@ class OPSDConfig(StrictNames, DistillationConfig):
     num_generations_eval: int | None = field(
         default=None,
         metadata={"help": "Completions of each prompt in evaluations. If not set, `num_generations`."},
+    )
+    lmbda: float = field(
+        default=1.0,
+        metadata={"help": "Share of rows whose completion the student writes; the others have the dataset's."},
     )
     overlong_prompts: str = field(
         default="error",

@@ -166,6 +166,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
             pick=chosen_rollout,
         )
         check_methods(type(self), given.args)
+        self.row_columns = given.row_columns
         super().__init__(
             model=model,
             args=given.args,
