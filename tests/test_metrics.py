@@ -22,6 +22,7 @@ from trl_opsd.types import Completion
 
 OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 BYTES = 1000
+_RECORDED = ("sync/", "rollout/", "nonfinite/", "overlap/", "off_policy/", "on_policy/")
 
 
 class Mirror:
@@ -107,6 +108,11 @@ def configurations(tmp_path):
             "eval_dataset": routed_rows(),
         },
         "several completions of a prompt": {"num_generations": 2},
+        "completions of the dataset": {
+            "train_dataset": tiny.rows().add_column("completion", ["so"] * 8),
+            "lmbda": 0.5,
+            "per_device_train_batch_size": 8,
+        },
         "a step that is left out": {"cls": SpoiledOnce, "nonfinite": "skip"},
         "rows that are learned as they end": {"rollout": Apart(tiny.recorded(tiny.tokenizer())), "overlap": "step"},
         "rows that are written ahead": {
@@ -185,7 +191,7 @@ def test_every_metric_in_the_source_has_a_row_in_the_table():
     assert {f"time/{phase}" for phase in phases} == {name for name in METRICS if name.startswith("time/")}
     recorded = set(re.findall(r'(?:record\(|_timed\(trainer, |logs\[)"([\w/]+)"', source))
     recorded.remove("entropy")  # TRL's
-    assert recorded == {name for name in METRICS if name.startswith(("sync/", "rollout/", "nonfinite/", "overlap/"))}
+    assert recorded == {name for name in METRICS if name.startswith(_RECORDED)}
 
 
 class Counting(OPSDTrainer):

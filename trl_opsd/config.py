@@ -17,17 +17,15 @@ from trl_opsd.data.row_sharding import check_sharing
 from trl_opsd.data.teacher_prompts import TEMPLATE
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
-from trl_opsd.losses.registry import divergence_of
-from trl_opsd.losses.registry import BETAS, Settings, divergence_of
+from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.run import versions
 from trl_opsd.run.data_options import check_data
-from trl_opsd.run.divergence_options import check_divergence, check_objective
 from trl_opsd.run.engine_options import check_engines
 from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import distinct_elsewhere, explained_option
 from trl_opsd.run.launch_file import check_nested_keys
 from trl_opsd.run.nearest import misspelt
-from trl_opsd.run.objective_options import check_objective
+from trl_opsd.run.objective_options import check_divergence, check_objective
 from trl_opsd.run.option_changes import option_values
 from trl_opsd.run.option_help import with_help
 from trl_opsd.run.option_types import check_json, convert_text, settle_loading
@@ -61,6 +59,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
             multiple. An epoch has as many times the steps.
         num_generations_eval (`int`, *optional*):
             The same in evaluations, and in `predict`. When `None`, `num_generations`.
+        lmbda (`float`, *optional*, defaults to `1.0`):
+            Share of rows whose completion the student writes, in [0, 1], as in TRL's `GKDConfig`, where the default is
+            0.5. The others are learned with the column `completion` of the dataset; an evaluation has none of them.
         overlong_prompts (`str`, *optional*, defaults to `"error"`):
             What to do with a prompt that leaves no room for `max_completion_length` tokens in the student's context:
             `"error"` raises an error that names the row, `"drop"` drops the row and counts it.
@@ -171,6 +172,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     kl_clip: float | None = None
     num_generations: int = 1
     num_generations_eval: int | None = None
+    lmbda: float = 1.0
     overlong_prompts: str = "error"
     loss_chunk_tokens: int | None = None
     padding_free: bool = False

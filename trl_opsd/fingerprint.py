@@ -44,6 +44,7 @@ OPTIONS = (
     "teacher_prompt_template",
     "teacher_chat_template_kwargs",
     "num_generations",
+    "lmbda",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "world_size",

@@ -9,7 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from trl_opsd import fingerprint
-from trl_opsd.arguments.dataset_checks import check_datasets, check_train_size, looked_through, surveyed
+from trl_opsd.arguments.dataset_checks import (
+    check_completions,
+    check_datasets,
+    check_train_size,
+    looked_through,
+    surveyed,
+)
 from trl_opsd.arguments.effects import check_evaluation, check_that_it_learns
 from trl_opsd.arguments.model_checks import check_other_teacher, student_limits
 from trl_opsd.arguments.prepared import Prepared
@@ -35,7 +41,7 @@ from trl_opsd.types import Rollout, TeacherTargets
 class Teaching(SeamTrainer):
     """A trainer with teachers; a subclass writes completions, and compares."""
 
-    row_columns = COLUMNS
+    row_columns: tuple[str, ...] = COLUMNS
     hidden_columns = IMAGE_COLUMNS  # TRL would treat them as images even when they are empty
     args: OPSDConfig
     train_dataset: AnyDataset | None
@@ -124,6 +130,8 @@ class Teaching(SeamTrainer):
         several = intake.teachers if len(intake.teachers) > 1 else ()
         optional = PRIVILEGED if intake.prompts.prompt_fn is None else ()
         check_datasets(datasets, self.args, several, optional, self.reads_solutions)
+        if self.args.lmbda < 1:
+            check_completions(given["train_dataset"], self.tools)
         with self._rebuilding():
             self.readers, self._described_rows = self._readers_of_any_rows, None
             self.train_dataset, self.eval_dataset = given["train_dataset"], given["eval_dataset"]

@@ -31,9 +31,9 @@ from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.run.agreement import agree
-from trl_opsd.run.divergence_options import check_divergence
 from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import explained_argument
+from trl_opsd.run.objective_options import check_divergence
 from trl_opsd.run.precision import warn_of_lost_updates
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.run.strict_names import StrictNames
@@ -168,6 +168,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
             pick=chosen_rollout,
         )
         check_methods(type(self), given.args)
+        self.row_columns = given.row_columns
         super().__init__(
             model=model,
             args=given.args,

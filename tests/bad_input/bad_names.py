@@ -25,8 +25,7 @@ def unknown_argument(message: str, name: str) -> Case:
 
 
 CASES: list[Case] = [
-    unknown("has no option 'lmbda': the student writes all completions, which is `lmbda=1`: remove it", lmbda=0.5),
-    unknown("the student writes all completions; .* use `trl.SFTTrainer`", seq_kd=True),
+    unknown("has no option 'seq_kd': the teacher writes no completions; .* set `lmbda` below 1", seq_kd=True),
     unknown("it is called `num_generations`", rollout_n=8),
     unknown("is used for one optimizer step; `num_generations` is the completions", num_iterations=2),
     unknown("it is called `max_completion_length`", max_new_tokens=128),

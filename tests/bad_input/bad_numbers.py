@@ -46,6 +46,8 @@ STEPS = [
 ]
 
 GENERATIONS = [
+    option("generations", r"`lmbda=1.5`: expected a number in \[0, 1\]", lmbda=1.5),
+    option("generations", r"`lmbda=0.5` with `overlap='step'` is not supported", lmbda=0.5, overlap="step"),
     option("generations", "`num_generations=0`: expected an integer of at least 1", num_generations=0),
     option("generations", "`num_generations_eval=-1`: expected an integer", num_generations_eval=-1),
     option(

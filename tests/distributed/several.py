@@ -37,7 +37,9 @@ WORDS = tiny.tokenizer()
 
 def make_rows(kind: str = "map") -> Dataset | IterableDataset:
     """Ten numbered prompts: "map", or a "stream" of two shards."""
-    rows = Dataset.from_list([{"prompt": f"{'so ' * (number % 3)}{number}="} for number in range(PROMPTS)])
+    rows = Dataset.from_list(
+        [{"prompt": f"{'so ' * (number % 3)}{number}=", "completion": f"{number}.given"} for number in range(PROMPTS)]
+    )
     return rows if kind == "map" else rows.to_iterable_dataset(num_shards=2)
 
 
@@ -165,6 +167,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "ahead": {"apart": True, "overlap": "ahead", "overlap_max_divergence": 1e9},
     "a group in two processes, and a budget": {"num_generations": 8, "max_tokens_per_microbatch": 60},
 }
+OFF_POLICY: dict[str, Any] = {"num_generations": 1, "lmbda": 0.5}
 EVALUATIONS: dict[str, dict[str, Any]] = {
     "map": {"num_generations_eval": 2},
     "stream, as in training": {"kind": "stream"},
@@ -177,6 +180,7 @@ def all_of(folder: Path, processes: int) -> dict[str, Any]:
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     found = {
         "train": {name: trained(folder, processes=processes, **given) for name, given in TRAININGS.items()},
+        "off policy": trained(folder, processes=processes, **OFF_POLICY),
         "eval": {name: evaluated(folder, processes=processes, **given) for name, given in EVALUATIONS.items()},
     }
     faulthandler.cancel_dump_traceback_later()

@@ -125,3 +125,22 @@ def test_an_evaluation_counts_each_completion_once(results, name, processes):
     spread = [logs["eval_group/divergence_std"], logs["eval_group/length_std"]]
     assert spread == pytest.approx(deviations.tolist(), rel=1e-3)
     assert logs["eval_loss"] == pytest.approx(alone["logs"][0]["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_completions_of_the_dataset_are_learned_with_their_own_prompts(results, processes):
+    found = results[processes]["off policy"]
+    assert all(number_of(prompt) == number_of(text) for prompt, text in found["taught"])
+    given = [[text for _, step, text, *_ in found["learned"] if step == one] for one in range(len(found["logs"]))]
+    shares = [sum(text.endswith("given") for text in texts) / ROWS for texts in given]
+    assert [row["off_policy/share"] for row in found["logs"]] == pytest.approx(shares)
+    assert 0 < sum(shares) < len(shares)
+
+
+def test_which_rows_are_off_policy_does_not_depend_on_the_number_of_processes(results):
+    one, two = (results[processes]["off policy"] for processes in (1, 2))
+    assert sorted(row[1:3] for row in map(list, one["learned"])) == sorted(row[1:3] for row in two["learned"])
+    assert close(one["weights"], two["weights"])
+    for row, other in zip(one["logs"], two["logs"], strict=True):
+        for metric in ("loss", "off_policy/share", "off_policy/divergence", "on_policy/divergence"):
+            assert close(row[metric], other[metric]), metric

@@ -19,7 +19,7 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from trl_opsd.rollout.base import cut_after_end
+from trl_opsd.data.completions import cut_after_end
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 
 ENDS = list(range(0, tiny.VOCABULARY, 12))

@@ -30,8 +30,8 @@ from transformers import (
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd._compat.vllm.engine import EngineOptions, VLLMEngine
+from trl_opsd.data.completions import cut_after_end
 from trl_opsd.rollout import vllm as backend
-from trl_opsd.rollout.base import cut_after_end
 
 _AT_ONCE = 3
 """Maximum number of running engines: each holds a GiB of cache, and test files run side by side."""

@@ -12,11 +12,12 @@ from datasets import Dataset, IterableDataset
 from trl_opsd._compat.peft import is_peft
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows, look_ahead
+from trl_opsd.data.completions import COMPLETION, check_completion
 from trl_opsd.data.datasets import AnyDataset, columns_of, describe_rows
 from trl_opsd.data.intake import Intake
 from trl_opsd.data.prompts import IMAGE_COLUMNS, check_columns, refuse_images
 from trl_opsd.data.row_sharding import check_alike
-from trl_opsd.data.survey import has_values
+from trl_opsd.data.survey import has_transform, has_values
 from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED
 from trl_opsd.run.data_options import batch_in_words, prompts_of_step
 
@@ -111,6 +112,28 @@ def check_datasets(
             check_train_size(dataset, args)
         elif isinstance(dataset, Dataset) and len(dataset) == 0:
             raise ValueError(f"`{where}` has no rows: add some, or leave it out.")
+
+
+def check_completions(dataset: AnyDataset | None, tools: Any) -> None:
+    """Checks the completions that `lmbda` below 1 learns from, as far as they can be read ahead.
+
+    Raises:
+        ValueError: There is no column for them, one cannot be learned from, or there are tools, whose calls are none.
+        TypeError: One is neither text nor messages.
+    """
+    if tools:
+        raise ValueError("`lmbda` below 1 with `tools`: a completion of the dataset calls none: set `lmbda=1`.")
+    if dataset is None:
+        return
+    columns = columns_of(dataset)
+    if columns is not None and COMPLETION not in columns:
+        raise ValueError(
+            f"`lmbda` below 1 learns from a column 'completion', but train_dataset has only {columns}: add one, or set "
+            "`lmbda=1`."
+        )
+    if isinstance(dataset, Dataset) and not has_transform(dataset):
+        for number, row in enumerate(dataset.with_format(None).select_columns(["prompt", COMPLETION])):
+            check_completion(row, f"row {number} of train_dataset")
 
 
 def needs_privilege(student: Any, args: OPSDConfig, teacher_prompt_fn: Any) -> bool:

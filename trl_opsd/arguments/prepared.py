@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from trl_opsd import fingerprint
-from trl_opsd.arguments.dataset_checks import check_datasets, looked_through, needs_privilege
+from trl_opsd.arguments.dataset_checks import check_completions, check_datasets, looked_through, needs_privilege
 from trl_opsd.arguments.effects import (
     check_evaluation,
     check_that_it_learns,
@@ -26,6 +26,7 @@ from trl_opsd.arguments.packages import check_packages
 from trl_opsd.arguments.templates import check_template
 from trl_opsd.config import OPSDConfig, checked_args
 from trl_opsd.data.admission import Rows
+from trl_opsd.data.completions import COMPLETION
 from trl_opsd.data.conversations import with_prompts
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, by_name
 from trl_opsd.data.intake import Intake
@@ -59,6 +60,8 @@ class Prepared:
     """Parses rows, with the names of these teachers."""
     processing_class: Any
     """A tokenizer, or a processor around one."""
+    row_columns: tuple[str, ...]
+    """Columns that are read."""
     rollout: Any
     """What generates."""
     without_effect: tuple[str, ...]
@@ -161,6 +164,10 @@ def prepared(
     intake = Intake(teachers=tuple(models), prompts=prompts)
     if args.world_size > 1:
         check_same_options(gather_object([_named(args, models)]))
+    row_columns = tuple(row_columns)
+    if args.lmbda < 1:
+        check_completions(train_dataset, tools)
+        row_columns = (*row_columns, COMPLETION)
     rows = looked_through(datasets, args, intake, row_columns)
     if processing_class is None:
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
@@ -175,6 +182,7 @@ def prepared(
         rows=rows,
         intake=intake,
         processing_class=processing_class,
+        row_columns=row_columns,
         rollout=picked,
         without_effect=without_effect,
         is_same_model=is_same_model,

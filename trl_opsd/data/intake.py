@@ -27,14 +27,16 @@ class Request(dict[str, Any]):
 
     Attributes:
         place (`int`, *optional*): place in the generation batch, over all processes, once it is in one.
+        is_off_policy (`bool`, *optional*): whether its completion is the dataset's, once that is known.
     """
 
-    __slots__ = ("of_teacher", "place", "student", "teacher", "where")
+    __slots__ = ("is_off_policy", "of_teacher", "place", "student", "teacher", "where")
 
     def __init__(self, row: Row, where: str, student: Prompt, teacher: str, of_teacher: Prompt) -> None:
         super().__init__(row)
         self.where, self.student, self.teacher, self.of_teacher = where, student, teacher, of_teacher
         self.place: int | None = None
+        self.is_off_policy: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from datasets import IterableDataset
@@ -49,7 +49,7 @@ _ONE_READER = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, 
 class EachRowOnce(Trainer):
     """A trainer whose processes split the rows of a stream as they split those of a map-style dataset."""
 
-    row_columns: ClassVar[tuple[str, ...]]
+    row_columns: tuple[str, ...]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._streams: dict[str, WholeStream | None] = {"train": None, "eval": None}

@@ -29,6 +29,7 @@ from trl_opsd.loop.generations import Generations
 from trl_opsd.loop.hosting import Hosting
 from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.logged import Logged
+from trl_opsd.loop.off_policy import OffPolicy
 from trl_opsd.loop.sampler import EpochCount, EpochSampler
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.steps import GuardedSteps
@@ -74,6 +75,7 @@ class SeamTrainer(
     Evaluations,
     WholeSteps,
     Generations,
+    OffPolicy,
     GuardedSteps,
     SafeCheckpoints,
     FinishedRuns,
@@ -87,7 +89,7 @@ class SeamTrainer(
     a teacher nor an engine: the subclass provides both.
     """
 
-    row_columns: ClassVar[tuple[str, ...]] = ("prompt",)
+    row_columns: tuple[str, ...] = ("prompt",)
     """Columns of a dataset that `remove_unused_columns` has to keep."""
     hidden_columns: ClassVar[tuple[str, ...]] = ()
     """Columns that TRL would read, and must not."""
@@ -171,7 +173,7 @@ class SeamTrainer(
     ) -> list[list[int]]:
         hidden, self._hides_engine = self._hides_engine, False
         with self.phase("complete"), preserved_mode(self.model):
-            completions = self.checked_completions(prompt_ids, self._from_rollout(prompt_ids))
+            completions = self.checked_completions(prompt_ids, self.mixed(prompt_ids, self._from_rollout))
         self._hides_engine = hidden
         if self._first_turn:
             # TRL reads the last token of each completion. An empty one travels as a pad token and is masked below.
@@ -187,6 +189,7 @@ class SeamTrainer(
         self.check_same_rows(self._mode)
         rows = self.read_rows(inputs)
         self.number_rows(rows)
+        self.choose_sources(rows)
         self._accounts[self._mode].count_batch()
         return rows
 
@@ -251,6 +254,7 @@ class SeamTrainer(
             self._accounts[self._mode].add(named)
             if self.model.training:
                 self.note_learned(inputs.get("rows"), rows)
+                self.note_sources(inputs.get("rows"), rows)
         else:
             loss = self.with_nan_gradient(loss)
         self.record("entropy", named["student_entropy"] / named["weight"] if named["weight"] else 0.0)
@@ -264,6 +268,7 @@ class SeamTrainer(
             # Consumed: the targets in it must not stay in memory during the next rollout or an evaluation.
             set_known(self, _buffered_inputs=None)
             self.record_learned()
+            self.record_sources()
         return loss
 
     def train(

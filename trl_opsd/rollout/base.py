@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
@@ -75,11 +75,3 @@ class RolloutBackend(ABC):
 
     def close(self) -> None:  # noqa: B027 (most backends have nothing to release)
         """Releases all resources but the student; the backend cannot generate afterwards. Most hold none."""
-
-
-def cut_after_end(completion_ids: list[int], end_ids: Collection[int]) -> list[int]:
-    """Truncates a completion after its first end-of-sequence token, whichever of `end_ids` that is."""
-    for position, token in enumerate(completion_ids):
-        if token in end_ids:
-            return completion_ids[: position + 1]
-    return completion_ids

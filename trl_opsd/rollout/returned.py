@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
+from trl_opsd.data.completions import cut_after_end
 from trl_opsd.host import Host
-from trl_opsd.rollout.base import cut_after_end
 from trl_opsd.rollout.token_ids import described, row_of, rows_of, whole
 from trl_opsd.run.pulled import Endable
 

@@ -1,11 +1,12 @@
-"""Checks the options of what is written for a prompt, and says how many prompts a step has."""
+"""Checks the options of who completes a prompt, and how often, and says how many prompts a step has."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from trl_opsd._compat.trl import DistillationConfig
-from trl_opsd.run.ranges import at_least_one
+from trl_opsd.run.ranges import at_least_one, in_range
 
 __all__ = ["batch_in_words", "check_data", "prompts_of_step"]
 
@@ -23,6 +24,7 @@ def check_data(args: DistillationConfig) -> None:
     at_least_one("num_generations", args.num_generations)
     if args.num_generations_eval is not None:
         at_least_one("num_generations_eval", args.num_generations_eval)
+    _check_sources(args)
     rows = _rows_of_step(args)
     if rows % args.num_generations:
         raise ValueError(
@@ -35,6 +37,23 @@ def check_data(args: DistillationConfig) -> None:
                 f"`{option}={getattr(args, option)}` with `generation_kwargs={args.generation_kwargs}`: {why}, so that "
                 "all completions of a prompt are the same: remove one of them."
             )
+
+
+def _check_sources(args: Any) -> None:
+    in_range("lmbda", args.lmbda, 0.0, 1.0)
+    if args.lmbda == 1:
+        return
+    if args.overlap is not None:
+        raise ValueError(
+            f"`lmbda={args.lmbda}` with `overlap={args.overlap!r}` is not supported: set `lmbda=1`, or leave `overlap` "
+            "out."
+        )
+    if args.num_generations > 1:
+        warnings.warn(
+            f"`lmbda={args.lmbda}` with `num_generations={args.num_generations}`: the completion of the dataset may be "
+            "learned several times in a step. Set one of them to 1.",
+            stacklevel=5,
+        )
 
 
 def prompts_of_step(args: DistillationConfig) -> int:

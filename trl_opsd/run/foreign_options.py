@@ -11,6 +11,10 @@ from types import MappingProxyType
 from trl_opsd.run.nearest import nearest
 
 _LEARNED_ONCE = "a completion is used for one optimizer step; `num_generations` is the completions of a prompt"
+_TEACHER_WRITES = (
+    "the teacher writes no completions; put those it has written before into a column 'completion', and set `lmbda` "
+    "below 1"
+)
 _GENERATIONS = "it is called `num_generations`"
 _NO_REWARDS = "there are no rewards, the teacher scores every token; `trl.GRPOTrainer` takes rewards"
 _FULL_VOCABULARY = "the loss compares the full vocabulary, without a list of top tokens"
@@ -42,9 +46,8 @@ _PEFT = "pass `peft_config=LoraConfig(...)` to `OPSDTrainer`"
 OPTIONS: MappingProxyType[str, str] = MappingProxyType(
     {
         # other ways to distil
-        "lmbda": "the student writes all completions, which is `lmbda=1`: remove it",
-        "seq_kd": "the student writes all completions; to learn from texts of the teacher, use `trl.SFTTrainer`",
-        "generate_from_teacher": "the student writes all completions: remove it",
+        "seq_kd": _TEACHER_WRITES,
+        "generate_from_teacher": _TEACHER_WRITES,
         "max_new_tokens": "it is called `max_completion_length`",
         "max_tokens": "it is called `max_completion_length`",
         "max_length": "`max_completion_length` limits completions; prompts are never cut, see `overlong_prompts`",

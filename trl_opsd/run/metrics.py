@@ -25,6 +25,7 @@ class Metric:
 _OVER_TOKENS = "weighted mean over the tokens in the loss, of all processes and micro-batches"
 _OVER_PROMPTS = "all processes; mean over prompts with at least two completions in the loss, then over steps"
 _WITH_GROUPS = "`num_generations` above 1, in evaluations `num_generations_eval`; not where processes share rows"
+_WITH_DATASET = "`lmbda` below 1; not where processes share rows"
 _OF_A_PHASE = "main process; mean over optimizer steps, sum over an evaluation"
 _OF_A_SYNC = "main process; mean over weight syncs"
 _OF_A_STEP = "main process; mean over optimizer steps"
@@ -70,6 +71,27 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             meaning="The same of their numbers of tokens in the loss.",
             reduced=_OVER_PROMPTS,
             appears=_WITH_GROUPS,
+        ),
+        "off_policy/share": Metric(
+            unit="1",
+            meaning="Share of rows with the dataset's completion, of those with a token in the loss.",
+            reduced="all processes; mean over optimizer steps",
+            appears=_WITH_DATASET,
+            evaluated=False,
+        ),
+        "off_policy/divergence": Metric(
+            unit="nats",
+            meaning="`divergence/mean` of those rows.",
+            reduced="all processes; mean over the optimizer steps that had some",
+            appears=_WITH_DATASET,
+            evaluated=False,
+        ),
+        "on_policy/divergence": Metric(
+            unit="nats",
+            meaning="`divergence/mean` of the rows that the student has completed.",
+            reduced="all processes; mean over the optimizer steps that had some",
+            appears=_WITH_DATASET,
+            evaluated=False,
         ),
         "time/complete": Metric(
             unit="seconds",

@@ -1,28 +1,82 @@
-"""Checks the options that say what is learned: the settings of divergences, and what shapes them."""
+"""Checks the options that say what is learned: divergences, their settings, and how many tokens at once."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 from trl_opsd._compat.trl import DistillationConfig
-from trl_opsd.losses import Divergence
+from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
 from trl_opsd.losses.clipping import check_clip
-from trl_opsd.losses.registry import READ
-from trl_opsd.run.ranges import above, between
+from trl_opsd.losses.divergence import describe
+from trl_opsd.losses.registry import BETAS, READ
+from trl_opsd.run.overlap_options import check_optimizer
+from trl_opsd.run.ranges import above, at_least_one, between, one_of
 
-__all__ = ["check_objective", "unread_objective"]
+__all__ = ["check_divergence", "check_objective", "unread_objective"]
 
 
 def check_objective(args: DistillationConfig) -> None:
-    """Refuses settings that are out of range, and shapes that a divergence cannot have.
+    """Refuses an objective that does not exist or contradicts another option, and warns of one that vanishes.
 
     Args:
         args ([`~trl.DistillationConfig`]):
-            The options, whose `divergence` was checked.
+            The options.
 
     Raises:
-        ValueError: An option is out of range, or contradicts another.
+        ValueError: An option is out of range, unknown, or contradicts another.
     """
+    check_divergence(args.divergence)
+    _check_settings(args)
+    one_of("overlong_prompts", args.overlong_prompts, ("error", "drop"))
+    if args.loss_chunk_tokens is not None:
+        at_least_one("loss_chunk_tokens", args.loss_chunk_tokens)
+    if args.max_tokens_per_microbatch is not None:
+        at_least_one("max_tokens_per_microbatch", args.max_tokens_per_microbatch)
+        check_optimizer(args, "max_tokens_per_microbatch")
+    if args.padding_free and args.pad_to_multiple_of is not None:
+        raise ValueError(
+            f"`padding_free=True` with `pad_to_multiple_of={args.pad_to_multiple_of}`: no row is padded then; set "
+            "only one of them."
+        )
+    ignored = args.divergence not in (None, "jsd") and args.beta != BETAS.get(str(args.divergence), type(args).beta)
+    if ignored and args.beta != type(args).beta:
+        divergence = describe(args.divergence) if isinstance(args.divergence, Divergence) else repr(args.divergence)
+        warnings.warn(
+            f"`divergence={divergence}` decides the objective; `beta={args.beta}` is ignored: set only one.",
+            stacklevel=4,
+        )
+    objective = args.build_divergence()
+    if isinstance(objective, GeneralizedJSD) and not 0.05 <= objective.beta <= 0.95:
+        warnings.warn(
+            f"`beta={args.beta}` is close to an end of (0, 1), where the generalised JSD and its gradient vanish; "
+            "it does not become a KL there. For a KL set `divergence='forward_kl'` or 'reverse_kl'.",
+            stacklevel=4,
+        )
+
+
+def check_divergence(divergence: Any) -> None:
+    """Checks that a value is a divergence, the name of one, or `None`.
+
+    Raises:
+        ValueError: It is something else; the message lists the names.
+    """
+    if isinstance(divergence, type) and issubclass(divergence, Divergence):
+        raise ValueError(f"`divergence={divergence.__name__}` is a class: pass an object, `{divergence.__name__}()`.")
+    own = callable(divergence) or callable(getattr(divergence, "value", None))
+    if own and not isinstance(divergence, Divergence):
+        raise ValueError(
+            f"`divergence` is a {type(divergence).__name__}: expected an object of a class derived from "
+            "`trl_opsd.losses.Divergence`, whose method `value` computes it from two log-probabilities, one number for "
+            f"each token (docs/extending.md); or a name, one of {', '.join(map(repr, DIVERGENCES))}."
+        )
+    if not isinstance(divergence, Divergence):
+        one_of("divergence", divergence, (None, *DIVERGENCES))
+
+
+def _check_settings(args: DistillationConfig) -> None:
+    """Refuses settings that are out of range, and shapes that a divergence cannot have."""
     for name in READ:
         between(name, getattr(args, name), 0.0, 1.0)
     if args.kl_clip is not None:

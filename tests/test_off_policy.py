@@ -1,0 +1,142 @@
+"""Below `lmbda=1`, rows are learned with the dataset's completion, token by token as the student would write it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+
+from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
+
+WORDS = tiny.tokenizer()
+GIVEN = [f"the {number}th" for number in range(8)]
+CHAT = [[{"role": "user", "content": prompt}] for prompt in tiny.PROMPTS]
+
+
+def rows(kind: str = "text") -> Dataset:
+    if kind == "text":
+        return tiny.rows().add_column("completion", GIVEN)
+    answers = [[{"role": "assistant", "content": text}] for text in GIVEN]
+    if kind == "messages":
+        return Dataset.from_dict({"prompt": CHAT, "completion": answers})
+    whole = Dataset.from_list([{"messages": [*one, *answer]} for one, answer in zip(CHAT, answers, strict=True)])
+    return whole if kind == "conversations" else whole.to_iterable_dataset(num_shards=2)
+
+
+class Recording(OPSDTrainer):
+    """Keeps what was asked of the student, and the row, prompt and completion of each row that was taught."""
+
+    def __init__(self, *args, **kwargs):
+        self.asked, self.taught = [], []
+        super().__init__(*args, **kwargs)
+
+    def complete(self, prompt_ids):
+        self.asked += prompt_ids
+        return super().complete(prompt_ids)
+
+    def teach(self, rollout, rows):
+        self.taught += zip(rows, rollout.prompt_lists(), rollout.completion_lists(), strict=True)
+        return super().teach(rollout, rows)
+
+
+OPTIONS = {"per_device_train_batch_size": 4, "max_steps": 4, "rollout": None}
+
+
+def trained(make_trainer, kind="text", resume=None, **options):
+    given = {"cls": Recording, "train_dataset": rows(kind), **OPTIONS, **options}
+    trainer = make_trainer(**given)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def weights(trainer):
+    return torch.cat([one.detach().flatten() for one in trainer.model.parameters()])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["text", "messages", "conversations", "stream"])
+def test_at_0_every_row_is_learned_with_its_completion(make_trainer, kind):
+    trainer = trained(make_trainer, kind, lmbda=0.0, remove_unused_columns=True)
+    assert trainer.asked == []
+    assert len(trainer.taught) == 16
+    for row, prompt, completion in trainer.taught:
+        text = row["completion"] if kind == "text" else row["completion"][0]["content"]
+        assert WORDS.decode(completion) == f"{text}<|im_end|>"
+        question = row["prompt"] if kind == "text" else row["prompt"][0]["content"]
+        assert GIVEN.index(text) == tiny.PROMPTS.index(question)
+        assert question in WORDS.decode(prompt)
+    assert {row["off_policy/share"] for row in trainer.state.log_history if "loss" in row} == {1.0}
+
+
+@pytest.mark.quick
+def test_at_0_a_student_learns_what_it_does_from_a_rollout_that_replays_the_dataset(make_trainer):
+    texts = [f"{text}<|im_end|>" for text in GIVEN]
+    prompts, answers = WORDS(tiny.PROMPTS)["input_ids"], WORDS(texts)["input_ids"]
+    replayed = FixedRollout(dict(zip(map(tuple, prompts), answers, strict=True)))
+    found = weights(trained(make_trainer, lmbda=0.0))
+    assert torch.equal(found, weights(trained(make_trainer, rollout=replayed)))
+    assert not torch.equal(found, weights(trained(make_trainer, lmbda=1.0, rollout=HFRollout())))
+
+
+def test_between_both_have_their_share_and_metrics_of_their_own(make_trainer):
+    trainer = trained(make_trainer, lmbda=0.5, eval_dataset=tiny.rows(4), max_steps=8)
+    given = [row["completion"] == WORDS.decode(ids[:-1]) for row, _, ids in trainer.taught]
+    assert 8 <= sum(given) <= 24, "of 32"
+    assert len(trainer.asked) == 32 - sum(given), "the student writes no row that the dataset has"
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["off_policy/share"] for row in logs] == [sum(given[at : at + 4]) / 4 for at in range(0, 32, 4)]
+    both = [row for row in logs if 0 < row["off_policy/share"] < 1]
+    assert both
+    for row in both:
+        ends = sorted((row["off_policy/divergence"], row["on_policy/divergence"]))
+        assert ends[0] < row["divergence/mean"] < ends[1]
+    before = len(trainer.asked)
+    assert not [name for name in trainer.evaluate() if "policy" in name]
+    assert len(trainer.asked) == before + 4, "an evaluation is of the student"
+
+
+def test_a_resumed_run_takes_the_same_rows_from_the_dataset(make_trainer, tmp_path):
+    whole = trained(make_trainer, lmbda=0.5, save_strategy="steps", save_steps=2)
+    random.seed(7)
+    resumed = trained(make_trainer, lmbda=0.5, resume=str(tmp_path / "checkpoint-2"))
+    assert resumed.taught == whole.taught[8:]
+    assert torch.equal(weights(resumed), weights(whole))
+    with pytest.raises(ValueError, match=r"lmbda: 0\.5 in the checkpoint, 0\.7 now"):
+        trained(make_trainer, lmbda=0.7, resume=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_completion_is_cut_where_a_rollout_is(make_trainer):
+    ends = ["one<|im_end|>two", "x" * 50, *GIVEN[2:]]
+    trainer = trained(make_trainer, train_dataset=tiny.rows().add_column("completion", ends), lmbda=0.0)
+    found = {row["prompt"]: WORDS.decode(ids) for row, _, ids in trainer.taught}
+    assert found[tiny.PROMPTS[0]] == "one<|im_end|>"
+    assert found[tiny.PROMPTS[1]] == "x" * 24
+
+
+REFUSED = [
+    (tiny.rows(), "learns from a column 'completion', but train_dataset has only", ValueError),
+    (tiny.rows(2).add_column("completion", ["a", None]), "in row 1 of train_dataset is None", TypeError),
+    (tiny.rows(2).add_column("completion", ["a", ""]), "in row 1 of train_dataset is empty", ValueError),
+    (tiny.rows(2).add_column("completion", CHAT[:2]), "is messages, but the prompt is text", ValueError),
+    (Dataset.from_dict({"prompt": CHAT, "completion": CHAT}), "is not one message of the assistant", ValueError),
+]
+
+
+@pytest.mark.before_loading
+@pytest.mark.quick
+@pytest.mark.parametrize(("dataset", "words", "error"), REFUSED)
+def test_completions_that_cannot_be_learned_are_refused_before_a_model_is_loaded(make_trainer, dataset, words, error):
+    with pytest.raises(error, match=words):
+        make_trainer(train_dataset=dataset, lmbda=0.5)
+
+
+def test_a_template_that_rewrites_the_prompt_is_refused(make_trainer):
+    words = tiny.tokenizer()
+    words.chat_template = tiny.CHAT_TEMPLATE.replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>{% endif %}"
+    )
+    with pytest.raises(ValueError, match=r"does not begin with what the student reads before it, '.*<think>' at its"):
+        trained(make_trainer, "messages", lmbda=0.0, processing_class=words)

@@ -1,0 +1,99 @@
+"""Turns the column `completion` of a dataset into the tokens that the student would have written after a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trl_opsd.data.prompts import check_prompt
+
+__all__ = ["COMPLETION", "check_completion", "completion_ids", "cut_after_end"]
+
+COMPLETION = "completion"
+"""The column, as TRL's datasets of prompts and completions have it."""
+
+
+def check_completion(row: Mapping[str, Any], where: str) -> None:
+    """Checks that a row has a completion of the kind of its prompt.
+
+    Args:
+        row (`Mapping[str, Any]`):
+            The dataset row, with a checked prompt.
+        where (`str`):
+            Its name in messages.
+
+    Raises:
+        ValueError: It has none, or one of another kind, or one that does not begin with the assistant.
+        TypeError: It is neither text nor messages.
+    """
+    if COMPLETION not in row:
+        raise ValueError(
+            f"{where} has no column 'completion', which `lmbda` below 1 learns from: add one, or set `lmbda=1`."
+        )
+    name = f"The completion in {where}"
+    kind, of_prompt = check_prompt(row[COMPLETION], name), "text" if isinstance(row["prompt"], str) else "messages"
+    if kind != of_prompt:
+        raise ValueError(f"{name} is {kind}, but the prompt is {of_prompt}: both have to be of one kind.")
+    if kind == "messages" and [one["role"] for one in row[COMPLETION]] != ["assistant"]:
+        raise ValueError(f"{name} is not one message of the assistant, which is what the student would write.")
+
+
+def completion_ids(
+    row: Mapping[str, Any],
+    where: str,
+    prompt_ids: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    template: Mapping[str, Any],
+    ends: Collection[int],
+    most: int,
+) -> list[int]:
+    """The tokens of a row's completion, up to the first end token.
+
+    Args:
+        row (`Mapping[str, Any]`):
+            The dataset row.
+        where (`str`):
+            Its name in messages.
+        prompt_ids (`list[int]`):
+            The prompt, as the student reads it.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The student's.
+        template (`Mapping[str, Any]`):
+            Arguments of its chat template.
+        ends (`Collection[int]`):
+            End tokens. Text that has none gets the tokenizer's.
+        most (`int`):
+            Tokens after which it is cut, as a rollout is.
+
+    Raises:
+        ValueError: The row has no completion that can be read, or the chat template writes the prompt in another way
+            before it.
+        TypeError: It is neither text nor messages.
+    """
+    check_completion(row, where)
+    prompt, completion = row["prompt"], row[COMPLETION]
+    if isinstance(prompt, str):
+        whole = tokenizer(prompt + completion)["input_ids"]
+        joined = whole[: len(prompt_ids)] == prompt_ids  # else a token spans the border
+        ids = whole[len(prompt_ids) :] if joined else tokenizer(completion, add_special_tokens=False)["input_ids"]
+        ids = [*ids, tokenizer.eos_token_id]
+    else:
+        whole = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True, **template)
+        if whole["input_ids"][: len(prompt_ids)] != prompt_ids:
+            raise ValueError(
+                f"{where}: with its completion the chat template does not begin with what the student reads before it, "
+                f"{tokenizer.decode(prompt_ids[-8:])!r} at its end: write both as text, or set `chat_template_kwargs` "
+                "so that the template writes prompts alike."
+            )
+        ids = whole["input_ids"][len(prompt_ids) :]
+    return cut_after_end(ids, ends)[:most]
+
+
+def cut_after_end(completion_ids: list[int], end_ids: Collection[int]) -> list[int]:
+    """Truncates a completion after its first end-of-sequence token, whichever of `end_ids` that is."""
+    for position, token in enumerate(completion_ids):
+        if token in end_ids:
+            return completion_ids[: position + 1]
+    return completion_ids

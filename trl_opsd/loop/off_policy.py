@@ -1,0 +1,102 @@
+"""Takes the completions of some rows from the dataset, and has the student write those of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_opsd._compat.trl import DistillationTrainer
+from trl_opsd.config import OPSDConfig
+from trl_opsd.data.completions import completion_ids
+from trl_opsd.data.intake import Request
+from trl_opsd.run.rng import derived_seed
+from trl_opsd.types import LossParts
+
+__all__ = ["OffPolicy"]
+
+_WEIGHT, _DIVERGENCE = (LossParts.ROW_NAMES.index(name) for name in ("weight", "divergence"))
+
+
+class OffPolicy(DistillationTrainer):
+    """A trainer that may learn from completions that the student did not write, as TRL's GKD trainer does.
+
+    Which rows of a step these are follows from `seed`, the step, and the place of a row among those of all processes.
+    An evaluation has none.
+    """
+
+    args: OPSDConfig
+    record: Callable[[str, float], None]
+    row_group: Any
+    _requests: Sequence[Request]
+    _sources: Tensor | None = None
+    """[2, 3], of the rows of this step that the student wrote, and of those of the dataset: their number, the sum of
+    their weights, and of their divergences times weight in nats."""
+
+    def choose_sources(self, rows: Sequence[Request]) -> None:
+        """Tells the rows of a generation batch, which know their places, whose completion they have."""
+        for row in rows:
+            drawn = derived_seed(self.args.seed, self.state.global_step, row.place or 0) / 2**63
+            row.is_off_policy = self.model.training and drawn >= self.args.lmbda
+
+    def mixed(
+        self, prompt_ids: list[list[int]], write: Callable[[list[list[int]]], list[list[int]]]
+    ) -> list[list[int]]:
+        """A completion for each prompt: that of the dataset, or what the student writes. Collective.
+
+        Args:
+            prompt_ids (`list[list[int]]`):
+                The prompts of the generation batch of this process, in the order of its rows.
+            write (`Callable`):
+                Has the student write for some of them.
+        """
+        if self.args.lmbda == 1 or not self.model.training:
+            return write(prompt_ids)
+        found = {
+            number: completion_ids(
+                row,
+                row.where,
+                prompt_ids[number],
+                self._tokenizer,
+                self.chat_template_kwargs,
+                self.eos_token_ids,
+                self.args.max_completion_length,
+            )
+            for number, row in enumerate(self._requests)
+            if row.is_off_policy
+        }
+        rest = [number for number in range(len(prompt_ids)) if number not in found]
+        if rest or (self.args.lmbda > 0 and self.accelerator.num_processes > 1):
+            # Processes may have to write together: one that has no row writes the shortest, and drops it.
+            asked = rest or [min(found, key=lambda number: len(prompt_ids[number]))]
+            written = write([prompt_ids[number] for number in asked])
+            found.update(dict(zip(rest, written, strict=False)))
+        return [found[number] for number in range(len(prompt_ids))]
+
+    def note_sources(self, rows: Sequence[Any] | None, sums: Tensor) -> None:
+        """Adds the sums of a micro-batch to those of its sources; of rows from elsewhere, nothing."""
+        marks = [getattr(row, "is_off_policy", None) for row in rows or ()]
+        if self.args.lmbda == 1 or self.row_group is not None or None in marks or not marks:
+            return
+        if self._sources is None:
+            self._sources = sums.new_zeros(2, 3)
+        counted = sums[:, _WEIGHT] > 0
+        values = torch.stack([counted.to(sums.dtype), sums[:, _WEIGHT], sums[:, _DIVERGENCE]], dim=1)
+        self._sources.index_add_(0, torch.tensor(marks, device=sums.device).long(), values)
+
+    def record_sources(self) -> None:
+        """Records which share of a step's rows is off-policy, and how these are learned. Collective."""
+        sources, self._sources = self._sources, None
+        if self.args.lmbda == 1 or self.row_group is not None:
+            return
+        if sources is None:  # others may have some
+            sources = torch.zeros(2, 3, device=self.accelerator.device)
+        (written, *of_student), (given, *of_dataset) = self.accelerator.reduce(sources, "sum").tolist()
+        if written + given:
+            self.record("off_policy/share", given / (written + given))
+        if written:
+            self.record("on_policy/divergence", of_student[1] / of_student[0])
+        if given:
+            self.record("off_policy/divergence", of_dataset[1] / of_dataset[0])
