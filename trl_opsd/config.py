@@ -51,8 +51,17 @@ class OPSDConfig(StrictNames, DistillationConfig):
         divergence (`str` or [`~losses.Divergence`], *optional*):
             The objective. By name: `"forward_kl"` is KL(teacher ‖ student), `"reverse_kl"` is KL(student ‖ teacher),
             `"jsd"` is the generalised Jensen-Shannon divergence with TRL's `beta` where that lies inside (0, 1), and
-            with 0.5 otherwise. When `None`, `beta` alone decides, as in TRL: 0 forward KL, 1 reverse KL, between: JSD.
-            A [`~losses.Divergence`] is used unchanged; `docs/extending.md` shows how to write one.
+            with 0.5 otherwise. `"skewed_forward_kl"`, `"skewed_reverse_kl"`, `"total_variation"`, `"alpha_divergence"`
+            and `"adaptive_kl"` are explained in `docs/objectives.md`. When `None`, `beta` alone decides, as in TRL: 0
+            forward KL, 1 reverse KL, between: JSD. A [`~losses.Divergence`] is used unchanged; `docs/extending.md`
+            shows how to write one.
+        skew (`float`, *optional*, defaults to `0.1`):
+            Of the skewed KLs, the share of the first distribution in the mixture that it is compared with, in (0, 1).
+        alpha (`float`, *optional*, defaults to `0.5`):
+            Of the α-divergence, in (0, 1): towards the reverse KL near 0, towards the forward KL near 1.
+        kl_clip (`float`, *optional*):
+            Most that each token of the vocabulary may add to the divergence of a completion token, in nats; those above
+            it have no gradient. OPSD trains with 0.05. Not for a divergence of your own.
         num_generations (`int`, *optional*, defaults to `1`):
             Completions of each prompt, as in TRL's `GRPOConfig`: a row of a batch is one completion, and the rows of an
             optimizer step, `per_device_train_batch_size` x processes x `gradient_accumulation_steps`, have to be a
