@@ -142,11 +142,12 @@ class Alike:
                 make(tied=True, **{**server, "vllm_max_model_length": None})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.client, self.sends, connected_in_vain(getattr(self.client, self.sends)))
-            with pytest.raises(ServerError, match="after all"):
+            with pytest.raises(ServerError, match="after all") as failure:
                 make(tied=True, **server)
         trainer = serve()
         trainer.complete(trainer.tokenize(["a"]))
         assert gap(trainer) <= 1e-4
+        assert failure.tb, "which holds what was built, so that it was closed and not collected"
 
     def test_nothing_is_written_after_it_was_closed(self, serve):
         trainer = serve()
