@@ -57,7 +57,7 @@ CASES: list[Case] = [
     unknown("has no option 'cast_lm_head_to_fp32'. docs/reference.md lists all", cast_lm_head_to_fp32=True),
     unknown("has no option 'learing_rate'. Did you mean 'learning_rate'", learing_rate=1e-5),
     unknown("has no option 'zzz'. docs/reference.md lists all", zzz=1),
-    unknown("'lmbda': .*\n`OPSDConfig` has no option 'lr': it is called", lmbda=1, lr=1),
+    unknown("'seq_kd': .*\n`OPSDConfig` has no option 'lr': it is called", seq_kd=True, lr=1),
     unknown_argument("has no argument 'tokenizer': it is called `processing_class`", "tokenizer"),
     unknown_argument("'reward_funcs': there are no rewards", "reward_funcs"),
     unknown_argument("'data_collator': rows reach the trainer as they are", "data_collator"),
