@@ -71,6 +71,10 @@ class OPSDConfig(StrictNames, DistillationConfig):
         kl_clip (`float`, *optional*):
             Most that each token of the vocabulary may add to the divergence of a completion token, in nats; those above
             it have no gradient. OPSD trains with 0.05. Not for a divergence of your own.
+        student_temperature (`float`, *optional*):
+            Softmax temperature of the student in the loss. When `None`, `temperature`, that of the completions.
+        teacher_temperature (`float`, *optional*):
+            Softmax temperature of the teacher in the loss. When `None`, `temperature`.
         overlong_prompts (`str`, *optional*, defaults to `"error"`):
             What to do with a prompt that leaves no room for `max_completion_length` tokens in the student's context:
             `"error"` raises an error that names the row, `"drop"` drops the row and counts it.
@@ -190,6 +194,14 @@ class OPSDConfig(StrictNames, DistillationConfig):
     kl_clip: float | None = field(
         default=None,
         metadata={"help": "Most nats that each token of the vocabulary may add to the divergence of a token."},
+    )
+    student_temperature: float | None = field(
+        default=None,
+        metadata={"help": "Softmax temperature of the student in the loss. If not set, `temperature`."},
+    )
+    teacher_temperature: float | None = field(
+        default=None,
+        metadata={"help": "Softmax temperature of the teacher in the loss. If not set, `temperature`."},
     )
     overlong_prompts: str = field(
         default="error",

@@ -30,6 +30,8 @@ FILE = "opsd_fingerprint.json"
 
 OPTIONS = (
     "temperature",
+    "student_temperature",
+    "teacher_temperature",
     "kl_clip",
     "top_p",
     "top_k",
