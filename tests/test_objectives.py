@@ -53,3 +53,16 @@ def test_each_model_has_its_own_temperature_in_the_loss(make_trainer, options, t
     trainer = make_trainer(divergence="forward_kl", eval_dataset=tiny.rows(), **options)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected(trainer, ForwardKL(), temperatures), rel=1e-4)
     assert trainer.generation_config.temperature == options.get("temperature", 1.0)
+
+
+def test_a_discount_weighs_the_tokens_of_a_training_by_their_place(make_trainer):
+    trainer = make_trainer(position_discount=0.5, max_steps=1, eval_dataset=tiny.rows())
+    seen, weigh = [], trainer.weigh
+    trainer.weigh = lambda *given: seen.append((given[0].weights, weigh(*given))) or seen[-1][1]
+    trainer.train()
+    ((plain, weights),) = seen
+    assert plain.size(1) > 2
+    torch.testing.assert_close(weights, plain * torch.tensor([0.5**place for place in range(plain.size(1))]))
+    found = trainer.evaluate()
+    assert torch.equal(*seen[-1])
+    assert found["eval_loss"] == pytest.approx(expected(trainer, trainer.divergence), rel=1e-4)

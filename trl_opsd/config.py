@@ -75,6 +75,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
             Softmax temperature of the student in the loss. When `None`, `temperature`, that of the completions.
         teacher_temperature (`float`, *optional*):
             Softmax temperature of the teacher in the loss. When `None`, `temperature`.
+        position_discount (`float`, *optional*, defaults to `1.0`):
+            In training, the weight of each completion token relative to the one before it, in (0, 1]. A `weigh` of your
+            own gets such weights from `super().weigh(...)`.
         overlong_prompts (`str`, *optional*, defaults to `"error"`):
             What to do with a prompt that leaves no room for `max_completion_length` tokens in the student's context:
             `"error"` raises an error that names the row, `"drop"` drops the row and counts it.
@@ -202,6 +205,10 @@ class OPSDConfig(StrictNames, DistillationConfig):
     teacher_temperature: float | None = field(
         default=None,
         metadata={"help": "Softmax temperature of the teacher in the loss. If not set, `temperature`."},
+    )
+    position_discount: float = field(
+        default=1.0,
+        metadata={"help": "In training, the weight of each completion token relative to the one before it, in (0, 1]."},
     )
     overlong_prompts: str = field(
         default="error",

@@ -33,6 +33,7 @@ OPTIONS = (
     "student_temperature",
     "teacher_temperature",
     "kl_clip",
+    "position_discount",
     "top_p",
     "top_k",
     "min_p",

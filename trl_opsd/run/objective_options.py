@@ -9,7 +9,7 @@ from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.clipping import check_clip
 from trl_opsd.losses.registry import READ
-from trl_opsd.run.ranges import above, between
+from trl_opsd.run.ranges import above, between, in_range
 
 __all__ = ["check_objective", "temperatures_in_words", "unread_objective"]
 
@@ -26,6 +26,7 @@ def check_objective(args: DistillationConfig) -> None:
     """
     for name in READ:
         between(name, getattr(args, name), 0.0, 1.0)
+    in_range("position_discount", args.position_discount, 0.0, 1.0, open_below=True)
     for name in ("kl_clip", "student_temperature", "teacher_temperature"):
         if getattr(args, name) is not None:
             above(name, getattr(args, name), 0.0)
