@@ -22,6 +22,7 @@ from trl_opsd.loop.verbs import Verbs
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.size import described, sizes
+from trl_opsd.run.objective_options import temperatures_in_words
 
 _WIDTH = 120
 """Characters in a line."""
@@ -110,7 +111,7 @@ class Described:
         yield "processes", self.trainer.strategy
         yield "steps", self._steps()
         yield "completions", self._completions()
-        yield "objective", f"{describe(self.divergence)}, temperature {self.trainer.temperature}"
+        yield "objective", f"{describe(self.divergence)}, {temperatures_in_words(*self.trainer.temperatures)}"
         yield "optimizer", self._optimizer()
         if self.without_effect:
             yield "no effect", ", ".join(f"{name}={getattr(args, name)!r}" for name in self.without_effect)

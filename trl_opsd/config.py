@@ -62,6 +62,13 @@ class OPSDConfig(StrictNames, DistillationConfig):
         kl_clip (`float`, *optional*):
             Most that each token of the vocabulary may add to the divergence of a completion token, in nats; those above
             it have no gradient. OPSD trains with 0.05. Not for a divergence of your own.
+        student_temperature (`float`, *optional*):
+            Softmax temperature of the student in the loss. When `None`, `temperature`, that of the completions.
+        teacher_temperature (`float`, *optional*):
+            Softmax temperature of the teacher in the loss. When `None`, `temperature`.
+        position_discount (`float`, *optional*, defaults to `1.0`):
+            In training, the weight of each completion token relative to the one before it, in (0, 1]. A `weigh` of your
+            own gets such weights from `super().weigh(...)`.
         num_generations (`int`, *optional*, defaults to `1`):
             Completions of each prompt, as in TRL's `GRPOConfig`: a row of a batch is one completion, and the rows of an
             optimizer step, `per_device_train_batch_size` x processes x `gradient_accumulation_steps`, have to be a
@@ -179,6 +186,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
     skew: float = 0.1
     alpha: float = 0.5
     kl_clip: float | None = None
+    student_temperature: float | None = None
+    teacher_temperature: float | None = None
+    position_discount: float = 1.0
     num_generations: int = 1
     num_generations_eval: int | None = None
     lmbda: float = 1.0

@@ -30,7 +30,10 @@ FILE = "opsd_fingerprint.json"
 
 OPTIONS = (
     "temperature",
+    "student_temperature",
+    "teacher_temperature",
     "kl_clip",
+    "position_discount",
     "top_p",
     "top_k",
     "min_p",

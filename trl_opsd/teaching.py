@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from trl_opsd import fingerprint
 from trl_opsd.arguments.dataset_checks import (
     check_completions,
@@ -209,6 +212,11 @@ class Teaching(SeamTrainer):
 
     def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         return self.teachers.targets(*self._as_taught(rollout, rows))
+
+    def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
+        discount = self.args.position_discount if self.model.training else 1.0
+        places_C = torch.arange(rollout.weights.size(1), device=rollout.weights.device)
+        return rollout.weights * discount**places_C
 
     @property
     def teaches_early(self) -> bool:

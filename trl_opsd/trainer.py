@@ -230,7 +230,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
                 mine,
                 num_items,
                 divergence=self.divergence,
-                temperature=self.temperature,
+                temperatures=self.temperatures,
                 chunk_tokens=self.args.loss_chunk_tokens,
                 vocabulary=self._vocabulary,
                 kl_clip=self.args.kl_clip,

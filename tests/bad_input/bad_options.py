@@ -48,9 +48,12 @@ RANGES = [
     option("pad_to_multiple_of", "`pad_to_multiple_of=0`: expected an integer of at least 1", pad_to_multiple_of=0),
     option("divergence", r"`skew=1.0`: expected a number in \(0, 1\)", skew=1.0),
     option("divergence", r"`alpha=0.0`: expected a number in \(0, 1\)", alpha=0.0),
-    option("kl_clip", "`kl_clip=0.0`: expected a finite number above 0", kl_clip=0.0),
-    option("kl_clip", "`kl_clip='small'`", kl_clip="small"),
-    option("kl_clip", "with Own, of which only the sum", kl_clip=0.05, divergence=Own()),
+    option("divergence", "`kl_clip=0.0`: expected a finite number above 0", kl_clip=0.0),
+    option("divergence", "`kl_clip='small'`", kl_clip="small"),
+    option("divergence", "with Own, of which only the sum", kl_clip=0.05, divergence=Own()),
+    option("divergence", r"`position_discount=0.0`: expected a number in \(0, 1\]", position_discount=0.0),
+    option("temperature", "`student_temperature=0.0`: expected a finite number above 0", student_temperature=0.0),
+    option("temperature", "`teacher_temperature='hot'`", teacher_temperature="hot"),
     option("chunk size", "`loss_chunk_tokens=0`: expected an integer of at least 1", loss_chunk_tokens=0),
 ]
 

@@ -501,7 +501,7 @@ class TestNotFinite:
     def test_a_temperature_near_0_is_named(self, make_trainer, temperature):
         trainer = make_trainer(temperature=temperature)
         with pytest.raises(
-            FloatingPointError, match=rf"Logits are divided by `temperature={temperature:g}`.*: raise it"
+            FloatingPointError, match=rf"Logits are divided by a temperature of {temperature:g}.*: raise it"
         ):
             trainer.train()
 

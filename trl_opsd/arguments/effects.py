@@ -116,7 +116,12 @@ def warn_of_metric(args: OPSDConfig, eval_dataset: Any) -> None:
 
 
 def warn_of_options(
-    args: OPSDConfig, teachers: Mapping[str, Any], own_rollout: bool, optimizers: tuple[Any, Any], tools: Any
+    args: OPSDConfig,
+    teachers: Mapping[str, Any],
+    own_rollout: bool,
+    optimizers: tuple[Any, Any],
+    tools: Any,
+    divergence: Any,
 ) -> tuple[str, ...]:
     """Says which options are set and have no effect, or not the whole of it.
 
@@ -127,14 +132,19 @@ def warn_of_options(
             As the user passed them; `None` is the student itself.
         own_rollout (`bool`):
             Whether a rollout was passed.
-        optimizers, tools:
+        optimizers, tools, divergence:
             As they were passed.
 
     Returns:
         `tuple[str, ...]`: The options that are set and have no effect.
     """
     found = without_effect(
-        args, own_rollout=own_rollout, teachers=list(teachers.values()), optimizers=optimizers, tools=tools
+        args,
+        own_rollout=own_rollout,
+        teachers=list(teachers.values()),
+        optimizers=optimizers,
+        tools=tools,
+        divergence=divergence,
     )
     if found:
         logger.warning(described(args, found))

@@ -172,7 +172,7 @@ def prepared(
     if processing_class is None:
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
         check_processing_class(processing_class)
-    without_effect = warn_of_options(args, models, rollout is not None, optimizers, tools)
+    without_effect = warn_of_options(args, models, rollout is not None, optimizers, tools, divergence)
     found = Prepared(
         args=args,
         models=models,

@@ -148,13 +148,21 @@ class Attributes(DistillationTrainer):
 
     @property
     def temperature(self) -> float:
-        """Softmax temperature of the loss, for both models; rollouts have that of `generation_config`, as in TRL."""
+        """Softmax temperature of the loss, for models without an option of their own; rollouts have that of
+        `generation_config`, as in TRL.
+        """
         return self._temperature
 
     @temperature.setter
     def temperature(self, temperature: float) -> None:
         above("temperature", temperature, 0.0)
         self._temperature = temperature
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """Softmax temperatures of the student and of the teacher in the loss."""
+        student, teacher = self.args.student_temperature, self.args.teacher_temperature
+        return student or self.temperature, teacher or self.temperature
 
     @property
     def use_vllm(self) -> bool:

@@ -20,6 +20,7 @@ from trl_opsd._compat.sharding import class_of
 from trl_opsd._compat.trl import DistillationTrainer, get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence
+from trl_opsd.run.objective_options import temperatures_in_words
 
 __all__ = ["SEAMS", "Cards"]
 
@@ -59,6 +60,15 @@ class Cards(DistillationTrainer):
     model: Any
     teachers: Mapping[str, Any]
     divergence: Divergence
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """Softmax temperatures of the student and of the teacher in the loss."""
+        raise NotImplementedError
+
+    @property
+    def _at(self) -> str:
+        return temperatures_in_words(*self.temperatures)
 
     @property
     def _name(self) -> str:
@@ -105,7 +115,7 @@ class Cards(DistillationTrainer):
                 f"- Teacher{f' `{name}`' if len(self.teachers) > 1 else ''}: {self._taught_by(one)}"
                 for name, one in self.teachers.items()
             ),
-            f"- Objective: `{self.divergence!r}` at temperature {self.temperature:g}, over its own completions",
+            f"- Objective: `{self.divergence!r}` at {self._at}, over its own completions",
         ]
 
     def _taught_by(self, teacher: Any) -> str:

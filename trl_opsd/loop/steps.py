@@ -39,8 +39,12 @@ SEAMS: dict[str, tuple[str, ...]] = {
 class GuardedSteps(Trainer):
     """A trainer that skips or refuses non-finite steps, and whose processes end together when one fails."""
 
-    temperature: float
     divergence: Divergence
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """Softmax temperatures of the student and of the teacher in the loss."""
+        raise NotImplementedError
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -102,7 +106,7 @@ class GuardedSteps(Trainer):
                 ranks=ranks,
                 sums=each,
                 evaluating=evaluating,
-                temperature=self.temperature,
+                temperature=min(self.temperatures),
                 own_divergence=None if is_ours(self.divergence) else type(self.divergence).__name__,
             )
         )

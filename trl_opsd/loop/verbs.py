@@ -81,7 +81,7 @@ class Verbs:
         raise NotImplementedError
 
     def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
-        """The weight of each token of a generation batch in the loss; by default unchanged, 1 or 0.
+        """The weight of each token of a generation batch in the loss; by default 1 or 0, with `position_discount`.
 
         Token selection, discounts and rewards belong here: the returned weights apply to the loss, its gradient, its
         denominator and the logs alike.

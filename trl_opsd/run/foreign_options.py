@@ -28,7 +28,7 @@ _OWN_WEIGHTS = "override `weigh`, see docs/extending.md"
 _WHOLE_LOSS = "the divergence is the whole loss; `divergence` and `beta` say which"
 _OF_THE_TOKENIZER = "set it in the tokenizer that you pass as `processing_class`"
 _END_TOKENS = "`generation_kwargs={'eos_token_id': ...}` says which tokens end a completion"
-_BOTH_MODELS = "`temperature` applies to both models"
+_BOTH_MODELS = "`temperature` applies to both models, `teacher_temperature` and `student_temperature` to one"
 _OF_THE_LAUNCH = "the launch decides: `accelerate launch`, see docs/sharding.md"
 _OF_THE_FILE = "it belongs into the file of `accelerate launch`, see docs/sharding.md"
 _OF_THE_LOADER = "put it into `accelerator_config`"
@@ -70,7 +70,7 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         **dict.fromkeys(("forward_kl", "reverse_kl", "jsd"), "name it: `divergence='reverse_kl'`"),
         "loss_type": "it is called `divergence`",
         "kl_type": "it is called `divergence`",
-        **dict.fromkeys(("teacher_temperature", "kd_temperature", "distill_temperature"), _BOTH_MODELS),
+        **dict.fromkeys(("kd_temperature", "distill_temperature", "distillation_temperature"), _BOTH_MODELS),
         **dict.fromkeys(("kd_alpha", "kd_coef", "sft_alpha", "ce_weight"), _WHOLE_LOSS),
         **dict.fromkeys(("kl_coef", "init_kl_coef", "kl_loss_coef", "use_kl_loss", "kl_penalty"), _WHOLE_LOSS),
         **dict.fromkeys(("router_aux_loss_coef", "label_smoothing"), _WHOLE_LOSS),

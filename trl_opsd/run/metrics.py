@@ -50,13 +50,13 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "entropy/student": Metric(
             unit="nats",
-            meaning="Entropy of the student's next-token distribution at `temperature`.",
+            meaning="Entropy of the student's next-token distribution in the loss.",
             reduced=_OVER_TOKENS,
             appears=_WITH_TOKENS,
         ),
         "entropy/teacher": Metric(
             unit="nats",
-            meaning="Entropy of the teacher's next-token distribution at `temperature`.",
+            meaning="Entropy of the teacher's next-token distribution in the loss.",
             reduced=_OVER_TOKENS,
             appears=_WITH_TOKENS,
         ),

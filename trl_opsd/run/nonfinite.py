@@ -70,7 +70,7 @@ class Finding:
     """Sums of each process, by the names in [`LossParts.ROW_NAMES`]; empty for a loss or a gradient."""
     evaluating: bool = False
     temperature: float = 1.0
-    """Divides the logits of both models."""
+    """The smaller of those that the logits of both models are divided by."""
     own_divergence: str | None = None
     """The class of a divergence of the user's own."""
 
@@ -87,9 +87,7 @@ class Finding:
             )
         elif self.side in ("teacher", "student", "divergence") and self.temperature < _SMALL_TEMPERATURE:
             what = _WHAT[self.side].partition(", because")[0]
-            remedy = (
-                f"Logits are divided by `temperature={self.temperature:g}`, which may be all there is to it: raise it."
-            )
+            remedy = f"Logits are divided by a temperature of {self.temperature:g}, which may be all: raise it."
         return f"{what} {when}{where}{unchanged}. {remedy}"
 
     def as_json(self) -> str:

@@ -12,9 +12,9 @@ from trl_opsd.losses.clipping import check_clip
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import BETAS, READ
 from trl_opsd.run.overlap_options import check_optimizer
-from trl_opsd.run.ranges import above, at_least_one, between, one_of
+from trl_opsd.run.ranges import above, at_least_one, between, in_range, one_of
 
-__all__ = ["check_divergence", "check_objective", "unread_objective"]
+__all__ = ["check_divergence", "check_objective", "temperatures_in_words", "unread_objective"]
 
 
 def check_objective(args: DistillationConfig) -> None:
@@ -79,14 +79,24 @@ def _check_settings(args: DistillationConfig) -> None:
     """Refuses settings that are out of range, and shapes that a divergence cannot have."""
     for name in READ:
         between(name, getattr(args, name), 0.0, 1.0)
-    if args.kl_clip is not None:
-        above("kl_clip", args.kl_clip, 0.0)
+    in_range("position_discount", args.position_discount, 0.0, 1.0, open_below=True)
+    for name in ("kl_clip", "student_temperature", "teacher_temperature"):
+        if getattr(args, name) is not None:
+            above(name, getattr(args, name), 0.0)
     check_clip(args.kl_clip, args.build_divergence())
 
 
-def unread_objective(args: DistillationConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Options that the objective does not read, and why."""
+def temperatures_in_words(student: float, teacher: float) -> str:
+    """The temperatures of the loss, for a reader."""
+    if student == teacher:
+        return f"temperature {student:g}"
+    return f"temperature {student:g} (student) and {teacher:g} (teacher)"
+
+
+def unread_objective(args: DistillationConfig, divergence: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Options that the objective does not read, and why; `divergence` overrides that of the options."""
+    chosen = args.divergence if divergence is None else divergence
     for name, readers in READ.items():
-        if args.divergence not in readers:
-            why = "is an object" if isinstance(args.divergence, Divergence) else f"is {args.divergence!r}"
+        if chosen not in readers:
+            why = "is an object" if isinstance(chosen, Divergence) else f"is {chosen!r}"
             yield (name,), f"`divergence` {why}"

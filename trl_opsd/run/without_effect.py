@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from trl_opsd._compat.trl import DistillationConfig
@@ -49,6 +50,7 @@ def without_effect(
     teachers: Sequence[Any],
     optimizers: tuple[Any, Any],
     tools: Any,
+    divergence: Any = None,
 ) -> dict[str, str]:
     """The options that differ from their defaults and are not read, each with the reason.
 
@@ -63,9 +65,13 @@ def without_effect(
             The optimizer and the scheduler that were passed.
         tools (`Any`):
             The tools that were passed.
+        divergence (`Any`, *optional*):
+            The one that was passed, which overrides that of the options.
     """
     found: dict[str, str] = {}
-    for names, reason in _unread(args, own_rollout, teachers, optimizers, tools):
+    for names, reason in chain(
+        unread_objective(args, divergence), _unread(args, own_rollout, teachers, optimizers, tools)
+    ):
         changed = [name for name in names if getattr(args, name) != getattr(type(args), name)]
         found.update({name: reason for name in changed if name not in found})
     return found
@@ -98,7 +104,6 @@ def _unread(
             yield ("cache_implementation",), "an engine writes the completions"
         else:
             yield _ENGINE, "`use_vllm` is False"
-    yield from unread_objective(args)
     if args.teacher_server_url is None:
         yield ("teacher_server_timeout",), "`teacher_server_url` is not set"
     if args.teacher_model_kind != "ema":

@@ -22,7 +22,7 @@ def compared(
     num_items: Tensor | float | None,
     *,
     divergence: Divergence,
-    temperature: float,
+    temperatures: tuple[float, float],
     chunk_tokens: int | None,
     vocabulary: int | None,
     kl_clip: float | None,
@@ -42,8 +42,8 @@ def compared(
             Denominator: the sum of weights over the whole optimizer step. `None` means over this micro-batch.
         divergence ([`~losses.Divergence`]):
             The objective.
-        temperature (`float`):
-            Of both distributions.
+        temperatures (`tuple[float, float]`):
+            Of the student's distributions, and of the teachers'.
         chunk_tokens (`int`, *optional*):
             Tokens whose logits exist at once.
         vocabulary (`int`, *optional*):
@@ -58,8 +58,8 @@ def compared(
     for share in shares:
         teacher_head = teacher_heads[share.teacher]
         per_token = streamed_divergence(
-            LazyLogits(share.of_student(hidden_BCH, device), head, temperature),
-            LazyLogits(share.of_teacher(teacher_head.weight.device), teacher_head, temperature),
+            LazyLogits(share.of_student(hidden_BCH, device), head, temperatures[0]),
+            LazyLogits(share.of_teacher(teacher_head.weight.device), teacher_head, temperatures[1]),
             divergence,
             weights=None if share.weights_N is None else share.weights_N.to(device, non_blocking=True),
             chunk_tokens=chunk_tokens,
