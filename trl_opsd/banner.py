@@ -17,12 +17,12 @@ from trl_opsd._compat.peft import is_peft
 from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
 from trl_opsd.data.intake import Request
 from trl_opsd.data.readers import Reader, Readers
+from trl_opsd.loop.dealing import of_package
 from trl_opsd.loop.seams import SeamTrainer
-from trl_opsd.loop.verbs import Verbs
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.size import described, sizes
-from trl_opsd.run.objective_options import temperatures_in_words
+from trl_opsd.run.objective_options import shape_in_words, temperatures_in_words
 
 _WIDTH = 120
 """Characters in a line."""
@@ -111,7 +111,8 @@ class Described:
         yield "processes", self.trainer.strategy
         yield "steps", self._steps()
         yield "completions", self._completions()
-        yield "objective", f"{describe(self.divergence)}, {temperatures_in_words(*self.trainer.temperatures)}"
+        tempered = temperatures_in_words(*self.trainer.temperatures)
+        yield "objective", f"{describe(self.divergence)}, {tempered}{shape_in_words(args)}"
         yield "optimizer", self._optimizer()
         if self.without_effect:
             yield "no effect", ", ".join(f"{name}={getattr(args, name)!r}" for name in self.without_effect)
@@ -195,7 +196,7 @@ class Described:
 
     def _unread(self, dataset: AnyDataset) -> list[str]:
         """Columns that nothing reads, as far as that is known: a function or a subclass may read any."""
-        sees_rows = self.readers.intake.prompts.prompt_fn is not None or type(self.trainer).weigh is not Verbs.weigh
+        sees_rows = self.readers.intake.prompts.prompt_fn is not None or not of_package(type(self.trainer).weigh)
         read = {*self.trainer.row_columns, *self.trainer.hidden_columns}
         if len(self.teachers) == 1:
             read.discard("teacher")

@@ -307,6 +307,12 @@ class OPSDConfig(StrictNames, DistillationConfig):
         """What a divergence that is given by name is made from."""
         return Settings(beta=self.beta, skew=self.skew, alpha=self.alpha)
 
+    @property
+    def tempers_apart(self) -> bool:
+        """Whether the loss reads the student and the teacher at two temperatures."""
+        student, teacher = self.student_temperature, self.teacher_temperature
+        return (student or self.temperature) != (teacher or self.temperature)
+
     def build_divergence(self) -> Divergence:
         """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""
         return divergence_of(self.divergence, self.settings)

@@ -180,7 +180,7 @@ def warn_of_same_model(
     Returns:
         `bool`: Whether that was said.
     """
-    if tells_more or _may_have(datasets, PRIVILEGED):
+    if tells_more or args.tempers_apart or _may_have(datasets, PRIVILEGED):
         return False
     loading = args.model_init_kwargs or {}
     theirs = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}

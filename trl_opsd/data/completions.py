@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from trl_opsd.data.chat_templates import check_parts
 from trl_opsd.data.prompts import check_prompt
 
 __all__ = ["COMPLETION", "check_completion", "completion_ids", "cut_after_end"]
@@ -63,7 +65,7 @@ def completion_ids(
         template (`Mapping[str, Any]`):
             Arguments of its chat template.
         ends (`Collection[int]`):
-            End tokens. Text that has none gets the tokenizer's.
+            End tokens. Text that has none gets the tokenizer's if it is one of them, else the first, if there is one.
         most (`int`):
             Tokens after which it is cut, as a rollout is.
 
@@ -78,9 +80,16 @@ def completion_ids(
         whole = tokenizer(prompt + completion)["input_ids"]
         joined = whole[: len(prompt_ids)] == prompt_ids  # else a token spans the border
         ids = whole[len(prompt_ids) :] if joined else tokenizer(completion, add_special_tokens=False)["input_ids"]
-        ids = [*ids, tokenizer.eos_token_id]
+        own = tokenizer.eos_token_id
+        ids = [*ids, *([own] if own in ends else list(ends)[:1])]
     else:
-        whole = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True, **template)
+        messages = [*prompt, *completion]
+        try:
+            whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **template)
+        except (TemplateError, TypeError) as error:  # the latter where content in parts is joined as text
+            raise ValueError(
+                f"{where}: the chat template of the tokenizer refuses it with its completion: {error}."
+            ) from error
         if whole["input_ids"][: len(prompt_ids)] != prompt_ids:
             raise ValueError(
                 f"{where}: with its completion the chat template does not begin with what the student reads before it, "
@@ -88,6 +97,7 @@ def completion_ids(
                 "so that the template writes prompts alike."
             )
         ids = whole["input_ids"][len(prompt_ids) :]
+        check_parts(completion, tokenizer.decode(ids), f"The completion in {where}")
     return cut_after_end(ids, ends)[:most]
 
 

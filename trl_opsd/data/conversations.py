@@ -29,7 +29,8 @@ def with_prompts(datasets: Any, where: str) -> Any:
         The same with the columns `prompt` and `completion` in place of `messages`; of a stream, while it is read.
 
     Raises:
-        ValueError: A conversation has no answer at its end, or nothing before it; the message names the row.
+        ValueError: A conversation has no answer at its end, or nothing before it; the message names the row. Or there$
+            is a column `completion` as well.
         TypeError: One is no list of messages.
     """
     if isinstance(datasets, dict):
@@ -37,6 +38,11 @@ def with_prompts(datasets: Any, where: str) -> Any:
         return type(datasets)(named)
     if not _has_conversations(datasets):
         return datasets
+    if "completion" in (datasets.column_names or ()):
+        raise ValueError(
+            f"{where} has a column {_COLUMN!r} and a column 'completion', and no 'prompt': the answer at the end of a "
+            "conversation is its completion, so leave one of the two out, or add the prompts."
+        )
     given = {"with_indices": True, "remove_columns": [_COLUMN], "fn_kwargs": {"where": where}}
     if isinstance(datasets, IterableDataset):
         return datasets.map(_split_row, **given)

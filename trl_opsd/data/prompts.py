@@ -259,7 +259,7 @@ class PromptLimits:
                 f"context of {self.reader}, {self.context} tokens: shorten it, lower max_completion_length, or set "
                 "overlong_prompts='drop'."
             )
-        self._check_known(largest_id, where)
+        self.check_known(largest_id, where)
 
     def check_completion(self, prompt_ids: list[int], completion_ids: list[int], backend: str) -> None:
         """Raises `ValueError` when a completion exceeds the limits or has token ids outside the vocabulary."""
@@ -277,9 +277,10 @@ class PromptLimits:
         where = f"What {backend} wrote"
         if (smallest := min(completion_ids, default=0)) < 0:
             raise ValueError(f"{where} has the token id {smallest}: expected ids from 0 on, and no padding.")
-        self._check_known(max(completion_ids, default=0), where)
+        self.check_known(max(completion_ids, default=0), where)
 
-    def _check_known(self, largest_id: int, where: str) -> None:
+    def check_known(self, largest_id: int, where: str) -> None:
+        """Raises `ValueError` when the largest token id of a text is outside the vocabulary."""
         if largest_id >= self.vocabulary:
             raise ValueError(
                 f"{where} has the token id {largest_id}, but the models know {self.vocabulary} ids: use the tokenizer "

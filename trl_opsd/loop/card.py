@@ -20,7 +20,7 @@ from trl_opsd._compat.sharding import class_of
 from trl_opsd._compat.trl import DistillationTrainer, get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence
-from trl_opsd.run.objective_options import temperatures_in_words
+from trl_opsd.run.objective_options import shape_in_words, temperatures_in_words
 
 __all__ = ["SEAMS", "Cards"]
 
@@ -71,6 +71,13 @@ class Cards(DistillationTrainer):
         return temperatures_in_words(*self.temperatures)
 
     @property
+    def _source(self) -> str:
+        if self.args.lmbda == 1:
+            return "its own completions"
+        own = f"its own completions for a share of {self.args.lmbda:g} of the rows, and "
+        return f"{own if self.args.lmbda else ''}completions of the dataset"
+
+    @property
     def _name(self) -> str:
         kind = self.args.teacher_model_kind
         return "on-policy distillation" if kind is None else "on-policy self-distillation (OPSD)"
@@ -115,7 +122,7 @@ class Cards(DistillationTrainer):
                 f"- Teacher{f' `{name}`' if len(self.teachers) > 1 else ''}: {self._taught_by(one)}"
                 for name, one in self.teachers.items()
             ),
-            f"- Objective: `{self.divergence!r}` at {self._at}, over its own completions",
+            f"- Objective: `{self.divergence!r}` at {self._at}{shape_in_words(self.args)}, over {self._source}",
         ]
 
     def _taught_by(self, teacher: Any) -> str:

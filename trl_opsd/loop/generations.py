@@ -52,8 +52,8 @@ class Generations(DistillationTrainer):
     row_group: Any
     _learned_rows: Tensor | None = None
     """[R, 3], of the rows of this step that this process has learned; the others are 0."""
-    _evaluated_rows: list[Tensor]
-    """[*, 3] each, the rows of an evaluation in their order."""
+    _evaluated_rows: list[Tensor] | None = None
+    """[*, 3] each, the rows of an evaluation that is under way, in their order."""
 
     @property
     def _evaluated_generations(self) -> int:
@@ -141,15 +141,19 @@ class Generations(DistillationTrainer):
 
     def note_evaluated(self, sums: Tensor) -> None:
         """Keeps the sums of a batch of an evaluation, of all processes, in the order of the rows."""
-        if self._evaluated_generations > 1:
+        if self._evaluated_rows is not None and self._evaluated_generations > 1 and self.row_group is None:
             self._evaluated_rows.append(sums[:, _KEPT])
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers', and records how the completions of each prompt differ."""
-        self._evaluated_rows = []
-        output = super().evaluation_loop(*args, **kwargs)
-        if self._evaluated_rows:
-            self._record(torch.cat(self._evaluated_rows), self._evaluated_generations)
+        found: list[Tensor] = []
+        self._evaluated_rows = found
+        try:
+            output = super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._evaluated_rows = None
+        if found:
+            self._record(torch.cat(found), self._evaluated_generations)
         return output
 
     def _record(self, sums: Tensor, number: int) -> None:

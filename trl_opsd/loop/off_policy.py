@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
+from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import completion_ids
 from trl_opsd.data.intake import Request
+from trl_opsd.data.prompts import PromptLimits
 from trl_opsd.run.rng import derived_seed
 from trl_opsd.types import LossParts
 
@@ -30,10 +33,16 @@ class OffPolicy(DistillationTrainer):
     args: OPSDConfig
     record: Callable[[str, float], None]
     row_group: Any
+    placeholders: list[int]
+    _be_ready_to_write: Callable[[], None]
     _requests: Sequence[Request]
     _sources: Tensor | None = None
     """[2, 3], of the rows of this step that the student wrote, and of those of the dataset: their number, the sum of
     their weights, and of their divergences times weight in nats."""
+
+    @property
+    def limits(self) -> PromptLimits:
+        raise NotImplementedError
 
     def choose_sources(self, rows: Sequence[Request]) -> None:
         """Tells the rows of a generation batch, which know their places, whose completion they have."""
@@ -54,26 +63,38 @@ class OffPolicy(DistillationTrainer):
         """
         if self.args.lmbda == 1 or not self.model.training:
             return write(prompt_ids)
-        found = {
-            number: completion_ids(
-                row,
-                row.where,
-                prompt_ids[number],
-                self._tokenizer,
-                self.chat_template_kwargs,
-                self.eos_token_ids,
-                self.args.max_completion_length,
-            )
-            for number, row in enumerate(self._requests)
-            if row.is_off_policy
-        }
+        self._be_ready_to_write()  # the student is proved there, also one that writes nothing
+        rows = enumerate(self._requests)
+        found = {number: self._of_dataset(row, prompt_ids[number]) for number, row in rows if row.is_off_policy}
         rest = [number for number in range(len(prompt_ids)) if number not in found]
-        if rest or (self.args.lmbda > 0 and self.accelerator.num_processes > 1):
-            # Processes may have to write together: one that has no row writes the shortest, and drops it.
-            asked = rest or [min(found, key=lambda number: len(prompt_ids[number]))]
-            written = write([prompt_ids[number] for number in asked])
-            found.update(dict(zip(rest, written, strict=False)))
+        asked = rest + self._surplus(prompt_ids, len(rest))
+        written = write([prompt_ids[number] for number in asked]) if asked else []
+        found.update(dict(zip(rest, written[: len(rest)], strict=True)))
         return [found[number] for number in range(len(prompt_ids))]
+
+    def _of_dataset(self, row: Request, prompt_ids: list[int]) -> list[int]:
+        most = self.args.max_completion_length
+        ids = completion_ids(
+            row, row.where, prompt_ids, self._tokenizer, self.chat_template_kwargs, self.eos_token_ids, most
+        )
+        self.limits.check_known(max(ids, default=0), f"The completion in {row.where}")
+        if unknown := set(ids) & set(self.placeholders):
+            raise ValueError(
+                f"The completion in {row.where} has the token {self._tokenizer.decode([min(unknown)])!r}, which stands "
+                "for an image or the like and is never written: remove it, or the row."
+            )
+        return ids
+
+    def _surplus(self, prompt_ids: list[list[int]], rows: int) -> list[int]:
+        """Rows that are written besides and dropped, where processes write together: all have to write, and as many
+        rows each where the student is split. Collective.
+        """
+        counts = gather_object([rows])
+        if not max(counts):
+            return []
+        most = max(counts) if is_split_model(self.model) else max(rows, 1)
+        shortest = min(range(len(prompt_ids)), key=lambda number: len(prompt_ids[number]))
+        return [shortest] * (most - rows)
 
     def note_sources(self, rows: Sequence[Any] | None, sums: Tensor) -> None:
         """Adds the sums of a micro-batch to those of its sources; of rows from elsewhere, nothing."""

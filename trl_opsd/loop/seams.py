@@ -173,7 +173,7 @@ class SeamTrainer(
     ) -> list[list[int]]:
         hidden, self._hides_engine = self._hides_engine, False
         with self.phase("complete"), preserved_mode(self.model):
-            completions = self.checked_completions(prompt_ids, self.mixed(prompt_ids, self._from_rollout))
+            completions = self.mixed(prompt_ids, self._checked)
         self._hides_engine = hidden
         if self._first_turn:
             # TRL reads the last token of each completion. An empty one travels as a pad token and is masked below.
@@ -181,6 +181,9 @@ class SeamTrainer(
             self._unwritten_rows = [row for row, ids in enumerate(completions) if not ids]
             completions = [ids or [self._tokenizer.pad_token_id] for ids in completions]
         return completions
+
+    def _checked(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        return self.checked_completions(prompt_ids, self._from_rollout(prompt_ids))
 
     def begin_batch(self, inputs: list[dict[str, Any]]) -> list[Request]:
         """Reads and checks the rows of a generation batch, and counts it. Collective."""
@@ -299,6 +302,7 @@ class SeamTrainer(
         set_known(self, _buffered_inputs=None, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
         self._accounts["train"].clear()
+        self._learned_rows = self._sources = None
         with (
             self.sharing_rows(),
             explained("step", partial(self.footprint, "step")),

@@ -81,6 +81,8 @@ def _factors(args: DistillationConfig) -> str:
 def _all_alike(args: Any) -> str:
     """Why a prompt is always completed in the same way; empty if it is not."""
     given = args.generation_kwargs or {}
+    if given.get("top_k", args.top_k) == 1:
+        return "only the likeliest token is kept (`top_k=1`)"
     if given.get("do_sample") is False and not args.has_engine:
         return "decoding is greedy"
     if args.has_engine and given.get("temperature") == 0:

@@ -20,7 +20,7 @@ _NO_REWARDS = "there are no rewards, the teacher scores every token; `trl.GRPOTr
 _FULL_VOCABULARY = "the loss compares the full vocabulary, without a list of top tokens"
 _SERVER = "it is called `teacher_server_url`, the address of a pooling server; see docs/teachers.md"
 _ONE_TOKENIZER = "teacher and student share one tokenizer; `trl.experimental.gold` compares two"
-_COMPLETION_ONLY = "the loss is on the tokens that the student writes, and on no others"
+_COMPLETION_ONLY = "the loss is on the tokens of completions, and on no others"
 _NO_LABELS = (
     "there are no labels to hold predictions against; an evaluation logs `eval_loss` and `eval_divergence/mean`"
 )

@@ -14,7 +14,7 @@ from trl_opsd.losses.registry import BETAS, READ
 from trl_opsd.run.overlap_options import check_optimizer
 from trl_opsd.run.ranges import above, at_least_one, between, in_range, one_of
 
-__all__ = ["check_divergence", "check_objective", "temperatures_in_words", "unread_objective"]
+__all__ = ["check_divergence", "check_objective", "shape_in_words", "temperatures_in_words", "unread_objective"]
 
 
 def check_objective(args: DistillationConfig) -> None:
@@ -91,6 +91,13 @@ def temperatures_in_words(student: float, teacher: float) -> str:
     if student == teacher:
         return f"temperature {student:g}"
     return f"temperature {student:g} (student) and {teacher:g} (teacher)"
+
+
+def shape_in_words(args: DistillationConfig) -> str:
+    """What is done to the divergence of tokens, for a reader, with a comma before it."""
+    clip = "" if args.kl_clip is None else f", each entry clipped at {args.kl_clip:g} nats"
+    discount = args.position_discount
+    return clip if discount == 1 else f"{clip}, each token counted {discount:g} times the one before it"
 
 
 def unread_objective(args: DistillationConfig, divergence: Any) -> Iterator[tuple[tuple[str, ...], str]]:
