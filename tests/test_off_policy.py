@@ -8,8 +8,10 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
+from trl_opsd.data.completions import completion_ids
 
 WORDS = tiny.tokenizer()
 GIVEN = [f"the {number}th" for number in range(8)]
@@ -140,3 +142,59 @@ def test_a_template_that_rewrites_the_prompt_is_refused(make_trainer):
     )
     with pytest.raises(ValueError, match=r"does not begin with what the student reads before it, '.*<think>' at its"):
         trained(make_trainer, "messages", lmbda=0.0, processing_class=words)
+
+
+class Twice(Recording):
+    def complete(self, prompt_ids):
+        return [ids for written in super().complete(prompt_ids) for ids in (written, written)]
+
+
+def test_what_an_own_complete_returns_is_held_against_the_rows_that_it_was_asked_for(make_trainer):
+    with pytest.raises(ValueError, match=r"Twice\.complete"):
+        trained(make_trainer, cls=Twice, lmbda=0.5)
+
+
+def test_a_student_that_writes_nothing_is_proved(make_trainer, monkeypatch):
+    proved = []
+    monkeypatch.setattr(OPSDTrainer, "prove_student", lambda self: proved.append(self))
+    trainer = make_trainer(train_dataset=rows(), lmbda=0.0, **OPTIONS)
+    proved.clear()
+    trainer._student_is_proved = False  # as where its weights are split
+    trainer.train()
+    assert trainer in proved
+
+
+@pytest.mark.parametrize(("ends", "last"), [([5], 5), ([], None)])
+def test_text_ends_with_an_end_token_of_the_run_or_with_none(ends, last):
+    row = {"prompt": "a", "completion": "b"}
+    ids = completion_ids(row, "row 0", WORDS("a")["input_ids"], WORDS, {}, ends, 24)
+    assert ids == [*WORDS("b")["input_ids"], *([] if last is None else [last])]
+
+
+def test_an_id_that_the_models_do_not_know_is_named_with_its_row(make_trainer):
+    words = tiny.tokenizer()
+    words.add_tokens(["<new>"])
+    dataset = tiny.rows().add_column("completion", ["<new>", *GIVEN[1:]])
+    with pytest.raises(ValueError, match=r"The completion in row .* has the token id"):
+        trained(make_trainer, train_dataset=dataset, processing_class=words, lmbda=0.0)
+
+
+def test_sums_of_a_step_that_an_exception_ended_are_not_logged_later(make_trainer):
+    class Once(TrainerCallback):
+        ended = False
+
+        def on_substep_end(self, args, state, control, **kwargs):
+            if not self.ended:
+                self.ended = True
+                raise KeyboardInterrupt
+
+    options = {"lmbda": 0.5, "gradient_accumulation_steps": 2, "max_steps": 2}
+    trainer = make_trainer(cls=Recording, train_dataset=rows(), callbacks=[Once()], **{**OPTIONS, **options})
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer._sources is not None
+    trainer.taught.clear()
+    trainer.train()
+    given = [row["completion"] == WORDS.decode(ids[:-1]) for row, _, ids in trainer.taught]
+    logs = [row["off_policy/share"] for row in trainer.state.log_history if "off_policy/share" in row]
+    assert logs == [sum(given[at : at + 8]) / 8 for at in (0, 8)]
