@@ -196,7 +196,7 @@ class Described:
 
     def _unread(self, dataset: AnyDataset) -> list[str]:
         """Columns that nothing reads, as far as that is known: a function or a subclass may read any."""
-        sees_rows = self.readers.intake.prompts.prompt_fn is not None or not of_package(type(self.trainer).weigh)
+        sees_rows = self.readers.intake.prompts.prompt_fn is not None or not of_package(self.trainer.weigh)
         read = {*self.trainer.row_columns, *self.trainer.hidden_columns}
         if len(self.teachers) == 1:
             read.discard("teacher")

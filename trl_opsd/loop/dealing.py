@@ -45,7 +45,8 @@ PASSED_BY = ("_generate_and_score_completions", "_prepare_inputs", "compute_loss
 
 def of_package(method: Any) -> bool:
     """Whether a method is TRL's or ours."""
-    return str(getattr(method, "__module__", "")).startswith((__package__, DistillationTrainer.__module__))
+    ours = __name__.partition(".")[0]
+    return str(getattr(method, "__module__", "")).startswith((f"{ours}.", DistillationTrainer.__module__))
 
 
 class Dealing(DistillationTrainer):
