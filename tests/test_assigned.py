@@ -55,7 +55,7 @@ def test_a_name_that_nothing_would_read_is_refused(built, name, said):
 
 @pytest.mark.parametrize(
     "name",
-    ["history", "rollouts", "divergences", "my_divergence", "train_dataset_2", "models", "best", "_beta", "alpha"],
+    ["history", "rollouts", "divergences", "my_divergence", "train_dataset_2", "models", "best", "_beta", "gamma"],
 )
 def test_names_of_ones_own_are_free(built, name):
     setattr(built, name, 1)

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import BartConfig, Phi3Config
 
 from trl_opsd import HFRollout
+from trl_opsd.data.completions import cut_after_end
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.padding import PADDED, Reading, prove_reading
 from trl_opsd.models.reading_proof import prove_padding
-from trl_opsd.rollout.base import cut_after_end
 from trl_opsd.types import Rollout
 
 CPU = torch.device("cpu")

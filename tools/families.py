@@ -39,7 +39,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
 import trl_opsd
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
-from trl_opsd.rollout.base import cut_after_end
+from trl_opsd.data.completions import cut_after_end
 
 VOCABULARY = 259
 PROMPTS = ["2+2=", "The sky is", "a", "Count: one", "red, green,", "x y z"]

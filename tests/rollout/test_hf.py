@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, GenerationMixin, Qwen2ForCausalLM, WatermarkingConfig
 
 from trl_opsd import HFRollout
+from trl_opsd.data.completions import cut_after_end
 from trl_opsd.models.padding import Reading
-from trl_opsd.rollout.base import cut_after_end
 from trl_opsd.rollout.writing_proof import Writing
 
 BY_LENGTH = Reading(0)
