@@ -1,4 +1,5 @@
-"""Fixtures for all tests. The Hub is switched off before anything is imported: nothing can be downloaded.
+"""Fixtures for all tests. The Hub is switched off before anything is imported: nothing can be downloaded. DeepSpeed's
+extensions are built in a folder of the clone.
 
 Tiny tensors are handled fastest by one thread, and tests may share a machine.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(os.path.dirname(__file__), "../build/extensions"))
 
 import inspect
 import signal
@@ -20,6 +22,13 @@ import tiny
 from transformers import PreTrainedModel
 
 from trl_opsd import FixedRollout, OPSDTrainer
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Removes the locks of builds that a killed suite has left: every later one would wait for them."""
+    if not hasattr(config, "workerinput"):
+        for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
+            lock.unlink()
 
 
 @pytest.fixture(autouse=True)

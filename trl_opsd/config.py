@@ -11,6 +11,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_xla_available
 
+from trl_opsd._compat.killed_builds import check_builds
 from trl_opsd._compat.parallelism import check_parallelism
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
 from trl_opsd.data.row_sharding import check_sharing
@@ -231,6 +232,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
     def __post_init__(self) -> None:
         share_tracebacks()
         check_nested_keys()
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or self.deepspeed:
+            check_builds()
         convert_text(self)
         check_json(self)
         check_training(self)

@@ -46,6 +46,13 @@ def reader_config(dtype: torch.dtype, width: int, device: torch.device) -> Confi
     }
 
 
+def extension_names() -> list[str]:
+    """The C++ extensions that DeepSpeed builds at their first use, by the names of their folders."""
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    return list(ALL_OPS)
+
+
 def settings_without_gradient_check(config: Config) -> list[str]:
     """Names of settings with which DeepSpeed does not check gradients before a step, and so cannot skip it.
 

@@ -1,0 +1,65 @@
+"""Finds builds of DeepSpeed's C++ extensions that were killed, whose locks would be waited for without end or message.
+
+torch builds an extension at its first use, under a lock that is a file. A process that is killed meanwhile leaves the
+file, and every later one waits until somebody deletes it (`torch.utils.file_baton`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.utils.cpp_extension import get_default_build_root
+
+from trl_opsd._compat.deepspeed import extension_names
+
+LONGEST_BUILD = 600.0
+"""Seconds after which a build that no process here is at was killed, also where another machine could be at it."""
+
+
+def check_builds() -> None:
+    """Refuses what a killed build left where this run would wait for it; warns of what another node may be building.
+
+    Raises:
+        RuntimeError: There is a lock that nobody holds; the message says which file to delete.
+    """
+    world = os.environ.get("WORLD_SIZE", "1")
+    several_nodes = os.environ.get("LOCAL_WORLD_SIZE", world) != world
+    for lock, age in unheld_locks():
+        message = (
+            f"{lock} is {age:.0f} seconds old, the lock of a build of DeepSpeed's that no process of this machine is "
+            "at: it was killed, or another machine builds in the same folder. A run waits for it without end or "
+            "message: delete the file, unless another machine is at it."
+        )
+        if age > LONGEST_BUILD or not several_nodes:
+            raise RuntimeError(message)
+        warnings.warn(message, stacklevel=2)
+
+
+def unheld_locks() -> list[tuple[Path, float]]:
+    """Locks of DeepSpeed's extensions that no process of this machine has open, and their ages in seconds."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    locks = [
+        lock for name in extension_names() for folder in (name, f"*/{name}") for lock in root.glob(f"{folder}/lock")
+    ]
+    held = set(_open_files()) if locks else set()
+    found = []
+    for lock in locks:
+        try:
+            if str(lock.resolve()) not in held:
+                found.append((lock, time.time() - lock.stat().st_mtime))
+        except FileNotFoundError:  # the build has ended meanwhile
+            continue
+    return found
+
+
+def _open_files() -> Iterator[str]:
+    """Paths of the files that this user's processes have open; none where the system does not list them."""
+    for entry in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            yield os.readlink(entry)
+        except OSError:  # of another user, or closed meanwhile
+            continue
