@@ -338,6 +338,9 @@ class Early(FrozenTeacher):
     def expect(self, rollout):
         self.events.append(("expects", _rows(rollout)))
 
+    def forget_expected(self):
+        self.events.append(("forgets", []))
+
     def targets(self, rollout):
         self.events.append(("reads", _rows(rollout)))
         return super().targets(rollout)
@@ -361,6 +364,9 @@ def test_a_teacher_is_told_of_each_row_before_it_reads_it(make_trainer, kind):
     rollout = kind(tiny.recorded(words))
     trainer = fast(make_trainer, teacher_model=teacher, rollout=rollout, train_dataset=rows, max_steps=1)
     trainer.train()
+    what, _ = teacher.events.pop(0)
+    assert what == "forgets", "what an interrupted step has left"
+    assert "forgets" not in dict(teacher.events)
     told = [row for what, rows in teacher.events if what == "expects" for row in rows]
     assert len(told) == 4
     for row in told:

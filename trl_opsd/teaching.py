@@ -225,6 +225,9 @@ class Teaching(SeamTrainer):
     def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None:
         self.teachers.expect(*self._as_taught(rollout, rows))
 
+    def forget_expected(self) -> None:
+        self.teachers.forget_expected()
+
     def _as_taught(self, rollout: Rollout, rows: Sequence[Row]) -> tuple[Rollout, list[str]]:
         """The rows as their teachers read them, and the name of the teacher of each."""
         requests = self.readers.read_batch(rows, self._batch)

@@ -65,6 +65,9 @@ def test_rows_that_are_expected_are_read_early_and_found_in_any_grouping(served,
         teacher.expect(rollout)
         assert len(teacher._expected) < 4, "what nobody asks for is dropped"
         check_equal(teacher, checkpoint[1], rollout)
+        teacher.expect(rollout)
+        teacher.forget_expected()
+        assert not teacher._expected
 
 
 def test_an_error_of_a_row_that_was_expected_is_raised_by_targets(served, checkpoint):

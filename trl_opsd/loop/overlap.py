@@ -100,6 +100,7 @@ class Overlapping(Scoring):
             return self._completions
         if not (self.model.training and self.tells_early):
             return self.complete(prompt_ids)
+        self.forget_expected()
         found = {}
         with closing(self.stream(prompt_ids)) as rows:
             for row, completion in rows:
@@ -136,6 +137,7 @@ class Overlapping(Scoring):
         """The micro-batches of a step as their rows come, and of each whether it is the last. Collective."""
         start, learned = perf_counter(), []
         self._constant = self._expected()
+        self.forget_expected()
         rows = self.begin_batch(inputs)
         prompt_ids = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
         waiting = self._waiting(prompt_ids)

@@ -80,6 +80,10 @@ class Verbs:
         """Tells the teacher of rows that `teach` will soon be asked for; `rows` are their dataset rows."""
         raise NotImplementedError
 
+    def forget_expected(self) -> None:
+        """Tells the teacher that `teach` will not be asked for rows that were expected: a step was interrupted."""
+        raise NotImplementedError
+
     def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
         """The weight of each token of a generation batch in the loss; by default 1 or 0, with `position_discount`.
 

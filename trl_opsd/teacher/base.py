@@ -46,3 +46,6 @@ class Teacher(ABC):
             rollout ([`~types.Rollout`]):
                 The rows, as `targets` will be given them, but for padding.
         """
+
+    def forget_expected(self) -> None:  # noqa: B027 (most teachers cannot begin early)
+        """Told that `targets` will not be asked for rows that were expected so far: a step was interrupted."""

@@ -135,6 +135,11 @@ class ServedTeacher(Teacher):
                 return
             self._expected[row] = self._replicas.start(row.ids)
 
+    def forget_expected(self) -> None:
+        for future in self._expected.values():
+            future.cancel()
+        self._expected.clear()
+
     def targets(self, rollout: Rollout) -> TeacherTargets:
         check_no_holes(rollout.measured())
         rows = self._rows(rollout)

@@ -85,6 +85,11 @@ class Teachers(Mapping[str, Teacher]):
         for name in dict.fromkeys(names):
             self[name].expect(rollout.select([row for row, one in enumerate(names) if one == name]))
 
+    def forget_expected(self) -> None:
+        """Tells each teacher that what it expects will not be asked for."""
+        for teacher in self.values():
+            teacher.forget_expected()
+
     @contextmanager
     def whole_heads(self) -> Iterator[list[OutputHead]]:
         """The heads, gathered where ZeRO-3 has split one. To be entered after the student's, as one may be the same."""
