@@ -145,3 +145,21 @@ def test_a_step_that_overlaps_learns_before_the_last_row_is_written(run, tmp_pat
     assert overlaps["first_backward"] < overlaps["last_row"] < overlaps["end"]
     assert (tmp_path / "steps.png").stat().st_size > 1000
     assert "overlaps" in benchmark.table(rows)
+
+
+def test_a_study_of_objectives_trains_for_its_tokens_and_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(FOLDER)
+    study, found = tmp_path / "study.jsonl", []
+    options = ["--tokens", "2500", "--seeds", "0", "--tasks", "self", "--output", str(study)]
+    benchmark = importlib.import_module("objectives")
+    for objectives in (["jsd"], ["jsd", "forward_kl, clipped at 0.05"]):
+        monkeypatch.setattr(sys, "argv", ["objectives", *options, "--objectives", *objectives])
+        benchmark.main()
+        found.append(benchmark.read(study))
+    assert found[1][0] == found[0][0], "trained once"
+    assert [one["objective"] for one in found[1]] == ["jsd", "forward_kl, clipped at 0.05"]
+    for one in found[1]:
+        assert 2500 <= one["tokens"] < 2500 + benchmark.ROWS * benchmark.LONGEST
+        assert one["steps"] == len(one["loss"]) > 1
+    assert min(found[0][0]["loss"]) > 0
+    assert capsys.readouterr().out.count("| self | jsd |") == 2
