@@ -144,6 +144,21 @@ def test_a_template_that_rewrites_the_prompt_is_refused(make_trainer):
         trained(make_trainer, "messages", lmbda=0.0, processing_class=words)
 
 
+def test_a_template_that_leaves_out_a_part_of_an_answer_is_said_once(make_trainer, caplog):
+    words = tiny.tokenizer()
+    words.chat_template = tiny.CHAT_TEMPLATE.replace("message['content']", "message['content'].split('|')[-1]")
+    assert words.chat_template != tiny.CHAT_TEMPLATE
+    answers = [[{"role": "assistant", "content": f"because|{text}"}] for text in GIVEN]
+    dataset = Dataset.from_dict({"prompt": CHAT, "completion": answers})
+    said = []
+    for given in (rows("messages"), dataset):
+        caplog.clear()
+        trainer = trained(make_trainer, lmbda=0.0, train_dataset=given, processing_class=words)
+        said.append([record.message for record in caplog.records if "changes answers" in record.message])
+    assert [len(messages) for messages in said] == [0, 1]
+    assert all("because" not in WORDS.decode(ids) for _, _, ids in trainer.taught)
+
+
 class Twice(Recording):
     def complete(self, prompt_ids):
         return [ids for written in super().complete(prompt_ids) for ids in (written, written)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from accelerate.logging import get_logger
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -12,6 +13,8 @@ from trl_opsd.data.chat_templates import check_parts
 from trl_opsd.data.prompts import check_prompt
 
 __all__ = ["COMPLETION", "check_completion", "completion_ids", "cut_after_end"]
+
+logger = get_logger(__name__)
 
 COMPLETION = "completion"
 """The column, as TRL's datasets of prompts and completions have it."""
@@ -98,7 +101,18 @@ def completion_ids(
             )
         ids = whole["input_ids"][len(prompt_ids) :]
         check_parts(completion, tokenizer.decode(ids), f"The completion in {where}")
+        _warn_of_loss(completion[0]["content"], tokenizer.apply_chat_template(messages, tokenize=False, **template))
     return cut_after_end(ids, ends)[:most]
+
+
+def _warn_of_loss(answer: Any, text: str) -> None:
+    """Says once that a template does not write answers as they are; some leave out what an answer was thought from."""
+    if isinstance(answer, str) and answer.strip() not in text:
+        logger.warning_once(
+            "The chat template of the tokenizer changes answers of the dataset, or leaves a part of them out, as some "
+            "do with what stands before '</think>': the student learns what the template writes. Write prompts and "
+            "completions as text if that is not meant."
+        )
 
 
 def cut_after_end(completion_ids: list[int], end_ids: Collection[int]) -> list[int]:

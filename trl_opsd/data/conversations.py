@@ -29,7 +29,7 @@ def with_prompts(datasets: Any, where: str) -> Any:
         The same with the columns `prompt` and `completion` in place of `messages`; of a stream, while it is read.
 
     Raises:
-        ValueError: A conversation has no answer at its end, or nothing before it; the message names the row. Or there$
+        ValueError: A conversation has no answer at its end, or nothing before it; the message names the row. Or there
             is a column `completion` as well.
         TypeError: One is no list of messages.
     """
