@@ -11,6 +11,7 @@ import os
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(os.path.dirname(__file__), "../build/extensions"))
 
+import gc
 import inspect
 import signal
 from collections.abc import Callable, Iterator
@@ -29,6 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
             lock.unlink()
+
+
+def pytest_collection_finish() -> None:
+    """Takes what was imported out of garbage collection: accelerate collects in each training, and would walk it all."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ only skips the imports and DeepSpeed's check whether to compile its extension.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,12 @@ def launch(strategy: str, function: Callable[..., Any], *args: Any, processes: i
     )
     results: dict[int, Any] = {}
 
+    def child(*args: Any) -> Any:
+        gc.freeze()  # what was inherited: accelerate collects in each training, and would walk it all
+        return function(*args)
+
     def run(_: Any = None) -> None:
-        results.update(elastic_launch(agent, function)(*args))
+        results.update(elastic_launch(agent, child)(*args))
 
     build_shm_op()  # once: a fork finds it loaded
     if strategy == "ddp":
