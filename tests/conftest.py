@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Takes what was imported out of garbage collection: accelerate collects in each training, and would walk it all."""
+    """Takes what was imported out of garbage collection: accelerate collects in each training, and would walk it."""
     gc.freeze()
 
 
