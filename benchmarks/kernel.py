@@ -36,9 +36,10 @@ def tile(rows: int, width: int, values: Any = None, dtype: Any = None) -> Any:
 
 
 def case(kind: str, rows: int, width: int) -> dict[str, Any]:
-    """Products of both models, and what is done to them."""
+    """Products of both models, the sampled tokens, and what is done to them."""
     import torch
 
+    from trl_opsd.losses import Sampled
     from trl_opsd.losses.elementwise import Finish
 
     generator = torch.Generator().manual_seed(rows + width)
@@ -47,6 +48,7 @@ def case(kind: str, rows: int, width: int) -> dict[str, Any]:
         return 3 * torch.randn(shape, generator=generator)
 
     student, teacher, weights, finishes = random(rows, width), random(rows, width), None, (Finish(None, None),) * 2
+    sampled = Sampled(torch.randint(width, (rows,), generator=generator))
     if kind == "near":
         teacher = student + 5e-4 * random(rows, width)
     if kind == "huge":
@@ -56,25 +58,32 @@ def case(kind: str, rows: int, width: int) -> dict[str, Any]:
         biases[0][1 :: max(2, width // 3)] = biases[1][1 :: max(2, width // 3)] = -torch.inf
         finishes = Finish(biases[0], None), Finish(biases[1], None)
         weights = torch.linspace(0, 2, rows)
+        ids = torch.arange(rows) * 5 % width  # none that a bias excludes
+        ids = ids - (ids % max(2, width // 3) == 1).long()
+        sampled = Sampled(ids.clamp(min=0), random(rows), -random(rows).abs() - 1)
     if kind == "capped":
         finishes = Finish(random(width) / 30, 30.0), Finish(None, 20.0)
         student, teacher = student / 30, teacher / 30
-    return {"student": student, "teacher": teacher, "weights": weights, "finishes": finishes}
+        sampled = Sampled(sampled.ids, random(rows))
+    return {"student": student, "teacher": teacher, "weights": weights, "finishes": finishes, "sampled": sampled}
 
 
 def objectives() -> list[tuple[Any, float | None]]:
     """Every divergence that has a kernel, at its default setting and at an extreme one, with and without a clip."""
-    from trl_opsd.losses import AlphaDivergence, GeneralizedJSD, SkewedForwardKL
+    from trl_opsd.losses import AlphaDivergence, GeneralizedJSD, SampledReverseKL, SkewedForwardKL
     from trl_opsd.losses.device import KERNELS
 
     named = [kind(0.5) if kind is GeneralizedJSD else kind() for kind in KERNELS]
     extreme = [GeneralizedJSD(0.1), SkewedForwardKL(0.9), AlphaDivergence(0.9)]
-    return [*((one, None) for one in (*named, *extreme)), *((one, CLIP) for one in named)]
+    return [*((one, None) for one in (*named, *extreme)), *((one, CLIP) for one in named if one != SampledReverseKL())]
 
 
 def oracle(divergence: Any, clip: float | None, given: dict[str, Any]) -> tuple[Any, Any]:
     """Statistics and gradient in float64, by autograd."""
     import torch
+
+    from trl_opsd.losses import SampledReverseKL
+    from trl_opsd.losses.sampled import drawn
 
     products = given["student"].double().requires_grad_()
     logs = []
@@ -82,15 +91,22 @@ def oracle(divergence: Any, clip: float | None, given: dict[str, Any]) -> tuple[
         logits = one if finish.bias is None else one + finish.bias.double()
         logits = logits if finish.cap is None else finish.cap * logits.tanh()
         logs.append(logits.clamp(min=torch.finfo(torch.float64).min).log_softmax(-1))
-    entries = divergence.entries(*logs)
-    values = (entries if clip is None else entries.clamp(max=clip)).sum(-1)
-    clipped = torch.zeros(len(values)) if clip is None else (entries > clip).any(-1)
-    (gradient,) = torch.autograd.grad(values.sum(), products)
+    chosen = [log.gather(-1, given["sampled"].ids.unsqueeze(-1)).squeeze(-1) for log in logs]
+    values, pulled, importance, _ = drawn(divergence, given["sampled"], *chosen)
+    clipped = torch.zeros(len(values))
+    if not isinstance(divergence, SampledReverseKL):
+        entries = divergence.entries(*logs)
+        values = (entries if clip is None else entries.clamp(max=clip)).sum(-1)
+        clipped = clipped if clip is None else (entries > clip).any(-1)
+    (gradient,) = torch.autograd.grad((values + pulled).sum(), products)
     cap, weights = given["finishes"][0].cap or 1.0, given["weights"]
     factor = torch.ones(len(values)) if weights is None else weights
     entropies = [-(log.exp() * log.clamp(min=-1e300)).sum(-1) for log in logs]
     ratio = logs[1].exp().sum(-1) / logs[1].exp().amax(-1) / logs[1].size(-1)
-    return torch.stack([values * factor, *entropies, ratio, clipped]).detach(), gradient * factor.unsqueeze(-1) / cap
+    same, first = logs[0].argmax(-1) == logs[1].argmax(-1), chosen[1] == logs[1].amax(-1)
+    of_sampled = pulled * factor, same, first, importance
+    statistics = torch.stack([values * factor, *entropies, ratio, clipped, *of_sampled])
+    return statistics.detach(), gradient * factor.unsqueeze(-1) / cap
 
 
 def error(found: Any, expected: Any) -> float:
@@ -122,12 +138,17 @@ def errors(rows: int, widths: list[int]) -> list[dict[str, Any]]:
                         tiles = tile(rows, width, given["student"]), tile(rows, width, given["teacher"])
                         out = tiles[0] if dtype == torch.float32 else tile(rows, width, dtype=dtype)
                         with counted() as bytes_moved:
-                            got = step(divergence, clip, given["finishes"], *tiles, given["weights"], out)
+                            got = step(
+                                divergence, clip, given["finishes"], *tiles, given["weights"], given["sampled"], out
+                            )
                         row[f"{name} {str(dtype).removeprefix('torch.')}"] = {
                             "value": error(got[0], statistics[0]),
                             "entropies": max(error(got[1], statistics[1]), error(got[2], statistics[2])),
                             "ratio": error(got[3], statistics[3]),
                             "clipped": error(got[4], statistics[4]),
+                            "pulled": error(got[5], statistics[5]),
+                            "firsts": max(error(got[6], statistics[6]), error(got[7], statistics[7])),
+                            "importance": error(got[8], statistics[8]),
                             "gradient": error(out, gradient),
                             "bytes": bytes_moved[0] / (rows * width),
                         }
@@ -203,14 +224,17 @@ def specialized(divergence: type, rich: bool) -> Any:
     """The kernel as a run on a GPU compiles it: for aligned rows, an odd vocabulary and a gradient in bfloat16."""
     from triton.compiler import ASTSource
 
-    from trl_opsd.losses import fused
+    from trl_opsd.losses import SampledReverseKL, fused
 
-    kernel = fused.KERNELS[divergence]
-    total = fused.THIRD_PASS.value if rich else kernel.total
-    constants = {"TERMS": kernel.terms, "TOTAL": total, "CLIPPED": rich, "GRADIENT": True, "BLOCK": 2048}
+    kernel, policy = fused.KERNELS[divergence], divergence is SampledReverseKL
+    clips = rich and not policy
+    total = fused.THIRD_PASS.value if clips else kernel.total
+    constants = {"TERMS": kernel.terms, "TOTAL": total, "CLIPPED": clips, "GRADIENT": True, "BLOCK": 2048}
+    constants |= {"SAMPLED": True, "POLICY": policy, "IMPORTANCE": rich and policy, "PULLED": rich}
     constants |= dict.fromkeys(("STUDENT_BIAS", "TEACHER_BIAS", "STUDENT_CAP", "TEACHER_CAP", "WEIGHTED"), rich)
-    pointers = dict.fromkeys(("student", "teacher", "student_bias", "teacher_bias", "weights", "statistics"), "*fp32")
-    kinds = {**dict.fromkeys(constants, "constexpr"), **pointers, "gradient": "*bf16"}
+    pointers = ("student", "teacher", "student_bias", "teacher_bias", "weights", "pulls", "logprobs", "statistics")
+    kinds = {**dict.fromkeys(constants, "constexpr"), **dict.fromkeys(pointers, "*fp32")}
+    kinds |= {"gradient": "*bf16", "ids": "*i64"}
     kinds |= dict.fromkeys(("student_cap", "teacher_cap", "setting", "drift", "clip"), "fp32")
     names = fused._rows.arg_names
     aligned = [name for name in names if kinds.get(name, "").startswith("*") or name.endswith("stride")]

@@ -82,6 +82,14 @@ class SpoiledOnce(OPSDTrainer):
         return targets
 
 
+class Pulled(OPSDTrainer):
+    """Its rows are pulled towards what was written."""
+
+    def score(self, batch, rows):
+        found = super().score(batch, rows)
+        return {**found, "pull": torch.ones(len(batch["prompt_ids"]))} if self.model.training else found
+
+
 def privileged_rows() -> Dataset:
     return tiny.rows().add_column("privileged_context", ["a hint"] * 8)
 
@@ -95,6 +103,7 @@ def configurations(tmp_path):
     return {
         "plain": {},
         "a clip": {"kl_clip": 0.01},
+        "a pull": {"cls": Pulled},
         "its own teacher, LoRA": {
             "teacher_model": None,
             "teacher_model_kind": "ema",

@@ -6,7 +6,16 @@ import pytest
 import tiny
 import torch
 
-from trl_opsd.losses import DIVERGENCES, ForwardKL, LazyLogits, OutputHead, dense_divergence
+from trl_opsd import OPSDTrainer
+from trl_opsd.losses import (
+    DIVERGENCES,
+    ForwardKL,
+    LazyLogits,
+    OutputHead,
+    Sampled,
+    SampledReverseKL,
+    dense_divergence,
+)
 
 
 def expected(trainer, divergence, temperatures=(1.0, 1.0), kl_clip=None):
@@ -21,7 +30,8 @@ def expected(trainer, divergence, temperatures=(1.0, 1.0), kl_clip=None):
             with torch.no_grad():
                 logits = model(ids).logits[0, len(prompt) - 1 : -1]
             sides.append(LazyLogits(logits, OutputHead(torch.eye(logits.size(-1))), temperature))
-        values.append(dense_divergence(*sides, divergence, kl_clip=kl_clip).divergence)
+        sampled = Sampled(torch.tensor(completion))
+        values.append(dense_divergence(*sides, divergence, kl_clip=kl_clip, sampled=sampled).divergence)
     return torch.cat(values).mean().item()
 
 
@@ -66,3 +76,91 @@ def test_a_discount_weighs_the_tokens_of_a_training_by_their_place(make_trainer)
     found = trainer.evaluate()
     assert torch.equal(*seen[-1])
     assert found["eval_loss"] == pytest.approx(expected(trainer, trainer.divergence), rel=1e-4)
+
+
+class Pulled(OPSDTrainer):
+    """Pulls rows by numbers that follow from their prompts, and computes what that adds by the model's own logits."""
+
+    def score(self, batch, rows):
+        found = super().score(batch, rows)
+        return {**found, "pull": batch["prompt_ids"].sum(1) % 3 - 0.5} if self.model.training else found
+
+    def compare(self, student, rollout, targets, num_items):
+        parts = super().compare(student, rollout, targets, num_items)
+        if self.model.training:
+            assert torch.equal(rollout.pull, rollout.prompt_ids.sum(1) % 3 - 0.5)
+            with torch.no_grad():
+                logits = student(rollout.input_ids, attention_mask=rollout.attention_mask).logits
+            tokens = rollout.completion_ids.size(1)
+            logs = (logits[:, -tokens - 1 : -1] / self.temperatures[0]).log_softmax(-1)
+            chosen = logs.gather(-1, rollout.completion_ids.unsqueeze(-1)).squeeze(-1)
+            self.expected_sum += (-chosen * rollout.weights * rollout.pull[:, None]).sum().item()
+            self.expected_weight += rollout.weights.sum().item()
+        return parts
+
+
+@pytest.mark.parametrize("options", [{}, {"student_temperature": 0.7}, {"padding_free": True}, {"routed": True}])
+def test_the_pull_of_each_row_reaches_its_tokens(make_trainer, options):
+    if options.pop("routed", False):
+        routed = tiny.rows().add_column("teacher", ["math", "prose"] * 4)
+        options = {"teacher_model": {"math": tiny.qwen2(48, seed=1), "prose": tiny.llama(64, seed=2)}}
+        options["train_dataset"] = routed
+    trainer = make_trainer(
+        cls=Pulled, max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=2, **options
+    )
+    trainer.expected_sum = trainer.expected_weight = 0.0
+    trainer.train()
+    (logged,) = [row for row in trainer.state.log_history if "pull/mean" in row]
+    assert logged["pull/mean"] == pytest.approx(trainer.expected_sum / trainer.expected_weight, rel=1e-4)
+    assert abs(logged["pull/mean"]) > 0.1
+    assert logged["loss"] == pytest.approx(logged["divergence/mean"] + logged["pull/mean"], rel=1e-4)
+
+
+def test_first_choices_are_logged(make_trainer):
+    trainer = make_trainer(divergence="forward_kl", eval_dataset=tiny.rows())
+    found, same, first, tokens = trainer.evaluate(), 0, 0, 0
+    for row in trainer.eval_dataset:
+        prompt = tiny.tokenizer()(row["prompt"])["input_ids"]
+        completion = tiny.recorded(tiny.tokenizer())[tuple(prompt)]
+        ids = torch.tensor([[*prompt, *completion]])
+        student, teacher = (
+            model(ids).logits[0, len(prompt) - 1 : -1].argmax(-1) for model in (trainer.model, trainer.teacher_model)
+        )
+        same, tokens = same + (student == teacher).sum().item(), tokens + len(completion)
+        first += (teacher == torch.tensor(completion)).sum().item()
+    assert found["eval_agreement/first"] == pytest.approx(same / tokens)
+    assert found["eval_agreement/sampled"] == pytest.approx(first / tokens)
+    assert "eval_importance/mean" not in found
+
+
+class TestPolicyGradient:
+    """`divergence="sampled_reverse_kl"`: what it cannot be combined with."""
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"kl_clip": 0.05}, "with SampledReverseKL, which reads the sampled token alone"),
+            ({"top_p": 0.9}, "`top_p=0.9` with a divergence of sampled tokens"),
+            ({"top_k": 20}, "`top_k=20` with"),
+            ({"min_p": 0.1}, "`min_p=0.1` with"),
+            ({"repetition_penalty": 1.1}, "`repetition_penalty=1.1` with"),
+            ({"lmbda": 0.5}, "`lmbda=0.5` with"),
+            ({"student_temperature": 0.5}, "`student_temperature=0.5` with a divergence of sampled tokens"),
+        ],
+    )
+    def test_other_distributions_than_the_sampled_one_are_refused(self, tmp_path, make_trainer, options, said):
+        with pytest.raises(ValueError, match=said):
+            tiny.config(tmp_path, divergence="sampled_reverse_kl", **options)
+        if "lmbda" not in options:  # which needs another dataset
+            trainer = make_trainer(**options)
+            with pytest.raises(ValueError, match=said):
+                trainer.divergence = SampledReverseKL()
+
+    def test_the_temperature_of_both_is_no_reason(self, tmp_path):
+        tiny.config(tmp_path, divergence="sampled_reverse_kl", temperature=0.7, student_temperature=0.7)
+
+    def test_the_bound_is_that_of_the_options(self, tmp_path):
+        args = tiny.config(tmp_path, divergence="sampled_reverse_kl", vllm_importance_sampling_clip_max=2.0)
+        assert args.build_divergence() == SampledReverseKL(2.0)
+        args = tiny.config(tmp_path, divergence="sampled_reverse_kl", vllm_importance_sampling_clip_max=None)
+        assert args.build_divergence() == SampledReverseKL(None)

@@ -53,7 +53,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
             The objective. By name: `"forward_kl"` is KL(teacher ‖ student), `"reverse_kl"` is KL(student ‖ teacher),
             `"jsd"` is the generalised Jensen-Shannon divergence with TRL's `beta` where that lies inside (0, 1), and
             with 0.5 otherwise. `"skewed_forward_kl"`, `"skewed_reverse_kl"`, `"total_variation"`, `"alpha_divergence"`
-            and `"adaptive_kl"` are explained in `docs/objectives.md`. When `None`, `beta` alone decides, as in TRL: 0
+            and `"adaptive_kl"` are explained in `docs/objectives.md`, as is `"sampled_reverse_kl"`, a policy gradient,
+            which reads the sampled token instead of the whole vocabulary. When `None`, `beta` alone decides, as in TRL: 0
             forward KL, 1 reverse KL, between: JSD. A [`~losses.Divergence`] is used unchanged; `docs/extending.md`
             shows how to write one.
         skew (`float`, *optional*, defaults to `0.1`):
@@ -63,6 +64,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
         kl_clip (`float`, *optional*):
             Most that each token of the vocabulary may add to the divergence of a completion token, in nats; those above
             it have no gradient. OPSD trains with 0.05. Not for a divergence of your own.
+        vllm_importance_sampling_clip_max (`float`, *optional*, defaults to `3.0`):
+            Largest importance weight of a token of `"sampled_reverse_kl"`, where an engine gives the log-probabilities
+            that it sampled with; `None` for no bound. TRL's option of `GRPOConfig`, in its mode `"token_truncate"`.
         student_temperature (`float`, *optional*):
             Softmax temperature of the student in the loss. When `None`, `temperature`, that of the completions.
         teacher_temperature (`float`, *optional*):
@@ -187,6 +191,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     skew: float = 0.1
     alpha: float = 0.5
     kl_clip: float | None = None
+    vllm_importance_sampling_clip_max: float | None = 3.0
     student_temperature: float | None = None
     teacher_temperature: float | None = None
     position_discount: float = 1.0
@@ -308,7 +313,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
     @property
     def settings(self) -> Settings:
         """What a divergence that is given by name is made from."""
-        return Settings(beta=self.beta, skew=self.skew, alpha=self.alpha)
+        bound = self.vllm_importance_sampling_clip_max
+        return Settings(beta=self.beta, skew=self.skew, alpha=self.alpha, clip_max=bound)
 
     @property
     def tempers_apart(self) -> bool:

@@ -21,7 +21,6 @@ from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.loop.overlap import check_methods
 from trl_opsd.loop.verbs import check_verbs
 from trl_opsd.losses import Divergence
-from trl_opsd.losses.clipping import check_clip
 from trl_opsd.losses.proof import prove_divergence
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.models.backbone import completion_hidden
@@ -33,7 +32,7 @@ from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.run.agreement import agree
 from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import explained_argument
-from trl_opsd.run.objective_options import check_divergence
+from trl_opsd.run.objective_options import check_divergence, check_shapes
 from trl_opsd.run.precision import warn_of_lost_updates
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.run.strict_names import StrictNames
@@ -228,6 +227,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
                 head,
                 teacher_heads,
                 mine,
+                rollout,
                 num_items,
                 divergence=self.divergence,
                 temperatures=self.temperatures,
@@ -284,7 +284,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
     def divergence(self, divergence: Divergence | str | None) -> None:
         check_divergence(divergence)
         resolved = divergence_of(divergence, self.args.settings)
-        check_clip(self.args.kl_clip, resolved)
+        check_shapes(self.args, resolved)
         if self.is_built:
             self._prove_divergence(resolved)
         self._divergence = resolved

@@ -10,13 +10,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from trl_opsd.losses import DIVERGENCES, Divergence, ForwardKL, ReverseKL, reduce, streamed_divergence
+from trl_opsd.losses import (
+    DIVERGENCES,
+    Divergence,
+    ForwardKL,
+    ReverseKL,
+    Sampled,
+    SampledReverseKL,
+    reduce,
+    streamed_divergence,
+)
 from trl_opsd.losses.registry import Settings
 
 pytestmark = pytest.mark.quick
 
 every_divergence = pytest.mark.parametrize("divergence", [make(Settings()) for make in DIVERGENCES.values()], ids=repr)
 TOKENS, VOCABULARY = 24, 53
+SAMPLED = Sampled(torch.arange(TOKENS), pull=torch.linspace(-1, 1, TOKENS), logprobs=-torch.ones(TOKENS))
 STUDENT, TEACHER = (2 * TOKENS * VOCABULARY * width for width in (5, 8))
 """FLOP of one product with each head."""
 
@@ -57,8 +67,10 @@ class TestProducts:
     @pytest.mark.parametrize("clip", [None, 0.01])
     def test_no_product_is_computed_twice(self, make_pair, gradients, divergence, chunk, rich, frozen, expected, clip):
         pair = make_pair(TOKENS, VOCABULARY, rich=rich)
+        clip = None if divergence == SampledReverseKL() else clip
+        options = {"chunk_tokens": chunk, "kl_clip": clip, "sampled": SAMPLED}
         with counted_flops() as counter:
-            gradients(streamed_divergence, pair, divergence, chunk_tokens=chunk, frozen=frozen, kl_clip=clip)
+            gradients(streamed_divergence, pair, divergence, frozen=frozen, **options)
         assert counter.get_total_flops() == expected
 
     @every_divergence
@@ -67,7 +79,7 @@ class TestProducts:
         student, teacher = make_pair(TOKENS, VOCABULARY)
         student.hidden.requires_grad_(reason == "no_grad")
         with counted_flops() as counter, torch.set_grad_enabled(reason != "no_grad"):
-            streamed_divergence(student, teacher, divergence)
+            streamed_divergence(student, teacher, divergence, sampled=SAMPLED)
         assert counter.get_total_flops() == STUDENT + TEACHER
 
     def test_evaluation_takes_only_the_value_of_a_divergence_of_ones_own(self, make_pair):
@@ -136,14 +148,15 @@ class TestMemory:
             for side in make_pair(300, 53)
         )
         with LargestTensor() as largest:
-            gradients(streamed_divergence, pair, divergence, chunk_tokens=3)
-        assert largest.elements <= 300 * 8  # the teacher's hidden states; all logits would be 300 * 53
+            sampled = Sampled(torch.arange(300) % 53, pull=torch.ones(300))
+            gradients(streamed_divergence, pair, divergence, chunk_tokens=3, sampled=sampled)
+        assert largest.elements <= 300 * 9  # the statistics of each token; all logits would be 300 * 53
 
     def test_the_default_tile_stays_within_its_budget(self, make_pair, gradients, monkeypatch):
         monkeypatch.setattr("trl_opsd.losses.streamed.TILE_BYTES", 8 * 53 * 10)
         with LargestTensor() as largest:
             gradients(streamed_divergence, make_pair(300, 53), ForwardKL())
-        assert largest.elements <= 300 * 8
+        assert largest.elements <= 300 * 9
 
     def test_with_a_frozen_head_backward_keeps_no_tensor_of_the_teacher(self, make_pair):
         student, teacher = make_pair()

@@ -21,6 +21,10 @@ def per_token(values):
         teacher_entropy=values.detach() * 100,
         teacher_uniform=values > 3,
         clipped=(values < 3).float(),
+        pulled=values.detach() / 2,
+        same_first=(values > 1).float(),
+        teacher_first=(values > 0).float(),
+        importance=values.detach() / 4,
     )
 
 
@@ -34,9 +38,17 @@ def test_values_are_summed_over_the_tokens_of_each_row():
         "tokens",
         "teacher_uniform",
         "clipped",
+        "pulled",
+        "same_first",
+        "teacher_first",
+        "importance",
     )
-    # divergences come weighted, entropies do not
-    assert parts.rows.tolist() == [[1.5, 3, 20, 200, 2, 0, 2], [0] * 7, [2, 4, 80, 800, 1, 1, 0]]
+    # divergences and what is added to them come weighted, entropies do not
+    assert parts.rows.tolist() == [
+        [1.5, 1.5, 20, 200, 2, 0, 2, 1.5, 1, 2, 0.75],
+        [0] * 11,
+        [2, 2, 80, 800, 1, 1, 0, 2, 1, 1, 1],
+    ]
     assert not parts.rows.requires_grad
 
 
@@ -56,4 +68,4 @@ def test_a_micro_batch_without_tokens_has_zero_loss_and_a_gradient(num_items):
     parts.loss.backward()
     assert parts.loss.item() == 0
     assert tokens.divergence.grad.shape == (0,)
-    assert parts.rows.tolist() == [[0] * 7] * 2
+    assert parts.rows.tolist() == [[0] * 11] * 2

@@ -20,6 +20,7 @@ from trl_opsd.losses import (
     LazyLogits,
     OutputHead,
     ReverseKL,
+    SampledReverseKL,
     dense_divergence,
     streamed_divergence,
 )
@@ -40,7 +41,8 @@ class OwnKL(Divergence):
         return (log_student_RV.exp() * (log_student_RV - mixture_RV)).sum(-1)
 
 
-NAMED = [*(make(Settings(beta=0.5)) for make in losses.DIVERGENCES.values()), GeneralizedJSD(0.1)]
+MADE = [make(Settings(beta=0.5)) for make in losses.DIVERGENCES.values()]
+NAMED = [*(one for one in MADE if one != SampledReverseKL()), GeneralizedJSD(0.1)]
 every_entrywise = pytest.mark.parametrize("divergence", NAMED, ids=repr)
 every_divergence = pytest.mark.parametrize("divergence", [*NAMED, OwnKL(0.2)], ids=repr)
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}

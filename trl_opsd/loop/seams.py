@@ -250,8 +250,8 @@ class SeamTrainer(
             sums = distinct.sum(0)
             self._written = inputs["completion_ids"].masked_fill(inputs["completion_mask"] == 0, NO_TOKEN)
         named = dict(zip(LossParts.ROW_NAMES, sums.tolist(), strict=True))
-        if self.args.kl_clip is None:
-            named.pop("clipped")
+        absent = {"clipped": self.args.kl_clip, "pulled": inputs.get("pull"), "importance": inputs.get("logprobs")}
+        named = {name: one for name, one in named.items() if name not in absent or absent[name] is not None}
         if self.is_finite_loss(named, rows):
             self.check_sums(named)
             self._accounts[self._mode].add(named)

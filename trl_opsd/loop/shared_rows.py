@@ -100,7 +100,7 @@ def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> I
     distributed.all_gather(sizes, mine, group=group.group)
     for owner, (rows, tokens, width) in enumerate(torch.stack(sizes).tolist()):
         length = max(1, -(-(tokens - 1) // group.size))
-        shapes = {"tokens": (rows, length + 1), "hidden": (rows, length, width), "teacher": (rows,)}
+        shapes = {"tokens": (rows, length + 1), "hidden": (rows, length, width), "teacher": (rows,), "pull": (rows,)}
         part = {
             name: _scattered(group, owner, tensor, shapes.get(name, (rows, length)), length)
             for name, tensor in tensors.items()
@@ -115,17 +115,19 @@ def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> I
             "completion_mask": part["mask"],
             "loss_weights": part["weights"],
             "begins_at": group.rank * length,
+            **{name: part[name] for name in ("pull", "logprobs") if name in part},
             **kept_by_row(targets, part["weights"]).pack(),
         }
 
 
 def _unpadded(rollout: Rollout, targets: TeacherTargets, device: torch.device) -> dict[str, Tensor]:
     """Rows from their first token on: tokens [B, L]; and for each of the L - 1 after the first whether it is real, its
-    weight and its target.
+    weight, its target, and what is known of how it was sampled.
     """
     mask_BL = (rollout.attention_mask != 0).long()
     order_BL = mask_BL.argsort(dim=1, descending=True, stable=True)
-    weights_BL = torch.cat([torch.zeros_like(rollout.prompt_ids, dtype=torch.float32), rollout.weights], dim=1)
+    zeros_BP = torch.zeros_like(rollout.prompt_ids, dtype=torch.float32)
+    each_BC = {"weights": rollout.weights, "logprobs": rollout.logprobs}
     places_BL = (order_BL[:, 1:] - rollout.prompt_ids.size(1)).clamp(min=0)
     hidden_BCH = targets.hidden.to(device)
     if targets.teacher is not None:  # of several dtypes, of which other processes may have others
@@ -133,10 +135,15 @@ def _unpadded(rollout: Rollout, targets: TeacherTargets, device: torch.device) -
     found = {
         "tokens": rollout.input_ids.gather(1, order_BL),
         "mask": mask_BL.gather(1, order_BL)[:, 1:],
-        "weights": weights_BL.gather(1, order_BL)[:, 1:],
+        **{
+            name: torch.cat([zeros_BP, one_BC], dim=1).gather(1, order_BL)[:, 1:]
+            for name, one_BC in each_BC.items()
+            if one_BC is not None
+        },
         "hidden": hidden_BCH.gather(1, places_BL[..., None].expand(-1, -1, hidden_BCH.size(-1))),
     }
-    return found if targets.teacher is None else {**found, "teacher": targets.teacher.to(device)}
+    of_rows = {"teacher": targets.teacher, "pull": rollout.pull}
+    return found | {name: one.to(device) for name, one in of_rows.items() if one is not None}
 
 
 def _scattered(group: RowGroup, owner: int, tensor: Tensor, shape: tuple[int, ...], length: int) -> Tensor:

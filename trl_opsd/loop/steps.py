@@ -84,7 +84,7 @@ class GuardedSteps(Trainer):
             named (`dict[str, float]`):
                 The sums over all processes.
             rows (`torch.Tensor`):
-                [B, 7], the sums of each row of this process, as in [`~types.LossParts`].
+                [B, 11], the sums of each row of this process, as in [`~types.LossParts`].
 
         Raises:
             NonFiniteError: It is not, and `nonfinite="raise"`.

@@ -7,9 +7,10 @@ from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.kl import ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.reduce import reduce
 from trl_opsd.losses.registry import DIVERGENCES
+from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.skewed import SkewedForwardKL, SkewedReverseKL
 from trl_opsd.losses.streamed import streamed_divergence
-from trl_opsd.types import LazyLogits, OutputHead, PerToken
+from trl_opsd.types import LazyLogits, OutputHead, PerToken, Sampled
 
 __all__ = [
     "DIVERGENCES",
@@ -22,6 +23,8 @@ __all__ = [
     "OutputHead",
     "PerToken",
     "ReverseKL",
+    "Sampled",
+    "SampledReverseKL",
     "SkewedForwardKL",
     "SkewedReverseKL",
     "TotalVariation",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trl_opsd.losses.divergence import Divergence, Entrywise, of_logits_
+from trl_opsd.losses.sampled import SampledReverseKL
 
 
 def clipped_value(divergence: Entrywise, clip: float, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
@@ -49,6 +50,11 @@ def check_clip(clip: float | None, divergence: Divergence) -> None:
         return
     if not clip > 0:
         raise ValueError(f"kl_clip is {clip}, expected a number above 0, in nats: leave it out for no clip.")
+    if isinstance(divergence, SampledReverseKL):
+        raise ValueError(
+            f"kl_clip is {clip} with SampledReverseKL, which reads the sampled token alone and has no entries to clip: "
+            "leave `kl_clip` out, or use ReverseKL()."
+        )
     if not isinstance(divergence, Entrywise):
         raise ValueError(
             f"kl_clip is {clip} with {type(divergence).__name__}, of which only the sum over the vocabulary is known: "

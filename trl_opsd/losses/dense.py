@@ -8,7 +8,8 @@ from torch import Tensor
 from trl_opsd.losses.clipping import check_clip, clipped_value
 from trl_opsd.losses.comparable import check_comparable
 from trl_opsd.losses.divergence import Divergence, Entrywise
-from trl_opsd.types import LazyLogits, PerToken
+from trl_opsd.losses.sampled import SampledReverseKL, check_sampled, drawn
+from trl_opsd.types import LazyLogits, PerToken, Sampled
 
 
 def dense_divergence(
@@ -19,6 +20,7 @@ def dense_divergence(
     chunk_tokens: int | None = None,
     vocabulary: int | None = None,
     kl_clip: float | None = None,
+    sampled: Sampled | None = None,
 ) -> PerToken:
     """What [`streamed_divergence`] must equal, with the `N x V` logits of both models in memory, in float64.
 
@@ -26,19 +28,32 @@ def dense_divergence(
     """
     check_comparable(student, teacher, weights, chunk_tokens, vocabulary)
     check_clip(kl_clip, divergence)
+    check_sampled(sampled, divergence, len(student.hidden), vocabulary or len(student.head.weight))
     log_student_NV = _log_probs(student, vocabulary)
     log_teacher_NV = _log_probs(teacher, vocabulary).detach()
     logs = log_student_NV, log_teacher_NV
-    value_N, clipped_N = divergence.value(*logs), torch.zeros(len(log_student_NV), dtype=torch.bool)
+    clipped_N, pulled_N = torch.zeros(2, len(log_student_NV), dtype=torch.float64)
+    first_N = importance_N = None
+    if sampled is not None:
+        chosen = [log_NV.gather(-1, sampled.ids[:, None]).squeeze(-1) for log_NV in logs]
+        value_N, pulled_N, importance_N, _ = drawn(divergence, sampled, *chosen)
+        first_N = (chosen[1] == log_teacher_NV.amax(-1)).float()
+    if not isinstance(divergence, SampledReverseKL):
+        value_N = divergence.value(*logs)
     if kl_clip is not None:
         assert isinstance(divergence, Entrywise), "check_clip has refused others"
         value_N, clipped_N = clipped_value(divergence, kl_clip, *logs), (divergence.entries(*logs) > kl_clip).any(-1)
+    weights_N = torch.ones_like(value_N) if weights is None else weights
     return PerToken(
-        divergence=(value_N if weights is None else weights * value_N).float(),
+        divergence=(weights_N * (value_N + pulled_N)).float(),
         student_entropy=_entropy(log_student_NV.detach()),
         teacher_entropy=_entropy(log_teacher_NV),
         teacher_uniform=log_teacher_NV.amax(-1) == log_teacher_NV.amin(-1),
         clipped=clipped_N.float(),
+        pulled=(weights_N * pulled_N).detach().float(),
+        same_first=(log_student_NV.argmax(-1) == log_teacher_NV.argmax(-1)).float(),
+        teacher_first=first_N,
+        importance=importance_N,
     )
 
 

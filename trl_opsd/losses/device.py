@@ -16,6 +16,7 @@ import triton.language as tl
 from trl_opsd.losses.bounded import AlphaDivergence, TotalVariation
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.kl import ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.skewed import SkewedForwardKL, SkewedReverseKL
 
 __all__ = ["BALANCED", "KERNELS", "MEAN_GAP", "THIRD_PASS", "Kernel", "tanh"]
@@ -126,6 +127,12 @@ def _alpha_divergence(gap, log_s, log_t, s, t, alpha):  # type: ignore[no-untype
     return (alpha * lead - rise) / (alpha * (1.0 - alpha)), -rise / alpha
 
 
+@triton.jit
+def _of_sampled(gap, log_s, log_t, s, t, clip_max):  # type: ignore[no-untyped-def]
+    """All of it is in the sampled token, which the kernel adds."""
+    return 0.0 * s, 0.0 * s
+
+
 def _no_drift(setting: float) -> float:
     return 0.0
 
@@ -138,7 +145,7 @@ class Kernel:
         terms: the device function.
         total: how the sum of the slopes is known where no entry is clipped: as 0, as the divergence itself, which is
             an entropy less a cross entropy, or by reading the row a third time.
-        setting: the name of the divergence's only setting.
+        setting: the name of the divergence's only setting, a number, or `None` for an infinite one.
         drift: that of [`~losses.divergence.Terms`], from the setting.
     """
 
@@ -157,6 +164,7 @@ KERNELS: Mapping[type[Divergence], Kernel] = MappingProxyType(
         SkewedReverseKL: Kernel(_skewed_reverse_kl, setting="skew", drift=lambda skew: skew - 1),
         TotalVariation: Kernel(_total_variation),
         AlphaDivergence: Kernel(_alpha_divergence, setting="alpha"),
+        SampledReverseKL: Kernel(_of_sampled, BALANCED.value, setting="clip_max"),
     }
 )
 """Device code by class; a divergence without goes through the eager steps."""

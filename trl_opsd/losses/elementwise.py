@@ -14,7 +14,11 @@ from torch import Tensor
 
 from trl_opsd.losses.clipping import clipped_
 from trl_opsd.losses.divergence import Divergence, Entrywise
+from trl_opsd.losses.sampled import Drawn, SampledReverseKL, drawn, gradient_of
+from trl_opsd.types import Sampled
 
+STATISTICS = 9
+"""Numbers of each row that a step returns."""
 INFINITE = 1e7
 """Divergence in nats above which the result is infinite. Only an excluded token, whose logit is the lowest float32, can
 cause so much; no finite logits come near."""
@@ -48,7 +52,7 @@ class Finish:
 
 
 Step: TypeAlias = Callable[
-    [Divergence, float | None, tuple[Finish, Finish], Tensor, Tensor, Tensor | None, Tensor | None],
+    [Divergence, float | None, tuple[Finish, Finish], Tensor, Tensor, Tensor | None, Sampled | None, Tensor | None],
     Tensor,
 ]
 """A function with the arguments and the result of [`eager_`]."""
@@ -61,9 +65,10 @@ def eager_(
     student_RV: Tensor,
     teacher_RV: Tensor,
     weights_R: Tensor | None,
+    sampled: Sampled | None,
     gradient_RV: Tensor | None,
 ) -> Tensor:
-    """The statistics of R rows of products, [5, R], and the gradient; overwrites the products.
+    """The statistics of R rows of products, [9, R], and the gradient; overwrites the products.
 
     Args:
         divergence ([`Divergence`]):
@@ -76,49 +81,84 @@ def eager_(
             [R, V], float32.
         weights_R (`torch.Tensor`, *optional*):
             [R], constants that multiply value and gradient.
+        sampled ([`~types.Sampled`], *optional*):
+            The token that was sampled in each row; needed by [`~losses.sampled.SampledReverseKL`].
         gradient_RV (`torch.Tensor`, *optional*):
             [R, V], where the gradient with respect to the student's products is written, up to the factor `cap`; it may
             be `student_RV` itself.
 
     Returns:
         `torch.Tensor`: the divergence, the student's and the teacher's entropy, the mean of the teacher's
-        probabilities relative to the largest, which is 1 if all of its logits are equal, and 1 if `clip` had an effect.
+        probabilities relative to the largest, which is 1 if all of its logits are equal, 1 if `clip` had an effect,
+        what the pull towards the sampled token adds to the divergence, 1 if a token is the likeliest of both models,
+        1 if the sampled token is the teacher's likeliest, and its importance weight.
     """
-    finish_student, finish_teacher = finishes
-    finish_student(student_RV)
-    finish_teacher(teacher_RV)
-    slope_RV = finish_student.slope(student_RV)
+    for finish, products_RV in zip(finishes, (student_RV, teacher_RV), strict=True):
+        finish(products_RV)
+    slope_RV = finishes[0].slope(student_RV)
+    same_R = _same_first_(student_RV, teacher_RV)
     log_student_RV, probs_RV, student_entropy_R, _ = _normalise_(student_RV)
     log_teacher_RV, teacher_probs_RV, teacher_entropy_R, total_R = _normalise_(teacher_RV)
-    storage = log_student_RV, log_teacher_RV, probs_RV, teacher_probs_RV
-    cut_R = torch.zeros_like(total_R)
-    if clip is not None:
-        assert isinstance(divergence, Entrywise), "check_clip has refused others"
-        value_R, found_RV, cut_R = clipped_(divergence, clip, *storage)
-    elif gradient_RV is None:
-        value_R = divergence.value_alone(*storage)
-    else:
-        value_R, found_RV = divergence.value_and_gradient(*storage)
-    value_R.masked_fill_(value_R > INFINITE, torch.inf)
+    zero_R, first_R, push_RV = torch.zeros_like(total_R), torch.zeros_like(total_R), None
+    of_sampled = Drawn(zero_R, zero_R, torch.ones_like(total_R), None)
+    if sampled is not None:
+        ids_R1 = sampled.ids.unsqueeze(-1)
+        chosen = [log_RV.gather(-1, ids_R1).squeeze(-1) for log_RV in (log_student_RV, log_teacher_RV)]
+        first_R = (chosen[1] >= total_R.log().neg_()).to(total_R)
+        of_sampled = drawn(divergence, sampled, *chosen)
+        if of_sampled.force is not None and gradient_RV is not None:
+            push_RV = gradient_of(of_sampled.force, probs_RV, sampled.ids)
+    value_R, found_RV, cut_R = of_sampled.value, push_RV, zero_R
+    if not isinstance(divergence, SampledReverseKL):
+        storage = log_student_RV, log_teacher_RV, probs_RV, teacher_probs_RV
+        value_R, found_RV, cut_R = _compared_(divergence, clip, storage, gradient_RV is not None)
+        if push_RV is not None and found_RV is not None:
+            found_RV.add_(push_RV)
+    values_2R = torch.stack([value_R, of_sampled.pulled])
+    values_2R.masked_fill_(values_2R > INFINITE, torch.inf).masked_fill_(values_2R < -INFINITE, -torch.inf)
     if weights_R is not None:
-        value_R.mul_(weights_R).masked_fill_(weights_R == 0, 0.0)  # 0 * inf is NaN
+        values_2R.mul_(weights_R).masked_fill_(weights_R == 0, 0.0)  # 0 * inf is NaN
     if gradient_RV is not None:
+        assert found_RV is not None, "it was wanted"
         if slope_RV is not None:
             found_RV.mul_(slope_RV)
         if weights_R is not None:
             found_RV.mul_(weights_R.unsqueeze(-1))
         gradient_RV.copy_(found_RV)
-    return torch.stack([value_R, student_entropy_R, teacher_entropy_R, total_R / teacher_RV.size(-1), cut_R])
+    value_R, pulled_R = values_2R
+    ratio_R = total_R / teacher_RV.size(-1)
+    entropies = student_entropy_R, teacher_entropy_R
+    return torch.stack([value_R, *entropies, ratio_R, cut_R, pulled_R, same_R, first_R, of_sampled.importance])
+
+
+def _compared_(
+    divergence: Divergence, clip: float | None, storage: tuple[Tensor, Tensor, Tensor, Tensor], wanted: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The divergence of two distributions, its gradient if `wanted`, and whether an entry was clipped."""
+    if clip is not None:
+        assert isinstance(divergence, Entrywise), "check_clip has refused others"
+        return clipped_(divergence, clip, *storage)
+    uncut_R = storage[0].new_zeros(len(storage[0]))
+    if not wanted:
+        return divergence.value_alone(*storage), None, uncut_R
+    return *divergence.value_and_gradient(*storage), uncut_R
+
+
+def _same_first_(student_RV: Tensor, teacher_RV: Tensor) -> Tensor:
+    """Subtracts the largest logit of each row, in place; returns 1 where both have it at the same token, [R]."""
+    for logits_RV in (student_RV, teacher_RV):
+        logits_RV.sub_(logits_RV.amax(-1, keepdim=True))
+    # The largest sum, and not the place of the largest: on a CPU that takes four times as long.
+    return ((student_RV + teacher_RV).amax(-1) == 0).to(student_RV)
 
 
 def _normalise_(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Turns logits into log-probabilities, in place; returns these, the probabilities, the entropy [R], and the sum of
+    """Turns logits, of which the largest is 0, into log-probabilities, in place; returns these, the probabilities, the entropy [R], and the sum of
     the probabilities relative to the largest [R].
 
     Not `torch.log_softmax`: with it the probabilities would need the exponentials a second time, and on a CPU it sums
     them sequentially, which over a vocabulary costs a digit of the gradient.
     """
-    logits_RV.sub_(logits_RV.amax(-1, keepdim=True))
     probs_RV = logits_RV.exp()
     total_R1 = probs_RV.sum(-1, keepdim=True)
     logits_RV.sub_(total_R1.log())

@@ -11,6 +11,8 @@ Functions of the device are not annotated: their arguments are Triton's, which P
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,9 @@ from torch.nn.functional import pad
 
 from trl_opsd.losses.device import KERNELS, MEAN_GAP, THIRD_PASS, tanh
 from trl_opsd.losses.divergence import Divergence
-from trl_opsd.losses.elementwise import INFINITE, Finish
+from trl_opsd.losses.elementwise import INFINITE, STATISTICS, Finish
+from trl_opsd.losses.sampled import SampledReverseKL
+from trl_opsd.types import Sampled
 
 __all__ = ["KERNELS", "fused_"]
 
@@ -56,6 +60,9 @@ def _rows(  # type: ignore[no-untyped-def]
     student_bias,
     teacher_bias,
     weights,
+    ids,
+    pulls,
+    logprobs,
     statistics,
     rows,
     width,
@@ -77,19 +84,30 @@ def _rows(  # type: ignore[no-untyped-def]
     WEIGHTED: tl.constexpr,
     CLIPPED: tl.constexpr,
     GRADIENT: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    PULLED: tl.constexpr,
+    POLICY: tl.constexpr,
+    IMPORTANCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: statistics [5, R] and, in place of the logits or apart, the gradient."""
+    """One row: statistics [9, R] and, in place of the logits or apart, the gradient."""
     number = tl.program_id(0)
     row = number.to(tl.int64)
     student += row * student_stride
     teacher += row * teacher_stride
     gradient += row * gradient_stride
 
-    # Largest logit, sum of exponentials, and their sum times the logits, both relative to the largest so far.
+    chosen = -1
+    if SAMPLED:  # read before any other warp may write the gradient in its place
+        chosen = tl.load(ids + number).to(tl.int32)
+        chosen_s = _logits(student, student_bias, student_cap, chosen, width, padded, STUDENT_BIAS, STUDENT_CAP)
+        chosen_t = _logits(teacher, teacher_bias, teacher_cap, chosen, width, padded, TEACHER_BIAS, TEACHER_CAP)
+
+    # Largest logit, sum of exponentials, and their sum times the logits, both relative to the largest so far; and
+    # whether one column has both largest logits.
     top_s = _LOWEST
     top_t = _LOWEST
-    sum_s, sum_t, moment_s, moment_t, cross = 0.0, 0.0, 0.0, 0.0, 0.0
+    sum_s, sum_t, moment_s, moment_t, cross, same = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for start in range(0, padded, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = _logits(student, student_bias, student_cap, columns, width, padded, STUDENT_BIAS, STUDENT_CAP)
@@ -102,6 +120,8 @@ def _rows(  # type: ignore[no-untyped-def]
         if TOTAL == MEAN_GAP:
             cross = cross * scale_s + tl.sum(exp_s * (x - y), 0)
         sum_s, sum_t = sum_s * scale_s + tl.sum(exp_s, 0), sum_t * scale_t + tl.sum(exp_t, 0)
+        both = tl.max(tl.where((x >= new_s) & (y >= new_t), 1.0, 0.0), 0)
+        same = tl.where((new_s > top_s) | (new_t > top_t), both, tl.maximum(same, both))
         top_s, top_t = new_s, new_t
     log_s, log_t = tl.log(sum_s), tl.log(sum_t)
 
@@ -112,6 +132,27 @@ def _rows(  # type: ignore[no-untyped-def]
     if TOTAL == MEAN_GAP:
         total = cross / sum_s
     value, slopes, most = 0.0, 0.0, 0.0
+    pulled, first, force, importance = 0.0, 0.0, 0.0, 1.0
+    if SAMPLED:
+        log_ps, log_pt = chosen_s - top_s - log_s, chosen_t - top_t - log_t
+        first = tl.where(chosen_t >= top_t, 1.0, 0.0)
+        if PULLED:
+            force = tl.load(pulls + number)
+            pulled = -force * log_ps
+        if POLICY:
+            if IMPORTANCE:
+                importance = tl.minimum(tl.exp(log_ps - tl.load(logprobs + number)), setting)
+            value = importance * (log_ps - log_pt)
+            force -= value
+        total -= force  # the sum of the slopes, to which the sampled token adds
+    # Stored now, they take no registers in what follows.
+    tl.store(statistics + rows + number, log_s - moment_s / sum_s)
+    tl.store(statistics + 2 * rows + number, log_t - moment_t / sum_t)
+    tl.store(statistics + 3 * rows + number, sum_t / width)
+    tl.store(statistics + 5 * rows + number, _weighted(pulled, weight))
+    tl.store(statistics + 6 * rows + number, same)
+    tl.store(statistics + 7 * rows + number, first)
+    tl.store(statistics + 8 * rows + number, importance)
     for start in range(0, padded, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = _logits(student, student_bias, student_cap, columns, width, padded, STUDENT_BIAS, STUDENT_CAP)
@@ -123,22 +164,31 @@ def _rows(  # type: ignore[no-untyped-def]
         if TOTAL == THIRD_PASS:
             slopes += tl.sum(slope, 0)
         elif GRADIENT:
-            _store(gradient, columns, padded, slope - ps * total, weight, x, student_cap, STUDENT_CAP)
+            slope -= ps * total
+            if PULLED or POLICY:
+                slope -= tl.where(columns == chosen, force, 0.0)
+            _store(gradient, columns, padded, slope, weight, x, student_cap, STUDENT_CAP)
     if GRADIENT and TOTAL == THIRD_PASS:
+        slopes -= force
         for start in range(0, padded, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             x = _logits(student, student_bias, student_cap, columns, width, padded, STUDENT_BIAS, STUDENT_CAP)
             y = _logits(teacher, teacher_bias, teacher_cap, columns, width, padded, TEACHER_BIAS, TEACHER_CAP)
             _, slope, ps, _ = _terms(x, y, top_s, top_t, log_s, log_t, setting, drift, clip, TERMS, CLIPPED)
-            _store(gradient, columns, padded, slope - ps * slopes, weight, x, student_cap, STUDENT_CAP)
+            slope -= ps * slopes
+            if PULLED or POLICY:
+                slope -= tl.where(columns == chosen, force, 0.0)
+            _store(gradient, columns, padded, slope, weight, x, student_cap, STUDENT_CAP)
 
-    value = tl.where(value > _INFINITE, float("inf"), value)
-    value = tl.where(weight == 0.0, 0.0, value * weight)  # 0 * inf is NaN
-    tl.store(statistics + number, value)
-    tl.store(statistics + rows + number, log_s - moment_s / sum_s)
-    tl.store(statistics + 2 * rows + number, log_t - moment_t / sum_t)
-    tl.store(statistics + 3 * rows + number, sum_t / width)
+    tl.store(statistics + number, _weighted(value, weight))
     tl.store(statistics + 4 * rows + number, most)
+
+
+@triton.jit
+def _weighted(value, weight):  # type: ignore[no-untyped-def]
+    """Nats times weight; infinite beyond what finite logits can cause."""
+    value = tl.where(value > _INFINITE, float("inf"), tl.where(value < -_INFINITE, float("-inf"), value))
+    return tl.where(weight == 0.0, 0.0, value * weight)  # 0 * inf is NaN
 
 
 @triton.jit
@@ -177,6 +227,7 @@ def fused_(
     student_RV: Tensor,
     teacher_RV: Tensor,
     weights_R: Tensor | None,
+    sampled: Sampled | None,
     gradient_RV: Tensor | None,
 ) -> Tensor:
     """What [`eager_`] does, in one kernel, for the divergences of [`KERNELS`].
@@ -191,8 +242,11 @@ def fused_(
     weights_R = None if weights_R is None else weights_R.float().contiguous()  # it may be one expanded number
     kernel = KERNELS[type(divergence)]
     total = kernel.total if clip is None else THIRD_PASS.value
-    setting = float(getattr(divergence, kernel.setting)) if kernel.setting else 0.0
-    statistics_5R = torch.empty(5, rows, device=student_RV.device)
+    setting = getattr(divergence, kernel.setting) if kernel.setting else 0.0
+    setting = math.inf if setting is None else float(setting)
+    policy = isinstance(divergence, SampledReverseKL)
+    drawn = Sampled(student_RV) if sampled is None else sampled
+    statistics_9R = torch.empty(STATISTICS, rows, device=student_RV.device)
     out_RV = student_RV if gradient_RV is None else gradient_RV
     _rows[(rows,)](
         student_RV,
@@ -200,7 +254,9 @@ def fused_(
         out_RV,
         *(student_RV if bias is None else bias for bias in biases),
         student_RV if weights_R is None else weights_R,
-        statistics_5R,
+        drawn.ids,
+        *(student_RV if one is None else one.float().contiguous() for one in (drawn.pull, drawn.logprobs)),
+        statistics_9R,
         rows,
         width,
         padded,
@@ -221,7 +277,11 @@ def fused_(
         WEIGHTED=weights_R is not None,
         CLIPPED=clip is not None,
         GRADIENT=gradient_RV is not None,
+        SAMPLED=sampled is not None,
+        PULLED=drawn.pull is not None,
+        POLICY=policy,
+        IMPORTANCE=policy and drawn.logprobs is not None,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
-    return statistics_5R
+    return statistics_9R

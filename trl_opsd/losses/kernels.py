@@ -13,6 +13,7 @@ import torch
 
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.elementwise import Finish, Step, eager_
+from trl_opsd.types import Sampled
 
 _CLIP = 0.01
 """Nats, where the kernel is tried with a clip."""
@@ -72,6 +73,7 @@ def _on_a_tile(
     rows, columns = _TRIED
     values = torch.randn(2, rows, 128, generator=torch.Generator().manual_seed(0)).mul_(3).to(device)
     student_RV, teacher_RV = values[..., :columns]
-    plain = Finish(None, None)
-    statistics = step(divergence, clip, (plain, plain), student_RV, teacher_RV, None, student_RV)
+    plain, numbers_R = Finish(None, None), torch.arange(rows, device=device)
+    sampled = Sampled(ids=numbers_R, pull=numbers_R - 1.0, logprobs=-1.0 - numbers_R)
+    statistics = step(divergence, clip, (plain, plain), student_RV, teacher_RV, None, sampled, student_RV)
     return (*statistics, student_RV)

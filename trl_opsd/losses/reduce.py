@@ -28,20 +28,28 @@ def reduce(per_token: PerToken, weights: Tensor, num_items: Tensor | float | Non
         num_items = total.where(total > 0, 1.0)
     elif isinstance(num_items, Tensor):
         num_items = num_items.to(divergence.device)
-    uniform, clipped, none_B = per_token.teacher_uniform, per_token.clipped, weights_BC.new_zeros(len(weights_BC))
+    none_B = weights_BC.new_zeros(len(weights_BC))
 
     def sums(values_N: Tensor, factors_BC: Tensor | float = 1.0) -> Tensor:
         # Scattered, because to select the weights of the tokens would wait for the device.
         return (torch.zeros_like(weights_BC).masked_scatter(counts_BC, values_N.to(weights_BC)) * factors_BC).sum(1)
 
+    def sums_if_known(values_N: Tensor | None, factors_BC: Tensor | float = 1.0) -> Tensor:
+        return none_B if values_N is None else sums(values_N, factors_BC)
+
+    pulled_B = sums_if_known(per_token.pulled)
     columns = (
         weights_BC.sum(1),
-        sums(divergence.detach()),
+        sums(divergence.detach()) - pulled_B,
         sums(per_token.student_entropy, weights_BC),
         sums(per_token.teacher_entropy, weights_BC),
         counts_BC.sum(1).to(weights_BC),
-        none_B if uniform is None else sums(uniform),
-        none_B if clipped is None else sums(clipped),
+        sums_if_known(per_token.teacher_uniform),
+        sums_if_known(per_token.clipped),
+        pulled_B,
+        sums_if_known(per_token.same_first),
+        sums_if_known(per_token.teacher_first),
+        sums_if_known(per_token.importance),
     )
     return LossParts(
         # The gradient of `sum` is one expanded number for all tokens, which the streamed loss recognises for free.

@@ -10,6 +10,7 @@ from trl_opsd.losses.adaptive import AdaptiveKL
 from trl_opsd.losses.bounded import AlphaDivergence, TotalVariation
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.kl import ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.skewed import SkewedForwardKL, SkewedReverseKL
 
 
@@ -23,6 +24,8 @@ class Settings:
     """Share of a skewed KL's own distribution in the mixture."""
     alpha: float = 0.5
     """Of the alpha-divergence: towards the reverse KL near 0, towards the forward KL near 1."""
+    clip_max: float | None = 3.0
+    """Largest importance weight of a sampled token; `None` for no bound."""
 
 
 DIVERGENCES: MappingProxyType[str, Callable[[Settings], Divergence]] = MappingProxyType(
@@ -35,14 +38,19 @@ DIVERGENCES: MappingProxyType[str, Callable[[Settings], Divergence]] = MappingPr
         "total_variation": lambda given: TotalVariation(),
         "alpha_divergence": lambda given: AlphaDivergence(given.alpha),
         "adaptive_kl": lambda given: AdaptiveKL(),
+        "sampled_reverse_kl": lambda given: SampledReverseKL(given.clip_max),
     }
 )
 """Factories by name; a new entry is a new value of `divergence`."""
 
 READ: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
-    {"skew": ("skewed_forward_kl", "skewed_reverse_kl"), "alpha": ("alpha_divergence",)}
+    {
+        "skew": ("skewed_forward_kl", "skewed_reverse_kl"),
+        "alpha": ("alpha_divergence",),
+        "vllm_importance_sampling_clip_max": ("sampled_reverse_kl",),
+    }
 )
-"""The divergences that read a setting, but for `beta`."""
+"""The divergences that read an option, but for `beta`."""
 
 BETAS: MappingProxyType[str, float] = MappingProxyType({"forward_kl": 0.0, "reverse_kl": 1.0})
 """TRL's `beta` of the divergences that correspond to a single value of it."""

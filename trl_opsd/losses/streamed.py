@@ -21,9 +21,10 @@ from torch.autograd.function import once_differentiable
 from trl_opsd.losses.clipping import check_clip
 from trl_opsd.losses.comparable import check_comparable
 from trl_opsd.losses.divergence import Divergence
-from trl_opsd.losses.elementwise import Finish, eager_
+from trl_opsd.losses.elementwise import STATISTICS, Finish, eager_
 from trl_opsd.losses.kernels import step_for
-from trl_opsd.types import LazyLogits, PerToken
+from trl_opsd.losses.sampled import check_sampled
+from trl_opsd.types import LazyLogits, PerToken, Sampled
 
 TILE_BYTES = 600_000_000
 """Memory limit of all tiles of one call when `chunk_tokens` is `None`, in bytes."""
@@ -37,6 +38,8 @@ heads of 151936 and 152064 rows share 151665 ids."""
 _BLOCK_ELEMENTS = {"cpu": 1 << 17}
 """Logits of a block, which goes through all elementwise steps before the next: on a CPU, as many as fit its cache."""
 _BLOCK_ELEMENTS_ELSEWHERE = 1 << 24
+_PULLED = 5
+"""Which of the statistics of a step is what the pull adds."""
 _ROUNDING = 1e-6
 """Logits are taken as equal if they are this far below the largest on average, in nats: the rounding of their products.
 A model whose logits are spread by only 1e-2, as those of a tiny random one are, is beyond it up to a temperature of
@@ -51,6 +54,7 @@ def streamed_divergence(
     chunk_tokens: int | None = None,
     vocabulary: int | None = None,
     kl_clip: float | None = None,
+    sampled: Sampled | None = None,
 ) -> PerToken:
     """The per-token divergence between two models, without materialising either model's logits in full.
 
@@ -83,6 +87,9 @@ def streamed_divergence(
             `None`, all rows are used and both heads must have the same number.
         kl_clip (`float`, *optional*):
             Most that each token of the vocabulary may add, in nats. Only for the divergences of this package.
+        sampled ([`~types.Sampled`], *optional*):
+            The token that was sampled at each position, and how much the student is pulled towards it. Needed by
+            [`SampledReverseKL`].
 
     Returns:
         [`PerToken`]: in nats; `inf` where one model excludes a token that the other expects, `nan` where the gradient
@@ -93,21 +100,26 @@ def streamed_divergence(
     """
     check_comparable(student, teacher, weights, chunk_tokens, vocabulary)
     check_clip(kl_clip, divergence)
+    check_sampled(sampled, divergence, len(student.hidden), vocabulary or len(student.head.weight))
     dtypes = _product_dtype(student), _product_dtype(teacher)
-    fold = _Fold(student, teacher, divergence, kl_clip, dtypes, chunk_tokens, vocabulary)
+    fold = _Fold(student, teacher, divergence, kl_clip, sampled, dtypes, chunk_tokens, vocabulary)
     inputs = (student.hidden, student.head.weight, student.head.bias)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         value_N, *others = _Streamed.apply(*inputs, weights, fold)
     else:
         with torch.no_grad():
             (value_N, *others), _ = fold.run(weights, (False, False, False))
-    student_entropy_N, teacher_entropy_N, mean_ratio_N, clipped_N = others
+    student_entropy_N, teacher_entropy_N, mean_ratio_N, clipped_N, pulled_N, same_N, first_N, importance_N = others
     return PerToken(
         divergence=value_N,
         student_entropy=student_entropy_N,
         teacher_entropy=teacher_entropy_N,
         teacher_uniform=mean_ratio_N > 1 - _ROUNDING,
         clipped=clipped_N,
+        pulled=pulled_N,
+        same_first=same_N,
+        teacher_first=None if sampled is None else first_N,
+        importance=importance_N,
     )
 
 
@@ -152,6 +164,7 @@ class _Fold:
     teacher: LazyLogits
     divergence: Divergence
     clip: float | None
+    sampled: Sampled | None
     dtypes: tuple[torch.dtype, torch.dtype]
     chunk_tokens: int | None
     vocabulary: int | None
@@ -161,7 +174,7 @@ class _Fold:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         """Statistics of each token, [N], and the gradients of student hidden, weight and bias, if `wanted`.
 
-        The statistics are those of [`~losses.elementwise.Step`]. The gradients are those of the
+        The statistics are those of [`~losses.elementwise.Step`], the first with what the pull adds. The gradients are those of the
         sum of the weighted divergences, in float32.
         """
         student = _Side.of(self.student, self.dtypes[0], self.vocabulary)
@@ -183,7 +196,7 @@ class _Fold:
         step = step_for(self.divergence, self.clip, device)
         step_rows = _block_rows(student_CV) if step is eager_ else tile_tokens
         finishes, objective = (student.finish, teacher.finish), (self.divergence, self.clip)
-        statistics_5N = torch.empty(5, tokens, device=device)
+        statistics_9N = torch.empty(STATISTICS, tokens, device=device)
         head_rows = self.student.head.weight.size(0)
         shapes = (tokens, width), (head_rows, width), (head_rows,)
         # The first group overwrites, so zeros are needed only if there is no group, or for head rows past `vocabulary`.
@@ -200,13 +213,15 @@ class _Fold:
                 for rows in _spans(tile.start, tile.stop, step_rows):
                     here, weights_R = _shift(rows, -tile.start), None if weights_N is None else weights_N[rows]
                     products = student_CV[here], teacher_CV[here]
+                    drawn = None if self.sampled is None else self.sampled.rows(rows)
                     gradient_RV = gradient_GV[_shift(rows, -group.start)] if any(wanted) else None
-                    statistics_5N[:, rows] = step(*objective, finishes, *products, weights_R, gradient_RV)
+                    statistics_9N[:, rows] = step(*objective, finishes, *products, weights_R, drawn, gradient_RV)
             student.backproject_(gradient_GV, group, hidden_NH, *shared)
+        statistics_9N[0].add_(statistics_9N[_PULLED])
         if hidden_NH is not None:  # no divergence without a gradient: that of a user may be NaN where its value is not
             broken_N = ~hidden_NH.sum(-1).isfinite()
-            statistics_5N[0].masked_fill_(broken_N & statistics_5N[0].isfinite(), torch.nan)
-        return tuple(statistics_5N), gradients
+            statistics_9N[0].masked_fill_(broken_N & statistics_9N[0].isfinite(), torch.nan)
+        return tuple(statistics_9N), gradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,8 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         "distillation_mode": _FULL_VOCABULARY,
         "distillation_topk": _FULL_VOCABULARY,
         "distillation_add_tail": _FULL_VOCABULARY,
-        "distillation_is_clip": "completions are sampled by the student that is trained: there is nothing to correct",
+        "distillation_is_clip": "it is called `vllm_importance_sampling_clip_max`",
+        "vllm_importance_sampling_cap": "it is called `vllm_importance_sampling_clip_max`",
         "distillation_weight": "distillation is the whole loss: scale the `learning_rate`",
         "distillation_objective": "it is called `divergence`",
         "loss_top_k": _FULL_VOCABULARY,
@@ -179,7 +180,7 @@ FAMILIES: MappingProxyType[str, str] = MappingProxyType(
         "sapo_": _NO_REWARDS,
         "vespo_": _NO_REWARDS,
         "uld_": _ONE_TOKENIZER,
-        "vllm_importance_sampling_": "every weight sync is verified instead, see `vllm_sync_check`",
+        "vllm_importance_sampling_": "weights of single tokens are bounded by `vllm_importance_sampling_clip_max`",
         "precompute_ref_": "completions are new in each step, so the teacher cannot read them before",
     }
 )

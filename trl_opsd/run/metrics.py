@@ -23,6 +23,7 @@ class Metric:
 
 
 _OVER_TOKENS = "weighted mean over the tokens in the loss, of all processes and micro-batches"
+_OF_ALL = "over the tokens in the loss, of all processes and micro-batches"
 _OVER_PROMPTS = "all processes; mean over prompts with at least two completions in the loss, then over steps"
 _WITH_GROUPS = "`num_generations` above 1, in evaluations `num_generations_eval`; not where processes share rows"
 _WITH_DATASET = "`lmbda` below 1; not where processes share rows"
@@ -45,7 +46,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "divergence/clipped": Metric(
             unit="1",
             meaning="Share of the tokens in which at least one entry of the vocabulary was above `kl_clip`.",
-            reduced="over the tokens in the loss, of all processes and micro-batches",
+            reduced=_OF_ALL,
             appears="`kl_clip`",
         ),
         "entropy/student": Metric(
@@ -59,6 +60,31 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             meaning="Entropy of the teacher's next-token distribution in the loss.",
             reduced=_OVER_TOKENS,
             appears=_WITH_TOKENS,
+        ),
+        "agreement/first": Metric(
+            unit="1",
+            meaning="Share of the tokens where student and teacher find the same token likeliest.",
+            reduced=_OF_ALL,
+            appears=_WITH_TOKENS,
+        ),
+        "agreement/sampled": Metric(
+            unit="1",
+            meaning="Share of the tokens that are the teacher's likeliest.",
+            reduced=_OF_ALL,
+            appears=_WITH_TOKENS,
+        ),
+        "pull/mean": Metric(
+            unit="nats",
+            meaning="What rewards and completions of the dataset add to the divergence, per token.",
+            reduced=_OVER_TOKENS,
+            appears="rows with a `pull`",
+            evaluated=False,
+        ),
+        "importance/mean": Metric(
+            unit="1",
+            meaning="Importance weight of a sampled token, after its bound.",
+            reduced=_OF_ALL,
+            appears='`divergence="sampled_reverse_kl"` with an engine, at temperature 1',
         ),
         "group/divergence_std": Metric(
             unit="nats",
@@ -217,15 +243,25 @@ def token_metrics(totals: Mapping[str, float], seconds: Mapping[str, float], ste
         "divergence/mean": totals["divergence"] / weight,
         "entropy/student": totals["student_entropy"] / weight,
         "entropy/teacher": totals["teacher_entropy"] / weight,
-        **({"divergence/clipped": totals["clipped"] / totals["tokens"]} if "clipped" in totals else {}),
+        **({"pull/mean": totals["pulled"] / weight} if "pulled" in totals else {}),
+        **{name: totals[of] / totals["tokens"] for name, of in _SHARES.items() if of in totals},
         **{f"time/{phase}": spent / steps for phase, spent in seconds.items()},
         "tokens_per_second": totals["tokens"] / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),
     }
 
 
+_OF_LOSS = ("divergence/", "entropy/", "agreement/", "pull/", "importance/", "time/", "tokens")
+_SHARES = {
+    "divergence/clipped": "clipped",
+    "agreement/first": "same_first",
+    "agreement/sampled": "teacher_first",
+    "importance/mean": "importance",
+}
+"""Means over tokens without weights, and their sums in [`LossParts.ROW_NAMES`]."""
+
 _TAKEN = {
     *("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"),
-    *(name for name in METRICS if name.startswith(("divergence/", "entropy/", "time/", "tokens"))),
+    *(name for name in METRICS if name.startswith(_OF_LOSS)),
 }
 """Names that are logged from elsewhere, and would win over or lose to a recorded number."""
 

@@ -7,14 +7,30 @@ from collections.abc import Iterator
 from typing import Any
 
 from trl_opsd._compat.trl import DistillationConfig
-from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD
+from trl_opsd.losses import DIVERGENCES, Divergence, GeneralizedJSD, SampledReverseKL
 from trl_opsd.losses.clipping import check_clip
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import BETAS, READ
 from trl_opsd.run.overlap_options import check_optimizer
 from trl_opsd.run.ranges import above, at_least_one, between, in_range, one_of
 
-__all__ = ["check_divergence", "check_objective", "shape_in_words", "temperatures_in_words", "unread_objective"]
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0, -1, None),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (1.0,),
+    "lmbda": (1.0,),
+}
+"""Options of sampling, and the values with which tokens are drawn from the student's whole distribution."""
+
+__all__ = [
+    "check_divergence",
+    "check_objective",
+    "check_shapes",
+    "shape_in_words",
+    "temperatures_in_words",
+    "unread_objective",
+]
 
 
 def check_objective(args: DistillationConfig) -> None:
@@ -77,13 +93,37 @@ def check_divergence(divergence: Any) -> None:
 
 def _check_settings(args: DistillationConfig) -> None:
     """Refuses settings that are out of range, and shapes that a divergence cannot have."""
-    for name in READ:
+    for name in ("skew", "alpha"):
         between(name, getattr(args, name), 0.0, 1.0)
     in_range("position_discount", args.position_discount, 0.0, 1.0, open_below=True)
-    for name in ("kl_clip", "student_temperature", "teacher_temperature"):
+    for name in ("kl_clip", "vllm_importance_sampling_clip_max", "student_temperature", "teacher_temperature"):
         if getattr(args, name) is not None:
             above(name, getattr(args, name), 0.0)
-    check_clip(args.kl_clip, args.build_divergence())
+    check_shapes(args, args.build_divergence())
+
+
+def check_shapes(args: DistillationConfig, divergence: Divergence) -> None:
+    """Refuses options that a divergence cannot have.
+
+    A policy gradient is that of the distribution which the tokens were drawn from, and no other token tells of them.
+
+    Raises:
+        ValueError: The divergence is one of sampled tokens, and they are not drawn from the student's distribution in
+            the loss; or `kl_clip` is set, and its entries are not known.
+    """
+    check_clip(args.kl_clip, divergence)
+    if not isinstance(divergence, SampledReverseKL):
+        return
+    tempers = args.student_temperature not in (None, args.temperature)
+    apart = {name: getattr(args, name) for name, plain in _PLAIN.items() if getattr(args, name) not in plain}
+    if tempers:
+        apart["student_temperature"] = args.student_temperature
+    for name, value in apart.items():
+        raise ValueError(
+            f"`{name}={value!r}` with a divergence of sampled tokens, 'sampled_reverse_kl': they are then not drawn from "
+            "the student's distribution in the loss, whose gradient it estimates. Leave the option out, or set "
+            "`divergence='reverse_kl'`, which reads the whole vocabulary."
+        )
 
 
 def temperatures_in_words(student: float, teacher: float) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trl_opsd.losses import Divergence, reduce, streamed_divergence
 from trl_opsd.teacher.routed import Share
-from trl_opsd.types import LazyLogits, LossParts, OutputHead
+from trl_opsd.types import LazyLogits, LossParts, OutputHead, Rollout
 
 
 def compared(
@@ -19,6 +19,7 @@ def compared(
     head: OutputHead,
     teacher_heads: Sequence[OutputHead],
     shares: Sequence[Share],
+    rollout: Rollout,
     num_items: Tensor | float | None,
     *,
     divergence: Divergence,
@@ -38,6 +39,8 @@ def compared(
             Of all teachers, in their order.
         shares (`Sequence[Share]`):
             The tokens in the loss by teacher, with its targets, as [`~teacher.routed.shares`] returns them.
+        rollout ([`~types.Rollout`]):
+            The B rows, with the tokens that were sampled.
         num_items (`torch.Tensor` or `float`, *optional*):
             Denominator: the sum of weights over the whole optimizer step. `None` means over this micro-batch.
         divergence ([`~losses.Divergence`]):
@@ -65,6 +68,7 @@ def compared(
             chunk_tokens=chunk_tokens,
             vocabulary=vocabulary,
             kl_clip=kl_clip,
+            sampled=share.of_tokens(rollout, device),
         )
         part = reduce(per_token, share.weights_BC, num_items)
         parts = part if parts is None else parts + part

@@ -15,7 +15,7 @@ from trl_opsd.run.targets import check_targets
 from trl_opsd.teacher.alignment import prove_alignment
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.guards import check_depends_on_input
-from trl_opsd.types import OutputHead, Rollout, RowTargets, TeacherTargets
+from trl_opsd.types import OutputHead, Rollout, RowTargets, Sampled, TeacherTargets
 
 
 def targets_of(
@@ -70,6 +70,13 @@ class Share:
     def of_student(self, hidden_BCH: Tensor, device: torch.device) -> Tensor:
         """The student's states of these tokens, [N, H], on a device; differentiable."""
         return _selected(hidden_BCH.flatten(0, 1), self.places_N).to(device, non_blocking=True)
+
+    def of_tokens(self, rollout: Rollout, device: torch.device) -> Sampled:
+        """These tokens, and what is known of how they were sampled, on a device."""
+        tokens = rollout.completion_ids.size(1)
+        pull_BC = None if rollout.pull is None else rollout.pull[:, None].expand(-1, tokens)
+        each = (rollout.completion_ids, pull_BC, rollout.logprobs)
+        return Sampled(*(None if one is None else _selected(one.flatten(), self.places_N) for one in each)).to(device)
 
     def of_teacher(self, device: torch.device) -> Tensor:
         """The teacher's states of these tokens, [N, H], on a device; no copy unless its head has moved since."""

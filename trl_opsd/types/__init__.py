@@ -3,6 +3,7 @@
 from trl_opsd.types.logits import LazyLogits, OutputHead
 from trl_opsd.types.loss import LossParts, PerToken
 from trl_opsd.types.rollout import Completion, Length, Rollout, lengths_of
+from trl_opsd.types.sampled import Sampled
 from trl_opsd.types.targets import RowTargets, TeacherTargets
 from trl_opsd.types.weight import Weight
 
@@ -15,6 +16,7 @@ __all__ = [
     "PerToken",
     "Rollout",
     "RowTargets",
+    "Sampled",
     "TeacherTargets",
     "Weight",
     "lengths_of",

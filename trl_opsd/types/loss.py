@@ -25,6 +25,14 @@ class PerToken:
     """[N], whether the teacher's logits are all equal, which leaves nothing to learn; `None` where it is not known."""
     clipped: Tensor | None = None
     """[N], float32, 1 where a token of the vocabulary would have added more than `kl_clip`; `None` where not known."""
+    pulled: Tensor | None = None
+    """[N], no gradient: what `Sampled.pull` has added to `divergence`, times the weight; `None` where nothing was."""
+    same_first: Tensor | None = None
+    """[N], float32, 1 where the same token is the likeliest of both models; `None` where not known."""
+    teacher_first: Tensor | None = None
+    """[N], float32, 1 where the sampled token is the teacher's likeliest; `None` where not known."""
+    importance: Tensor | None = None
+    """[N], float32, importance weight of the sampled token, 1 where it has none; `None` where not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +47,21 @@ class LossParts:
         "tokens",
         "teacher_uniform",
         "clipped",
+        "pulled",
+        "same_first",
+        "teacher_first",
+        "importance",
     )
     """Names of the columns of `rows`."""
 
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 7], float32, in the order of `ROW_NAMES`: per row, the sum of the weights, three sums of nats times weight,
+    """[B, 11], float32, in the order of `ROW_NAMES`: per row, the sum of the weights, three sums of nats times weight,
     the number of tokens in the loss, of those for which all logits of the teacher are equal, and of those in which
-    `kl_clip` has clipped an entry.
+    `kl_clip` has clipped an entry; what `pull` has added to the loss, in nats times weight; the number of tokens whose
+    likeliest is the same for both models, and of those that are the teacher's likeliest; and a sum of importance
+    weights.
     """
 
     def __add__(self, other: LossParts) -> LossParts:

@@ -42,6 +42,11 @@ class Rollout:
     """[B, C], 1 where the token is real and may be attended to."""
     weights: Tensor
     """[B, C], float32: weight of each token in the loss, at least 0; 0 for padding and for tool output."""
+    pull: Tensor | None = None
+    """[B], float32: how much each row's tokens are pulled towards what was written, in nats per nat; `None` for none."""
+    logprobs: Tensor | None = None
+    """[B, C], float32: log-probability of each token in the distribution that it was drawn from, in nats, 0 for padding;
+    `None` where the rollout does not say."""
     lengths: tuple[Length, ...] | None = None
     """B of them, in host memory; `None` where they were not read from the masks yet."""
     begins_at: int | None = None
@@ -66,6 +71,8 @@ class Rollout:
             weights=weights,
             lengths=None if (known := batch.get("lengths")) is None else tuple(known),
             begins_at=batch.get("begins_at"),
+            pull=batch.get("pull"),
+            logprobs=batch.get("logprobs"),
         )
 
     @property
@@ -120,6 +127,7 @@ class Rollout:
             completion_ids=self.completion_ids[:, :completion],
             completion_mask=self.completion_mask[:, :completion],
             weights=self.weights[:, :completion],
+            logprobs=None if self.logprobs is None else self.logprobs[:, :completion],
             lengths=lengths,
         )
 

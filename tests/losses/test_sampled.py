@@ -1,0 +1,199 @@
+"""What the sampled tokens add to the loss equals the oracle; the policy gradient has the mean of the reverse KL's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from trl_opsd.losses import (
+    AdaptiveKL,
+    ForwardKL,
+    GeneralizedJSD,
+    LazyLogits,
+    OutputHead,
+    ReverseKL,
+    Sampled,
+    SampledReverseKL,
+    dense_divergence,
+    streamed_divergence,
+)
+
+pytestmark = pytest.mark.quick
+
+CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+FIELDS = ("divergence", "pulled", "same_first", "teacher_first", "importance", "student_entropy")
+every_objective = pytest.mark.parametrize(
+    ("divergence", "clip"),
+    [
+        (ForwardKL(), None),
+        (ReverseKL(), None),
+        (ReverseKL(), 0.02),
+        (GeneralizedJSD(0.3), None),
+        (AdaptiveKL(), None),
+        (SampledReverseKL(), None),
+        (SampledReverseKL(1.5), None),
+        (SampledReverseKL(None), None),
+    ],
+    ids=repr,
+)
+
+
+def sampled(tokens: int, vocabulary: int, *, pull: bool = True, logprobs: bool = True) -> Sampled:
+    """Tokens, pulls of both signs, and log-probabilities with which some importance weights are beyond a bound."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(vocabulary, (tokens,), generator=generator)
+    pulls, logs = torch.randn(tokens, generator=generator), -9 * torch.rand(tokens, generator=generator) - 1
+    return Sampled(ids, pulls if pull else None, logs if logprobs else None)
+
+
+def assert_same(ours, oracle, **tolerance):
+    (per_token, grads), (expected, expected_grads) = ours, oracle
+    for name in FIELDS:
+        found, right = (getattr(one, name).detach().float() for one in (per_token, expected))
+        assert_close(found, right, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+    assert_close(grads, expected_grads, **tolerance)
+
+
+class TestEqualsTheOracle:
+    @every_objective
+    @pytest.mark.parametrize("rich", [False, True], ids=["plain", "bias-scale-cap-temperature"])
+    @pytest.mark.parametrize("given", [{"pull": False, "logprobs": False}, {"logprobs": False}, {"pull": False}, {}])
+    def test_values_and_gradients_of_sampled_tokens(self, make_pair, gradients, divergence, clip, rich, given):
+        pair, weights = make_pair(11, 101, rich=rich), torch.linspace(0, 2, 11)
+        args = pair, divergence, weights, 4, 90, clip, sampled(11, 90, **given)
+        ours, oracle = (gradients(compute, *args) for compute in (streamed_divergence, dense_divergence))
+        assert_same(ours, oracle, **CLOSE)
+        if given.get("pull", True):
+            assert oracle[0].pulled.abs().sum() > 1
+        if isinstance(divergence, SampledReverseKL) and given.get("logprobs", True) and divergence.clip_max:
+            assert (oracle[0].importance == divergence.clip_max).any()
+            assert (oracle[0].importance < divergence.clip_max).any()
+
+    @every_objective
+    def test_sampled_tokens_of_models_in_bfloat16(self, make_pair, gradients, divergence, clip):
+        pair = make_pair(11, 101)
+        pair = tuple(
+            replace(one, hidden=one.hidden.bfloat16(), head=OutputHead(one.head.weight.bfloat16())) for one in pair
+        )
+        args = pair, divergence, None, 4, None, clip, sampled(11, 101)
+        (found, grads), (expected, right) = (gradients(one, *args) for one in (streamed_divergence, dense_divergence))
+        assert_close(found.divergence, expected.divergence, rtol=1e-3, atol=1e-3)
+        for one, other in zip(grads, right, strict=True):
+            assert one.dtype == torch.bfloat16
+            # On a CPU products are in float32, so all that is rounded is the gradient itself.
+            assert (one.float() - other.float()).abs().max() <= 2**-7 * other.abs().max()
+
+    @pytest.mark.parametrize("divergence", [ForwardKL(), SampledReverseKL()], ids=repr)
+    def test_upstream_gradients_of_sampled_tokens_may_differ(self, make_pair, gradients, divergence):
+        args = make_pair(7, rich=True), divergence, torch.linspace(0.5, 2, 7), 3, None, None, sampled(7, 37)
+        differ = {"upstream": lambda values: (values * torch.linspace(-1, 2, 7)).sum()}
+        ours, oracle = (gradients(compute, *args, **differ) for compute in (streamed_divergence, dense_divergence))
+        assert_same(ours, oracle, rtol=1e-4, atol=1e-4)
+
+    def test_ids_alone_change_no_loss(self, make_pair, gradients):
+        pair, ids = make_pair(7, rich=True), sampled(7, 37, pull=False, logprobs=False)
+        without, with_ids = (gradients(streamed_divergence, pair, ReverseKL(), sampled=one) for one in (None, ids))
+        assert torch.equal(without[0].divergence, with_ids[0].divergence)
+        assert all(torch.equal(*each) for each in zip(without[1], with_ids[1], strict=True))
+        assert without[0].teacher_first is None
+
+    def test_a_sampled_token_that_a_model_excludes_is_infinite(self, make_pair):
+        student, teacher = make_pair(4)
+        bias = torch.zeros(37).index_fill_(0, torch.tensor([5]), -torch.inf)
+        excluding = replace(student, head=replace(student.head, bias=bias))
+        of = Sampled(torch.tensor([5, 5, 5, 1]), pull=torch.tensor([1.0, 0.0, -1.0, 1.0]))
+        found = streamed_divergence(excluding, teacher, SampledReverseKL(None), sampled=of)
+        assert found.pulled[:3].tolist() == [torch.inf, 0.0, -torch.inf]
+        assert found.pulled[3].isfinite()
+        excluding = replace(teacher, head=replace(teacher.head, bias=bias))
+        found = streamed_divergence(student, excluding, SampledReverseKL(), sampled=Sampled(of.ids))
+        assert found.divergence[:3].tolist() == [torch.inf] * 3
+        assert found.divergence[3].isfinite()
+
+
+def test_the_mean_of_the_policy_gradient_is_the_gradient_of_the_reverse_kl():
+    """Over all tokens of a small vocabulary, by their probabilities; also if another policy has sampled them."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = 7
+    logits, teacher_logits, other_logits = torch.randn(3, vocabulary, generator=generator, dtype=torch.float64)
+    head = OutputHead(torch.eye(vocabulary, dtype=torch.float64))
+    teacher = LazyLogits(teacher_logits.expand(vocabulary, -1), head)
+    ids = torch.arange(vocabulary)
+
+    def found(divergence, weights, of):
+        hidden = logits.clone().requires_grad_()
+        student = LazyLogits(hidden.expand(vocabulary, -1), head)
+        value = dense_divergence(student, teacher, divergence, weights, sampled=of).divergence
+        return value.detach(), torch.autograd.grad(value.sum(), hidden)[0]
+
+    uniform = torch.full((vocabulary,), 1 / vocabulary, dtype=torch.float64)
+    value, gradient = found(ReverseKL(), uniform, None)
+    for sampler, logprobs in ((logits, False), (other_logits, True)):
+        probabilities = sampler.softmax(0)
+        of = Sampled(ids, logprobs=probabilities.log() if logprobs else None)
+        estimate, mean = found(SampledReverseKL(None), probabilities, of)
+        assert_close(mean, gradient, rtol=1e-7, atol=1e-9)
+        assert_close(estimate.sum(), value.sum(), rtol=1e-6, atol=1e-7)
+
+
+def test_the_pull_is_cross_entropy_with_the_sampled_token(make_pair):
+    student, teacher = make_pair(6)
+    hidden = student.hidden.requires_grad_()
+    of = Sampled(torch.randint(37, (6,), generator=torch.Generator().manual_seed(1)), torch.full((6,), 0.7))
+    one = streamed_divergence(student, teacher, ForwardKL(), sampled=of).divergence.sum()
+    other = streamed_divergence(student, teacher, ForwardKL()).divergence.sum()
+    expected = 0.7 * torch.nn.functional.cross_entropy(hidden @ student.head.weight.T, of.ids, reduction="sum")
+    assert_close(one - other, expected)
+    found, right = (torch.autograd.grad(loss, hidden)[0] for loss in (one - other, expected))
+    assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+class TestFirstChoices:
+    """The likeliest token of each model, and the sampled one."""
+
+    LOGITS = torch.tensor([[3.0, 1.0, 0.0], [0.0, 5.0, 1.0], [2.0, 2.0, 1.0]])
+    OF_TEACHER = torch.tensor([[2.0, 1.0, 0.0], [9.0, 8.0, 0.0], [0.0, 4.0, 1.0]])
+
+    def test_they_are_counted_where_they_are_the_same(self):
+        head = OutputHead(torch.eye(3))
+        sides = LazyLogits(self.LOGITS, head), LazyLogits(self.OF_TEACHER, head)
+        found = streamed_divergence(*sides, ForwardKL(), sampled=Sampled(torch.tensor([1, 0, 1])))
+        assert found.same_first.tolist() == [1.0, 0.0, 1.0]  # the student of the last row has two of them
+        assert found.teacher_first.tolist() == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("of", "message"),
+    [
+        (None, "SampledReverseKL reads the tokens that were sampled: pass `sampled="),
+        (Sampled(torch.zeros(6, dtype=torch.int64)), r"sampled ids have shape \[6\], expected \[7\]"),
+        (Sampled(torch.zeros(7, dtype=torch.int32)), r"sampled ids are torch.int32, expected torch.int64"),
+        (Sampled(torch.full((7,), 37)), "sampled ids have 37, expected numbers from 0 to 36"),
+        (Sampled(torch.full((7,), -100)), "sampled ids have -100, expected numbers from 0 to 36"),
+        (Sampled(torch.arange(7), pull=torch.ones(1)), r"sampled pull have shape \[1\], expected \[7\]"),
+        (Sampled(torch.arange(7), logprobs=torch.ones(7, 1)), r"sampled logprobs have shape \[7, 1\]"),
+    ],
+)
+@pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
+def test_sampled_tokens_that_do_not_belong_to_the_loss_are_refused(make_pair, compute, of, message):
+    with pytest.raises(ValueError, match=message):
+        compute(*make_pair(), SampledReverseKL(), sampled=of)
+
+
+def test_the_policy_gradient_is_not_clipped_by_entries(make_pair):
+    with pytest.raises(ValueError, match="with SampledReverseKL, which reads the sampled token alone"):
+        streamed_divergence(*make_pair(), SampledReverseKL(), kl_clip=0.05, sampled=sampled(7, 37))
+
+
+def test_the_policy_gradient_has_no_value_of_distributions(make_pair):
+    with pytest.raises(ValueError, match=r"no value for two distributions alone.*use ReverseKL\(\)"):
+        SampledReverseKL().value(torch.zeros(1, 3), torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
+def test_a_bound_of_importance_weights_is_above_0(bound):
+    with pytest.raises(ValueError, match=f"clip_max is {bound}, expected a number above 0, or None"):
+        SampledReverseKL(bound)

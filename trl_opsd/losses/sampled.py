@@ -1,0 +1,137 @@
+"""What a loss reads of the sampled tokens alone: the policy gradient of the reverse KL, and a pull towards each token.
+
+N tokens in the loss · R rows (tokens) · V vocabulary size; log-probabilities in nats
+
+The gradient of both with respect to the student's logits is a number for each row times `p_s - 1[id]`, so neither adds
+a pass over the vocabulary to the loss that it is added to.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from trl_opsd.losses.divergence import Divergence
+from trl_opsd.types import Sampled
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SampledReverseKL(Divergence):
+    """`w (log p_s(y) - log p_t(y))` of the sampled token y: the estimate k1 of `KL(p_s || p_t)` from one sample.
+
+    The gradient is that of a policy whose advantage is the log ratio, which is a constant in it:
+    `w (log p_s(y) - log p_t(y)) (1[y] - p_s)` with respect to the student's logits. Over tokens that the student samples
+    its mean is the gradient of the reverse KL. It is the loss of Thinking Machines' "On-Policy Distillation"
+    (importance sampling with the negative reverse KL as advantage), but for the bound of the weight and for the log
+    ratio, which here has the student that learns and there the one that sampled; the two are the same where no step
+    lies between. MiniLLM (arXiv 2306.08543) calls it the single-step part of the gradient, and computes that over the
+    whole vocabulary, as [`ReverseKL`] does.
+
+    `w = min(p_s(y) / p_rollout(y), clip_max)` is a constant too, the truncated importance weight of TRL's GRPO trainer
+    (`"token_truncate"`); 1 where the rollout's own log-probabilities are not given.
+
+    Args:
+        clip_max (`float`, *optional*, defaults to `3.0`):
+            Largest importance weight, TRL's `vllm_importance_sampling_clip_max`; `None` for no bound.
+
+    Raises:
+        ValueError: If `clip_max` is not above 0.
+    """
+
+    clip_max: float | None = 3.0
+
+    def __post_init__(self) -> None:
+        if self.clip_max is not None and not self.clip_max > 0:
+            raise ValueError(f"clip_max is {self.clip_max}, expected a number above 0, or None for no bound.")
+
+    def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> NoReturn:
+        raise ValueError(
+            "SampledReverseKL has no value for two distributions alone, only for a token that was sampled: call "
+            "`streamed_divergence` or `dense_divergence` with `sampled`, or use ReverseKL(), which is its mean."
+        )
+
+    def importance(self, log_student_R: Tensor, logprobs_R: Tensor | None) -> Tensor:
+        """The weight of each sampled token, [R]: a constant."""
+        if logprobs_R is None:
+            return torch.ones_like(log_student_R)
+        bound = math.inf if self.clip_max is None else self.clip_max
+        return (log_student_R.detach() - logprobs_R).exp().clamp(max=bound)
+
+
+class Drawn(NamedTuple):
+    """What the sampled tokens of R rows add to a loss, without their weights. All are [R]."""
+
+    value: Tensor
+    """That of [`SampledReverseKL`], in nats; 0 for other divergences."""
+    pulled: Tensor
+    """`pull * -log p_s(ids)`, in nats."""
+    importance: Tensor
+    """Of each token; 1 for other divergences."""
+    force: Tensor | None
+    """The gradient with respect to the student's logits is `force * (p_s - 1[ids])`; `None` where it is 0."""
+
+
+def drawn(divergence: Divergence, sampled: Sampled, log_student_R: Tensor, log_teacher_R: Tensor) -> Drawn:
+    """What the sampled tokens add, from both log-probabilities of each. Differentiable where `log_student_R` is: the
+    gradient of `value + pulled` is then that of the loss.
+    """
+    zero_R, force_R = torch.zeros_like(log_student_R), sampled.pull
+    pulled_R = zero_R if sampled.pull is None else -sampled.pull * log_student_R
+    if not isinstance(divergence, SampledReverseKL):
+        return Drawn(zero_R, pulled_R, torch.ones_like(zero_R), force_R)
+    importance_R = divergence.importance(log_student_R, sampled.logprobs)
+    advantage_R = importance_R * (log_student_R.detach() - log_teacher_R)
+    force_R = -advantage_R if force_R is None else force_R - advantage_R
+    # The value of the log ratio, and the gradient of a constant times the log-probability.
+    value_R = advantage_R * (1 + log_student_R - log_student_R.detach())
+    return Drawn(value_R, pulled_R, importance_R, force_R)
+
+
+def gradient_of(force_R: Tensor, student_RV: Tensor, ids_R: Tensor) -> Tensor:
+    """`force * (p_s - 1[ids])`, [R, V], from the student's probabilities."""
+    gradient_RV = student_RV * force_R.unsqueeze(-1)
+    return gradient_RV.scatter_add_(-1, ids_R.unsqueeze(-1), -force_R.unsqueeze(-1))
+
+
+def check_sampled(sampled: Sampled | None, divergence: Divergence, tokens: int, vocabulary: int) -> None:
+    """Refuses sampled tokens that are missing, or do not belong to the tokens of a loss.
+
+    Args:
+        sampled ([`~types.Sampled`], *optional*):
+            The tokens.
+        divergence ([`Divergence`]):
+            The objective.
+        tokens (`int`):
+            N.
+        vocabulary (`int`):
+            V, ids from this one on have no probability.
+
+    Raises:
+        ValueError: The divergence needs them and they are `None`, a shape or dtype is another, or an id is not known;
+            ids on an accelerator are not read.
+    """
+    if sampled is None:
+        if isinstance(divergence, SampledReverseKL):
+            raise ValueError(
+                "SampledReverseKL reads the tokens that were sampled: pass `sampled=Sampled(ids)`, or use ReverseKL(), "
+                "which needs none."
+            )
+        return
+    for name, one in (("ids", sampled.ids), ("pull", sampled.pull), ("logprobs", sampled.logprobs)):
+        if one is not None and one.shape != (tokens,):
+            raise ValueError(f"sampled {name} have shape {list(one.shape)}, expected [{tokens}]: pass one per token.")
+    if sampled.ids.dtype != torch.int64:
+        raise ValueError(f"sampled ids are {sampled.ids.dtype}, expected torch.int64: call `.long()`.")
+    if sampled.ids.device.type == "cpu" and tokens:
+        least, largest = (int(one) for one in sampled.ids.aminmax())
+        if least < 0 or largest >= vocabulary:
+            wrong = least if least < 0 else largest
+            raise ValueError(
+                f"sampled ids have {wrong}, expected numbers from 0 to {vocabulary - 1}, the ids that both models "
+                "know: select the tokens that count, without padding."
+            )
