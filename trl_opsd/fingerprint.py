@@ -48,6 +48,11 @@ OPTIONS = (
     "teacher_chat_template_kwargs",
     "num_generations",
     "lmbda",
+    "sft_weight",
+    "reward_weight",
+    "reward_weights",
+    "scale_rewards",
+    "multi_objective_aggregation",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "world_size",
@@ -69,6 +74,7 @@ OTHERS = (
     "optimizer",
     "tools",
     "chat_template",
+    "reward_funcs",
 )
 """Names of the entries that are no options."""
 
@@ -104,7 +110,9 @@ class Identity:
         self._teachers, kind = teachers, self._args.teacher_model_kind
         self._of_teachers = digest_teachers(teachers, kind)
 
-    def now(self, divergence: Divergence, rows: str, tools: Sequence[Any], chat_template: Any) -> Fingerprint:
+    def now(
+        self, divergence: Divergence, rows: str, tools: Sequence[Any], chat_template: Any, rewards: Sequence[str]
+    ) -> Fingerprint:
         """The fingerprint of a checkpoint written now.
 
         Args:
@@ -116,6 +124,8 @@ class Identity:
                 Functions the student may call.
             chat_template (`Any`):
                 The tokenizer's.
+            rewards (`Sequence[str]`):
+                Names of the reward functions that are learned from.
         """
         hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
         return fingerprint(
@@ -129,6 +139,7 @@ class Identity:
             optimizer=self._of_optimizer,
             tools=[tool.__name__ for tool in tools],
             chat_template=None if chat_template is None else f"sha256 {hashed}",
+            reward_funcs=list(rewards),
         )
 
 

@@ -100,7 +100,7 @@ def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> I
     distributed.all_gather(sizes, mine, group=group.group)
     for owner, (rows, tokens, width) in enumerate(torch.stack(sizes).tolist()):
         length = max(1, -(-(tokens - 1) // group.size))
-        shapes = {"tokens": (rows, length + 1), "hidden": (rows, length, width), "teacher": (rows,)}
+        shapes = {"tokens": (rows, length + 1), "hidden": (rows, length, width), "teacher": (rows,), "pull": (rows,)}
         part = {
             name: _scattered(group, owner, tensor, shapes.get(name, (rows, length)), length)
             for name, tensor in tensors.items()
@@ -115,6 +115,7 @@ def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> I
             "completion_mask": part["mask"],
             "loss_weights": part["weights"],
             "begins_at": group.rank * length,
+            "pull": part.get("pull"),
             **kept_by_row(targets, part["weights"]).pack(),
         }
 
@@ -136,7 +137,8 @@ def _unpadded(rollout: Rollout, targets: TeacherTargets, device: torch.device) -
         "weights": weights_BL.gather(1, order_BL)[:, 1:],
         "hidden": hidden_BCH.gather(1, places_BL[..., None].expand(-1, -1, hidden_BCH.size(-1))),
     }
-    return found if targets.teacher is None else {**found, "teacher": targets.teacher.to(device)}
+    by_row = {"teacher": targets.teacher, "pull": rollout.pull}
+    return {**found, **{name: one.to(device) for name, one in by_row.items() if one is not None}}
 
 
 def _scattered(group: RowGroup, owner: int, tensor: Tensor, shape: tuple[int, ...], length: int) -> Tensor:

@@ -44,6 +44,9 @@ class Rollout:
     """[B, C], float32: weight of each token in the loss, at least 0; 0 for padding and for tool output."""
     lengths: tuple[Length, ...] | None = None
     """B of them, in host memory; `None` where they were not read from the masks yet."""
+    pull: Tensor | None = None
+    """[B], float32, constants: each adds itself times `-log p_s` of the row's own tokens to their divergence; 0 adds
+    nothing, and so does `None`."""
     begins_at: int | None = None
     """Where rows are divided by position among processes, the position of the first token of this part; else `None`.
 
@@ -66,6 +69,7 @@ class Rollout:
             weights=weights,
             lengths=None if (known := batch.get("lengths")) is None else tuple(known),
             begins_at=batch.get("begins_at"),
+            pull=batch.get("pull"),
         )
 
     @property
