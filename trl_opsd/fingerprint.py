@@ -50,9 +50,6 @@ OPTIONS = (
     "lmbda",
     "sft_weight",
     "reward_weight",
-    "reward_weights",
-    "scale_rewards",
-    "multi_objective_aggregation",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "world_size",
@@ -63,6 +60,9 @@ OPTIONS = (
 
 EMA_OPTIONS = ("teacher_update_rate", "teacher_sync_steps")
 """Options that have an effect only with `teacher_model_kind="ema"`."""
+
+REWARD_OPTIONS = ("reward_weights", "scale_rewards", "multi_objective_aggregation")
+"""Options that have an effect on training only with a `reward_weight`."""
 
 OTHERS = (
     "divergence",
@@ -145,7 +145,8 @@ class Identity:
 
 def fingerprint(args: OPSDConfig, **more: Any) -> Fingerprint:
     """The options in [`OPTIONS`] and the caller's values, as they are when read back from JSON."""
-    names = (*OPTIONS, *(EMA_OPTIONS if args.teacher_model_kind == "ema" else ()))
+    of_rewards = REWARD_OPTIONS if args.reward_weight else ()
+    names = (*OPTIONS, *(EMA_OPTIONS if args.teacher_model_kind == "ema" else ()), *of_rewards)
     values = {**more, **{name: getattr(args, name) for name in names}}
     return dict(json.loads(json.dumps(values, default=str)))
 
@@ -157,7 +158,7 @@ def check_accepted(names: Sequence[str] | None) -> None:
         ValueError: A name is unknown; the message has the closest one.
     """
     for name in names or ():
-        one_of("resume_with_changes", name, (*OPTIONS, *EMA_OPTIONS, *OTHERS))
+        one_of("resume_with_changes", name, (*OPTIONS, *EMA_OPTIONS, *REWARD_OPTIONS, *OTHERS))
 
 
 def describe_student(student: CausalLM, handed_in: Samples | None) -> str:

@@ -115,19 +115,18 @@ class Rewarded(DistillationTrainer):
     def _given(
         self, rows: Sequence[Request], written: tuple[list[Any], list[list[int]]], numbers: Sequence[int]
     ) -> dict[str, Any]:
-        """What functions are called with: copies, so that a function may change them."""
+        """What functions are called with; they may change it: of what the rows hold these are copies."""
         texts, ids = written
         names = [name for name in (rows[0] if rows else ()) if name not in NOT_PASSED]
         columns = {name: [row.get(name) for row in rows] for name in names}
         if self.reads_solutions and "privileged_context" in columns:  # it may have been called so
             columns.setdefault("solution", columns["privileged_context"])
-        given = {
-            **columns,
-            "prompts": [row["prompt"] for row in rows],
+        return {
+            **deepcopy({**columns, "prompts": [row["prompt"] for row in rows]}),
             "completions": [texts[number] for number in numbers],
             "completion_ids": [ids[number] for number in numbers],
+            "trainer_state": self.state,
         }
-        return {**deepcopy(given), "trainer_state": self.state}
 
     def _completions_of(self, batch: Mapping[str, Any], rows: Sequence[Request]) -> tuple[list[Any], list[list[int]]]:
         """The completions of a batch as its prompts are, text or messages, and their token ids."""
