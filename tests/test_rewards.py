@@ -438,6 +438,10 @@ def needs_label(completions, label, **_):
     return [0.0] * len(completions)
 
 
+def needs_answer(completions, answer, **_):
+    return [0.0] * len(completions)
+
+
 def takes_few(completions, prompts):
     return [0.0] * len(completions)
 
@@ -460,6 +464,11 @@ REFUSED = [
     ({"reward_funcs": length, "reward_processing_classes": [None, None]}, ValueError, "has 2 entries"),
     ({"reward_funcs": length, "reward_processing_classes": "a"}, TypeError, "is a str: expected the tokenizer of"),
     ({"reward_funcs": needs_label, "eval_dataset": rows(2)}, ValueError, "'needs_label' .* eval_dataset: .*'label'"),
+    (
+        {"reward_funcs": needs_answer, "remove_unused_columns": True, "eval_dataset": rows(2)},
+        ValueError,
+        "'needs_answer' .* eval_dataset: .*'answer'",
+    ),
     ({"reward_funcs": takes_few, "eval_dataset": rows(2)}, ValueError, "'takes_few' .* as `\\*\\*kwargs`"),
     (
         {"reward_funcs": needs_label, "train_dataset": rows(), "reward_weight": 1.0, **EIGHT},
@@ -505,3 +514,12 @@ def test_rows_that_come_later_are_held_against_the_functions_too(make_trainer):
     trainer = make_trainer(reward_funcs=needs_label)
     with pytest.raises(ValueError, match="'needs_label' cannot be called for the rows of eval_dataset"):
         trainer.eval_dataset = rows(2)
+
+
+def test_a_metric_of_rewards_may_choose_the_best_model_where_there_are_rewards(make_trainer, caplog):
+    best = {"metric_for_best_model": "eval_reward", "eval_strategy": "steps", "eval_dataset": rows(2)}
+    make_trainer(reward_funcs=length, **best)
+    make_trainer(reward_funcs=length, **{**best, "metric_for_best_model": "rewards/length/mean"})
+    assert "no evaluation logs" not in caplog.text
+    make_trainer(**best)
+    assert "no evaluation logs 'eval_reward' by itself" in caplog.text

@@ -106,7 +106,8 @@ def warn_of_metric(args: OPSDConfig, eval_dataset: Any, rewards: Collection[str]
         return
     several = [f"{name}_" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else [""]
     of_rewards = [f"rewards/{name}/{what}" for name in rewards for what in ("mean", "std")]
-    names = ("loss", "entropy", *of_rewards, *(name for name, one in METRICS.items() if one.evaluated))
+    logged = (name for name, one in METRICS.items() if one.evaluated and (rewards or not name.startswith("reward")))
+    names = ("loss", "entropy", *of_rewards, *logged)
     known = [f"eval_{dataset}{name}" for dataset in several for name in names]
     asked = f"eval_{metric.removeprefix('eval_')}"
     if asked in known or asked.startswith(tuple(f"eval_{dataset}completions/" for dataset in several)):

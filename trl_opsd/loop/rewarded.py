@@ -77,9 +77,9 @@ class Rewarded(DistillationTrainer):
                 assert self._evaluated_rewards is not None, "an evaluation is under way"
                 self._evaluated_rewards.append(self.gather_distinct_rows(rewards_BF).cpu())
                 return
-            self._compare(self._rewards, self.accelerator.gather(rewards_BF).cpu(), rows)
+            self._tell_advantages(self._rewards, self.accelerator.gather(rewards_BF).cpu(), rows)
 
-    def _compare(self, rewards: Rewards, rewards_RF: Tensor, rows: Sequence[Request]) -> None:
+    def _tell_advantages(self, rewards: Rewards, rewards_RF: Tensor, rows: Sequence[Request]) -> None:
         """Tells the rows of this process what they are worth beside the others of their prompts, and logs it."""
         args = self.args
         found = advantages(
@@ -105,14 +105,16 @@ class Rewarded(DistillationTrainer):
         """[B, F], on the accelerator's device; NaN for a completion of the dataset, which is not the student's."""
         metrics: dict[str, list[float]] = defaultdict(list)
         numbers = [number for number, row in enumerate(rows) if not row.is_off_policy]
-        given = self._given([rows[number] for number in numbers], self._completions_of(batch, rows), numbers)
+        given = self._given_to_functions(
+            [rows[number] for number in numbers], self._completions_of(batch, rows), numbers
+        )
         given["log_metric"] = lambda name, value: metrics[name].append(float(value))
         found = torch.full((len(rows), len(rewards.functions)), torch.nan)
         found[numbers] = rewards.of(given, [rows[number].where for number in numbers])
         self._record_metrics(metrics)
         return found.to(self.accelerator.device)
 
-    def _given(
+    def _given_to_functions(
         self, rows: Sequence[Request], written: tuple[list[Any], list[list[int]]], numbers: Sequence[int]
     ) -> dict[str, Any]:
         """What functions are called with; they may change it: of what the rows hold these are copies."""
