@@ -105,12 +105,11 @@ class Rewarded(DistillationTrainer):
         """[B, F], on the accelerator's device; NaN for a completion of the dataset, which is not the student's."""
         metrics: dict[str, list[float]] = defaultdict(list)
         numbers = [number for number, row in enumerate(rows) if not row.is_off_policy]
-        given = self._given_to_functions(
-            [rows[number] for number in numbers], self._completions_of(batch, rows), numbers
-        )
+        asked = [rows[number] for number in numbers]
+        given = self._given_to_functions(asked, self._completions_of(batch, rows), numbers)
         given["log_metric"] = lambda name, value: metrics[name].append(float(value))
         found = torch.full((len(rows), len(rewards.functions)), torch.nan)
-        found[numbers] = rewards.of(given, [rows[number].where for number in numbers])
+        found[numbers] = rewards.of(given, [row.where for row in asked])
         self._record_metrics(metrics)
         return found.to(self.accelerator.device)
 
