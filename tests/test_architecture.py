@@ -18,6 +18,7 @@ FLOORS = {
     "losses": 1,
     "data": 1,
     "_compat": 1,
+    "rewards": 2,
     "run": 2,
     "models": 3,
     "config": 4,

@@ -81,6 +81,8 @@ class Described:
     """What it minimises."""
     readers: Readers
     """Turn rows into prompts."""
+    rewards: Collection[str]
+    """Names of its reward functions."""
     without_effect: Collection[str]
     """Options that are set and have no effect."""
     first_made: list[int] | None
@@ -113,6 +115,9 @@ class Described:
         yield "completions", self._completions()
         tempered = temperatures_in_words(*self.trainer.temperatures)
         yield "objective", f"{describe(self.divergence)}, {tempered}{shape_in_words(args)}"
+        if self.rewards:
+            when = "" if args.reward_weight else ", in evaluations only"
+            yield "rewards", f"{', '.join(self.rewards)}{when}"
         yield "optimizer", self._optimizer()
         if self.without_effect:
             yield "no effect", ", ".join(f"{name}={getattr(args, name)!r}" for name in self.without_effect)
@@ -196,7 +201,8 @@ class Described:
 
     def _unread(self, dataset: AnyDataset) -> list[str]:
         """Columns that nothing reads, as far as that is known: a function or a subclass may read any."""
-        sees_rows = self.readers.intake.prompts.prompt_fn is not None or not of_package(self.trainer.weigh)
+        calls = self.rewards or self.readers.intake.prompts.prompt_fn is not None
+        sees_rows = calls or not of_package(self.trainer.weigh)
         read = {*self.trainer.row_columns, *self.trainer.hidden_columns}
         if len(self.teachers) == 1:
             read.discard("teacher")

@@ -33,6 +33,7 @@ from trl_opsd.run.option_types import check_json, convert_text, settle_loading
 from trl_opsd.run.overlap_options import check_overlap
 from trl_opsd.run.precision import check_scaler
 from trl_opsd.run.ranges import above, at_least_one, in_range, one_of
+from trl_opsd.run.reward_options import check_rewards
 from trl_opsd.run.sampling_options import settle_sampling
 from trl_opsd.run.strict_names import StrictNames
 from trl_opsd.run.teacher_options import check_teacher, check_teacher_placement
@@ -83,6 +84,21 @@ class OPSDConfig(StrictNames, DistillationConfig):
         lmbda (`float`, *optional*, defaults to `1.0`):
             Share of rows whose completion the student writes, in [0, 1], as in TRL's `GKDConfig`, where the default is
             0.5. The others are learned with the column `completion` of the dataset; an evaluation has none of them.
+        sft_weight (`float`, *optional*, defaults to `0.0`):
+            Weight of `-log p` of the student for each token of a dataset's completion, of the rows that `lmbda` below 1
+            has, beside the divergence.
+        reward_weight (`float`, *optional*, defaults to `0.0`):
+            Weight of the policy gradient of `reward_funcs` beside the divergence: adds `-log p` of the student for each
+            token of a completion, times its advantage over the others of its prompt. At 0 rewards are reported in
+            evaluations, and functions are not called in training. Above, `num_generations` has to be at least 2.
+        reward_weights (`list[float]`, *optional*):
+            Weight of each reward function in their sum, as in TRL's `GRPOConfig`. When `None`, each has 1.
+        scale_rewards (`str` or `bool`, *optional*, defaults to `"group"`):
+            What differences between the rewards of a prompt are divided by, as there: `"group"` or `True`, their
+            standard deviation; `"batch"`, that of the rewards of the step; `"none"` or `False`, nothing.
+        multi_objective_aggregation (`str`, *optional*, defaults to `"sum_then_normalize"`):
+            How several functions become one advantage, as there: `"sum_then_normalize"`, or `"normalize_then_sum"`,
+            where the rewards of each are scaled in their prompt before they are added.
         overlong_prompts (`str`, *optional*, defaults to `"error"`):
             What to do with a prompt that leaves no room for `max_completion_length` tokens in the student's context:
             `"error"` raises an error that names the row, `"drop"` drops the row and counts it.
@@ -149,8 +165,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
             Maximum consecutive skipped steps; one more is an error. Includes the steps that are skipped while a float16
             loss scale is found, whatever `nonfinite` is.
         phase_timeout (`float`, *optional*):
-            Seconds after which a phase of training (`complete`, `sync`, `teach`, `compare` or `save`) is reported on
-            stderr with the stacks of all threads. The run continues.
+            Seconds after which a phase of training (`complete`, `sync`, `reward`, `teach`, `compare` or `save`) is
+            reported on stderr with the stacks of all threads. The run continues.
         vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
             What is sent to vLLM after a student with a LoRA adapter has been updated: `"adapter"` sends the adapter
             alone, from memory, `"full"` all weights with the adapter merged, `"auto"` the adapter where vLLM supports
@@ -198,6 +214,11 @@ class OPSDConfig(StrictNames, DistillationConfig):
     num_generations: int = 1
     num_generations_eval: int | None = None
     lmbda: float = 1.0
+    sft_weight: float = 0.0
+    reward_weight: float = 0.0
+    reward_weights: list[float] | None = None
+    scale_rewards: str = "group"
+    multi_objective_aggregation: str = "sum_then_normalize"
     overlong_prompts: str = "error"
     loss_chunk_tokens: int | None = None
     padding_free: bool = False
@@ -260,6 +281,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         check_scaler(self)
         check_overlap(self)
         check_data(self)
+        check_rewards(self)
         if not isinstance(self.resume_with_changes, list | None):
             raise ValueError(f"`resume_with_changes={self.resume_with_changes!r}`: expected a list of names.")
         self._checked = option_values(self)
@@ -321,6 +343,11 @@ class OPSDConfig(StrictNames, DistillationConfig):
         """Whether the loss reads the student and the teacher at two temperatures."""
         student, teacher = self.student_temperature, self.teacher_temperature
         return (student or self.temperature) != (teacher or self.temperature)
+
+    @property
+    def pulls(self) -> bool:
+        """Whether rewards, or completions of the dataset, pull at their own tokens besides the divergence."""
+        return bool(self.reward_weight or (self.sft_weight and self.lmbda < 1))
 
     def build_divergence(self) -> Divergence:
         """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""

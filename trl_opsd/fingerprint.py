@@ -48,6 +48,8 @@ OPTIONS = (
     "teacher_chat_template_kwargs",
     "num_generations",
     "lmbda",
+    "sft_weight",
+    "reward_weight",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "world_size",
@@ -59,6 +61,9 @@ OPTIONS = (
 EMA_OPTIONS = ("teacher_update_rate", "teacher_sync_steps")
 """Options that have an effect only with `teacher_model_kind="ema"`."""
 
+REWARD_OPTIONS = ("reward_weights", "scale_rewards", "multi_objective_aggregation")
+"""Options that have an effect on training only with a `reward_weight`."""
+
 OTHERS = (
     "divergence",
     "train_dataset",
@@ -69,6 +74,7 @@ OTHERS = (
     "optimizer",
     "tools",
     "chat_template",
+    "reward_funcs",
 )
 """Names of the entries that are no options."""
 
@@ -104,7 +110,9 @@ class Identity:
         self._teachers, kind = teachers, self._args.teacher_model_kind
         self._of_teachers = digest_teachers(teachers, kind)
 
-    def now(self, divergence: Divergence, rows: str, tools: Sequence[Any], chat_template: Any) -> Fingerprint:
+    def now(
+        self, divergence: Divergence, rows: str, tools: Sequence[Any], chat_template: Any, rewards: Sequence[str]
+    ) -> Fingerprint:
         """The fingerprint of a checkpoint written now.
 
         Args:
@@ -116,6 +124,8 @@ class Identity:
                 Functions the student may call.
             chat_template (`Any`):
                 The tokenizer's.
+            rewards (`Sequence[str]`):
+                Names of the reward functions that are learned from.
         """
         hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
         return fingerprint(
@@ -129,12 +139,14 @@ class Identity:
             optimizer=self._of_optimizer,
             tools=[tool.__name__ for tool in tools],
             chat_template=None if chat_template is None else f"sha256 {hashed}",
+            reward_funcs=list(rewards),
         )
 
 
 def fingerprint(args: OPSDConfig, **more: Any) -> Fingerprint:
     """The options in [`OPTIONS`] and the caller's values, as they are when read back from JSON."""
-    names = (*OPTIONS, *(EMA_OPTIONS if args.teacher_model_kind == "ema" else ()))
+    of_rewards = REWARD_OPTIONS if args.reward_weight else ()
+    names = (*OPTIONS, *(EMA_OPTIONS if args.teacher_model_kind == "ema" else ()), *of_rewards)
     values = {**more, **{name: getattr(args, name) for name in names}}
     return dict(json.loads(json.dumps(values, default=str)))
 
@@ -146,7 +158,7 @@ def check_accepted(names: Sequence[str] | None) -> None:
         ValueError: A name is unknown; the message has the closest one.
     """
     for name in names or ():
-        one_of("resume_with_changes", name, (*OPTIONS, *EMA_OPTIONS, *OTHERS))
+        one_of("resume_with_changes", name, (*OPTIONS, *EMA_OPTIONS, *REWARD_OPTIONS, *OTHERS))
 
 
 def describe_student(student: CausalLM, handed_in: Samples | None) -> str:

@@ -22,6 +22,7 @@ from trl_opsd.arguments.dataset_checks import (
 from trl_opsd.arguments.effects import check_evaluation, check_that_it_learns
 from trl_opsd.arguments.model_checks import check_other_teacher, student_limits
 from trl_opsd.arguments.prepared import Prepared
+from trl_opsd.arguments.reward_checks import check_rows_of_rewards
 from trl_opsd.arguments.templates import look_at
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows
@@ -72,7 +73,7 @@ class Teaching(SeamTrainer):
         """
         self._identity = fingerprint.Identity(self.args, self.model, self.handed_in, self.optimizer)
         self.dropped_prompts: Counter[str] = Counter()
-        self.reads_solutions = given.reads_solutions
+        self.reads_solutions, self._given_rewards = given.reads_solutions, given.rewards
         self.readers = Readers(
             intake=given.intake,
             tokenize=self.tokenize,
@@ -135,6 +136,7 @@ class Teaching(SeamTrainer):
         check_datasets(datasets, self.args, several, optional, self.reads_solutions)
         if self.args.lmbda < 1:
             check_completions(given["train_dataset"], self.tools)
+        check_rows_of_rewards(self._given_rewards, datasets, self.args, self.row_columns, self.reads_solutions)
         with self._rebuilding():
             self.readers, self._described_rows = self._readers_of_any_rows, None
             self.train_dataset, self.eval_dataset = given["train_dataset"], given["eval_dataset"]
@@ -263,7 +265,14 @@ class Teaching(SeamTrainer):
 
     def _fingerprint(self) -> fingerprint.Fingerprint:
         if self._described_rows is None:
-            columns = None if self.readers.intake.prompts.prompt_fn else self.row_columns  # a function may read any
+            columns = None if self._calls_functions else self.row_columns  # a function may read any
             self._described_rows = describe_rows(self.train_dataset, columns)
         template = self.processing_class.chat_template
-        return self._identity.now(self.divergence, self._described_rows, self.tools or (), template)
+        rewards = [one.name for one in self._given_rewards] if self.args.reward_weight else []
+        return self._identity.now(self.divergence, self._described_rows, self.tools or (), template, rewards)
+
+    @property
+    def _calls_functions(self) -> bool:
+        """Whether what is learned may depend on columns that only functions read."""
+        learned = self._given_rewards if self.args.reward_weight else ()
+        return self.readers.intake.prompts.prompt_fn is not None or bool(learned)

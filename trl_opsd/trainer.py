@@ -15,6 +15,7 @@ from transformers.integrations import is_fsdp_enabled
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.arguments.prepared import prepared
+from trl_opsd.arguments.reward_checks import build_rewards
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
@@ -90,6 +91,12 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         teacher_processing_class ([`~transformers.PreTrainedTokenizerBase`] or a `dict` of them by name, *optional*):
             The tokenizer of a teacher, to be compared with the student's. When `None`, the one at the teacher's path
             is; for a teacher passed as an object, at the path it was loaded from.
+        reward_funcs (`Callable`, [`~transformers.PreTrainedModel`], `str`, or a list of them, *optional*):
+            Rewards of completions, as TRL's `GRPOTrainer` takes them: functions, which may be coroutines, that get
+            `prompts`, `completions`, `completion_ids` and the columns of the dataset by name, and return a number or
+            `None` for each; or reward models, or their paths. See `docs/data.md`.
+        reward_processing_classes ([`~transformers.PreTrainedTokenizerBase`] or a list of them, *optional*):
+            The tokenizers of reward models, `None` for a function. When `None`, those at the models' paths.
         teacher_prompt_fn (`Callable`, *optional*):
             Takes a row and the text of the student's completion, and returns what the teacher reads before that
             completion: text or messages. Overrides the columns.
@@ -144,6 +151,8 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         divergence: Divergence | str | None = None,
         teacher_processing_class: PreTrainedTokenizerBase | Mapping[str, PreTrainedTokenizerBase] | None = None,
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
+        reward_funcs: Any = None,
+        reward_processing_classes: Any = None,
     ) -> None:
         share_tracebacks()
         check_verbs(type(self))
@@ -163,6 +172,8 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
             divergence=divergence,
             teacher_processing_class=teacher_processing_class,
             teacher_prompt_fn=teacher_prompt_fn,
+            reward_funcs=reward_funcs,
+            reward_processing_classes=reward_processing_classes,
             row_columns=self.row_columns,
             pick=chosen_rollout,
         )
@@ -194,6 +205,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         with preserved_rng(self.accelerator.device):
             if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
                 self.prove_student()
+            self._rewards = build_rewards(given.rewards, self.args, self.chat_template_kwargs, self.accelerator.device)
             self.set_up_teaching(given)
         self._prove_divergence(self.divergence)
         self.bind(given.rollout)
@@ -240,7 +252,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
 
     def check_sums(self, sums: dict[str, float]) -> None:
         check_not_uniform(sums, self.limits.vocabulary)
-        if not self._has_compared and agree(sums):
+        if not (self._has_compared or self.args.pulls) and agree(sums):
             logger.warning(
                 "The first divergence is 0: the teacher says the same as the student about every token, and nothing is "
                 "learned from it. Is it the same model, without context that only the teacher reads?"
@@ -271,6 +283,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
             of_student=of_student,
             divergence=self.divergence,
             readers=self.readers,
+            rewards=[one.name for one in self._given_rewards],
             without_effect=self._without_effect,
             first_made=self.first_made,
         )

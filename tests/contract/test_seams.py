@@ -22,6 +22,7 @@ from trl_opsd.loop import (
     generations,
     loaders,
     logged,
+    rewarded,
     saving,
     seams,
     steps,
@@ -36,6 +37,7 @@ from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.generations import Generations
 from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.logged import Logged
+from trl_opsd.loop.rewarded import Rewarded
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.loop.steps import GuardedSteps
@@ -53,6 +55,7 @@ CUTS = [
         (DistillationTrainer, Evaluations, evaluation.SEAMS),
         (DistillationTrainer, Logged, logged.SEAMS),
         (DistillationTrainer, Generations, generations.SEAMS),
+        (DistillationTrainer, Rewarded, rewarded.SEAMS),
         (Trainer, SafeCheckpoints, saving.SEAMS),
         (Trainer, GuardedSteps, steps.SEAMS),
         (Trainer, EachRowOnce, loaders.SEAMS),

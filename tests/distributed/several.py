@@ -78,9 +78,27 @@ class Numbered(RolloutBackend):
         return reversed(list(enumerate(written)))
 
 
+def worth(completions: list[str], prompts: list[str], **_: Any) -> list[float | None]:
+    """A reward that follows from a completion alone; none for one of the dataset, which must not be asked for."""
+    for prompt, text in zip(prompts, completions, strict=True):
+        assert number_of(prompt) == number_of(text), (prompt, text)
+        assert not text.endswith("given"), text
+    return [value_of(text) for text in completions]
+
+
+async def second(completions: list[str], **_: Any) -> list[float | None]:
+    """Another, that does not apply to all, of a function that waits."""
+    return [None if int(number_of(text)) % 2 else 1.0 + len(text) for text in completions]
+
+
+def value_of(text: str) -> float:
+    """The reward of a completion."""
+    return float(len(text) * 7 % 5 + int(number_of(text)))
+
+
 class Pairing(OPSDTrainer):
     """Records which completion is with which row where the teacher reads it, and the divergence of each where it is
-    learned.
+    learned, with how much it pulls.
     """
 
     def read_rows(self, rows: Any) -> Any:
@@ -98,10 +116,14 @@ class Pairing(OPSDTrainer):
         for text, sums in zip(texts, parts.rows.tolist(), strict=True):
             if sums[0]:
                 self.learned.append((self.model.training, self.state.global_step, text, sums[1] / sums[0], sums[4]))
+        if rollout.pull is not None:
+            self.pulled += [(self.state.global_step, *one) for one in zip(texts, rollout.pull.tolist(), strict=True)]
         return parts
 
 
-def build(folder: Path, kind: str = "map", rows: Any = None, apart: bool = False, **options: Any) -> Pairing:
+def build(
+    folder: Path, kind: str = "map", rows: Any = None, apart: bool = False, rewarded: bool = False, **options: Any
+) -> Pairing:
     processes = int(options.pop("processes"))
     given = {
         "per_device_train_batch_size": ROWS // processes // 2,
@@ -121,9 +143,10 @@ def build(folder: Path, kind: str = "map", rows: Any = None, apart: bool = False
         eval_dataset=make_rows(kind),
         processing_class=tiny.tokenizer(),
         rollout=Numbered(apart),
+        reward_funcs=[worth, second] if rewarded else None,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.read, trainer.taught, trainer.learned = [], [], []
+    trainer.read, trainer.taught, trainer.learned, trainer.pulled = [], [], [], []
     return trainer
 
 
@@ -139,6 +162,7 @@ def found(trainer: Pairing, logs: list[dict[str, Any]]) -> dict[str, Any]:
         "read": read,
         "taught": gather_object(trainer.taught),
         "learned": gather_object(trainer.learned),
+        "pulled": gather_object(trainer.pulled),
         "logs": logs,
         "weights": weights(trainer),
     }
@@ -167,10 +191,24 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "ahead": {"apart": True, "overlap": "ahead", "overlap_max_divergence": 1e9},
     "a group in two processes, and a budget": {"num_generations": 8, "max_tokens_per_microbatch": 60},
 }
+REWARDED: dict[str, dict[str, Any]] = {
+    "groups": {"reward_weight": 0.5},
+    "a group in two processes, and a budget": {
+        "reward_weight": 0.5,
+        "num_generations": 8,
+        "max_tokens_per_microbatch": 60,
+        "scale_rewards": "none",
+        "reward_weights": [2.0, -1.0],
+    },
+    "some off policy": {"reward_weight": 0.5, "lmbda": 0.7, "sft_weight": 3.0, "num_generations": 8},
+    "ahead": {"reward_weight": 0.5, "apart": True, "overlap": "ahead", "overlap_max_divergence": 1e9},
+}
 OFF_POLICY: dict[str, Any] = {"num_generations": 1, "lmbda": 0.5}
 EVALUATIONS: dict[str, dict[str, Any]] = {
     "map": {"num_generations_eval": 2},
     "stream, as in training": {"kind": "stream"},
+    "rewards": {"num_generations_eval": 1, "rewarded": True},
+    "rewards of a stream": {"num_generations_eval": 1, "rewarded": True, "kind": "stream"},
 }
 
 
@@ -180,6 +218,9 @@ def all_of(folder: Path, processes: int) -> dict[str, Any]:
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     found = {
         "train": {name: trained(folder, processes=processes, **given) for name, given in TRAININGS.items()},
+        "rewarded": {
+            name: trained(folder, processes=processes, rewarded=True, **given) for name, given in REWARDED.items()
+        },
         "off policy": trained(folder, processes=processes, **OFF_POLICY),
         "eval": {name: evaluated(folder, processes=processes, **given) for name, given in EVALUATIONS.items()},
     }

@@ -12,7 +12,7 @@ import several
 import torch
 from datasets import Dataset
 from processes import SECONDS, run
-from several import EVALUATIONS, PROMPTS, ROWS, STEPS, TRAININGS, number_of
+from several import EVALUATIONS, PROMPTS, REWARDED, ROWS, STEPS, TRAININGS, number_of, value_of
 
 HERE = Path(__file__).parent
 
@@ -120,10 +120,11 @@ def test_an_evaluation_counts_each_completion_once(results, name, processes):
     assert all(number_of(prompt) == number_of(text) for prompt, text in found["taught"])
     alone = results[1]["eval"][name]
     values = torch.tensor([row[3:] for row in alone["learned"][: PROMPTS * number]])  # then comes the prediction
-    deviations = values.view(PROMPTS, number, 2).std(1).mean(0)
-    assert deviations.min() > 0
-    spread = [logs["eval_group/divergence_std"], logs["eval_group/length_std"]]
-    assert spread == pytest.approx(deviations.tolist(), rel=1e-3)
+    if number > 1:
+        deviations = values.view(PROMPTS, number, 2).std(1).mean(0)
+        assert deviations.min() > 0
+        spread = [logs["eval_group/divergence_std"], logs["eval_group/length_std"]]
+        assert spread == pytest.approx(deviations.tolist(), rel=1e-3)
     assert logs["eval_loss"] == pytest.approx(alone["logs"][0]["eval_loss"], rel=1e-5)
 
 
@@ -144,3 +145,51 @@ def test_which_rows_are_off_policy_does_not_depend_on_the_number_of_processes(re
     for row, other in zip(one["logs"], two["logs"], strict=True):
         for metric in ("loss", "off_policy/share", "off_policy/divergence", "on_policy/divergence"):
             assert close(row[metric], other[metric]), metric
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", ["rewards", "rewards of a stream"])
+def test_an_evaluation_rewards_each_row_once(results, name, processes):
+    """Ten rows in batches of six: the last batch of two processes is filled up with rows that were seen."""
+    found = results[processes]["eval"][name]
+    values = torch.tensor([value_of(text) for text in found["predicted"]])
+    assert len(values) == PROMPTS
+    (logs,) = found["logs"]
+    assert logs["eval_rewards/worth/mean"] == pytest.approx(float(values.mean()))
+    assert logs["eval_rewards/worth/std"] == pytest.approx(float(values.std()))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", REWARDED)
+def test_each_completion_pulls_with_the_advantage_of_its_own_reward(results, name, processes):
+    """Recomputed from the completions of each prompt, by the number that they carry."""
+    given, found = REWARDED[name], results[processes]["rewarded"][name]
+    weights = given.get("reward_weights", [1.0, 1.0])
+    by_group: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
+    for step, text, pull in found["pulled"]:
+        if text.endswith("given"):
+            assert pull == 3.0
+        else:
+            by_group[step, number_of(text)][text] = pull
+    assert len(found["pulled"]) == ROWS * len(found["logs"])
+    for (_, number), pulls in by_group.items():
+        of_second = [0.0 if int(number) % 2 else 1.0 + len(text) for text in pulls]
+        rewards = torch.tensor([value_of(text) * weights[0] for text in pulls]) + torch.tensor(of_second) * weights[1]
+        expected = rewards - rewards.mean()
+        if given.get("scale_rewards") != "none":
+            expected = (expected / (rewards.std() + 1e-4)).nan_to_num(0.0)
+        assert list(pulls.values()) == pytest.approx((0.5 * expected).tolist(), rel=1e-4, abs=1e-5)
+    assert max(abs(pull) for pulls in by_group.values() for pull in pulls.values()) > 0.1
+
+
+@pytest.mark.parametrize("name", REWARDED)
+def test_two_processes_reward_what_one_rewards(results, name):
+    one, two = (results[processes]["rewarded"][name] for processes in (1, 2))
+    assert len({text for _, text, _ in one["pulled"]}) > ROWS
+    for row, other in zip(sorted(one["pulled"]), sorted(map(tuple, two["pulled"])), strict=True):
+        assert row[:2] == other[:2]
+        assert row[2] == pytest.approx(other[2], rel=1e-5, abs=1e-6)
+    for row, other in zip(one["logs"], two["logs"], strict=True):
+        for metric in ("loss", "reward", "reward_std", "rewards/second/mean", "frac_reward_zero_std"):
+            assert row[metric] is other[metric] is None or close(row[metric], other[metric]), metric
+    assert close(one["weights"], two["weights"])

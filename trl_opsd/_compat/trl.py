@@ -1,13 +1,18 @@
 """The names that this package imports from TRL; no other file imports it."""
 
 from trl import DistillationConfig, DistillationTrainer
+from trl.chat_template_utils import parse_response
+from trl.data_utils import apply_chat_template
 from trl.generation.vllm_client import VLLMClient
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer import distillation_trainer
 from trl.trainer.utils import (
     create_model_from_path,
+    get_callable_name,
     get_config_model_id,
+    is_async_callable,
     maybe_gather_lm_head_ctx,
+    nanstd,
     pad,
     repeat_iterable_dataset,
 )
@@ -16,11 +21,16 @@ __all__ = [
     "DistillationConfig",
     "DistillationTrainer",
     "VLLMClient",
+    "apply_chat_template",
     "create_model_from_path",
     "distillation_trainer",
+    "get_callable_name",
     "get_config_model_id",
+    "is_async_callable",
     "maybe_gather_lm_head_ctx",
+    "nanstd",
     "pad",
+    "parse_response",
     "repeat_iterable_dataset",
     "unwrap_model_for_generation",
 ]

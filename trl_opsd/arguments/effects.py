@@ -90,7 +90,7 @@ def check_evaluation(args: OPSDConfig, eval_dataset: Any) -> None:
         )
 
 
-def warn_of_metric(args: OPSDConfig, eval_dataset: Any) -> None:
+def warn_of_metric(args: OPSDConfig, eval_dataset: Any, rewards: Collection[str] = ()) -> None:
     """Says that no evaluation logs `metric_for_best_model` by itself; transformers fails after the first one.
 
     Args:
@@ -98,12 +98,16 @@ def warn_of_metric(args: OPSDConfig, eval_dataset: Any) -> None:
             The options.
         eval_dataset (`Any`):
             As the trainer takes it; the metrics of each of several have its name.
+        rewards (`Collection[str]`, *optional*):
+            Names of the reward functions.
     """
     metric = args.metric_for_best_model
     if metric is None or args.eval_strategy == "no":
         return
     several = [f"{name}_" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else [""]
-    names = ("loss", "entropy", *(name for name, one in METRICS.items() if one.evaluated))
+    of_rewards = [f"rewards/{name}/{what}" for name in rewards for what in ("mean", "std")]
+    logged = (name for name, one in METRICS.items() if one.evaluated and (rewards or not name.startswith("reward")))
+    names = ("loss", "entropy", *of_rewards, *logged)
     known = [f"eval_{dataset}{name}" for dataset in several for name in names]
     asked = f"eval_{metric.removeprefix('eval_')}"
     if asked in known or asked.startswith(tuple(f"eval_{dataset}completions/" for dataset in several)):
@@ -122,6 +126,7 @@ def warn_of_options(
     optimizers: tuple[Any, Any],
     tools: Any,
     divergence: Any,
+    rewards: int,
 ) -> tuple[str, ...]:
     """Says which options are set and have no effect, or not the whole of it.
 
@@ -134,6 +139,8 @@ def warn_of_options(
             Whether a rollout was passed.
         optimizers, tools, divergence:
             As they were passed.
+        rewards (`int`):
+            Number of reward functions.
 
     Returns:
         `tuple[str, ...]`: The options that are set and have no effect.
@@ -145,6 +152,7 @@ def warn_of_options(
         optimizers=optimizers,
         tools=tools,
         divergence=divergence,
+        rewards=rewards,
     )
     if found:
         logger.warning(described(args, found))
@@ -180,7 +188,7 @@ def warn_of_same_model(
     Returns:
         `bool`: Whether that was said.
     """
-    if tells_more or args.tempers_apart or _may_have(datasets, PRIVILEGED):
+    if tells_more or args.tempers_apart or args.pulls or _may_have(datasets, PRIVILEGED):
         return False
     loading = args.model_init_kwargs or {}
     theirs = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}

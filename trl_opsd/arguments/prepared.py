@@ -23,6 +23,7 @@ from trl_opsd.arguments.effects import (
 )
 from trl_opsd.arguments.model_checks import check_models
 from trl_opsd.arguments.packages import check_packages
+from trl_opsd.arguments.reward_checks import check_rows_of_rewards, warn_of_evaluations_only
 from trl_opsd.arguments.templates import check_template
 from trl_opsd.config import OPSDConfig, checked_args
 from trl_opsd.data.admission import Rows
@@ -34,8 +35,10 @@ from trl_opsd.data.solutions import solutions_as_context
 from trl_opsd.data.teacher_prompts import PRIVILEGED, TeacherPrompts, check_prompt_fn
 from trl_opsd.models.processing import check_processing_class, loaded_processing_class, text_tokenizer
 from trl_opsd.models.special_tokens import configured_vocabulary, ensure_special_tokens
+from trl_opsd.rewards.given import Given, given_rewards
 from trl_opsd.run.given import check_given
 from trl_opsd.run.option_changes import check_same_options, shared_options
+from trl_opsd.run.reward_options import check_reward_args
 from trl_opsd.teacher.served_checks import check_up
 from trl_opsd.teacher.teacher_checks import check_named_once, check_teachers, check_tokenizers
 
@@ -64,6 +67,8 @@ class Prepared:
     """Columns that are read."""
     rollout: Any
     """What generates."""
+    rewards: tuple[Given, ...]
+    """Reward functions and models, with their names and tokenizers."""
     without_effect: tuple[str, ...]
     """Options that are set and have no effect."""
     is_same_model: bool
@@ -92,6 +97,8 @@ def prepared(
     teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None,
     divergence: Any,
     rollout: Any,
+    reward_funcs: Any,
+    reward_processing_classes: Any,
     optimizers: Any,
     tools: Any,
     quantization_config: Any,
@@ -129,6 +136,8 @@ def prepared(
     )
     args = checked_args(args, model, divergence)
     fingerprint.check_accepted(args.resume_with_changes)
+    rewards = tuple(given_rewards(reward_funcs, reward_processing_classes))
+    check_reward_args(args, len(rewards), train_dataset is not None)
     check_that_it_learns(args, train_dataset, optimizers)
     check_evaluation(args, eval_dataset)
     check_packages(args, train_dataset, optimizers)
@@ -156,7 +165,8 @@ def prepared(
     check_datasets(datasets, args, several, optional, needs_context)
     check_models(model, models, args)
     warn_of_splits(eval_dataset)
-    warn_of_metric(args, eval_dataset)
+    warn_of_metric(args, eval_dataset, [one.name for one in rewards])
+    warn_of_evaluations_only(rewards, args, train_dataset)
     warn_of_template(args, datasets, teacher_prompt_fn is not None)
     tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
     is_same_model = quantization_config is None and warn_of_same_model(model, models, args, datasets, tells_more)
@@ -168,11 +178,12 @@ def prepared(
     if args.lmbda < 1:
         check_completions(train_dataset, tools)
         row_columns = (*row_columns, COMPLETION)
+    check_rows_of_rewards(rewards, datasets, args, row_columns, needs_context)
     rows = looked_through(datasets, args, intake, row_columns)
     if processing_class is None:
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
         check_processing_class(processing_class)
-    without_effect = warn_of_options(args, models, rollout is not None, optimizers, tools, divergence)
+    without_effect = warn_of_options(args, models, rollout is not None, optimizers, tools, divergence, len(rewards))
     found = Prepared(
         args=args,
         models=models,
@@ -184,6 +195,7 @@ def prepared(
         processing_class=processing_class,
         row_columns=row_columns,
         rollout=picked,
+        rewards=rewards,
         without_effect=without_effect,
         is_same_model=is_same_model,
     )

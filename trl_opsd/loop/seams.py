@@ -30,6 +30,7 @@ from trl_opsd.loop.hosting import Hosting
 from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.logged import Logged
 from trl_opsd.loop.off_policy import OffPolicy
+from trl_opsd.loop.rewarded import Rewarded
 from trl_opsd.loop.sampler import EpochCount, EpochSampler
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.steps import GuardedSteps
@@ -76,6 +77,7 @@ class SeamTrainer(
     WholeSteps,
     Generations,
     OffPolicy,
+    Rewarded,
     GuardedSteps,
     SafeCheckpoints,
     FinishedRuns,
@@ -206,7 +208,10 @@ class SeamTrainer(
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         requests = self.begin_batch(inputs)
-        batch, rows = self.exchanged(self.trl_batch(requests), requests)
+        written = self.trl_batch(requests)
+        self.note_rewards(written, requests)
+        batch, rows = self.exchanged(written, requests)
+        batch.update(self.pulls_of(rows))
         batch.update(self.score(batch, rows))
         batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
         return batch

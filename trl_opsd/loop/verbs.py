@@ -87,8 +87,8 @@ class Verbs:
     def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
         """The weight of each token of a generation batch in the loss; by default 1 or 0, with `position_discount`.
 
-        Token selection, discounts and rewards belong here: the returned weights apply to the loss, its gradient, its
-        denominator and the logs alike.
+        Token selection and discounts belong here: the returned weights apply to the loss, its gradient, its denominator
+        and the logs alike. Rewards are in `rollout.pull`.
 
         Args:
             rollout ([`~types.Rollout`]):

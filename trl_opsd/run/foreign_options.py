@@ -16,7 +16,11 @@ _TEACHER_WRITES = (
     "below 1"
 )
 _GENERATIONS = "it is called `num_generations`"
-_NO_REWARDS = "there are no rewards, the teacher scores every token; `trl.GRPOTrainer` takes rewards"
+_REWARDS = "rewards are passed to `OPSDTrainer`, as `reward_funcs`; `reward_weight` says what they count in training"
+_GIVEN = "it is called `sft_weight`, with `lmbda` below 1"
+_NO_RATIO = "a completion is learned once, by the student that wrote it, so there is no ratio of policies to bound"
+_AS_GRPO = "`loss_type` of TRL's GRPO is not chosen here: each token of a completion counts alike, as in its 'dapo'"
+_NO_ENTROPY = "the loss has no term for entropy; `divergence='forward_kl'` keeps the student's entropy up"
 _FULL_VOCABULARY = "the loss compares the full vocabulary, without a list of top tokens"
 _SERVER = "it is called `teacher_server_url`, the address of a pooling server; see docs/teachers.md"
 _ONE_TOKENIZER = "teacher and student share one tokenizer; `trl.experimental.gold` compares two"
@@ -25,7 +29,7 @@ _NO_LABELS = (
     "there are no labels to hold predictions against; an evaluation logs `eval_loss` and `eval_divergence/mean`"
 )
 _OWN_WEIGHTS = "override `weigh`, see docs/extending.md"
-_WHOLE_LOSS = "the divergence is the whole loss; `divergence` and `beta` say which"
+_WHOLE_LOSS = "the divergence has the weight 1; `divergence` and `beta` say which it is"
 _OF_THE_TOKENIZER = "set it in the tokenizer that you pass as `processing_class`"
 _END_TOKENS = "`generation_kwargs={'eos_token_id': ...}` says which tokens end a completion"
 _BOTH_MODELS = "`temperature` applies to both models, `teacher_temperature` and `student_temperature` to one"
@@ -72,7 +76,7 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         "loss_type": "it is called `divergence`",
         "kl_type": "it is called `divergence`",
         **dict.fromkeys(("kd_temperature", "distill_temperature", "distillation_temperature"), _BOTH_MODELS),
-        **dict.fromkeys(("kd_alpha", "kd_coef", "sft_alpha", "ce_weight"), _WHOLE_LOSS),
+        **dict.fromkeys(("kd_alpha", "kd_coef"), _WHOLE_LOSS),
         **dict.fromkeys(("kl_coef", "init_kl_coef", "kl_loss_coef", "use_kl_loss", "kl_penalty"), _WHOLE_LOSS),
         **dict.fromkeys(("router_aux_loss_coef", "label_smoothing"), _WHOLE_LOSS),
         **dict.fromkeys(("f_divergence_type", "kl_loss_type", "kl_estimator"), "it is called `divergence`"),
@@ -101,11 +105,17 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         "steps_per_generation": _LEARNED_ONCE,
         **dict.fromkeys(("n_samples_per_prompt", "rollout_n", "num_return_sequences"), _GENERATIONS),
         **dict.fromkeys(("generation_batch_size", "rollout_batch_size", "ppo_mini_batch_size"), _GLOBAL_BATCH),
-        **dict.fromkeys(("scale_rewards", "missing_eos_penalty", "normalize_advantages"), _NO_REWARDS),
-        **dict.fromkeys(("epsilon", "epsilon_high", "delta", "importance_sampling_level"), _NO_REWARDS),
+        "missing_eos_penalty": "subtract it in a function of `reward_funcs`, which sees `completion_ids`",
+        **dict.fromkeys(("normalize_advantages", "whiten_rewards"), "it is called `scale_rewards`"),
+        **dict.fromkeys(("epsilon", "epsilon_high", "delta", "importance_sampling_level"), _NO_RATIO),
+        **dict.fromkeys(("cliprange", "clip_ratio", "off_policy_mask_threshold"), _NO_RATIO),
+        "use_bias_correction_kl": "the divergence is computed over the whole vocabulary, and needs no correction",
+        **dict.fromkeys(("entropy_coef", "use_adaptive_entropy", "entropy_target"), _NO_ENTROPY),
+        **dict.fromkeys(("reward_model_path", "reward_model_name_or_path"), _REWARDS),
+        "reward_coef": "it is called `reward_weight`",
+        **dict.fromkeys(("sft_alpha", "sft_coef", "ce_weight", "nll_weight", "rpo_alpha"), _GIVEN),
         "top_entropy_quantile": _OWN_WEIGHTS,
         "vllm_sync_frequency": "weights are sent to vLLM whenever they have changed",
-        "entropy_coef": "the divergence is the whole loss; `divergence='forward_kl'` keeps the student's entropy up",
         **dict.fromkeys(("use_transformers_paged", "use_transformers_continuous_batching"), _CONTINUOUS),
         "tensor_model_parallel_size": "it is called `vllm_tensor_parallel_size`",
         "log_completions_steps": "`log_completions=True` logs every `logging_steps`",
@@ -176,9 +186,9 @@ FAMILIES: MappingProxyType[str, str] = MappingProxyType(
         "lora_": _PEFT,
         "bnb_4bit_": _QUANTIZED,
         "dataset_": "pass the dataset itself to `OPSDTrainer`, as `train_dataset` or `eval_dataset`",
-        "reward_": _NO_REWARDS,
-        "sapo_": _NO_REWARDS,
-        "vespo_": _NO_REWARDS,
+        "reward_": _REWARDS,
+        "sapo_": _AS_GRPO,
+        "vespo_": _AS_GRPO,
         "uld_": _ONE_TOKENIZER,
         "vllm_importance_sampling_": "weights of single tokens are bounded by `vllm_importance_sampling_clip_max`",
         "precompute_ref_": "completions are new in each step, so the teacher cannot read them before",
@@ -201,9 +211,10 @@ ARGUMENTS: MappingProxyType[str, str] = MappingProxyType(
         "lr_scheduler": "pass `optimizers=(optimizer, lr_scheduler)`",
         "optimizer_cls_and_kwargs": "set `optim` in `OPSDConfig`, or pass `optimizers=(optimizer, None)`",
         "lora_config": "it is called `peft_config`",
-        "reward_funcs": _NO_REWARDS,
-        "reward_model": _NO_REWARDS,
-        "reward_processing_classes": _NO_REWARDS,
+        "reward_func": "it is called `reward_funcs`",
+        "reward_functions": "it is called `reward_funcs`",
+        "reward_model": "it is called `reward_funcs`",
+        "reward_tokenizers": "it is called `reward_processing_classes`",
         "rollout_func": "it is called `rollout`, a `trl_opsd.RolloutBackend`",
         "environment_factory": "pass functions as `tools`, or a `rollout` of your own",
         "data_collator": "rows reach the trainer as they are, and the rollout pads them: remove it",
@@ -229,6 +240,8 @@ TRAINER_ARGUMENTS = (
     "peft_config",
     "tools",
     "rollout",
+    "reward_funcs",
+    "reward_processing_classes",
     "teacher_processing_class",
     "teacher_prompt_fn",
 )

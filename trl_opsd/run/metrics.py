@@ -27,6 +27,8 @@ _OF_ALL = "over the tokens in the loss, of all processes and micro-batches"
 _OVER_PROMPTS = "all processes; mean over prompts with at least two completions in the loss, then over steps"
 _WITH_GROUPS = "`num_generations` above 1, in evaluations `num_generations_eval`; not where processes share rows"
 _WITH_DATASET = "`lmbda` below 1; not where processes share rows"
+_OVER_REWARDED = "all processes; over all rows of an evaluation, or over those of a step and then the mean over steps"
+_WITH_REWARDS = "`reward_funcs`, in training with `reward_weight` above 0"
 _OF_A_PHASE = "main process; mean over optimizer steps, sum over an evaluation"
 _OF_A_SYNC = "main process; mean over weight syncs"
 _OF_A_STEP = "main process; mean over optimizer steps"
@@ -119,6 +121,37 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             appears=_WITH_DATASET,
             evaluated=False,
         ),
+        "rewards/<name>/mean": Metric(
+            unit="of the function",
+            meaning="Mean reward by the function of that name; without rows for which it returned `None`.",
+            reduced=_OVER_REWARDED,
+            appears=_WITH_REWARDS,
+        ),
+        "rewards/<name>/std": Metric(
+            unit="of the function",
+            meaning="The standard deviation of the same rewards.",
+            reduced=_OVER_REWARDED,
+            appears=_WITH_REWARDS,
+        ),
+        "reward": Metric(
+            unit="of the functions",
+            meaning="Mean sum of the rewards of a completion, each times its number in `reward_weights`.",
+            reduced=_OVER_REWARDED,
+            appears=_WITH_REWARDS,
+        ),
+        "reward_std": Metric(
+            unit="of the functions",
+            meaning="The standard deviation of the same sums.",
+            reduced=_OVER_REWARDED,
+            appears=_WITH_REWARDS,
+        ),
+        "frac_reward_zero_std": Metric(
+            unit="1",
+            meaning="Share of completions whose rewards have the standard deviation 0 in their prompt, or step.",
+            reduced="all processes; mean over optimizer steps",
+            appears="`reward_weight` above 0",
+            evaluated=False,
+        ),
         "time/complete": Metric(
             unit="seconds",
             meaning="Generating completions, without `time/sync`; with `overlap`, waiting for them.",
@@ -130,6 +163,12 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             meaning="Sending the student's weights to vLLM, and verifying that they arrived.",
             reduced=_OF_A_PHASE,
             appears=_WITH_SYNC,
+        ),
+        "time/reward": Metric(
+            unit="seconds",
+            meaning="Calling reward functions and models, and waiting for those of other processes.",
+            reduced=_OF_A_PHASE,
+            appears=_WITH_REWARDS,
         ),
         "time/teach": Metric(
             unit="seconds",

@@ -137,7 +137,10 @@ def shape_in_words(args: DistillationConfig) -> str:
     """What is done to the divergence of tokens, for a reader, with a comma before it."""
     clip = "" if args.kl_clip is None else f", each entry clipped at {args.kl_clip:g} nats"
     discount = args.position_discount
-    return clip if discount == 1 else f"{clip}, each token counted {discount:g} times the one before it"
+    discounted = "" if discount == 1 else f", each token counted {discount:g} times the one before it"
+    rewarded = f", plus {args.reward_weight:g} times the policy gradient of rewards" if args.reward_weight else ""
+    given = f", plus {args.sft_weight:g} times -log p of the dataset's completions" if args.sft_weight else ""
+    return f"{clip}{discounted}{rewarded}{given if args.lmbda < 1 else ''}"
 
 
 def unread_objective(args: DistillationConfig, divergence: Any) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.run.objective_options import unread_objective
+from trl_opsd.run.reward_options import unread_rewards
 from trl_opsd.run.training_options import EVERY
 
 _SERVER = (
@@ -51,6 +52,7 @@ def without_effect(
     optimizers: tuple[Any, Any],
     tools: Any,
     divergence: Any = None,
+    rewards: int = 0,
 ) -> dict[str, str]:
     """The options that differ from their defaults and are not read, each with the reason.
 
@@ -67,10 +69,14 @@ def without_effect(
             The tools that were passed.
         divergence (`Any`, *optional*):
             The one that was passed, which overrides that of the options.
+        rewards (`int`, *optional*, defaults to 0):
+            Number of reward functions that were passed.
     """
     found: dict[str, str] = {}
     for names, reason in chain(
-        unread_objective(args, divergence), _unread(args, own_rollout, teachers, optimizers, tools)
+        unread_objective(args, divergence),
+        unread_rewards(args, rewards),
+        _unread(args, own_rollout, teachers, optimizers, tools),
     ):
         changed = [name for name in names if getattr(args, name) != getattr(type(args), name)]
         found.update({name: reason for name in changed if name not in found})

@@ -43,7 +43,8 @@ class Rollout:
     weights: Tensor
     """[B, C], float32: weight of each token in the loss, at least 0; 0 for padding and for tool output."""
     pull: Tensor | None = None
-    """[B], float32: how much each row's tokens are pulled towards what was written, in nats per nat; `None` for none."""
+    """[B], float32, constants: each adds itself times `-log p_s` of the row's own tokens to their divergence; 0 adds
+    nothing, and so does `None`."""
     logprobs: Tensor | None = None
     """[B, C], float32: log-probability of each token in the distribution that it was drawn from, in nats, 0 for padding;
     `None` where the rollout does not say."""

@@ -1,0 +1,525 @@
+"""Rewards are TRL's: the same functions are called with the same arguments, and give the same advantages."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import textwrap
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from transformers import AutoModelForSequenceClassification, Qwen2Config
+from trl import GRPOTrainer
+from trl.trainer.utils import nanstd
+
+from trl_opsd import HFRollout, OPSDTrainer, RolloutBackend
+from trl_opsd.rewards.advantages import advantages
+
+WORDS = tiny.tokenizer()
+PROMPTS = [f"{'so ' * (number % 3)}{number}=" for number in range(8)]
+
+
+def rows(number: int = 8, kind: str = "text") -> Dataset:
+    """Prompts with their number, as text or as messages."""
+    prompts = PROMPTS[:number]
+    if kind == "messages":
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    return Dataset.from_dict({"prompt": prompts, "answer": list(range(number))})
+
+
+class Numbered(RolloutBackend):
+    """Writes how often it was asked for this prompt in the batch, as many characters as tell no row from another."""
+
+    def bind(self, trainer):
+        """Nothing is needed."""
+
+    def complete(self, prompt_ids, step):
+        count: dict[str, int] = defaultdict(int)
+        texts = []
+        for ids in prompt_ids:
+            prompt = WORDS.decode(ids).partition("=")[0].split()[-1]
+            number = prompt.partition("user\n")[2] or prompt
+            texts.append(f"{number}.{count[number]}{'x' * ((int(number) * 3 + count[number] * 5) % 9)}<|im_end|>")
+            count[number] += 1
+        return WORDS(texts)["input_ids"]
+
+
+def length(completions, **_):
+    """A reward that differs between completions."""
+    return [float(len(one)) for one in completions]
+
+
+class Recording(OPSDTrainer):
+    """Keeps the advantage of each row where the teacher reads it, with prompt and completion."""
+
+    def __init__(self, *args, **kwargs):
+        self.taught, self.learned = [], []
+        super().__init__(*args, **kwargs)
+
+    def teach(self, rollout, rows):
+        texts = WORDS.batch_decode(rollout.completion_lists(), skip_special_tokens=True)
+        pulls = [None] * len(rows) if rollout.pull is None else rollout.pull.tolist()
+        self.taught += zip(rows, texts, pulls, strict=True)
+        return super().teach(rollout, rows)
+
+    def compare(self, student, rollout, targets, num_items):
+        texts = WORDS.batch_decode(rollout.completion_lists(), skip_special_tokens=True)
+        if rollout.pull is not None:
+            self.learned += zip(texts, rollout.pull.tolist(), strict=True)
+        return super().compare(student, rollout, targets, num_items)
+
+
+LEARNED = {
+    "cls": Recording,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+    "reward_weight": 0.5,
+    "max_steps": 2,
+}
+
+
+def trained(make_trainer, **given):
+    given = {"train_dataset": rows(), "rollout": Numbered(), "reward_funcs": length, **LEARNED, **given}
+    trainer = make_trainer(**given)
+    trainer.train()
+    return trainer
+
+
+# ---- Advantages -----------------------------------------------------------------------------------------------------
+
+
+def of_trl(rewards: torch.Tensor, weights: torch.Tensor, number: int, scale: str, aggregation: str) -> torch.Tensor:
+    """The lines of TRL's own method between the rewards of functions and the advantages."""
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    first = source.index("        unscorable_mask = ")
+    last = source.index("        # Slice to keep only the local part of the data")
+
+    class Self:
+        reward_funcs, reward_weights = weights.tolist(), weights
+        scale_rewards, multi_objective_aggregation = scale, aggregation
+
+    names = {"torch": torch, "nanstd": nanstd, "self": Self, "device": "cpu", "num_generations": number}
+    names["rewards_per_func"] = rewards
+    exec(textwrap.dedent(source[first:last]), names)
+    return names["advantages"], names["is_std_zero"]
+
+
+def rewards_of(kind: str) -> torch.Tensor:
+    """[24, 3]."""
+    found = torch.randn(24, 3, generator=torch.Generator().manual_seed(0)) * 3
+    if kind == "some are None":
+        found[torch.rand(24, 3, generator=torch.Generator().manual_seed(1)) < 0.4] = math.nan
+        found[3], found[8:11] = math.nan, math.nan
+        assert found.isnan().all(1).sum() > 3
+    if kind == "all of a prompt are None":
+        found[4:8] = math.nan
+    if kind == "alike":
+        found[:12] = 1.0
+    return found
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("kind", ["plain", "some are None", "all of a prompt are None", "alike"])
+def test_advantages_are_those_of_trls_grpo(kind, scale, aggregation):
+    weights = torch.tensor([1.0, 0.3, -2.0])
+    for number in (2, 4, 12):
+        expected, flat = of_trl(rewards_of(kind), weights, number, scale, aggregation)
+        found = advantages(rewards_of(kind), weights, number, scale, aggregation)
+        assert torch.equal(found.values, expected)
+        assert torch.equal(found.is_flat, flat)
+        assert found.values.isfinite().all()
+        assert found.values.abs().max() > 0
+
+
+# ---- Training -------------------------------------------------------------------------------------------------------
+
+
+def expected_pulls(texts, reward, weight=0.5):
+    """Of completions by the number they carry: group-relative, scaled by the deviation in the group."""
+    groups = defaultdict(list)
+    for text in texts:
+        groups[text.partition(".")[0]].append(reward(text))
+    spread = {number: np.std(values, ddof=1) if len(values) > 1 else 1.0 for number, values in groups.items()}
+    stats = {number: (np.mean(values), spread[number]) for number, values in groups.items()}
+    of = {text: stats[text.partition(".")[0]] for text in texts}
+    return {text: weight * (reward(text) - mean) / (deviation + 1e-4) for text, (mean, deviation) in of.items()}
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+@pytest.mark.parametrize("budget", [None, 60])
+def test_each_completion_is_learned_with_the_advantage_of_its_own_reward(make_trainer, kind, budget):
+    """Rows are shuffled and dealt by length between the reward and the loss; each completion carries its number."""
+
+    def count(completions, answer, prompts, completion_ids, trainer_state, **_):
+        texts = [one if kind == "text" else one[0]["content"] for one in completions]
+        asked = [one if kind == "text" else one[-1]["content"] for one in prompts]
+        assert all(str(number) == text.partition(".")[0] for number, text in zip(answer, texts, strict=True))
+        assert all(prompt == PROMPTS[number] for prompt, number in zip(asked, answer, strict=True))
+        assert [WORDS.decode(ids) for ids in completion_ids] == [f"{text}<|im_end|>" for text in texts]
+        steps.append(trainer_state.global_step)
+        return [number * 10.0 + len(text) for number, text in zip(answer, texts, strict=True)]
+
+    steps: list[int] = []
+    dataset = rows(kind=kind)
+    trainer = trained(make_trainer, reward_funcs=count, train_dataset=dataset, max_tokens_per_microbatch=budget)
+    assert steps == [0, 1]
+    for at in (0, 8):
+        learned = dict(trainer.learned[at : at + 8])
+        expected = expected_pulls(learned, lambda text: int(text.partition(".")[0]) * 10.0 + len(text))
+        assert learned == pytest.approx(expected, rel=1e-5)
+        assert max(learned.values()) > 0.1 > -0.1 > min(learned.values())
+        assert {text: pull for _, text, pull in trainer.taught[at : at + 8]} == learned
+
+
+def test_a_training_logs_what_trl_logs_of_rewards(make_trainer):
+    calls = []
+
+    def some(completions, log_metric, **_):
+        calls.append([None if text.endswith("x") else len(text) for text in completions])
+        log_metric("longest", max(map(len, completions)))
+        return calls[-1]
+
+    trainer = trained(make_trainer, reward_funcs=[length, some], reward_weights=[1.0, 2.0], scale_rewards=False)
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    for at, row in enumerate(logs):
+        lengths = torch.tensor([float(len(text)) for _, text, _ in trainer.taught[8 * at : 8 * at + 8]])
+        those = torch.tensor([math.nan if one is None else one for one in calls[at]])
+        totals = lengths + 2 * those.nan_to_num(0.0)
+        assert 0 < those.isnan().sum() < 8
+        wanted = {
+            "rewards/length/mean": lengths.mean(),
+            "rewards/length/std": lengths.std(),
+            "rewards/some/mean": those.nanmean(),
+            "rewards/some/std": nanstd(those),
+            "reward": totals.mean(),
+            "reward_std": totals.std(),
+            "frac_reward_zero_std": 0.0,
+            "longest": lengths.max(),
+        }
+        assert {name: row[name] for name in wanted} == pytest.approx({k: float(v) for k, v in wanted.items()})
+        assert row["time/reward"] > 0
+
+
+def test_without_a_weight_a_training_calls_no_function(make_trainer, caplog):
+    def fails(**_):
+        raise AssertionError("called")
+
+    trainer = trained(make_trainer, reward_funcs=fails, reward_weight=0.0)
+    assert not [name for row in trainer.state.log_history for name in row if "reward" in name]
+    assert {pull for *_, pull in trainer.taught} == {None}
+    assert "`reward_funcs` are called in evaluations only, and this training has none" in caplog.text
+
+
+def test_completions_of_the_dataset_get_no_reward_and_are_no_baseline(make_trainer):
+    seen = []
+
+    def count(completions, **_):
+        seen.extend(completions)
+        return [100.0 if text == "given" else float(len(text)) for text in completions]
+
+    dataset = rows().add_column("completion", ["given"] * 8)
+    options = {"lmbda": 0.5, "sft_weight": 0.25, "scale_rewards": "none", "max_steps": 3}
+    trainer = trained(make_trainer, reward_funcs=count, train_dataset=dataset, **options)
+    assert "given" not in seen
+    assert len(seen) + sum(text == "given" for text, _ in trainer.learned) == 24
+    assert {pull for text, pull in trainer.learned if text == "given"} == {0.25}
+    for at in range(0, 24, 8):
+        groups = defaultdict(list)
+        for row, text, pull in trainer.taught[at : at + 8]:
+            if text != "given":
+                groups[row["answer"]].append((len(text), pull))
+        for group in groups.values():
+            lengths, pulls = np.array(group).T
+            assert pulls == pytest.approx(0.5 * (lengths - lengths.mean()))
+    assert any(len(group) > 1 for group in groups.values())
+
+
+def test_dataset_completions_are_pulled_at_by_their_weight_alone(make_trainer):
+    dataset = rows().add_column("completion", ["given"] * 8)
+    options = {"reward_funcs": None, "reward_weight": 0.0, "num_generations": 1, "lmbda": 0.5, "sft_weight": 2.0}
+    trainer = trained(make_trainer, train_dataset=dataset, **options)
+    assert {(text == "given", pull) for text, pull in trainer.learned} == {(True, 2.0), (False, 0.0)}
+    assert len(trainer.learned) == 16
+    alone = trained(make_trainer, train_dataset=dataset, **{**options, "sft_weight": 0.0})
+    assert alone.learned == []
+
+
+def test_a_resumed_run_has_the_same_rewards_or_says_what_differs(make_trainer, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "train_dataset": rows(), "rollout": Numbered()}
+    whole = trained(make_trainer, **options)
+    resumed = make_trainer(**{**LEARNED, **options, "reward_funcs": length})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert resumed.learned == whole.learned[8:]
+    other = make_trainer(**{**LEARNED, **options, "reward_funcs": [length, slow], "scale_rewards": False})
+    with pytest.raises(ValueError, match=r"reward_funcs: \['length'\] in the(.|\n)*scale_rewards: 'group' in"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_functions_may_change_what_they_are_given(make_trainer):
+    """Their prompts and columns are copies: the teacher reads the rows as they are."""
+
+    def greedy(prompts, completions, completion_ids, **columns):
+        for prompt, ids in zip(prompts, completion_ids, strict=True):
+            prompt.clear()
+            ids.clear()
+        return [0.0] * len(completions)
+
+    plain = trained(make_trainer, train_dataset=rows(kind="messages"), reward_weight=0.0, reward_funcs=None)
+    other = trained(make_trainer, train_dataset=rows(kind="messages"), reward_funcs=greedy)
+    assert [one[:2] for one in other.taught] == [one[:2] for one in plain.taught]
+
+
+# ---- What may be a reward -------------------------------------------------------------------------------------------
+
+
+async def slow(completions, **_):
+    """A coroutine."""
+    await asyncio.sleep(0.3)
+    return [len(one) + 1 for one in completions]
+
+
+class Judge:
+    """An object that is called, and waits for the other one."""
+
+    def __init__(self):
+        self.loops = set()
+
+    async def __call__(self, completions, **_):
+        await asyncio.sleep(0.3)
+        self.loops.add(id(asyncio.get_running_loop()))
+        return [None] * len(completions)
+
+
+def test_coroutines_wait_together_and_in_one_loop(make_trainer):
+    judge = Judge()
+    trainer = make_trainer(
+        eval_dataset=rows(4), rollout=Numbered(), reward_funcs=[slow, length, judge, functools.partial(slow)]
+    )
+
+    async def in_a_notebook():  # whose thread runs a loop already
+        return trainer.evaluate()
+
+    found = asyncio.run(in_a_notebook())
+    trainer.evaluate()
+    assert 0.25 < found["eval_time/reward"] < 0.55
+    assert len(judge.loops) == 1, "clients of the first call belong to its loop"
+    assert found["eval_rewards/slow/mean"] == found["eval_rewards/length/mean"] + 1 == found["eval_rewards/slow_2/mean"]
+    assert found["eval_rewards/Judge/mean"] is None
+    assert found["eval_reward"] == pytest.approx(3 * found["eval_rewards/length/mean"] + 2)
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    """A folder with a reward model that is no chance: its weights are there."""
+    folder = tmp_path_factory.mktemp("models") / "judge"
+    torch.manual_seed(3)
+    sizes = tiny.qwen2(32).config.to_dict()
+    config = Qwen2Config(**{**sizes, "num_labels": 1, "pad_token_id": None})
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(folder)
+    WORDS.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+def test_a_reward_model_scores_prompt_and_completion(make_trainer, reward_model, kind):
+    seen = []
+
+    def see(prompts, completions, **_):
+        seen.extend(zip(prompts, completions, strict=True))
+        return [0.0] * len(prompts)
+
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    trainer = make_trainer(
+        eval_dataset=rows(5, kind), rollout=Numbered(), reward_funcs=[str(reward_model), see, model],
+        reward_processing_classes=[None, None, tiny.tokenizer()], per_device_train_batch_size=2,
+    )  # fmt: skip
+    found = trainer.evaluate()
+    texts = [p + c if kind == "text" else WORDS.apply_chat_template(p + c, tokenize=False) for p, c in seen]
+    alone = [model(torch.tensor([WORDS(text)["input_ids"]])).logits.item() for text in texts]
+    assert len(set(alone)) == 5
+    assert found["eval_rewards/judge/mean"] == pytest.approx(np.mean(alone), rel=1e-4)
+    assert found["eval_rewards/judge/std"] == pytest.approx(np.std(alone, ddof=1), rel=1e-4)
+    assert found["eval_rewards/judge_2/mean"] == pytest.approx(np.mean(alone), rel=1e-4)
+    assert not model.training
+
+
+# ---- Evaluations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_an_evaluation_averages_over_all_of_its_rows(make_trainer, kind):
+    """Batches of 4 of 7 rows: the second has three, and a mean over batches would be another number."""
+    dataset = rows(7) if kind == "map" else rows(7).to_iterable_dataset()
+    sets = {"some": dataset, "few": rows(2)}
+    trainer = make_trainer(
+        eval_dataset=sets, rollout=Numbered(), reward_funcs=length, per_device_eval_batch_size=4, max_steps=1
+    )
+    found = trainer.evaluate()
+    written = WORDS.batch_decode(Numbered().complete(WORDS(PROMPTS)["input_ids"], 0), skip_special_tokens=True)
+    lengths = [len(text) for text in written]
+    assert found["eval_some_rewards/length/mean"] == pytest.approx(np.mean(lengths[:7]))
+    assert found["eval_some_rewards/length/std"] == pytest.approx(np.std(lengths[:7], ddof=1))
+    assert found["eval_some_reward"] == pytest.approx(np.mean(lengths[:7]))
+    assert found["eval_few_rewards/length/mean"] == pytest.approx(np.mean(lengths[:2]))
+    predicted = trainer.predict(dataset).metrics
+    assert predicted["test_rewards/length/mean"] == found["eval_some_rewards/length/mean"]
+
+
+def test_a_solution_that_the_teacher_reads_is_one_to_functions_too(make_trainer):
+    seen = []
+
+    def right(completions, solution, **_):
+        seen.extend(solution)
+        return [0.0] * len(completions)
+
+    dataset = tiny.rows(4).add_column("solution", list("abcd"))
+    trainer = make_trainer(
+        teacher_model=None,
+        teacher_model_kind="live",
+        train_dataset=dataset,
+        eval_dataset=dataset,
+        reward_funcs=right,
+        rollout=HFRollout(),
+    )
+    trainer.evaluate()
+    assert sorted(seen) == list("abcd")
+
+
+# ---- What is refused ------------------------------------------------------------------------------------------------
+
+
+def wrong(returned):
+    def bad(**_):
+        return returned
+
+    return bad
+
+
+def raises(**_):
+    raise KeyError("answer")
+
+
+FAILING = [
+    (wrong([1.0]), ValueError, "'bad' returned 1 rewards for 2 completions"),
+    (wrong("ab"), TypeError, "'bad' returned a str: expected a list"),
+    (wrong(None), TypeError, "'bad' returned a NoneType: expected a list"),
+    (wrong([1.0, "2"]), TypeError, "returned '2', a str, for row 1 of an evaluation batch: expected a number"),
+    (wrong([1.0, math.inf]), ValueError, "returned inf for row 1 of an evaluation batch"),
+    (raises, RuntimeError, "'raises' failed for row 0 of an evaluation batch to row 1 of .*: KeyError: 'answer'"),
+]
+
+
+@pytest.mark.parametrize(("function", "error", "words"), FAILING)
+def test_what_a_function_does_wrong_is_said_with_its_name_and_rows(make_trainer, function, error, words):
+    trainer = make_trainer(eval_dataset=rows(2), rollout=Numbered(), reward_funcs=function)
+    with pytest.raises(error, match=words):
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "booleans"])
+def test_numbers_of_every_kind_are_rewards(make_trainer, kind):
+    kinds = {"numpy": np.array([1, 0]), "torch": torch.tensor([[1.0], [0.0]]), "booleans": [np.bool_(1), False]}
+    trainer = make_trainer(eval_dataset=rows(2), rollout=Numbered(), reward_funcs=wrong(kinds[kind]))
+    assert trainer.evaluate()["eval_reward"] == 0.5
+
+
+def needs_label(completions, label, **_):
+    return [0.0] * len(completions)
+
+
+def needs_answer(completions, answer, **_):
+    return [0.0] * len(completions)
+
+
+def takes_few(completions, prompts):
+    return [0.0] * len(completions)
+
+
+EIGHT = {"per_device_train_batch_size": 8, "num_generations": 4}
+REFUSED = [
+    ({"reward_weight": 1.0, **EIGHT}, ValueError, "without rewards: pass `reward_funcs`"),
+    ({"reward_weight": 1.0, "reward_funcs": length}, ValueError, "`num_generations` to 2 or more"),
+    ({"reward_weight": -1.0}, ValueError, "`reward_weight=-1.0`: expected a finite number of at least 0"),
+    ({"reward_weight": 1.0, "lmbda": 0.0, **EIGHT}, ValueError, "rewards are for what the student writes"),
+    ({"reward_weight": 1.0, "overlap": "step", **EIGHT}, ValueError, "before the other completions of its prompt"),
+    ({"reward_funcs": length, "reward_weights": [1, 2]}, ValueError, "`reward_weights` has 2 numbers"),
+    ({"reward_weights": 3}, ValueError, "`reward_weights=3`: expected a list"),
+    ({"scale_rewards": "groups"}, ValueError, "Did you mean 'group'"),
+    ({"multi_objective_aggregation": "sum"}, ValueError, "expected one of 'sum_then_normalize'"),
+    ({"reward_funcs": 3}, TypeError, r"`reward_funcs\[0\]` is a int: expected a function"),
+    ({"reward_funcs": [length, Judge]}, TypeError, r"`reward_funcs\[1\]` is the class Judge: expected a function"),
+    ({"reward_funcs": torch.nn.Linear(2, 1)}, TypeError, "is a Linear: expected a function, a `PreTrainedModel`"),
+    ({"reward_funcs": "no/such-model"}, ValueError, r"`reward_funcs\[0\]='no/such-model'` is neither a folder nor"),
+    ({"reward_funcs": length, "reward_processing_classes": [None, None]}, ValueError, "has 2 entries"),
+    ({"reward_funcs": length, "reward_processing_classes": "a"}, TypeError, "is a str: expected the tokenizer of"),
+    ({"reward_funcs": needs_label, "eval_dataset": rows(2)}, ValueError, "'needs_label' .* eval_dataset: .*'label'"),
+    (
+        {"reward_funcs": needs_answer, "remove_unused_columns": True, "eval_dataset": rows(2)},
+        ValueError,
+        "'needs_answer' .* eval_dataset: .*'answer'",
+    ),
+    ({"reward_funcs": takes_few, "eval_dataset": rows(2)}, ValueError, "'takes_few' .* as `\\*\\*kwargs`"),
+    (
+        {"reward_funcs": needs_label, "train_dataset": rows(), "reward_weight": 1.0, **EIGHT},
+        ValueError,
+        "'needs_label' .* train_dataset: .*'label'",
+    ),
+    (
+        {"reward_funcs": length, "eval_dataset": rows(2).add_column("completions", ["a", "b"])},
+        ValueError,
+        "eval_dataset has a column 'completions'",
+    ),
+]
+
+
+@pytest.mark.before_loading
+@pytest.mark.quick
+@pytest.mark.parametrize(("given", "error", "words"), REFUSED)
+def test_rewards_that_cannot_be_right_are_refused_before_a_model_is_loaded(make_trainer, given, error, words):
+    with pytest.raises(error, match=words):
+        make_trainer(**given)
+
+
+def test_a_model_without_one_number_for_a_text_is_refused(make_trainer, tmp_path):
+    tiny.qwen2(32).save_pretrained(tmp_path / "causal")
+    with pytest.raises(ValueError, match="is a Qwen2ForCausalLM, whose weights have no head"):
+        make_trainer(reward_funcs=str(tmp_path / "causal"))
+    config = Qwen2Config(**{**tiny.qwen2(32).config.to_dict(), "num_labels": 2})
+    two = AutoModelForSequenceClassification.from_config(config)
+    with pytest.raises(ValueError, match="gives 2 numbers for a text"):
+        make_trainer(reward_funcs=two)
+
+
+def test_a_model_that_lacks_its_head_is_refused(make_trainer, reward_model, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    state = {name: value for name, value in model.state_dict().items() if "score" not in name}
+    model.save_pretrained(tmp_path / "headless", state_dict=state)
+    WORDS.save_pretrained(tmp_path / "headless")
+    with pytest.raises(ValueError, match=r"lacks the weights \['score.weight'\], which would be random"):
+        make_trainer(reward_funcs=str(tmp_path / "headless"))
+
+
+def test_rows_that_come_later_are_held_against_the_functions_too(make_trainer):
+    trainer = make_trainer(reward_funcs=needs_label)
+    with pytest.raises(ValueError, match="'needs_label' cannot be called for the rows of eval_dataset"):
+        trainer.eval_dataset = rows(2)
+
+
+def test_a_metric_of_rewards_may_choose_the_best_model_where_there_are_rewards(make_trainer, caplog):
+    best = {"metric_for_best_model": "eval_reward", "eval_strategy": "steps", "eval_dataset": rows(2)}
+    make_trainer(reward_funcs=length, **best)
+    make_trainer(reward_funcs=length, **{**best, "metric_for_best_model": "rewards/length/mean"})
+    assert "no evaluation logs" not in caplog.text
+    make_trainer(**best)
+    assert "no evaluation logs 'eval_reward' by itself" in caplog.text

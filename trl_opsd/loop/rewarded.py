@@ -1,0 +1,188 @@
+"""Has completions rewarded where they were written, and gives each row what its completion is worth beside the others.
+
+B rows of this process · R rows of all · F reward functions
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from trl_opsd._compat.trl import DistillationTrainer, nanstd, parse_response
+from trl_opsd.config import OPSDConfig
+from trl_opsd.data.intake import Request
+from trl_opsd.rewards.advantages import advantages, total
+from trl_opsd.rewards.functions import Rewards
+from trl_opsd.rewards.given import NOT_PASSED
+from trl_opsd.types import Rollout
+
+__all__ = ["SEAMS", "Rewarded"]
+
+SEAMS: dict[str, tuple[str, ...]] = {
+    "_tool_call_loop": (
+        "self",
+        "prompts",
+        "prompt_ids",
+        "completion_ids",
+        "completions",
+        "images",
+        "multimodal_fields",
+    ),
+}
+"""Overridden methods of TRL's trainer, with their parameters; a test compares them with the installed ones."""
+
+
+class Rewarded(DistillationTrainer):
+    """A trainer that calls reward functions: in evaluations always, in training where their rewards are learned from.
+
+    They are called before rows go to other processes, so that the completions of a prompt are next to each other.
+    """
+
+    args: OPSDConfig
+    record: Callable[[str, float], None]
+    phase: Callable[[str], AbstractContextManager[None]]
+    gather_distinct_rows: Callable[[Tensor], Tensor]
+    reads_solutions: bool
+    _rewards: Rewards | None = None
+    """What is called; `None` without `reward_funcs`."""
+    _conversations: list[Any] | None = None
+    """The completions of a batch with the answers of tools, as messages."""
+    _evaluated_rewards: list[Tensor] | None = None
+    """[*, F] each, of an evaluation that is under way: the rewards of its rows, each row once."""
+
+    # ---- The rows of a batch ------------------------------------------------------------------------------------
+
+    def note_rewards(self, batch: Mapping[str, Any], rows: Sequence[Request]) -> None:
+        """Has the completions of a generation batch rewarded, and tells its rows their advantages. Collective.
+
+        Args:
+            batch (`Mapping[str, Any]`):
+                TRL's keys, for the rows that this process has written.
+            rows (`Sequence[Request]`):
+                The dataset rows, aligned with it.
+        """
+        is_learned = self.model.training and self.args.reward_weight > 0
+        if self._rewards is None or not (is_learned or self._evaluated_rewards is not None):
+            return
+        with self.phase("reward"):
+            rewards_BF = self._rewards_of(self._rewards, batch, rows)
+            if not is_learned:
+                assert self._evaluated_rewards is not None, "an evaluation is under way"
+                self._evaluated_rewards.append(self.gather_distinct_rows(rewards_BF).cpu())
+                return
+            self._tell_advantages(self._rewards, self.accelerator.gather(rewards_BF).cpu(), rows)
+
+    def _tell_advantages(self, rewards: Rewards, rewards_RF: Tensor, rows: Sequence[Request]) -> None:
+        """Tells the rows of this process what they are worth beside the others of their prompts, and logs it."""
+        args = self.args
+        found = advantages(
+            rewards_RF, rewards.weights, args.num_generations, args.scale_rewards, args.multi_objective_aggregation
+        )
+        first = self.accelerator.process_index * len(rows)
+        for row, value in zip(rows, found.values[first : first + len(rows)].tolist(), strict=True):
+            row.advantage = value
+        self._record_rewards(rewards, rewards_RF)
+        self.record("frac_reward_zero_std", float(found.is_flat.float().mean()))
+
+    def pulls_of(self, rows: Sequence[Request]) -> dict[str, Tensor]:
+        """How much each of these rows pulls at its own tokens, [B], as the batch holds it; empty where none does."""
+        args = self.args
+        if not (self.model.training and args.pulls):
+            return {}
+        pulls = [args.reward_weight * row.advantage + args.sft_weight * bool(row.is_off_policy) for row in rows]
+        return {"pull": torch.tensor(pulls, dtype=torch.float32, device=self.accelerator.device)}
+
+    # ---- Calling the functions ----------------------------------------------------------------------------------
+
+    def _rewards_of(self, rewards: Rewards, batch: Mapping[str, Any], rows: Sequence[Request]) -> Tensor:
+        """[B, F], on the accelerator's device; NaN for a completion of the dataset, which is not the student's."""
+        metrics: dict[str, list[float]] = defaultdict(list)
+        numbers = [number for number, row in enumerate(rows) if not row.is_off_policy]
+        asked = [rows[number] for number in numbers]
+        given = self._given_to_functions(asked, self._completions_of(batch, rows), numbers)
+        given["log_metric"] = lambda name, value: metrics[name].append(float(value))
+        found = torch.full((len(rows), len(rewards.functions)), torch.nan)
+        found[numbers] = rewards.of(given, [row.where for row in asked])
+        self._record_metrics(metrics)
+        return found.to(self.accelerator.device)
+
+    def _given_to_functions(
+        self, rows: Sequence[Request], written: tuple[list[Any], list[list[int]]], numbers: Sequence[int]
+    ) -> dict[str, Any]:
+        """What functions are called with; they may change it: of what the rows hold these are copies."""
+        texts, ids = written
+        names = [name for name in (rows[0] if rows else ()) if name not in NOT_PASSED]
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        if self.reads_solutions and "privileged_context" in columns:  # it may have been called so
+            columns.setdefault("solution", columns["privileged_context"])
+        return {
+            **deepcopy({**columns, "prompts": [row["prompt"] for row in rows]}),
+            "completions": [texts[number] for number in numbers],
+            "completion_ids": [ids[number] for number in numbers],
+            "trainer_state": self.state,
+        }
+
+    def _completions_of(self, batch: Mapping[str, Any], rows: Sequence[Request]) -> tuple[list[Any], list[list[int]]]:
+        """The completions of a batch as its prompts are, text or messages, and their token ids."""
+        rollout = Rollout.unpack(batch)
+        ids = rollout.completion_lists()
+        conversations, self._conversations = self._conversations, None
+        if conversations is not None:
+            return conversations, ids
+        if isinstance(rows[0]["prompt"], str):
+            return self.processing_class.batch_decode(ids, skip_special_tokens=True), ids
+        tokenizer = self._tokenizer
+        if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
+            pad, prompts = [tokenizer.pad_token_id], rollout.prompt_lists()
+            parsed = [parse_response(tokenizer, one or pad, prefix=of) for one, of in zip(ids, prompts, strict=True)]
+            return [[message] for message in parsed], ids
+        texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
+        return [[{"role": "assistant", "content": text}] for text in texts], ids
+
+    def _tool_call_loop(
+        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, images: Any, multimodal_fields: Any
+    ) -> tuple:
+        found: tuple = super()._tool_call_loop(
+            prompts, prompt_ids, completion_ids, completions, images, multimodal_fields
+        )
+        _, self._conversations, *_ = found
+        return found
+
+    # ---- The log ------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', and records the rewards of all rows together."""
+        if self._rewards is None:
+            return super().evaluation_loop(*args, **kwargs)
+        found: list[Tensor] = []
+        self._evaluated_rewards = found
+        try:
+            output = super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._evaluated_rewards = None
+        if found:
+            self._record_rewards(self._rewards, torch.cat(found))
+        return output
+
+    def _record_rewards(self, rewards: Rewards, rewards_RF: Tensor) -> None:
+        named = {f"rewards/{name}": rewards_RF[:, at] for at, name in enumerate(rewards.functions)}
+        for name, values_R in named.items():
+            self.record(f"{name}/mean", float(values_R.nanmean()))
+            self.record(f"{name}/std", float(nanstd(values_R)))
+        totals_R = total(rewards_RF, rewards.weights)
+        self.record("reward", float(totals_R.nanmean()))
+        self.record("reward_std", float(nanstd(totals_R)))
+
+    def _record_metrics(self, mine: Mapping[str, Sequence[float]]) -> None:
+        """Records what functions have logged: means over the calls of `log_metric` in all processes. Collective."""
+        everyone = gather_object([dict(mine)])
+        for name in sorted({name for theirs in everyone for name in theirs}):
+            values = [value for theirs in everyone for value in theirs.get(name, ())]
+            self.record(name, sum(values) / len(values))

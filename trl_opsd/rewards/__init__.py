@@ -1,0 +1,1 @@
+"""Rewards of completions by functions and models, and what each is worth beside the others of its prompt."""

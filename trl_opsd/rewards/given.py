@@ -1,0 +1,146 @@
+"""Checks what a user passes as rewards before a model is loaded, and names each as TRL does."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from trl_opsd._compat.trl import get_callable_name, get_config_model_id
+from trl_opsd.rewards.model import check_model, loaded_tokenizer
+
+__all__ = ["OURS", "Given", "check_columns", "given_rewards"]
+
+OURS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric")
+"""What a function is given by name besides the columns of its rows."""
+NOT_PASSED = ("prompt", "completion", "completion_ids")
+"""Columns that it is not given: it has the first in `prompts`, and the others would be taken for what was written."""
+
+
+class Given:
+    """One reward as it was passed.
+
+    Args:
+        name (`str`):
+            In the log.
+        source (`Any`):
+            A function, a reward model, or the path or model id of one.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            That of a reward model.
+    """
+
+    def __init__(self, name: str, source: Any, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.name, self.source, self.tokenizer = name, source, tokenizer
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is a reward model, or the path of one."""
+        return isinstance(self.source, str | nn.Module)
+
+
+def given_rewards(reward_funcs: Any, reward_processing_classes: Any) -> list[Given]:
+    """The rewards, with the tokenizers of reward models.
+
+    Args:
+        reward_funcs (`Any`):
+            One, a list of them, or `None`.
+        reward_processing_classes (`Any`):
+            A tokenizer, a list with one for each reward, or `None`.
+
+    Raises:
+        TypeError: One is neither a function nor a reward model, or a tokenizer is none.
+        ValueError: A model cannot be found or gives no single number, or there are not as many tokenizers as rewards.
+    """
+    sources = _listed(reward_funcs)
+    tokenizers = _listed(reward_processing_classes) or [None] * len(sources)
+    if len(tokenizers) != len(sources):
+        raise ValueError(
+            f"`reward_processing_classes` has {len(tokenizers)} entries, and `reward_funcs` {len(sources)}: expected "
+            "one for each, `None` for a function."
+        )
+    found, seen = [], Counter[str]()
+    for number, (source, tokenizer) in enumerate(zip(sources, tokenizers, strict=True)):
+        called = f"reward_funcs[{number}]"
+        name = _name(source, called)
+        seen[name] += 1
+        given = Given(name if seen[name] == 1 else f"{name}_{seen[name]}", source, tokenizer)
+        _check(given, called, f"reward_processing_classes[{number}]")
+        if given.is_model and tokenizer is None:
+            given.tokenizer = loaded_tokenizer(source, called)
+        found.append(given)
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _name(source: Any, called: str) -> str:
+    if isinstance(source, str):
+        return source.rstrip("/").split("/")[-1]
+    if isinstance(source, PreTrainedModel):
+        return str(get_config_model_id(source.config)).split("/")[-1] or type(source).__name__
+    if isinstance(source, nn.Module):
+        raise TypeError(
+            f"`{called}` is a {type(source).__name__}: expected a function, a `PreTrainedModel`, or the path of one. A "
+            "function may call any other module."
+        )
+    if isinstance(source, type) or not callable(source):
+        kind = f"the class {source.__name__}" if isinstance(source, type) else f"a {type(source).__name__}"
+        raise TypeError(
+            f"`{called}` is {kind}: expected a function that takes `prompts`, `completions` and the columns of the "
+            "dataset by name and returns a list of numbers; a reward model; or the path of one."
+        )
+    return str(get_callable_name(source))
+
+
+def _check(given: Given, called: str, tokenizer_called: str) -> None:
+    if given.is_model:
+        check_model(given.source, called)
+    if given.tokenizer is not None and not isinstance(given.tokenizer, PreTrainedTokenizerBase):
+        kind = type(given.tokenizer).__name__
+        raise TypeError(f"`{tokenizer_called}` is a {kind}: expected the tokenizer of a reward model, or `None`.")
+
+
+def check_columns(rewards: Sequence[Given], datasets: Mapping[str, Collection[str] | None]) -> None:
+    """Checks that functions can be called with the columns of the rows whose completions they see.
+
+    Args:
+        rewards (`Sequence[Given]`):
+            The rewards.
+        datasets (`Mapping[str, Collection[str]]`):
+            The columns of each dataset by its name in messages, `None` where they are not known.
+
+    Raises:
+        ValueError: A column is called as something else that functions are given, or a function cannot be called so.
+    """
+    functions = [one for one in rewards if not one.is_model]
+    for where, columns in datasets.items() if functions else ():
+        if columns is None:
+            continue
+        if taken := sorted({*OURS} - {*NOT_PASSED} & {*columns}):
+            raise ValueError(
+                f"{where} has a column {taken[0]!r}, but reward functions are given something else under that name: "
+                "rename the column."
+            )
+        for one in functions:
+            _check_call(one, sorted({*columns} - {*NOT_PASSED}), where)
+
+
+def _check_call(one: Given, columns: Sequence[str], where: str) -> None:
+    given = dict.fromkeys((*OURS, *columns))
+    try:
+        inspect.signature(one.source).bind(**given)
+    except TypeError as error:
+        raise ValueError(
+            f"The reward function {one.name!r} cannot be called for the rows of {where}: {error}. It is given "
+            f"{', '.join(map(repr, given))} by name, and takes those that it does not need as `**kwargs`."
+        ) from None
+    except ValueError:  # of a builtin, nothing is known
+        return
