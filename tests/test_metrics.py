@@ -22,7 +22,7 @@ from trl_opsd.types import Completion
 
 OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 BYTES = 1000
-_RECORDED = ("sync/", "rollout/", "nonfinite/", "overlap/", "off_policy/", "on_policy/")
+_RECORDED = ("sync/", "rollout/", "nonfinite/", "overlap/", "off_policy/", "on_policy/", "selection/")
 
 
 class Mirror:
@@ -95,6 +95,7 @@ def configurations(tmp_path):
     return {
         "plain": {},
         "a clip": {"kl_clip": 0.01},
+        "some tokens": {"token_selection": "student_entropy", "token_fraction": 0.5},
         "its own teacher, LoRA": {
             "teacher_model": None,
             "teacher_model_kind": "ema",

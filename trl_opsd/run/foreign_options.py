@@ -102,7 +102,7 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         **dict.fromkeys(("generation_batch_size", "rollout_batch_size", "ppo_mini_batch_size"), _GLOBAL_BATCH),
         **dict.fromkeys(("scale_rewards", "missing_eos_penalty", "normalize_advantages"), _NO_REWARDS),
         **dict.fromkeys(("epsilon", "epsilon_high", "delta", "importance_sampling_level"), _NO_REWARDS),
-        "top_entropy_quantile": _OWN_WEIGHTS,
+        "top_entropy_quantile": "set `token_selection='student_entropy'` and `token_fraction`",
         "vllm_sync_frequency": "weights are sent to vLLM whenever they have changed",
         "entropy_coef": "the divergence is the whole loss; `divergence='forward_kl'` keeps the student's entropy up",
         **dict.fromkeys(("use_transformers_paged", "use_transformers_continuous_batching"), _CONTINUOUS),

@@ -97,7 +97,9 @@ def shape_in_words(args: DistillationConfig) -> str:
     """What is done to the divergence of tokens, for a reader, with a comma before it."""
     clip = "" if args.kl_clip is None else f", each entry clipped at {args.kl_clip:g} nats"
     discount = args.position_discount
-    return clip if discount == 1 else f"{clip}, each token counted {discount:g} times the one before it"
+    place = "" if discount == 1 else f", each token counted {discount:g} times the one before it"
+    selection = args.build_selection()
+    return f"{clip}{place}{'' if selection is None else f', {selection}'}"
 
 
 def unread_objective(args: DistillationConfig, divergence: Any) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -107,3 +109,7 @@ def unread_objective(args: DistillationConfig, divergence: Any) -> Iterator[tupl
         if chosen not in readers:
             why = "is an object" if isinstance(chosen, Divergence) else f"is {chosen!r}"
             yield (name,), f"`divergence` {why}"
+    if args.token_selection is None:
+        yield ("token_fraction",), "`token_selection` is not set"
+    elif args.token_fraction == 1:
+        yield ("token_selection",), "`token_fraction` is 1"
