@@ -22,7 +22,8 @@ from trl_opsd.types import Completion
 
 OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 BYTES = 1000
-_RECORDED = ("sync/", "rollout/", "nonfinite/", "overlap/", "off_policy/", "on_policy/", "reward", "frac_reward")
+_RECORDED = ("sync/", "rollout/", "nonfinite/", "overlap/", "off_policy/", "on_policy/", "selection/")
+_RECORDED += ("reward", "frac_reward")
 
 
 class Mirror:
@@ -113,6 +114,7 @@ def configurations(tmp_path):
         "plain": {},
         "a clip": {"kl_clip": 0.01},
         "a pull": {"cls": Pulled},
+        "some tokens": {"token_selection": "student_entropy", "token_fraction": 0.5},
         "its own teacher, LoRA": {
             "teacher_model": None,
             "teacher_model_kind": "ema",

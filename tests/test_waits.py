@@ -22,5 +22,7 @@ def test_the_host_waits_once_between_forward_and_backward(make_trainer):
         max_steps=2,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
+        token_selection="teacher_divergence",  # whose path is the longest
+        token_fraction=0.5,
     )
     assert waits.of_each_micro_batch(trainer) == [["tolist"]] * 4

@@ -35,6 +35,7 @@ from trl_opsd.run.precision import check_scaler
 from trl_opsd.run.ranges import above, at_least_one, in_range, one_of
 from trl_opsd.run.reward_options import check_rewards
 from trl_opsd.run.sampling_options import settle_sampling
+from trl_opsd.run.selection import Selection, check_selection
 from trl_opsd.run.strict_names import StrictNames
 from trl_opsd.run.teacher_options import check_teacher, check_teacher_placement
 from trl_opsd.run.training_options import check_accumulation, check_training, check_unsupported
@@ -75,6 +76,14 @@ class OPSDConfig(StrictNames, DistillationConfig):
         position_discount (`float`, *optional*, defaults to `1.0`):
             In training, the weight of each completion token relative to the one before it, in (0, 1]. A `weigh` of your
             own gets such weights from `super().weigh(...)`.
+        token_selection (`str`, *optional*):
+            In training, learns from a part of the tokens of each row. `"prefix"`: the first. `"random"`: drawn from
+            `seed`, step and row. `"student_entropy"`: where the student is least certain. `"teacher_divergence"`: where
+            the divergence is largest. The first two save reading and products; the others save products, and cost those
+            that choose; see `docs/objectives.md`. When `None`, all tokens are learned.
+        token_fraction (`float`, *optional*, defaults to `1.0`):
+            With `token_selection`, the share of the tokens of a row that is kept, rounded up to whole tokens, in
+            (0, 1].
         num_generations (`int`, *optional*, defaults to `1`):
             Completions of each prompt, as in TRL's `GRPOConfig`: a row of a batch is one completion, and the rows of an
             optimizer step, `per_device_train_batch_size` x processes x `gradient_accumulation_steps`, have to be a
@@ -211,6 +220,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
     student_temperature: float | None = None
     teacher_temperature: float | None = None
     position_discount: float = 1.0
+    token_selection: str | None = None
+    token_fraction: float = 1.0
     num_generations: int = 1
     num_generations_eval: int | None = None
     lmbda: float = 1.0
@@ -265,6 +276,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         check_training(self)
         self._choose_for_cpu()
         check_parallelism(self)
+        check_selection(self)
         in_range("beta", self.beta, 0.0, 1.0)  # TRL accepts NaN
         super().__post_init__()
         self._check_dicts()
@@ -352,6 +364,12 @@ class OPSDConfig(StrictNames, DistillationConfig):
     def build_divergence(self) -> Divergence:
         """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""
         return divergence_of(self.divergence, self.settings)
+
+    def build_selection(self) -> Selection | None:
+        """Which tokens of a row are learned; `None` if all are."""
+        if self.token_selection is None or self.token_fraction == 1:
+            return None
+        return Selection(self.token_selection, self.token_fraction)
 
     def to_dict(self) -> dict[str, Any]:
         """As transformers', for loggers and files, with a divergence object in words."""

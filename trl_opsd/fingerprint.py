@@ -34,6 +34,8 @@ OPTIONS = (
     "teacher_temperature",
     "kl_clip",
     "position_discount",
+    "token_selection",
+    "token_fraction",
     "top_p",
     "top_k",
     "min_p",

@@ -231,7 +231,9 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
     def compare(
         self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
     ) -> LossParts:
-        mine = shares(self.teachers.heads, targets, rollout.weights)  # before the device is given work to wait for
+        selection = self._late_selection
+        # Before the device is given work to wait for.
+        mine = shares(self.teachers.heads, targets, rollout.weights, selection)
         hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
         with whole_head(student) as head, self.teachers.whole_heads() as teacher_heads:
             return compared(
@@ -246,6 +248,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
                 chunk_tokens=self.args.loss_chunk_tokens,
                 vocabulary=self._vocabulary,
                 kl_clip=self.args.kl_clip,
+                criterion=None if selection is None else selection.criterion,
             )
 
     # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------

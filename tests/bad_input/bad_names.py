@@ -34,6 +34,7 @@ CASES: list[Case] = [
     unknown("`per_device_train_batch_size` x processes x", generation_batch_size=8),
     unknown("it is called `beta`: 0 forward KL", distillation_alpha=0.5),
     unknown("it is called `kl_clip`", jsd_token_clip=0.05),
+    unknown("set `token_selection='student_entropy'` and `token_fraction`", top_entropy_quantile=0.2),
     unknown("pass it to `OPSDTrainer`, or set `teacher_model_name_or_path`", teacher_model="teacher"),
     unknown("it is called `eval_strategy`", evaluation_strategy="steps"),
     unknown("it is called `use_cpu`", no_cuda=True),

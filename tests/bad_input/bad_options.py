@@ -52,6 +52,8 @@ RANGES = [
     option("divergence", "`kl_clip='small'`", kl_clip="small"),
     option("divergence", "with Own, of which only the sum", kl_clip=0.05, divergence=Own()),
     option("divergence", r"`position_discount=0.0`: expected a number in \(0, 1\]", position_discount=0.0),
+    option("divergence", "`token_selection='top'`: expected one of None, 'prefix', 'random'", token_selection="top"),
+    option("divergence", r"`token_fraction=0.0`: expected a number in \(0, 1\]", token_fraction=0.0),
     option("temperature", "`student_temperature=0.0`: expected a finite number above 0", student_temperature=0.0),
     option("temperature", "`teacher_temperature='hot'`", teacher_temperature="hot"),
     option("chunk size", "`loss_chunk_tokens=0`: expected an integer of at least 1", loss_chunk_tokens=0),

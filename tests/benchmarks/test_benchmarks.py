@@ -43,6 +43,18 @@ def test_the_losses_form_each_models_logits_once_and_agree_with_the_oracle(run):
     assert "jsd" in benchmark.table(rows)
 
 
+def test_products_are_formed_for_the_selected_tokens_and_for_choosing_them(run):
+    sizes = ("--tokens", 40, "--vocab", 64, "--student-width", 32, "--teacher-width", 32, "--layers", 1)
+    benchmark, rows = run("selection", *sizes, "--repeats", 1, "--steps", 1, "--step-repeats", 1, "--device", "cpu")
+    for what, products in {"loss, head trained": 4, "loss, head frozen": 3}.items():
+        counted = {row["criterion"]: row["flops"] for row in rows if row["what"] == what}
+        choosing = {"all tokens": 0.7, "prefix": 0, "random": 0, "student_entropy": 1 / products}
+        expected = {**choosing, "teacher_divergence": 2 / products}
+        assert counted == {one: pytest.approx(0.3 + added) for one, added in expected.items()}
+    assert sum(row["what"] == "whole step" for row in rows) == 5
+    assert "prefix" in benchmark.table(rows)
+
+
 def test_finished_rows_are_not_decoded(run):
     shape = ("--batches", 4, "--tokens", 16, "--prompt-tokens", 4, "--width", 64, "--layers", 1, "--vocab", 128)
     benchmark, rows = run("rollout", *shape, "--repeats", 1, "--no-vllm", "--no-compiled", "--device", "cpu")

@@ -157,11 +157,9 @@ class Dealing(DistillationTrainer):
         if self._call != 0 and self._buffered_inputs is not None:
             return
         batch = self._generate_and_score_completions(rows)
-        lengths = lengths_of(
-            batch["prompt_mask"], batch["completion_mask"]
-        )  # a method of the user's may have changed it
-        batch = {**batch, "lengths": list(lengths)}
-        order = torch.randperm(len(lengths)).tolist()  # TRL draws it, and later draws are to be the same
+        if self.may_be_changed:
+            batch = {**batch, "lengths": list(lengths_of(batch["prompt_mask"], batch["completion_mask"]))}
+        order = torch.randperm(len(batch["lengths"])).tolist()  # TRL draws it, and later draws are to be the same
         batch = chosen(batch, order)
         calls = self.args.gradient_accumulation_steps
         multiple = self.args.pad_to_multiple_of or 1

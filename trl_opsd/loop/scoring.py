@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trl_opsd.data.teacher_prompts import Row
 from trl_opsd.loop.dealing import Dealing
+from trl_opsd.loop.selecting import Selecting
 from trl_opsd.loop.verbs import Verbs
 from trl_opsd.loop.weights import checked_weights
 from trl_opsd.models.mode import preserved_mode
@@ -28,7 +29,7 @@ from trl_opsd.types import Rollout
 __all__ = ["Scoring"]
 
 
-class Scoring(Verbs, Dealing):
+class Scoring(Verbs, Selecting, Dealing):
     """A trainer that knows which tokens its teacher has read, and has it read others when their loss is computed."""
 
     phase: Callable[[str], AbstractContextManager[None]]
@@ -45,9 +46,10 @@ class Scoring(Verbs, Dealing):
         Raises:
             ValueError: `teach` or `weigh` returned something else, or wrote into the tokens or masks of the batch.
         """
-        rollout, name = _written(batch), type(self).__name__
-        rollout = replace(rollout, lengths=rollout.measured())
-        digest = _digest(rollout)
+        written, name = _written(batch), type(self).__name__
+        digest = _digest(written)
+        rollout = self.select_early(replace(written, lengths=written.measured()), rows)
+        counted = rollout.weights.clone()  # `weigh` may write over them
         with preserved_mode(self.model):
             with self.phase("teach"), autocast(self.accelerator):
                 targets = self.teach(rollout, rows)
@@ -55,13 +57,14 @@ class Scoring(Verbs, Dealing):
             _check_unchanged(batch, digest, f"`{name}.teach`, or the teacher that it asks,")
             weights = self.weigh(rollout, rows, targets)
         _check_unchanged(batch, digest, f"`{name}.weigh`")
-        weights = checked_weights(weights, _written(batch))
+        rollout = replace(rollout, weights=counted)
+        weights = checked_weights(weights, rollout)
         return {
-            **kept_by_row(targets, rollout.weights).pack(),
-            "loss_weights": weights,
+            **kept_by_row(targets, counted).pack(),
+            **self.select_late(weights, _written(batch)),
             "rows": list(rows),
             "scored": digest,
-            "lengths": list(rollout.lengths or ()),
+            "lengths": list(replace(rollout, weights=weights).ended().lengths or ()),
         }
 
     def scored(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:

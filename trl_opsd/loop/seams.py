@@ -223,7 +223,7 @@ class SeamTrainer(
         with autocast(self.accelerator):
             parts = self.compare(unwrapped_student, rollout, targets, num_items_in_batch)
         check_parts(parts, rollout, f"{type(self).__name__}.compare", self.model.training)
-        self._loss_rows = parts.rows
+        self._loss_rows, self._loss_scored = parts.rows, parts.scored
         if self.model.training:
             self._probe.attach(unwrapped_student)
         weight, _, student_entropy, *_ = parts.rows.sum(0)
@@ -263,6 +263,7 @@ class SeamTrainer(
             if self.model.training:
                 self.note_learned(inputs.get("rows"), rows)
                 self.note_sources(inputs.get("rows"), rows)
+                self.note_selection(inputs, rows)
         else:
             loss = self.with_nan_gradient(loss)
         self.record("entropy", named["student_entropy"] / named["weight"] if named["weight"] else 0.0)
@@ -277,6 +278,7 @@ class SeamTrainer(
             set_known(self, _buffered_inputs=None)
             self.record_learned()
             self.record_sources()
+            self.record_selection()
         return loss
 
     def train(
@@ -307,7 +309,7 @@ class SeamTrainer(
         set_known(self, _buffered_inputs=None, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
         self._accounts["train"].clear()
-        self._learned_rows = self._sources = None
+        self._learned_rows = self._sources = self._kept_sums = None
         with (
             self.sharing_rows(),
             explained("step", partial(self.footprint, "step")),

@@ -24,8 +24,8 @@ def checked_weights(weights: Any, rollout: Rollout) -> Tensor:
 
     Raises:
         TypeError: They are not a tensor of real numbers.
-        ValueError: Their shape is not [B, C], one is negative, not finite or above 1e20, or one is not 0 for padding or
-            for a token that the student did not write.
+        ValueError: Their shape is not [B, C], one is negative, not finite or above 1e20, or one is not 0 where
+            that of the rollout is.
     """
     if not isinstance(weights, Tensor) or weights.is_complex():
         raise TypeError(f"`weigh` returned a {type(weights).__name__}: expected a tensor of floats, [B, C].")
@@ -41,7 +41,7 @@ def checked_weights(weights: Any, rollout: Rollout) -> Tensor:
     if (outside := (weights != 0) & ~rollout.counts).any():
         row, place = outside.nonzero()[0].tolist()
         raise ValueError(
-            f"`weigh` returned {weights[row, place]:g} for token {place} of row {row}, which is padding or was not "
-            "written by the student: multiply your weights by `rollout.weights`."
+            f"`weigh` returned {weights[row, place]:g} for token {place} of row {row}, which is padding, was not "
+            "written by the student, or is left out by `token_selection`: multiply your weights by `rollout.weights`."
         )
     return weights

@@ -114,7 +114,7 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         **dict.fromkeys(("reward_model_path", "reward_model_name_or_path"), _REWARDS),
         "reward_coef": "it is called `reward_weight`",
         **dict.fromkeys(("sft_alpha", "sft_coef", "ce_weight", "nll_weight", "rpo_alpha"), _GIVEN),
-        "top_entropy_quantile": _OWN_WEIGHTS,
+        "top_entropy_quantile": "set `token_selection='student_entropy'` and `token_fraction`",
         "vllm_sync_frequency": "weights are sent to vLLM whenever they have changed",
         **dict.fromkeys(("use_transformers_paged", "use_transformers_continuous_batching"), _CONTINUOUS),
         "tensor_model_parallel_size": "it is called `vllm_tensor_parallel_size`",

@@ -100,6 +100,20 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             reduced=_OVER_PROMPTS,
             appears=_WITH_GROUPS,
         ),
+        "selection/share": Metric(
+            unit="1",
+            meaning="Share of the tokens that are learned; all other figures of a training are of these.",
+            reduced="all processes; mean over optimizer steps",
+            appears="`token_selection`; not where processes share rows",
+            evaluated=False,
+        ),
+        "selection/score": Metric(
+            unit="nats",
+            meaning="Mean over all tokens of what is chosen by: the student's entropy, or the divergence.",
+            reduced="all processes; mean over optimizer steps",
+            appears="`token_selection` by one of these",
+            evaluated=False,
+        ),
         "off_policy/share": Metric(
             unit="1",
             meaning="Share of rows with the dataset's completion, of those with a token in the loss.",

@@ -140,7 +140,10 @@ def shape_in_words(args: DistillationConfig) -> str:
     discounted = "" if discount == 1 else f", each token counted {discount:g} times the one before it"
     rewarded = f", plus {args.reward_weight:g} times the policy gradient of rewards" if args.reward_weight else ""
     given = f", plus {args.sft_weight:g} times -log p of the dataset's completions" if args.sft_weight else ""
-    return f"{clip}{discounted}{rewarded}{given if args.lmbda < 1 else ''}"
+    given = given if args.lmbda < 1 else ""
+    selection = args.build_selection()
+    selected = "" if selection is None else f", {selection}"
+    return f"{clip}{discounted}{selected}{rewarded}{given}"
 
 
 def unread_objective(args: DistillationConfig, divergence: Any) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -150,3 +153,7 @@ def unread_objective(args: DistillationConfig, divergence: Any) -> Iterator[tupl
         if chosen not in readers:
             why = "is an object" if isinstance(chosen, Divergence) else f"is {chosen!r}"
             yield (name,), f"`divergence` {why}"
+    if args.token_selection is None:
+        yield ("token_fraction",), "`token_selection` is not set"
+    elif args.token_fraction == 1:
+        yield ("token_selection",), "`token_fraction` is 1"

@@ -6,12 +6,16 @@ B rows · C completion tokens · N tokens in the loss · H hidden width
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from trl_opsd.losses import Divergence, reduce, streamed_divergence
+from trl_opsd.losses.entropy import streamed_entropy
 from trl_opsd.teacher.routed import Share
-from trl_opsd.types import LazyLogits, LossParts, OutputHead, Rollout
+from trl_opsd.teacher.selection import best
+from trl_opsd.types import LazyLogits, LossParts, OutputHead, PerToken, Rollout, Sampled
 
 
 def compared(
@@ -27,6 +31,7 @@ def compared(
     chunk_tokens: int | None,
     vocabulary: int | None,
     kl_clip: float | None,
+    criterion: str | None = None,
 ) -> LossParts:
     """The loss of one micro-batch. Waits for no device.
 
@@ -53,14 +58,16 @@ def compared(
             Size of the shared vocabulary, where the heads differ in size.
         kl_clip (`float`, *optional*):
             Most that each token of the vocabulary may add to a divergence, in nats.
+        criterion (`str`, *optional*):
+            One of [`~run.selection.LATE`], by which tokens of the shares are selected.
     """
     if num_items is None:
         num_items = sum(float(share.weights_BC.sum()) for share in shares) or 1.0
     device = head.weight.device
-    parts: LossParts | None = None
-    for share in shares:
+
+    def of(share: Share, sampled: Sampled) -> PerToken:
         teacher_head = teacher_heads[share.teacher]
-        per_token = streamed_divergence(
+        return streamed_divergence(
             LazyLogits(share.of_student(hidden_BCH, device), head, temperatures[0]),
             LazyLogits(share.of_teacher(teacher_head.weight.device), teacher_head, temperatures[1]),
             divergence,
@@ -68,9 +75,26 @@ def compared(
             chunk_tokens=chunk_tokens,
             vocabulary=vocabulary,
             kl_clip=kl_clip,
-            sampled=share.of_tokens(rollout, device),
+            sampled=sampled,
         )
-        part = reduce(per_token, share.weights_BC, num_items)
+
+    @torch.no_grad()
+    def scores(share: Share, criterion: str) -> Tensor:
+        if criterion == "teacher_divergence":
+            sampled = replace(share.of_tokens(rollout, device), pull=None)
+            return of(replace(share, weights_N=None), sampled).divergence.abs()  # of one sampled token it has a sign
+        return streamed_entropy(
+            LazyLogits(share.of_student(hidden_BCH, device), head, temperatures[0]), chunk_tokens, vocabulary
+        )
+
+    parts: LossParts | None = None
+    for share in shares:
+        scored_2 = None
+        if criterion is not None:
+            scores_N = scores(share, criterion)
+            scored_2 = torch.stack([scores_N.new_tensor(len(scores_N)), scores_N.sum()])
+            share = best(share, scores_N)
+        part = replace(reduce(of(share, share.of_tokens(rollout, device)), share.weights_BC, num_items), scored=scored_2)
         parts = part if parts is None else parts + part
     assert parts is not None, "there is a teacher"
     return parts

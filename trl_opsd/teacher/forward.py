@@ -1,4 +1,5 @@
-"""Reads a generation batch with a causal language model in as few passes as fit, each row once, without a graph.
+"""Reads a generation batch with a causal language model in as few passes as fit, each row once and up to its last token
+that counts, without a graph.
 
 B rows · P prompt tokens · C completion tokens · L = P + C · H hidden width
 """
@@ -7,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def read(
     """
     bar = tqdm(groups, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
     keeper = Keeper(rollout.weights, cache_device)
-    rollout = replace(rollout, lengths=rollout.measured())
+    rollout = rollout.ended()
     with torch.no_grad():
         for rows in bar:
             keeper.put(rows, run(completion_hidden, rollout.select(rows).cut().to(device), reading))
@@ -101,7 +101,7 @@ def pass_groups(
         few (`bool`, *optional*, defaults to `False`):
             Whether each pass costs much, so that padding costs less than another pass.
     """
-    lengths = [one.total for one in rollout.measured()]
+    lengths = [one.total for one in rollout.ended().measured()]
     return length_groups(model, lengths, rollout.prompt_ids.device, reading, pass_bytes, few)
 
 

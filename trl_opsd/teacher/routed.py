@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
 from trl_opsd.models.head import shape_of
 from trl_opsd.run.kept import Arriving, fetch, kept_by_row
+from trl_opsd.run.selection import Selection
 from trl_opsd.run.targets import check_targets
 from trl_opsd.teacher.alignment import prove_alignment
 from trl_opsd.teacher.base import Teacher
@@ -57,15 +59,17 @@ class Share:
     teacher: int
     """Its number."""
     places_N: Tensor
-    """Where the tokens are in [B * C], int64, in host memory."""
+    """Where the tokens are in [B * C], int64; this and all else in host memory, or where they were selected."""
     weights_BC: Tensor
-    """The weights of these tokens, 0 for all others, in host memory."""
+    """The weights of these tokens, 0 for all others."""
     weights_N: Tensor | None
     """The same for these tokens alone; `None` if all are 1, which saves a product with each logit's gradient."""
     kept: Arriving
     """The teacher's states of these tokens, and maybe of others."""
     kept_N: Tensor | None
-    """Which of `kept` these tokens are, int64, in host memory; `None` if they are all."""
+    """Which of `kept` these tokens are, int64; `None` if they are all."""
+    highest_K: Tensor | None = None
+    """[K], int64: which are to be selected, when those of each row are sorted by their scores; `None` if all are."""
 
     def of_student(self, hidden_BCH: Tensor, device: torch.device) -> Tensor:
         """The student's states of these tokens, [N, H], on a device; differentiable."""
@@ -84,7 +88,9 @@ class Share:
         return (kept_MH if self.kept_N is None else _selected(kept_MH, self.kept_N)).to(device)
 
 
-def shares(heads: Sequence[OutputHead], targets: TeacherTargets, weights_BC: Tensor) -> list[Share]:
+def shares(
+    heads: Sequence[OutputHead], targets: TeacherTargets, weights_BC: Tensor, selection: Selection | None = None
+) -> list[Share]:
     """Splits the tokens in a loss by teacher, and starts to copy their targets.
 
     To be called before the student reads: it waits for the weights, and the copies run beside the student's forward.
@@ -96,6 +102,8 @@ def shares(heads: Sequence[OutputHead], targets: TeacherTargets, weights_BC: Ten
             What [`targets_of`] returned, for these rows.
         weights_BC (`torch.Tensor`):
             [B, C], 0 for a token that does not count.
+        selection ([`~run.selection.Selection`], *optional*):
+            How many tokens of each row will be selected by their scores.
 
     Returns:
         `list[Share]`: Teachers without a token are left out, but for the first, so that there is always a loss.
@@ -133,9 +141,18 @@ def shares(heads: Sequence[OutputHead], targets: TeacherTargets, weights_BC: Ten
                 weights_N=None if bool((weights_N == 1).all()) else weights_N,
                 kept=fetch(kept, head.weight.device),
                 kept_N=None if bool(counts_M.all()) else counts_M.nonzero().squeeze(1),
+                highest_K=None if selection is None else _highest(theirs_BC, selection),
             )
         )
     return found
+
+
+def _highest(weights_BC: Tensor, selection: Selection) -> Tensor:
+    """The numbers of the first tokens of each row, as many as are selected."""
+    tokens_B = (weights_BC != 0).sum(1).tolist()
+    starts_B = accumulate(tokens_B, initial=0)
+    each = [range(start, start + selection.kept(tokens)) for start, tokens in zip(starts_B, tokens_B, strict=False)]
+    return torch.tensor(list(chain.from_iterable(each)), dtype=torch.long)
 
 
 def _selected(states_MH: Tensor, places_N: Tensor) -> Tensor:

@@ -64,6 +64,11 @@ class LossParts:
     weights.
     """
 
+    scored: Tensor | None = None
+    """[2], float32: the number of tokens among which `token_selection` has chosen by a score, and the sum of their
+    scores in nats; `None` where it has not."""
+
     def __add__(self, other: LossParts) -> LossParts:
         """Adds the parts of two groups of tokens of the same rows; both must have the same denominator."""
-        return LossParts(loss=self.loss + other.loss, rows=self.rows + other.rows)
+        scored = None if self.scored is None or other.scored is None else self.scored + other.scored
+        return LossParts(loss=self.loss + other.loss, rows=self.rows + other.rows, scored=scored)

@@ -19,6 +19,7 @@ class Length(NamedTuple):
 
     prompt: int
     completion: int
+    """In a batch that was scored, up to the last token that counts."""
     masked: int
     """Those that no token may attend to, between others."""
 
@@ -131,6 +132,14 @@ class Rollout:
             logprobs=None if self.logprobs is None else self.logprobs[:, :completion],
             lengths=lengths,
         )
+
+    def ended(self) -> Rollout:
+        """The same rows, each ending with its last token that counts: no state after it is needed. Waits for the
+        weights.
+        """
+        needed_BC = self.counts.flip(1).cumsum(1).flip(1) > 0
+        mask_BC = self.completion_mask * needed_BC
+        return replace(self, completion_mask=mask_BC, lengths=lengths_of(self.prompt_mask, mask_BC))
 
     def to(self, device: torch.device) -> Rollout:
         """The same rollout on another device."""

@@ -23,6 +23,11 @@ class RowTargets:
     places: Tensor
     """[n], int64, in host memory: which tokens of the completion these are, ascending."""
 
+    def cut(self, tokens: int) -> RowTargets:
+        """Those of the first completion tokens."""
+        kept = int(torch.searchsorted(self.places, tokens))
+        return self if kept == len(self.places) else RowTargets(self.hidden[:kept], self.places[:kept])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherTargets:
@@ -49,7 +54,7 @@ class TeacherTargets:
         """The targets of the first completion tokens, which are all that may count."""
         if self.rows is None:
             return replace(self, hidden=self.hidden[:, :tokens])
-        return TeacherTargets.by_row(self.rows, tokens, self.teacher)
+        return TeacherTargets.by_row([row.cut(tokens) for row in self.rows], tokens, self.teacher)
 
     @classmethod
     def by_row(cls, rows: Iterable[RowTargets], tokens: int, teacher: Tensor | None = None) -> TeacherTargets:

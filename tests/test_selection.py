@@ -1,0 +1,285 @@
+"""With `token_selection` the student learns the mean over the kept tokens of a step, and forms no product of others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from trl_opsd import OPSDTrainer
+from trl_opsd.losses import LazyLogits, OutputHead, dense_divergence
+from trl_opsd.run.selection import EARLY, LATE, Selection
+from trl_opsd.teacher.routed import shares
+from trl_opsd.teacher.selection import best
+from trl_opsd.types import LossParts, RowTargets, TeacherTargets
+
+CRITERIA = (*EARLY, *LATE)
+FRACTION = 0.4
+SGD = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "max_steps": 1}
+
+every_criterion = pytest.mark.parametrize("criterion", CRITERIA)
+one_of_each = pytest.mark.parametrize("criterion", ["prefix", "student_entropy"])
+ONE_STEP = {**SGD, "per_device_train_batch_size": 8, "token_fraction": FRACTION}
+
+
+class Seeing(OPSDTrainer):
+    """Keeps what `weigh` was given and has returned."""
+
+    def __init__(self, *args, **kwargs):
+        self.weighed = []
+        super().__init__(*args, **kwargs)
+
+    def weigh(self, rollout, rows, targets):
+        found = super().weigh(rollout, rows, targets)
+        self.weighed.append((rollout, rows, found))
+        return found
+
+
+def parameters(trainer):
+    return [one for one in trainer.model.parameters() if one.requires_grad]
+
+
+def oracle(trainer, criterion, fraction=FRACTION):
+    """The loss of the step that was weighed and its gradient, in float64: each row is read alone and whole, all of its
+    tokens are compared, some of them are kept, and the mean is over those of the whole step.
+    """
+    models = [trainer.model, *(teacher.model for teacher in trainer.teachers.values())]
+    student, *teachers = (model.double().eval() for model in models)
+    total, divisor = torch.zeros((), dtype=torch.float64), 0.0
+    for rollout, rows, weights in trainer.weighed:
+        for number, (prompt, completion) in enumerate(
+            zip(rollout.prompt_lists(), rollout.completion_lists(), strict=True)
+        ):
+            teacher = teachers[0 if len(teachers) == 1 else list(trainer.teachers).index(rows[number]["teacher"])]
+            ids, first = torch.tensor([[*prompt, *completion]]), len(prompt) - 1
+            sides = [
+                LazyLogits(logits, OutputHead(torch.eye(logits.size(-1), dtype=torch.float64)))
+                for logits in (student(ids).logits[0, first:-1], teacher(ids).logits[0, first:-1].detach())
+            ]
+            of_all = dense_divergence(*sides, trainer.divergence, kl_clip=trainer.args.kl_clip)
+            n = len(completion)
+            k = -(-round(fraction * n, 6) // 1)
+            kept = {
+                "prefix": torch.arange(n) < k,
+                "random": rollout.weights[number, :n] != 0,
+                "student_entropy": _highest(of_all.student_entropy, int(k)),
+                "teacher_divergence": _highest(of_all.divergence.detach(), int(k)),
+            }[criterion]
+            assert kept.sum() == k
+            wanted = kept * trainer.args.position_discount ** torch.arange(n, dtype=torch.float64)
+            if criterion in LATE:  # a row counts as much as k of its n tokens would on average
+                wanted *= k / n * weights[number].double().sum() / wanted.sum()
+            total = total + (wanted * of_all.divergence).sum()
+            divisor += float(wanted.sum())
+    gradients = torch.autograd.grad(total / divisor, parameters(trainer))
+    for model in models:
+        model.float()
+    return float(total.detach()) / divisor, [one.float() for one in gradients]
+
+
+def _highest(scores, k):
+    return torch.zeros(len(scores), dtype=torch.bool).index_fill(0, scores.detach().topk(k).indices, True)
+
+
+WAYS = {
+    "at once": {"per_device_train_batch_size": 8},
+    "accumulated": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "position_discount": 0.9},
+    "packed": {"per_device_train_batch_size": 8, "padding_free": True, "kl_clip": 0.005},
+    "a budget": {"per_device_train_batch_size": 8, "max_tokens_per_microbatch": 16, "loss_chunk_tokens": 2},
+    "lora": {"per_device_train_batch_size": 8, "peft_config": LoraConfig(r=4, target_modules="all-linear")},
+    "several teachers": {
+        "per_device_train_batch_size": 8,
+        "train_dataset": Dataset.from_dict({"prompt": tiny.PROMPTS, "teacher": ["a", "b"] * 4}),
+    },
+}
+
+
+CASES = [(one, "accumulated") for one in CRITERIA] + [(LATE[number % 2], way) for number, way in enumerate(WAYS)]
+
+
+@pytest.mark.parametrize(("criterion", "way"), sorted(set(CASES)))
+def test_the_gradient_is_that_of_the_mean_over_the_kept_tokens_of_the_step(make_trainer, criterion, way):
+    options = dict(WAYS[way])
+    if way == "several teachers":
+        options["teacher_model"] = {"a": tiny.qwen2(48, seed=1), "b": tiny.llama(64, seed=2)}
+    trainer = make_trainer(Seeing, token_selection=criterion, token_fraction=FRACTION, **SGD, **options)
+    before = [one.detach().clone() for one in parameters(trainer)]
+    trainer.train()
+    moved = [was - now.detach() for was, now in zip(before, parameters(trainer), strict=True)]
+    with torch.no_grad():
+        for parameter, value in zip(parameters(trainer), before, strict=True):
+            parameter.copy_(value)
+    loss, gradients = oracle(trainer, criterion)
+    largest = max(float(one.abs().max()) for one in gradients)
+    for step, gradient in zip(moved, gradients, strict=True):
+        assert (step - gradient).abs().max() <= 1e-5 * largest + 1e-7
+    (logged,) = (row for row in trainer.state.log_history if "loss" in row)
+    assert logged["loss"] == pytest.approx(loss, rel=1e-5)
+    assert logged["divergence/mean"] == pytest.approx(loss, rel=1e-5)
+
+
+# ---- Which tokens ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("fraction", "tokens", "kept"), [(0.3, 10, 3), (0.3, 11, 4), (0.07, 100, 7), (0.01, 1, 1), (0.5, 0, 0)]
+)
+def test_the_share_is_rounded_up_to_whole_tokens(fraction, tokens, kept):
+    assert Selection("prefix", fraction).kept(tokens) == kept
+
+
+def share_of(weights_BC, fraction):
+    rows, columns = weights_BC.shape
+    targets = TeacherTargets.by_row([RowTargets(torch.zeros(columns, 2), torch.arange(columns))] * rows, columns)
+    (share,) = shares([OutputHead(torch.zeros(3, 2))], targets, weights_BC, Selection("student_entropy", fraction))
+    return share
+
+
+@pytest.mark.quick
+def test_of_each_row_those_are_kept_that_score_highest_and_their_weights_add_up_to_those_of_all():
+    weights_BC = torch.tensor([[1.0, 1, 1, 1, 0], [0, 0.5, 0, 0.25, 0.25], [0, 0, 0, 0, 0]])
+    found = best(share_of(weights_BC, 0.5), torch.tensor([1.0, 3.0, 3.0, 3.0, 0.1, torch.nan, 9.0]))
+    assert found.places_N.tolist() == [1, 2, 8, 9], "the first of equal ones, and what is not a number"
+    torch.testing.assert_close(found.weights_N, torch.tensor([2.0, 2.0, 0.5, 0.5]))
+    torch.testing.assert_close(found.weights_BC.flatten()[found.places_N], found.weights_N)
+    assert found.weights_BC.count_nonzero() == 4
+    uneven = best(share_of(weights_BC[1:2], 0.6), torch.tensor([2.0, 3.0, 1.0]))
+    torch.testing.assert_close(uneven.weights_N, torch.tensor([2 / 3, 1 / 3]))
+
+
+def test_a_random_part_depends_on_seed_step_and_row_alone(make_trainer, tmp_path):
+    def trained(resume=None, **options):
+        given = {"per_device_train_batch_size": 8, "token_selection": "random", "token_fraction": 0.5, "max_steps": 2}
+        trainer = make_trainer(Seeing, **{**given, **options})
+        trainer.train(resume_from_checkpoint=resume)
+        return [
+            {
+                row["prompt"]: weights[:n].tolist()
+                for row, weights, n in zip(rows, one.weights, _lengths(one), strict=True)
+            }
+            for one, rows, _ in trainer.weighed
+        ]
+
+    whole = trained(save_strategy="steps", save_steps=1)
+    assert whole[0] != whole[1], "another part in each step"
+    assert any(sum(kept[: len(kept) // 2]) < len(kept) // 2 for kept in whole[0].values()), "not the first"
+    assert trained(str(tmp_path / "checkpoint-1")) == whole[1:]
+    with pytest.raises(ValueError, match=r"token_fraction: 0\.5 in the checkpoint, 0\.4 now"):
+        trained(str(tmp_path / "checkpoint-1"), token_fraction=0.4)
+    assert trained(seed=43)[0] != whole[0]
+
+
+def _lengths(rollout):
+    return [one.completion for one in rollout.measured()]
+
+
+# ---- What it saves ---------------------------------------------------------------------------------------------------
+
+
+class Read:
+    """Counts the tokens that pass through each model."""
+
+    def __init__(self, trainer):
+        self.tokens = {}
+        for role, model in (("student", trainer.model), ("teacher", trainer.teacher_model)):
+            model.get_input_embeddings().register_forward_hook(lambda _, ids, __, role=role: self.count(role, ids[0]))
+
+    def count(self, role, ids):
+        self.tokens[role] = self.tokens.get(role, 0) + ids.numel()
+
+
+def test_neither_model_reads_beyond_the_prefix(make_trainer):
+    words = tiny.tokenizer()
+    rows = tiny.recorded(words)
+    trainer = make_trainer(Seeing, token_selection="prefix", padding_free=True, **ONE_STEP)
+    read = Read(trainer)
+    trainer.train()
+    expected = sum(len(prompt) + Selection("prefix", FRACTION).kept(len(answer)) for prompt, answer in rows.items())
+    assert read.tokens == {"student": expected, "teacher": expected}
+    assert expected < sum(len(prompt) + len(answer) for prompt, answer in rows.items())
+
+
+# ---- What holds beside it --------------------------------------------------------------------------------------------
+
+
+@every_criterion
+def test_an_evaluation_is_of_all_tokens_and_the_log_of_a_training_says_what_was_kept(make_trainer, criterion):
+    trainer = make_trainer(token_selection=criterion, eval_dataset=tiny.rows(), **ONE_STEP)
+    before = make_trainer(eval_dataset=tiny.rows(), **SGD).evaluate()
+    found = trainer.evaluate()
+    assert found["eval_loss"] == before["eval_loss"]
+    assert not [name for name in found if "selection/" in name]
+    trainer.train()
+    (logged,) = (row for row in trainer.state.log_history if "loss" in row)
+    lengths = [len(ids) for ids in tiny.recorded(tiny.tokenizer()).values()]
+    kept = sum(Selection(criterion, FRACTION).kept(n) for n in lengths)
+    assert logged["selection/share"] == pytest.approx(kept / sum(lengths))
+    chosen_by = {"student_entropy": "entropy/student", "teacher_divergence": "divergence/mean"}.get(criterion)
+    if chosen_by is None:
+        assert "selection/score" not in logged
+    else:
+        assert logged["selection/score"] == pytest.approx(found[f"eval_{chosen_by}"], rel=1e-5)
+        assert logged[chosen_by] > logged["selection/score"]
+
+
+class OwnWeights(OPSDTrainer):
+    """Its weights do not come from `super().weigh`."""
+
+    def weigh(self, rollout, rows, targets):
+        return 2 * rollout.weights
+
+
+@one_of_each
+def test_weights_of_ones_own_are_selected_from(make_trainer, criterion):
+    losses = []
+    for kind in (OPSDTrainer, OwnWeights):
+        trainer = make_trainer(kind, token_selection=criterion, **ONE_STEP)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[0] != make_trainer(eval_dataset=tiny.rows()).evaluate()["eval_loss"]
+
+
+class Outside(OPSDTrainer):
+    """Weighs tokens that were left out."""
+
+    def weigh(self, rollout, rows, targets):
+        return rollout.completion_mask
+
+
+class Rewrapped(OPSDTrainer):
+    """Returns other parts than `super().compare`, or a copy of those."""
+
+    copies = False
+
+    def compare(self, *given):
+        parts = super().compare(*given)
+        return replace(parts, loss=2 * parts.loss) if self.copies else LossParts(loss=parts.loss, rows=parts.rows)
+
+
+def test_code_of_ones_own_that_undoes_it_is_named(make_trainer, caplog):
+    trainer = make_trainer(Outside, token_selection="prefix", **ONE_STEP)
+    with pytest.raises(ValueError, match=r"or is left out by `token_selection`: multiply"):
+        trainer.train()
+    for copies in (True, False):
+        caplog.clear()
+        trainer = make_trainer(Rewrapped, token_selection="student_entropy", **ONE_STEP)
+        trainer.copies = copies
+        trainer.train()
+        assert ("`token_selection='student_entropy'` was not applied" in caplog.text) is not copies
+
+
+def test_banner_card_and_the_list_of_options_without_effect_name_it(make_trainer, tmp_path):
+    trainer = make_trainer(token_selection="random", **ONE_STEP)
+    said = "of 0.4 of the tokens of each row, drawn at random"
+    assert said in " ".join(repr(trainer).split())
+    trainer.create_model_card()
+    assert said in (tmp_path / "README.md").read_text()
+    whole = make_trainer(token_selection="random")
+    assert "token_selection='random'" in repr(whole), "without effect"
+    assert said not in repr(whole)

@@ -1,0 +1,53 @@
+"""The entropy of one model at each token, over tiles of a few tokens, in one product with its head.
+
+N tokens in the loss · C tokens of a tile · R rows of a block · V vocabulary size
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trl_opsd.losses.streamed import _STRIDE_ELEMENTS, TILE_BYTES, _block_rows, _product_dtype, _Side, _spans
+from trl_opsd.types import LazyLogits
+
+
+@torch.no_grad()
+def streamed_entropy(model: LazyLogits, chunk_tokens: int | None = None, vocabulary: int | None = None) -> Tensor:
+    """The entropy of a model's distribution at each token, without materialising its logits in full.
+
+    It is what [`~losses.streamed_divergence`] returns as `student_entropy`, up to rounding, for one product instead of
+    two. No gradient flows.
+
+    Args:
+        model ([`~types.LazyLogits`]):
+            Hidden states [N, H] and head [V, H].
+        chunk_tokens (`int`, *optional*):
+            Tokens whose logits exist at a time. By default as many as keep the tile within 0.6 GB.
+        vocabulary (`int`, *optional*):
+            Number of token ids: the first rows of the head. When `None`, all rows.
+
+    Returns:
+        `torch.Tensor`: [N], nats, float32.
+    """
+    side = _Side.of(model, _product_dtype(model), vocabulary)
+    tokens, width, device = len(side.hidden_NH), len(side.weight_VH), side.hidden_NH.device
+    stride = -(-width // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
+    tile_tokens = max(1, min(tokens, chunk_tokens or TILE_BYTES // (4 * stride)))
+    tile_CV = torch.empty(tile_tokens, stride, device=device)[:, :width]
+    entropy_N = torch.empty(tokens, device=device)
+    for tile in _spans(0, tokens, tile_tokens):
+        side.project_(tile_CV, tile)
+        for rows in _spans(tile.start, tile.stop, _block_rows(tile_CV)):
+            logits_RV = tile_CV[rows.start - tile.start : rows.stop - tile.start]
+            side.finish(logits_RV)
+            entropy_N[rows] = _entropy_(logits_RV)
+    return entropy_N
+
+
+def _entropy_(logits_RV: Tensor) -> Tensor:
+    """[R], of R rows of logits, which it overwrites."""
+    logits_RV.sub_(logits_RV.amax(-1, keepdim=True))
+    probs_RV = logits_RV.exp()
+    total_R = probs_RV.sum(-1)
+    return total_R.log() - probs_RV.mul_(logits_RV).sum(-1) / total_R

@@ -1,0 +1,104 @@
+"""Says which tokens of a row are learned: how many, and which where that is known before the models have read them.
+
+B rows · C completion tokens · n tokens of a row in the loss · k of them that are kept
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trl_opsd._compat.parallelism import launched
+from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.run.ranges import in_range, one_of
+
+__all__ = ["EARLY", "LATE", "Selection", "check_selection"]
+
+EARLY = ("prefix", "random")
+"""Criteria that need neither model."""
+LATE = ("student_entropy", "teacher_divergence")
+"""Criteria that need logits."""
+_WORDS = {
+    "prefix": "the first",
+    "random": "drawn at random",
+    "student_entropy": "those with the highest entropy of the student",
+    "teacher_divergence": "those with the largest divergence",
+}
+_DIGITS = 9
+"""Decimals to which the number of kept tokens is known before it is rounded up: 0.07 of 100 are 7, though the product
+is 7.000000000000001."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Of the n tokens of a row in the loss, k = ceil(fraction * n) are kept."""
+
+    criterion: str
+    """One of [`EARLY`] or [`LATE`]."""
+    fraction: float
+    """In (0, 1)."""
+
+    def __str__(self) -> str:
+        return f"of {self.fraction:g} of the tokens of each row, {_WORDS[self.criterion]}"
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it needs logits, so that it is known only where the loss is computed."""
+        return self.criterion in LATE
+
+    def kept(self, tokens: int) -> int:
+        """k of n."""
+        return math.ceil(round(self.fraction * tokens, _DIGITS))
+
+    def chosen(self, weights_BC: Tensor, seeds: Sequence[int]) -> Tensor:
+        """The weights, with 0 for tokens that are not kept. By an early criterion. Waits for the weights.
+
+        Args:
+            weights_BC (`torch.Tensor`):
+                [B, C], 0 for a token that is not in the loss.
+            seeds (`Sequence[int]`):
+                B of them; only `"random"` reads them.
+        """
+        host_BC = weights_BC.cpu()
+        kept_BC = torch.zeros_like(host_BC)
+        for weights_C, kept_C, seed in zip(host_BC, kept_BC, seeds, strict=True):
+            places_n = weights_C.nonzero().squeeze(1)
+            if self.criterion == "random":
+                places_n = places_n[torch.randperm(len(places_n), generator=torch.Generator().manual_seed(seed))]
+            kept_C[places_n[: self.kept(len(places_n))]] = 1
+        return weights_BC * kept_BC.to(weights_BC.device)
+
+    def thinned(self, weights_BC: Tensor) -> Tensor:
+        """The weights times k / n of their row: what those that a late criterion keeps will add up to.
+
+        The loss is divided by the sum of the weights of a whole step, which has to be known before its first
+        micro-batch is. Where all tokens of a row weigh the same, its sum is then that of its kept tokens.
+        """
+        tokens_B = (weights_BC != 0).sum(1).tolist()
+        shares_B = [self.kept(tokens) / max(tokens, 1) for tokens in tokens_B]
+        return weights_BC * weights_BC.new_tensor(shares_B).unsqueeze(1)
+
+
+def check_selection(args: DistillationConfig) -> None:
+    """Refuses criteria that do not exist, shares that are none, and a choice that no process could make.
+
+    Args:
+        args ([`~trl.DistillationConfig`]):
+            The options.
+
+    Raises:
+        ValueError: An option is unknown, out of range, or contradicts the launch.
+    """
+    one_of("token_selection", args.token_selection, (None, *EARLY, *LATE))
+    in_range("token_fraction", args.token_fraction, 0.0, 1.0, open_below=True)
+    sizes = launched(args)
+    if sizes.sp_enabled and args.token_selection in LATE:
+        raise ValueError(
+            f"`parallelism_config`: `sp_size={sizes.sp_size}` with `token_selection={args.token_selection!r}`: the "
+            "tokens of a row lie on several processes, none of which knows the scores of all: set 'prefix' or "
+            "'random', or remove `sp_size`."
+        )
