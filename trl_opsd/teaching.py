@@ -81,7 +81,7 @@ class Teaching(SeamTrainer):
             settings=(self.chat_template_kwargs, [tool.__name__ for tool in self.tools or ()]),
             student_limits=student_limits(self.model, self.args),
         )
-        self._prompts_are_seen = bool(next(iter(given.rows.values())).first_prompts())
+        self._prompts_are_seen = bool(next(iter(given.rows.values())).first_requests(given.intake))
         rows = self._admit_datasets(given.rows, self.readers.student)
         self._student_readers = self.readers
         self._set_up_teachers(given.models)
@@ -183,9 +183,8 @@ class Teaching(SeamTrainer):
     def read_rows(self, rows: Sequence[Row]) -> list[Request]:
         requests = self.readers.read_batch(rows, self._batch)
         if not self._prompts_are_seen:
-            prompts = [request.student for request in requests]
-            self.readers.student.token_ids(prompts)  # names the row that a template refuses
-            look_at(self.processing_class, self._batch, [one.value for one in prompts], self.args, self.tools)
+            self.readers.student.token_ids([one.student for one in requests])  # names the row that a template refuses
+            look_at(self.processing_class, self._batch, requests, self.args, self.tools)
             self._prompts_are_seen = True
         return requests
 

@@ -32,12 +32,13 @@ from trl_opsd.loop.logged import Logged
 from trl_opsd.loop.off_policy import OffPolicy
 from trl_opsd.loop.sampler import EpochCount, EpochSampler
 from trl_opsd.loop.saving import SafeCheckpoints
+from trl_opsd.loop.starts import EffectiveStarts
 from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.whole_steps import WholeSteps
 from trl_opsd.loop.wrapping import WrappedToTrain
 from trl_opsd.models.mode import preserved_mode
-from trl_opsd.models.model_checks import check_can_learn
 from trl_opsd.models.samples import Samples, sampled
+from trl_opsd.models.trainable import check_can_learn
 from trl_opsd.run.groups import set_group_timeout
 from trl_opsd.run.known import set_known
 from trl_opsd.run.loss_parts import check_parts
@@ -77,6 +78,7 @@ class SeamTrainer(
     Generations,
     OffPolicy,
     GuardedSteps,
+    EffectiveStarts,
     SafeCheckpoints,
     FinishedRuns,
     EachRowOnce,

@@ -126,7 +126,8 @@ def warn_of_lost_updates(
     if steps_on_copies or not accelerator.is_main_process:
         return
     groups = optimizer.param_groups if optimizer else []
-    rates = {id(one): group["lr"] for group in groups for one in group["params"]}
+    # A schedule keeps the rate it starts from, and with a warmup has set the other to 0 already.
+    rates = {id(one): group.get("initial_lr", group["lr"]) for group in groups for one in group["params"]}
     trained = [one for one in model.parameters() if one.requires_grad]
     stuck = {
         one: one.numel() * _unmoved(one.detach(), rates.get(id(one), rate))
