@@ -59,6 +59,10 @@ class Teaching(SeamTrainer):
     """Token ids of the first prompt that `teacher_prompt_fn` has made."""
 
     @property
+    def teacher_names(self) -> tuple[str, ...]:
+        return tuple(self.teachers) if len(self.teachers) > 1 else ()
+
+    @property
     def reading_to_learn(self) -> Reading:
         """Which it does, where it does not write."""
         return replace(self.reading, packed=self.args.padding_free, multiple_of=self.args.pad_to_multiple_of or 1)

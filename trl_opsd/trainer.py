@@ -236,6 +236,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
                 chunk_tokens=self.args.loss_chunk_tokens,
                 vocabulary=self._vocabulary,
                 kl_clip=self.args.kl_clip,
+                real=None if rollout.begins_at is not None else rollout.completion_mask,
             )
 
     # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------

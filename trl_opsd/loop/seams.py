@@ -22,6 +22,7 @@ from trl_opsd.data.intake import Request
 from trl_opsd.loop.again import UsedAgain
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.attributes import Attributes
+from trl_opsd.loop.by_teacher import ByTeacher
 from trl_opsd.loop.card import Cards
 from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
 from trl_opsd.loop.finished import FinishedRuns
@@ -48,7 +49,7 @@ from trl_opsd.run.option_types import convert_text
 from trl_opsd.run.precision import autocast, dtype_of_frozen_base
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.run.training_options import check_accumulation, check_training
-from trl_opsd.types import LossParts, Rollout, TeacherTargets
+from trl_opsd.types import Rollout, TeacherTargets
 
 logger = get_logger(__name__)
 
@@ -74,6 +75,7 @@ class SeamTrainer(
     Ahead,
     Cards,
     Evaluations,
+    ByTeacher,
     WholeSteps,
     Generations,
     OffPolicy,
@@ -220,7 +222,7 @@ class SeamTrainer(
         with autocast(self.accelerator):
             parts = self.compare(unwrapped_student, rollout, targets, num_items_in_batch)
         check_parts(parts, rollout, f"{type(self).__name__}.compare", self.model.training)
-        self._loss_rows = parts.rows
+        self._loss_rows = self.with_teachers(parts.rows, targets.teacher)
         if self.model.training:
             self._probe.attach(unwrapped_student)
         weight, _, student_entropy, *_ = parts.rows.sum(0)
@@ -251,7 +253,7 @@ class SeamTrainer(
             self.note_evaluated(distinct)
             sums = distinct.sum(0)
             self._written = inputs["completion_ids"].masked_fill(inputs["completion_mask"] == 0, NO_TOKEN)
-        named = dict(zip(LossParts.ROW_NAMES, sums.tolist(), strict=True))
+        named = self.named(sums.tolist())
         if self.args.kl_clip is None:
             named.pop("clipped")
         if self.is_finite_loss(named, rows):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from trl_opsd.types.loss import TENTHS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
@@ -25,6 +27,8 @@ class Metric:
 _OVER_TOKENS = "weighted mean over the tokens in the loss, of all processes and micro-batches"
 _OVER_PROMPTS = "all processes; mean over prompts with at least two completions in the loss, then over steps"
 _WITH_GROUPS = "`num_generations` above 1, in evaluations `num_generations_eval`; not where processes share rows"
+_IN_WHOLE_ROWS = "always, unless the loss had no tokens; in training not where processes share rows"
+_WITH_TEACHERS = "several teachers, of those that had a token in the loss"
 _WITH_DATASET = "`lmbda` below 1; not where processes share rows"
 _OF_A_PHASE = "main process; mean over optimizer steps, sum over an evaluation"
 _OF_A_SYNC = "main process; mean over weight syncs"
@@ -48,6 +52,29 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             reduced="over the tokens in the loss, of all processes and micro-batches",
             appears="`kl_clip`",
         ),
+        "divergence/high_entropy": Metric(
+            unit="nats",
+            meaning="`divergence/mean` of a fifth of each completion's tokens, those of the highest `entropy/student`.",
+            reduced=_OVER_TOKENS,
+            appears=_IN_WHOLE_ROWS,
+        ),
+        **{
+            f"divergence/position_{tenth}": Metric(
+                unit="nats",
+                meaning=f"`divergence/mean` of the {ordinal} tenth of each completion.",
+                reduced=_OVER_TOKENS,
+                appears="as `divergence/high_entropy`, if a token counts there",
+            )
+            for tenth, ordinal in enumerate(
+                ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "last")
+            )
+        },
+        "divergence/teacher/<name>": Metric(
+            unit="nats",
+            meaning="`divergence/mean` of the rows of the teacher of this name.",
+            reduced=_OVER_TOKENS,
+            appears=_WITH_TEACHERS,
+        ),
         "entropy/student": Metric(
             unit="nats",
             meaning="Entropy of the student's next-token distribution in the loss.",
@@ -59,6 +86,12 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             meaning="Entropy of the teacher's next-token distribution in the loss.",
             reduced=_OVER_TOKENS,
             appears=_WITH_TOKENS,
+        ),
+        "entropy/teacher/<name>": Metric(
+            unit="nats",
+            meaning="`entropy/teacher` of the teacher of this name, on its rows.",
+            reduced=_OVER_TOKENS,
+            appears=_WITH_TEACHERS,
         ),
         "group/divergence_std": Metric(
             unit="nats",
@@ -218,8 +251,30 @@ def token_metrics(totals: Mapping[str, float], seconds: Mapping[str, float], ste
         "entropy/student": totals["student_entropy"] / weight,
         "entropy/teacher": totals["teacher_entropy"] / weight,
         **({"divergence/clipped": totals["clipped"] / totals["tokens"]} if "clipped" in totals else {}),
+        **_by_place(totals),
+        **_by_teacher(totals),
         **{f"time/{phase}": spent / steps for phase, spent in seconds.items()},
         "tokens_per_second": totals["tokens"] / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),
+    }
+
+
+def _by_place(totals: Mapping[str, float]) -> dict[str, float]:
+    """Means of the divergence over parts of completions, of those parts that have a weight."""
+    names = {f"position_{tenth}": (f"weight_{tenth}", f"divergence_{tenth}") for tenth in range(TENTHS)}
+    names["high_entropy"] = ("high_entropy_weight", "high_entropy_divergence")
+    return {
+        f"divergence/{name}": totals[sum_] / totals[weight] for name, (weight, sum_) in names.items() if totals[weight]
+    }
+
+
+def _by_teacher(totals: Mapping[str, float]) -> dict[str, float]:
+    """The same over the rows of each of several teachers, and its entropy."""
+    weights = {key.removeprefix("weight/"): value for key, value in totals.items() if key.startswith("weight/")}
+    return {
+        f"{logged}/teacher/{name}": totals[f"{summed}/{name}"] / weight
+        for name, weight in weights.items()
+        if weight
+        for logged, summed in (("divergence", "divergence"), ("entropy", "teacher_entropy"))
     }
 
 

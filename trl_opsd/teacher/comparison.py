@@ -26,6 +26,7 @@ def compared(
     chunk_tokens: int | None,
     vocabulary: int | None,
     kl_clip: float | None,
+    real: Tensor | None = None,
 ) -> LossParts:
     """The loss of one micro-batch. Waits for no device.
 
@@ -50,6 +51,8 @@ def compared(
             Size of the shared vocabulary, where the heads differ in size.
         kl_clip (`float`, *optional*):
             Most that each token of the vocabulary may add to a divergence, in nats.
+        real (`torch.Tensor`, *optional*):
+            [B, C], as for [`~losses.reduce`].
     """
     if num_items is None:
         num_items = sum(float(share.weights_BC.sum()) for share in shares) or 1.0
@@ -66,7 +69,7 @@ def compared(
             vocabulary=vocabulary,
             kl_clip=kl_clip,
         )
-        part = reduce(per_token, share.weights_BC, num_items)
+        part = reduce(per_token, share.weights_BC, num_items, real)
         parts = part if parts is None else parts + part
     assert parts is not None, "there is a teacher"
     return parts
