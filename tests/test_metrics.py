@@ -22,7 +22,7 @@ from trl_opsd.types import Completion
 
 OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 BYTES = 1000
-_RECORDED = ("sync/", "rollout/", "nonfinite/", "overlap/", "off_policy/", "on_policy/")
+_RECORDED = ("completions/", "sync/", "rollout/", "nonfinite/", "overlap/", "off_policy/", "on_policy/")
 
 
 class Mirror:
@@ -289,11 +289,21 @@ def test_predict_returns_the_completions_in_the_order_of_the_rows(make_trainer, 
     written = [recorded[tuple(words(row["prompt"])["input_ids"])] for row in rows]
     longest = max(map(len, written))
     assert output.predictions.tolist() == [ids + [-100] * (longest - len(ids)) for ids in written]
-    assert output.label_ids is None
+    predictions, label_ids, metrics = output
+    assert (label_ids, metrics) == (None, output.metrics)
+    assert predictions is output.predictions
+    assert output.texts == [words.decode(ids, skip_special_tokens=True) for ids in written]
+    assert {"", "4", " blue today"} < set(output.texts)
     evaluated = trainer.evaluate(rows, metric_key_prefix="test")
     assert output.metrics.keys() == evaluated.keys() - {"epoch"}
     assert output.metrics["test_loss"] == pytest.approx(evaluated["test_loss"], rel=1e-6) != 0
     assert trainer.state.log_history[0].keys() == evaluated.keys() | {"step"}, "`predict` logs nothing"
+
+
+def test_predict_for_the_figures_alone_has_no_texts(make_trainer):
+    output = make_trainer(prediction_loss_only=True).predict(tiny.rows(2))
+    assert (output.predictions, output.texts) == (None, [])
+    assert output.metrics["test_loss"] > 0
 
 
 def test_predict_of_several_datasets_says_what_to_do(make_trainer):

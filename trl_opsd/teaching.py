@@ -257,9 +257,11 @@ class Teaching(SeamTrainer):
         if self.args.should_save:
             fingerprint.write(folder, self._fingerprint())
             self.teachers.save(folder)
+            self.save_course(folder)
 
     def load_own_state(self, folder: str) -> None:
         self.teachers.load(folder)
+        self.load_course(folder)
 
     def _fingerprint(self) -> fingerprint.Fingerprint:
         if self._described_rows is None:

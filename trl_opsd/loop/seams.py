@@ -24,6 +24,7 @@ from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.attributes import Attributes
 from trl_opsd.loop.by_teacher import ByTeacher
 from trl_opsd.loop.card import Cards
+from trl_opsd.loop.collapse import Courses
 from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
 from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.generations import Generations
@@ -81,6 +82,7 @@ class SeamTrainer(
     OffPolicy,
     GuardedSteps,
     EffectiveStarts,
+    Courses,
     SafeCheckpoints,
     FinishedRuns,
     EachRowOnce,
@@ -168,9 +170,11 @@ class SeamTrainer(
         self._hides_engine = True
         try:
             with self.session():
-                return super()._generate(prompts)
+                written = super()._generate(prompts)
         finally:
             self._hides_engine = False
+        self.note_completions(written[1])
+        return written
 
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: dict, has_tool_images: bool = False
@@ -260,6 +264,7 @@ class SeamTrainer(
             self.check_sums(named)
             self._accounts[self._mode].add(named)
             if self.model.training:
+                self.note_loss(named)
                 self.note_learned(inputs.get("rows"), rows)
                 self.note_sources(inputs.get("rows"), rows)
         else:

@@ -105,6 +105,19 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             reduced=_OVER_PROMPTS,
             appears=_WITH_GROUPS,
         ),
+        "completions/length_drift": Metric(
+            unit="1",
+            meaning="Mean length of completions, divided by that of the first 10 optimizer steps, or of those so far.",
+            reduced="all processes; mean over optimizer steps",
+            appears=_WITH_TOKENS,
+            evaluated=False,
+        ),
+        "completions/repeated_ratio": Metric(
+            unit="1",
+            meaning="Share of completions of whose last 32 tokens at most half of the 4-grams differ.",
+            reduced="all processes; mean over generation batches",
+            appears="always",
+        ),
         "off_policy/share": Metric(
             unit="1",
             meaning="Share of rows with the dataset's completion, of those with a token in the loss.",
