@@ -217,7 +217,6 @@ OWNERS = (
         where=(_DISTILLATION,),
         keys=True,
         names={
-            "completions/mean_length": "lengths of a run are compared with those of its first steps",
             "eval": "the half that an evaluation empties",
             "train": "the half that a training empties",
         },

@@ -83,7 +83,7 @@ class Courses(Trainer):
 
     args: OPSDConfig
     accelerator: Any
-    _metrics: Any
+    model: Any
     record: Callable[[str, float], None]
     save_own_state: Callable[[str], None]
 
@@ -91,6 +91,7 @@ class Courses(Trainer):
         super().__init__(*args, **kwargs)
         self._course = Course()
         self._step_sums: Counter[str] = Counter()
+        self._step_texts: tuple[float, float] | None = None
         self._collapse = CollapseGuard(self._end_step, self.args.collapse_guard == "stop", self.best_checkpoint)
         self.add_callback(self._collapse)
 
@@ -101,14 +102,22 @@ class Courses(Trainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """As transformers', from a course without steps, unless it resumes."""
-        self._course = Course()
+        self._course, self._step_texts = Course(), None
         self._step_sums.clear()
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def note_completions(self, completions: Sequence[Sequence[int]]) -> None:
-        """Records the share of completions of all processes that end in a repetition. Collective."""
-        flags = torch.tensor([is_repetition(ids) for ids in completions], device=self.accelerator.device)
-        self.record("completions/repeated_ratio", float(self.accelerator.gather(flags).float().mean()))
+        """Records which share of completions of all processes ends in a repetition, and how long they are. Collective.
+
+        Args:
+            completions (`Sequence[Sequence[int]]`):
+                The completions of a generation batch of this process, as token ids.
+        """
+        mine = torch.tensor([[len(ids), is_repetition(ids)] for ids in completions], dtype=torch.float32)
+        length, repeated = self.accelerator.gather(mine.to(self.accelerator.device)).mean(0).tolist()
+        self.record("completions/repeated_ratio", repeated)
+        if self.model.training:
+            self._step_texts = length, repeated
 
     def note_loss(self, named: Mapping[str, float]) -> None:
         """Adds the sums of a micro-batch over all processes to those of its step."""
@@ -116,12 +125,11 @@ class Courses(Trainer):
 
     def _end_step(self) -> dict[str, str]:
         sums, self._step_sums = self._step_sums, Counter()
-        lengths = self._metrics["train"].get("completions/mean_length")
-        if not sums["weight"] or not lengths:  # skipped, or of a batch that was written elsewhere
+        if not sums["weight"] or self._step_texts is None:  # skipped, or of a batch that was written elsewhere
             return {}
+        length, repeated = self._step_texts
         means = {name: sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy")}
-        repeated = self._metrics["train"].get("completions/repeated_ratio") or [0.0]
-        self._course.add(Figures(**means, length=lengths[-1], repeated=repeated[-1]))
+        self._course.add(Figures(**means, length=length, repeated=repeated))
         self.record("completions/length_drift", self._course.drift)
         return {} if self.args.collapse_guard is None else self._course.signs()
 

@@ -56,7 +56,8 @@ class Predictions(PredictionOutput):
         """The same values, with token ids as text."""
         self = cls(*output)
         rows = () if output.predictions is None else output.predictions
-        self.texts = decode([row[row != NO_TOKEN] for row in rows], skip_special_tokens=True)
+        ids = [row[row != NO_TOKEN] for row in rows]
+        self.texts = decode(ids, skip_special_tokens=True) if ids else []
         return self
 
 
