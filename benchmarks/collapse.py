@@ -4,8 +4,8 @@
 
 The tasks are those of `examples/quickstart.py` and `examples/self_distillation.py`, with fewer rows in a step. A
 healthy run has to take all its steps; one with a rate a hundred times too high, or whose divergence is reversed, must
-not. "largest" is the largest median of ten steps, divided by the median of the first ten and by the first step (no less
-than 0.2 nats), which the bounds of `docs/survival.md` are held against.
+not. "largest" is the largest median of ten steps after the first ten, in nats and divided by the median of these (no
+less than 0.2 nats) and by the first step, which the bounds of `docs/survival.md` are held against.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROWS = 16
 """Completions of a step."""
 RATES = {"teacher": 1e-3, "self": 5e-3}
 """Of the examples."""
-HEADER = f"{'task':8} {'run':22} seed  steps  first  median  last  largest/median  largest/first  said"
+HEADER = f"{'task':8} {'run':22} seed  steps  first  median  last  largest  /median   /first  said"
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,11 @@ def main() -> None:
                 each, signs = watched(task, seed, options.steps, chosen)
                 later = [abs(median(each[end - STEPS : end])) for end in range(2 * STEPS, len(each) + 1)]
                 first = median(each[:STEPS])
-                ratios = [max(later, default=0.0) / max(abs(one), SMALL) for one in (first, each[0])]
+                largest = max(later, default=0.0)
+                numbers = f"{each[0]:6.3f} {first:7.3f} {each[-1]:6.3f} {largest:8.3f}"
+                ratios = f"{largest / max(abs(first), SMALL):8.2f} {largest / abs(each[0]):8.2f}"
                 print(
-                    f"{task:8} {name:22} {seed:4d} {len(each):6d} {each[0]:6.3f} {first:7.3f} {each[-1]:6.3f}"
-                    f" {ratios[0]:14.2f} {ratios[1]:14.2f}  {'; '.join(signs) or '-'}",
+                    f"{task:8} {name:22} {seed:4d} {len(each):6d} {numbers} {ratios}  {'; '.join(signs) or '-'}",
                     flush=True,
                 )
 

@@ -49,7 +49,7 @@ def test_each_sign_of_a_collapse_is_named(now, sign, said):
 @pytest.mark.parametrize(
     "now",
     [
-        {"divergence": 0.55},  # it rises at first
+        {"divergence": 1.15},  # it rises at first
         {"divergence": 0.001, "student_entropy": 0.005, "teacher_entropy": 0.004},  # the teacher is as certain
         {"student_entropy": 0.07},  # it was far less certain than its teacher
         {"divergence": 0.02, "length": 1.5},  # it has learned to be brief
@@ -62,11 +62,12 @@ def test_what_healthy_runs_do_is_no_sign(now):
 
 
 @pytest.mark.quick
-def test_a_run_that_collapses_at_once_is_compared_with_its_first_step():
+@pytest.mark.parametrize(("divergence", "signs"), [(4.0, {"divergence"}), (2.0, set())])
+def test_a_run_that_collapses_at_once_is_compared_with_its_first_step(divergence, signs):
     course = Course()
-    for step in [START] + [replace(START, divergence=4.0)] * (2 * STEPS):
+    for step in [START] + [replace(START, divergence=divergence)] * (2 * STEPS):
         course.add(step)
-    assert course.signs().keys() == {"divergence"}
+    assert course.signs().keys() == signs, "a single step may be low by chance"
 
 
 @pytest.mark.quick

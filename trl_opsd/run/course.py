@@ -10,10 +10,10 @@ from typing import Any
 
 STEPS = 10
 """Optimizer steps at the beginning, and at the end, of which medians are compared; both have to be complete."""
-GROWN = 3.0
-"""Times the first steps' divergence."""
-GROWN_AT_ONCE = 4.0
-"""Times the divergence of the first step alone, which no step of the optimizer has changed yet."""
+GROWN = 4.0
+"""Times the first steps' divergence, or that of the first step alone, before which nothing was changed."""
+LARGE = 2.5
+"""Nats per token from which on it is compared with a single step, which may be low by chance."""
 SMALL = 0.2
 """Nats per token that a divergence counts as at least, where another is compared with it."""
 FALLEN = 0.1
@@ -80,7 +80,7 @@ class Course:
 
     def _divergence(self, first: Figures, last: Figures) -> str | None:
         now, before, at_once = (abs(one.divergence) for one in (last, first, self._first[0]))
-        if now <= GROWN * max(before, SMALL) and now <= GROWN_AT_ONCE * max(at_once, SMALL):
+        if now <= GROWN * max(before, SMALL) and (now < LARGE or now <= GROWN * at_once):
             return None
         return (
             f"the divergence is {last.divergence:.3g} nats per token, and was {self._first[0].divergence:.3g} in the "

@@ -148,7 +148,7 @@ def warn_of_lost_updates(
     warnings.warn(
         f"{share:.0%} of the student's trained weights would not move by a step of {rate:g}, the learning rate: they "
         f"are {dtype}, and it is less than half of the distance to their next value in it. {advice}",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
