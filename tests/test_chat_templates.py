@@ -202,3 +202,18 @@ def test_a_text_that_has_ended_is_said(make_trainer, caplog, text, end, is_said)
     words.eos_token = end
     make_trainer(train_dataset=Dataset.from_dict({"prompt": [text] * 2}), processing_class=words)
     assert (ENDED in caplog.text) is is_said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("column", "name"), [("teacher_prompt", "The teacher_prompt"), ("privileged_context", "The teacher's prompt")]
+)
+def test_a_text_for_the_teacher_that_has_ended_is_said(make_trainer, caplog, column, name, stream):
+    rows = tiny.rows(2).add_column(column, ["4<|im_end|>\n"] * 2)
+    if not stream:
+        make_trainer(train_dataset=rows)
+    else:
+        make_trainer(train_dataset=rows.to_iterable_dataset(), max_steps=1).train()
+    where = "the batch of step 1" if stream else "train_dataset"
+    assert f"{name} in row 0 of {where} ends with '<|im_end|>', {ENDED}" in caplog.text
+    assert caplog.text.count(ENDED) == 1

@@ -23,7 +23,7 @@ from trl_opsd.types import Completion
 OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 BYTES = 1000
 _RECORDED = ("sync/", "rollout/", "nonfinite/", "overlap/", "off_policy/", "on_policy/", "selection/")
-_RECORDED += ("reward", "frac_reward")
+_RECORDED += ("reward", "frac_reward", "completions/")
 
 
 class Mirror:
@@ -180,7 +180,11 @@ def test_logged_metrics_match_the_table(logged, tmp_path):
     theirs = of_trl(tmp_path)
     assert {"loss", "entropy", "step_time", "eval_loss"} <= theirs, "TRL has trained and evaluated"
     ours = {
-        f"{prefix}{name}" for name, one in METRICS.items() for prefix in ("", "eval_") if one.evaluated or not prefix
+        f"{prefix}{name}".replace("<name>", teacher)
+        for name, one in METRICS.items()
+        for prefix in ("", "eval_")
+        for teacher in ("math", "prose")
+        if one.evaluated or not prefix
     }
     found = {key for rows in logged.values() for row in rows for key in row} - theirs
     assert found - ours == set(), "logged, and in no row of METRICS"
@@ -202,6 +206,47 @@ def test_metrics_are_reduced_as_the_table_says(logged):
     assert left_out == [1, 1]
     saves = [row["step"] for row in logged["plain"] if "time/save" in row]
     assert saves == [2], "the log after the checkpoint of step 1"
+
+
+class OneTeacherApart(OPSDTrainer):
+    """Counts the rows of one teacher only."""
+
+    def weigh(self, rollout, rows, targets):
+        mine = torch.tensor([[row.teacher == "prose"] for row in rows])
+        return super().weigh(rollout, rows, targets) * mine
+
+
+def test_figures_of_a_teacher_are_those_of_its_rows(make_trainer):
+    sets = {"short": routed_rows().select(range(4)), "long": routed_rows()}
+    given = {
+        "teacher_model": {"math": tiny.qwen2(48, seed=1), "prose": tiny.llama(64, seed=2)},
+        "train_dataset": routed_rows(),
+        "eval_dataset": sets,
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+    }
+    both, alone = make_trainer(**given), make_trainer(OneTeacherApart, **given)
+    for name in sets:
+        found, its = (trainer.evaluate(sets[name], metric_key_prefix=f"eval_{name}") for trainer in (both, alone))
+        figures = {key.removeprefix(f"eval_{name}_"): value for key, value in found.items()}
+        assert figures["divergence/teacher/prose"] == pytest.approx(its[f"eval_{name}_divergence/mean"], rel=1e-5)
+        assert figures["entropy/teacher/prose"] == pytest.approx(its[f"eval_{name}_entropy/teacher"], rel=1e-5)
+        assert figures["divergence/teacher/math"] != pytest.approx(figures["divergence/teacher/prose"], rel=0.01)
+        assert f"eval_{name}_divergence/teacher/math" not in its, "it had no token"
+    both.train()
+    logged = [row for row in both.state.log_history if "divergence/teacher/math" in row]
+    assert len(logged) == 2
+
+
+def test_the_tenths_of_a_completion_add_up_to_the_whole(make_trainer):
+    trainer = make_trainer(train_dataset=tiny.rows(1), per_device_train_batch_size=1, max_steps=1)
+    prompt = tuple(tiny.tokenizer()(tiny.PROMPTS[0])["input_ids"])
+    trainer.rollout = FixedRollout({prompt: [*range(10, 30)]})
+    trainer.train()
+    (row,) = (one for one in trainer.state.log_history if "divergence/mean" in one)
+    tenths = [row[f"divergence/position_{tenth}"] for tenth in range(10)]
+    assert sum(tenths) / 10 == pytest.approx(row["divergence/mean"], rel=1e-5)
+    assert min(tenths) < row["divergence/high_entropy"] != row["divergence/mean"]
 
 
 def test_every_metric_in_the_source_has_a_row_in_the_table():
@@ -265,11 +310,21 @@ def test_predict_returns_the_completions_in_the_order_of_the_rows(make_trainer, 
     written = [recorded[tuple(words(row["prompt"])["input_ids"])] for row in rows]
     longest = max(map(len, written))
     assert output.predictions.tolist() == [ids + [-100] * (longest - len(ids)) for ids in written]
-    assert output.label_ids is None
+    predictions, label_ids, metrics = output
+    assert (label_ids, metrics) == (None, output.metrics)
+    assert predictions is output.predictions
+    assert output.texts == [words.decode(ids, skip_special_tokens=True) for ids in written]
+    assert {"", "4", " blue today"} < set(output.texts)
     evaluated = trainer.evaluate(rows, metric_key_prefix="test")
     assert output.metrics.keys() == evaluated.keys() - {"epoch"}
     assert output.metrics["test_loss"] == pytest.approx(evaluated["test_loss"], rel=1e-6) != 0
     assert trainer.state.log_history[0].keys() == evaluated.keys() | {"step"}, "`predict` logs nothing"
+
+
+def test_predict_for_the_figures_alone_has_no_texts(make_trainer):
+    output = make_trainer(prediction_loss_only=True).predict(tiny.rows(2))
+    assert (output.predictions, output.texts) == (None, [])
+    assert output.metrics["test_loss"] > 0
 
 
 def test_predict_of_several_datasets_says_what_to_do(make_trainer):

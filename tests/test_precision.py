@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import DistributedType
 from peft import LNTuningConfig, LoraConfig, get_peft_model
 from products import PHASES, WatchedTrainer
+from transformers import get_linear_schedule_with_warmup
 
 from trl_opsd import HFRollout
 from trl_opsd.run.precision import autocast, warn_of_lost_updates
@@ -277,17 +278,35 @@ def test_students_from_a_path_and_half_precision_adapters_are_warned_of_too(make
         {"model": torch.bfloat16, "learning_rate": 1e-6, "peft_config": LoraConfig(r=4, target_modules="all-linear")},
         {"model": torch.bfloat16, "learning_rate": 1e-6, "train_dataset": None, "eval_dataset": tiny.rows()},
         {"model": torch.bfloat16, "learning_rate": 1e-6, "rate of an optimizer": 1e-2},
+        {"model": torch.bfloat16, "learning_rate": 1e-6, "rate of an optimizer": 1e-2, "warmup": 3},
         {"teacher_model": torch.bfloat16, "learning_rate": 1e-8},
     ],
-    ids=["float32", "a high rate", "a float32 adapter", "evaluation", "an optimizer with a higher rate", "a teacher"],
+    ids=[
+        "float32",
+        "a high rate",
+        "a float32 adapter",
+        "evaluation",
+        "an optimizer with a higher rate",
+        "one that a warmup has at 0",
+        "a teacher",
+    ],
 )
 def test_weights_that_hold_their_steps_are_not_warned_of(make_trainer, recwarn, given):
     models = {role: tiny.qwen2().to(given[role]) for role in ("model", "teacher_model") if role in given}
     rate = given.pop("rate of an optimizer", None)
     if rate is not None:
-        given["optimizers"] = (torch.optim.AdamW(models["model"].parameters(), lr=rate), None)
+        optimizer = torch.optim.AdamW(models["model"].parameters(), lr=rate)
+        warmup = given.pop("warmup", None)
+        given["optimizers"] = (optimizer, warmup and get_linear_schedule_with_warmup(optimizer, warmup, 9))
     make_trainer(**{**given, **models})
     assert [str(one.message) for one in recwarn if re.match(LOST, str(one.message))] == []
+
+
+def test_a_rate_that_is_assigned_later_is_tried_too(make_trainer, recwarn):
+    trainer = make_trainer(model=tiny.qwen2().bfloat16(), learning_rate=1e-2, max_steps=1)
+    trainer.args.learning_rate = 1e-7
+    trainer.train()
+    assert len([one for one in recwarn if re.match(LOST, str(one.message))]) == 1
 
 
 def launched(kind="NO", mixed_precision="no", is_main_process=True):

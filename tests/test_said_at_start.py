@@ -45,6 +45,8 @@ def saved(folder, seed=0):
         ({"teacher_trust_remote_code": True}, "`teacher_trust_remote_code=True`, because no teacher is loaded"),
         ({"log_unique_prompts": True}, "`log_unique_prompts=True`, because `log_completions` is False"),
         ({"max_tool_calling_iterations": 2}, "because there are no tools"),
+        ({"nonfinite_skip_limit": 3}, "`nonfinite_skip_limit=3`, because `nonfinite` is 'raise'"),
+        ({"collapse_guard": "stop", "max_steps": 19}, "`collapse_guard='stop'`, because the first 20 steps are"),
         ({"skew": 0.2}, "`skew=0.2`, because `divergence` is None"),
         ({"alpha": 0.2, "divergence": "jsd"}, "`alpha=0.2`, because `divergence` is 'jsd'"),
         ({"teacher_update_rate": "0.1"}, "`teacher_update_rate=0.1`"),
@@ -65,6 +67,15 @@ def test_an_option_without_effect_is_said(make_trainer, caplog, options, said):
 def test_a_warmup_that_does_not_end_is_said(make_trainer, caplog, warmup_steps, is_said):
     make_trainer(warmup_steps=warmup_steps, max_steps=3)
     assert ("training ends before the rate reaches `learning_rate=0.0001`" in caplog.text) is is_said
+
+
+@pytest.mark.parametrize(("warmup_steps", "is_said"), [(5, True), (4, False)])
+def test_a_warmup_that_does_not_end_within_the_epochs_is_said_when_they_begin(
+    make_trainer, caplog, warmup_steps, is_said
+):
+    make_trainer(warmup_steps=warmup_steps, max_steps=-1, num_train_epochs=1, lr_scheduler_type="linear").train()
+    said = "`warmup_steps=5`, but the training has 4 steps: it ends before the rate reaches `learning_rate=0.0001`"
+    assert (said in caplog.text) is is_said
 
 
 @pytest.mark.parametrize(
@@ -113,6 +124,7 @@ def test_options_of_an_optimizer_that_is_passed_are_said_to_be_unused(make_train
         {"rollout": HFRollout(), "vllm_server_port": 9000},  # a rollout of one's own may read it
         {"teacher_model": None, "teacher_model_kind": "ema", "teacher_update_rate": 0.1, "context": True},
         {"teacher_prompt_template": "{privileged_context} {prompt}", "context": True},
+        {"nonfinite": "skip", "nonfinite_skip_limit": 3, "collapse_guard": "stop", "max_steps": 20},
         {},
     ],
 )

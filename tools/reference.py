@@ -69,9 +69,9 @@ _METRICS = """\
 Added to what TRL logs (`loss`, `entropy`, `num_tokens`, `step_time`, `completions/…`). An evaluation logs its metrics
 as `eval_<metric>`; where `eval_dataset` is a dict there is one log for each dataset, with all metrics, TRL's too, as
 `eval_<dataset>_<metric>`. `evaluate(metric_key_prefix="held_out")` puts `held_out` in place of `eval`. `predict(rows)`
-logs nothing and returns the token ids of the completions, in the order of the rows and padded with -100, with the same
-metrics as `test_<metric>`. `eval_loss` differs from TRL's: it is the mean over the tokens of the whole
-evaluation, which is also `eval_divergence/mean`.
+logs nothing and returns the token ids of the completions, in the order of the rows and padded with -100, the same
+completions as `texts`, and the same metrics as `test_<metric>`. `eval_loss` differs from TRL's: it is the mean over the
+tokens of the whole evaluation, which is also `eval_divergence/mean`.
 
 *Main process*: each process has a value of its own, and loggers get that of the main process. Means cover what happened
 since the last log; what a log without a token in the loss leaves out is in the next."""

@@ -173,6 +173,10 @@ class OPSDConfig(StrictNames, DistillationConfig):
         nonfinite_skip_limit (`int`, *optional*, defaults to `10`):
             Maximum consecutive skipped steps; one more is an error. Includes the steps that are skipped while a float16
             loss scale is found, whatever `nonfinite` is.
+        collapse_guard (`str`, *optional*, defaults to `"warn"`):
+            What to do when divergence, entropy, length or repetition of the last 10 optimizer steps leave the bounds in
+            `docs/survival.md`, compared with the first 10. `"warn"`: say so, once of each. `"stop"`: also save a
+            checkpoint, beside all that are there, and end the training. When `None`, nothing.
         phase_timeout (`float`, *optional*):
             Seconds after which a phase of training (`complete`, `sync`, `reward`, `teach`, `compare` or `save`) is
             reported on stderr with the stacks of all threads. The run continues.
@@ -249,6 +253,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     teacher_server_timeout: float = 240.0
     nonfinite: str = "raise"
     nonfinite_skip_limit: int = 10
+    collapse_guard: str | None = "warn"
     phase_timeout: float | None = None
     vllm_weight_sync: str = "auto"
     vllm_sync_check: str = "every"
@@ -400,6 +405,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     def _check_failure_handling(self) -> None:
         one_of("nonfinite", self.nonfinite, ("raise", "skip"))
         at_least_one("nonfinite_skip_limit", self.nonfinite_skip_limit)
+        one_of("collapse_guard", self.collapse_guard, (None, "warn", "stop"))
         if self.phase_timeout is not None:
             above("phase_timeout", self.phase_timeout, 0.0)
 

@@ -60,6 +60,10 @@ class Teaching(SeamTrainer):
     """Token ids of the first prompt that `teacher_prompt_fn` has made."""
 
     @property
+    def teacher_names(self) -> tuple[str, ...]:
+        return tuple(self.teachers) if len(self.teachers) > 1 else ()
+
+    @property
     def reading_to_learn(self) -> Reading:
         """Which it does, where it does not write."""
         return replace(self.reading, packed=self.args.padding_free, multiple_of=self.args.pad_to_multiple_of or 1)
@@ -82,7 +86,7 @@ class Teaching(SeamTrainer):
             settings=(self.chat_template_kwargs, [tool.__name__ for tool in self.tools or ()]),
             student_limits=student_limits(self.model, self.args),
         )
-        self._prompts_are_seen = bool(next(iter(given.rows.values())).first_prompts())
+        self._prompts_are_seen = bool(next(iter(given.rows.values())).first_requests(given.intake))
         rows = self._admit_datasets(given.rows, self.readers.student)
         self._student_readers = self.readers
         self._set_up_teachers(given.models)
@@ -185,9 +189,8 @@ class Teaching(SeamTrainer):
     def read_rows(self, rows: Sequence[Row]) -> list[Request]:
         requests = self.readers.read_batch(rows, self._batch)
         if not self._prompts_are_seen:
-            prompts = [request.student for request in requests]
-            self.readers.student.token_ids(prompts)  # names the row that a template refuses
-            look_at(self.processing_class, self._batch, [one.value for one in prompts], self.args, self.tools)
+            self.readers.student.token_ids([one.student for one in requests])  # names the row that a template refuses
+            look_at(self.processing_class, self._batch, requests, self.args, self.tools)
             self._prompts_are_seen = True
         return requests
 
@@ -259,9 +262,11 @@ class Teaching(SeamTrainer):
         if self.args.should_save:
             fingerprint.write(folder, self._fingerprint())
             self.teachers.save(folder)
+            self.save_course(folder)
 
     def load_own_state(self, folder: str) -> None:
         self.teachers.load(folder)
+        self.load_course(folder)
 
     def _fingerprint(self) -> fingerprint.Fingerprint:
         if self._described_rows is None:

@@ -26,7 +26,8 @@ from trl_opsd.losses.proof import prove_divergence
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.head import whole_head
-from trl_opsd.models.model_checks import check_student, check_trainable
+from trl_opsd.models.model_checks import check_student
+from trl_opsd.models.trainable import check_trainable
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.synced import SyncedRollout
@@ -193,9 +194,10 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
             tools=tools,
         )
         check_student(self.model, self.args)
+        self._rate_tried: float | None = None
         if train_dataset is not None:
             check_trainable(self.model, optimizers)
-            warn_of_lost_updates(self.model, self.accelerator, self.args.learning_rate, self.optimizer)
+            self._try_rate()
         self.use_special_tokens()
         self.divergence = self.args.divergence if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
@@ -252,6 +254,16 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
             )
 
     # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------
+
+    def check_effect(self) -> None:
+        super().check_effect()
+        self._try_rate()
+
+    def _try_rate(self) -> None:
+        """Warns if the weights would not hold steps of the learning rate; once for each rate."""
+        if self.args.learning_rate != self._rate_tried:
+            self._rate_tried = self.args.learning_rate
+            warn_of_lost_updates(self.model, self.accelerator, self._rate_tried, self.optimizer)
 
     def check_sums(self, sums: dict[str, float]) -> None:
         check_not_uniform(sums, self.limits.vocabulary)

@@ -36,6 +36,21 @@ def adapter_for_inference(lab: Lab) -> None:
     lab.make(model=student)
 
 
+class StepsAnother(OPSDTrainer):
+    """Makes its optimizer from another model's weights."""
+
+    def create_optimizer(self, model=None):
+        self.optimizer = optimizer_of()
+        return self.optimizer
+
+
+def schedule_of_rate_0(lab: Lab) -> None:
+    student = tiny.qwen2()
+    optimizer = torch.optim.SGD(student.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+    lab.make(model=student, optimizers=(optimizer, schedule)).train()
+
+
 def optimizer_of_another_model(lab: Lab) -> None:
     lab.make(optimizers=(optimizer_of(*tiny.qwen2(48, 1).parameters()), None))
 
@@ -163,6 +178,13 @@ NOTHING_LEARNED = [
         "have a learning rate of 0",
         optimizers=(optimizer_of(lr=0.0), None),
     ),
+    Case("nothing would be learned", "a schedule of rate 0", "rate is 0 in each of the 3 steps", schedule_of_rate_0),
+    Case(
+        "nothing would be learned",
+        "a warmup as long as the training",
+        "rate is 0 in each of the 1 steps.*Set fewer `warmup_steps`",
+        lambda lab: lab.make(max_steps=1, warmup_steps=1, lr_scheduler_type="linear").train(),
+    ),
     Case("nothing would be learned", "a frozen student", "The student is frozen: .*`model.requires_grad_", frozen),
     Case("nothing would be learned", "a frozen adapter", "is_trainable=True", adapter_for_inference),
     Case(
@@ -170,6 +192,12 @@ NOTHING_LEARNED = [
         "a stranger",
         "has no trained parameter of the student",
         optimizer_of_another_model,
+    ),
+    Case(
+        "optimizer of another model",
+        "made by a method",
+        "has no trained parameter of the student",
+        lambda lab: lab.make(cls=StepsAnother).train(),
     ),
     Case("optimizer of another model", "before the adapter", "before the adapter", optimizer_from_before_the_adapter),
     Case("optimizer of another model", "a scheduler", "belongs to another opt", scheduler_of_another_optimizer),

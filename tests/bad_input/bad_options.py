@@ -132,6 +132,7 @@ WITHOUT_EFFECT = [
 ]
 
 OTHERS = [
+    option("at least", "`collapse_guard='halt'`: expected one of None, 'warn', 'stop'", collapse_guard="halt"),
     option("at least", "batches overtake each other", dataloader_in_order=False, dataloader_num_workers=2),
     option(
         "at least",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -30,7 +32,7 @@ def per_token(values):
 
 def test_values_are_summed_over_the_tokens_of_each_row():
     parts = reduce(per_token([1.0, 2.0, 4.0]), WEIGHTS, num_items=None)
-    assert parts.ROW_NAMES == (
+    assert parts.ROW_NAMES[:7] == (
         "weight",
         "divergence",
         "student_entropy",
@@ -44,12 +46,46 @@ def test_values_are_summed_over_the_tokens_of_each_row():
         "importance",
     )
     # divergences and what is added to them come weighted, entropies do not
-    assert parts.rows.tolist() == [
+    assert parts.rows[:, :11].tolist() == [
         [1.5, 1.5, 20, 200, 2, 0, 2, 1.5, 1, 2, 0.75],
         [0] * 11,
         [2, 2, 80, 800, 1, 1, 0, 2, 1, 1, 1],
     ]
+    assert parts.rows[:, 11:].abs().sum() == 0, "where rows are parts, places are not known"
+    assert parts.rows.shape == (3, len(parts.ROW_NAMES))
     assert not parts.rows.requires_grad
+
+
+def naive(values, entropies, weights, lengths):
+    """Sums of weights and divergences by place, and where the student is least certain, one token after the other."""
+    rows, taken = [], iter(zip(values, entropies, strict=True))
+    for weights_C, length in zip(weights, lengths, strict=True):
+        tenths, seen = [[0.0, 0.0] for _ in range(10)], []
+        for place, weight in enumerate(weights_C):
+            if weight:
+                value, entropy = next(taken)
+                tenths[place * 10 // length][0] += weight
+                tenths[place * 10 // length][1] += value
+                seen.append((entropy, weight, value))
+        first = sorted(seen, reverse=True)[: math.ceil(len(seen) / 5)]
+        uncertain = [sum(one[part] for one in first) for part in (1, 2)]
+        rows.append([*uncertain, *(one[0] for one in tenths), *(one[1] for one in tenths)])
+    return torch.tensor(rows)
+
+
+def test_values_are_summed_by_place_and_where_the_student_is_least_certain():
+    generator = torch.Generator().manual_seed(0)
+    lengths = [43, 1, 7, 10, 30, 0, 43]
+    real = (torch.arange(43) < torch.tensor(lengths)[:, None]).long()
+    weights = torch.rand(7, 43, generator=generator) * real
+    weights[:, 3::4] = 0  # tool output, or not selected
+    weights[6] = 0
+    number = int((weights != 0).sum())
+    values, entropies = torch.rand(2, number, generator=generator)
+    tokens = PerToken(divergence=values, student_entropy=entropies, teacher_entropy=entropies)
+    found = reduce(tokens, weights, None, real).rows[:, 7:]
+    assert_close(found, naive(values.tolist(), entropies.tolist(), weights.tolist(), lengths))
+    assert found[:, 2:12].sum() > 20, "there was something to sum"
 
 
 @pytest.mark.parametrize(("num_items", "loss"), [(None, 2.0), (14, 0.5), (torch.tensor(28), 0.25)])
@@ -64,8 +100,8 @@ def test_the_loss_is_divided_by_the_weights_of_the_whole_step(num_items, loss):
 @pytest.mark.parametrize("num_items", [None, 5])
 def test_a_micro_batch_without_tokens_has_zero_loss_and_a_gradient(num_items):
     tokens = per_token([])
-    parts = reduce(tokens, torch.zeros(2, 3), num_items)
+    parts = reduce(tokens, torch.zeros(2, 3), num_items, torch.ones(2, 3))
     parts.loss.backward()
     assert parts.loss.item() == 0
     assert tokens.divergence.grad.shape == (0,)
-    assert parts.rows.tolist() == [[0] * 11] * 2
+    assert parts.rows.abs().sum() == 0

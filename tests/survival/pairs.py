@@ -37,6 +37,14 @@ def every_nan(folder: Path) -> dict[str, Any]:
     return {name: faults.trained_with_nan(folder, teacher, **options) for name, options in VARIANTS.items()}
 
 
+def collapses(folder: Path) -> dict[str, Any]:
+    """A training at a rate that is far too high, of which each process has other rows."""
+    options = {"learning_rate": 1.0, "max_steps": 24, "collapse_guard": "stop", "num_train_epochs": 99}
+    trainer = faults.make_trainer(folder, tiny.qwen2(48, seed=1), **options)
+    trainer.train()
+    return {"steps": trainer.state.global_step, "course": trainer._course.state()}
+
+
 def fails(folder: Path, phase: str) -> None:
     """A script whose training fails: in a phase, because of a NaN, or because one process hangs."""
     patience = {"ddp_timeout": PATIENCE} if phase == "hang" else {}
@@ -55,6 +63,8 @@ def script(what: str, folder: Path) -> Any:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not as the agent, which it was forked from
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     try:
+        if what == "collapse":
+            return collapses(folder)
         return every_nan(folder) if what == "every nan" else fails(folder, what)
     except Exception:
         sys.excepthook(*sys.exc_info())
@@ -71,7 +81,7 @@ def launched(what: str, folder: Path, strategy: str = "ddp") -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     results = {}
-    for what in ("every nan", "nan", "hang", *PHASES):
+    for what in ("every nan", "collapse", "nan", "hang", *PHASES):
         with (folder / f"{what}.err").open("wb") as file:
             os.dup2(file.fileno(), 2)
         results[what] = launched(what, folder)

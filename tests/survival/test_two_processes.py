@@ -137,3 +137,9 @@ def test_a_failure_under_accelerate_launch_ends_both_and_is_shown(zero3):
     assert not list((folder / "out").glob("checkpoint-*"))
     root = printed[printed.index("Root Cause") :]
     assert re.search(r"rank +: 1 ", root)
+
+
+def test_processes_stop_a_run_that_collapses_at_the_same_step(pairs):
+    first, second = pairs[0]["collapse"]["returned"].values()
+    assert first == second, "they have the same figures, of all rows"
+    assert first["steps"] == 20

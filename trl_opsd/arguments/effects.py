@@ -110,7 +110,8 @@ def warn_of_metric(args: OPSDConfig, eval_dataset: Any, rewards: Collection[str]
     names = ("loss", "entropy", *of_rewards, *logged)
     known = [f"eval_{dataset}{name}" for dataset in several for name in names]
     asked = f"eval_{metric.removeprefix('eval_')}"
-    if asked in known or asked.startswith(tuple(f"eval_{dataset}completions/" for dataset in several)):
+    of_any_name = ("completions/", "divergence/teacher/", "entropy/teacher/")
+    if asked in known or asked.startswith(tuple(f"eval_{dataset}{one}" for dataset in several for one in of_any_name)):
         return
     close = difflib.get_close_matches(asked, known, n=1) or known[:1]
     logger.warning(

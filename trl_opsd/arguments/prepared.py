@@ -199,7 +199,7 @@ def prepared(
         without_effect=without_effect,
         is_same_model=is_same_model,
     )
-    check_template(found.tokenizer, rows, args, tools)
+    check_template(found.tokenizer, rows, args, tools, intake)
     ensure_special_tokens(found.tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
     check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
     check_up(args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows
-from trl_opsd.data.chat_templates import check_template_arguments, warn_of_prompts
+from trl_opsd.data.chat_templates import check_template_arguments, warn_of_ended_text, warn_of_prompts
+from trl_opsd.data.intake import Intake, Request
 
 logger = get_logger(__name__)
 
 
 def check_template(
-    tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, Rows], args: OPSDConfig, tools: Any
+    tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, Rows], args: OPSDConfig, tools: Any, intake: Intake
 ) -> None:
     """Checks what the chat template is given: its arguments, and whether prompts are meant for it.
 
@@ -30,6 +31,8 @@ def check_template(
             Contains the arguments of the template.
         tools (`Any`):
             As the trainer takes them.
+        intake ([`~data.intake.Intake`]):
+            Parses rows.
 
     Raises:
         ValueError: The template does not read an argument that the teacher's prompts are to differ in, or prints a
@@ -40,16 +43,20 @@ def check_template(
     if wrong := check_template_arguments(tokenizer, "chat_template_kwargs", args.chat_template_kwargs or {}):
         logger.warning(wrong)
     rows = next(iter(datasets.values()))
-    if some := rows.first_prompts():
+    if some := rows.first_requests(intake):
         look_at(tokenizer, rows.where, some, args, tools)
 
 
-def look_at(tokenizer: PreTrainedTokenizerBase, where: str, prompts: list[Any], args: OPSDConfig, tools: Any) -> None:
-    """Warns of what is seldom meant in some prompts, as [`~data.chat_templates.warn_of_prompts`]."""
+def look_at(
+    tokenizer: PreTrainedTokenizerBase, where: str, rows: Sequence[Request], args: OPSDConfig, tools: Any
+) -> None:
+    """Warns of what is seldom meant in the prompts of some rows, as [`~data.chat_templates.warn_of_prompts`]."""
     render = partial(
         tokenizer.apply_chat_template,
         tokenize=False,
         tools=tools or None,
         **{"add_generation_prompt": True, **(args.chat_template_kwargs or {})},
     )
-    warn_of_prompts(tokenizer, where, prompts, render)
+    warn_of_prompts(tokenizer, where, [row.student.value for row in rows], render)
+    theirs = (row.of_teacher for row in rows if row.of_teacher is not row.student)
+    warn_of_ended_text(tokenizer, {one.where: one.value for one in theirs if one.kind == "text"}, render)

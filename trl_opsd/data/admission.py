@@ -65,11 +65,11 @@ class Rows:
         """Numbers of rows that stand for all in a check of their form: the first of each shape, in order."""
         return np.arange(len(self.dataset)) if self.survey is None else self.survey.first_of_each_shape
 
-    def first_prompts(self) -> list[Any]:
-        """Some prompts, as they are; none of a stream, and none that a transform computes."""
+    def first_requests(self, intake: Intake) -> list[Request]:
+        """Some rows, parsed; none of a stream, and none that a transform computes."""
         if _is_stream(self.dataset) or has_transform(self.dataset):
             return []
-        return list(self.dataset.with_format(None)[:_SOME]["prompt"])
+        return list(next(_requests(self, range(min(_SOME, len(self.dataset))), intake)).values())
 
 
 def look_ahead(rows: Rows, intake: Intake) -> None:

@@ -105,7 +105,8 @@ def warn_of_prompts(
     """
     if all(isinstance(prompt, str) for prompt in prompts):
         warn_of_bare_text(tokenizer, where, prompts)
-        warn_of_ended_text(tokenizer, where, prompts, render)
+        names = (f"The prompt in row {number} of {where}" for number in range(len(prompts)))
+        warn_of_ended_text(tokenizer, dict(zip(names, prompts, strict=True)), render)
     elif tokenizer.chat_template:
         with suppress(TemplateError, TypeError):  # the reader names the row that a template refuses
             _warn_of_template(where, prompts, render)
@@ -122,20 +123,29 @@ def warn_of_bare_text(tokenizer: PreTrainedTokenizerBase, where: str, prompts: I
 
 
 def warn_of_ended_text(
-    tokenizer: PreTrainedTokenizerBase, where: str, prompts: Iterable[str], render: Callable[..., str]
+    tokenizer: PreTrainedTokenizerBase, prompts: Mapping[str, str], render: Callable[..., str]
 ) -> None:
-    """Warns when prompts that are text end as an answer does, so that nothing is left to be written."""
+    """Warns when a prompt that is text ends as an answer does, so that nothing is left to be written; of the first one.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The student's.
+        prompts (`Mapping[str, str]`):
+            By their names in messages: `"The prompt in row 3 of train_dataset"`.
+        render (`Callable`):
+            As in [`warn_of_prompts`].
+    """
     ends = {str(tokenizer.eos_token)}
     if tokenizer.chat_template:
         with suppress(TemplateError, TypeError):
             _, end = _around_answer([{"role": "user", "content": "?"}], render)
             ends.update({end} & set(_special(tokenizer)))
-    for number, prompt in enumerate(prompts):
+    for name, prompt in prompts.items():
         text = prompt.rstrip()
         if found := next((end for end in ends if text.endswith(end) and text != end), None):
             logger.warning(
-                f"The prompt in row {number} of {where} ends with {found!r}, after which a model has nothing to "
-                "answer: end it where the answer begins, or give messages, which the chat template completes."
+                f"{name} ends with {found!r}, after which a model has nothing to answer: end it where the answer "
+                "begins, or give messages, which the chat template completes."
             )
             return
 

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.state import AcceleratorState
 from transformers import Trainer
 
-from trl_opsd.models.model_checks import check_trainable
+from trl_opsd.models.trainable import check_trainable
 from trl_opsd.run.option_changes import OF_THE_OPTIMIZER
 
 __all__ = ["UsedAgain"]

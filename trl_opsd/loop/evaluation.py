@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, final
 
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
@@ -26,7 +26,7 @@ from trl_opsd.run.rng import preserved_rng
 
 logger = get_logger(__name__)
 
-__all__ = ["NO_TOKEN", "SEAMS", "Evaluations"]
+__all__ = ["NO_TOKEN", "SEAMS", "Evaluations", "Predictions"]
 
 SEAMS: dict[str, tuple[str, ...]] = {
     "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
@@ -39,6 +39,26 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 NO_TOKEN = -100
 """Fills what is not a token in predictions, as everywhere in transformers."""
+
+
+@final
+class Predictions(PredictionOutput):
+    """What transformers' `predict` returns, three values, and the completions as text.
+
+    Attributes:
+        texts (`list[str]`): without special tokens, in the order of the rows; empty where there are no `predictions`.
+    """
+
+    texts: list[str]
+
+    @classmethod
+    def of(cls, output: PredictionOutput, decode: Callable[..., list[str]]) -> Predictions:
+        """The same values, with token ids as text."""
+        self = cls(*output)
+        rows = () if output.predictions is None else output.predictions
+        ids = [row[row != NO_TOKEN] for row in rows]
+        self.texts = decode(ids, skip_special_tokens=True) if ids else []
+        return self
 
 
 class Evaluations(DistillationTrainer):
@@ -56,7 +76,7 @@ class Evaluations(DistillationTrainer):
         test_dataset: Dataset | IterableDataset,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
-    ) -> PredictionOutput:
+    ) -> Predictions:
         """Completes the prompts of a dataset, and evaluates the student on them.
 
         Args:
@@ -68,9 +88,10 @@ class Evaluations(DistillationTrainer):
                 The names of the metrics begin with it.
 
         Returns:
-            [`~transformers.trainer_utils.PredictionOutput`]: `predictions` are the token ids of the completions, [N, C]
-            and in the order of the rows, with -100 after their ends; `metrics` are those of `evaluate`; there are no
-            `label_ids`. With `prediction_loss_only=True` in the config there are no predictions.
+            [`Predictions`]: transformers' `PredictionOutput`, in which `predictions` are the token ids of the
+            completions, [N, C] and in the order of the rows, with -100 after their ends; `metrics` are those of
+            `evaluate`; there are no `label_ids`. Besides, `texts` are the completions as text. With
+            `prediction_loss_only=True` in the config there are neither.
         """
         if not isinstance(test_dataset, Dataset | IterableDataset):
             raise TypeError(
@@ -78,7 +99,8 @@ class Evaluations(DistillationTrainer):
                 "`IterableDataset`; call `predict` once for each of several."
             )
         with self.session():
-            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        return Predictions.of(output, self.processing_class.batch_decode)
 
     def evaluate(
         self,

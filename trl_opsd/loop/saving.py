@@ -6,6 +6,7 @@ when to stop.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ class SafeCheckpoints(Trainer):
 
     def load_own_state(self, folder: str) -> None:
         """The inverse of [`save_own_state`], when training resumes."""
+
+    def kept(self, run_dir: Path) -> Collection[Path]:
+        """Checkpoints in this folder that `save_total_limit` does not delete, besides the newest."""
+        best = self.state.best_model_checkpoint
+        return [Path(best)] if best else []
 
     # ---- Reading ------------------------------------------------------------------------------------------------
 
@@ -165,8 +171,7 @@ class SafeCheckpoints(Trainer):
         finally:
             self._writes_to_staging = False
         if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            keep = [run_dir / name, *([Path(best)] if best else [])]
+            keep = [run_dir / name, *self.kept(run_dir)]
             for remark in checkpoint.rotate(run_dir, self.args.save_total_limit, keep):
                 logger.warning(remark)
         self.accelerator.wait_for_everyone()

@@ -22,7 +22,9 @@ from trl_opsd.data.intake import Request
 from trl_opsd.loop.again import UsedAgain
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.attributes import Attributes
+from trl_opsd.loop.by_teacher import ByTeacher
 from trl_opsd.loop.card import Cards
+from trl_opsd.loop.collapse import Courses
 from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
 from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.generations import Generations
@@ -33,12 +35,13 @@ from trl_opsd.loop.off_policy import OffPolicy
 from trl_opsd.loop.rewarded import Rewarded
 from trl_opsd.loop.sampler import EpochCount, EpochSampler
 from trl_opsd.loop.saving import SafeCheckpoints
+from trl_opsd.loop.starts import EffectiveStarts
 from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.whole_steps import WholeSteps
 from trl_opsd.loop.wrapping import WrappedToTrain
 from trl_opsd.models.mode import preserved_mode
-from trl_opsd.models.model_checks import check_can_learn
 from trl_opsd.models.samples import Samples, sampled
+from trl_opsd.models.trainable import check_can_learn
 from trl_opsd.run.groups import set_group_timeout
 from trl_opsd.run.known import set_known
 from trl_opsd.run.loss_parts import check_parts
@@ -48,7 +51,7 @@ from trl_opsd.run.option_types import convert_text
 from trl_opsd.run.precision import autocast, dtype_of_frozen_base
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.run.training_options import check_accumulation, check_training
-from trl_opsd.types import LossParts, Rollout, TeacherTargets
+from trl_opsd.types import Rollout, TeacherTargets
 
 logger = get_logger(__name__)
 
@@ -74,11 +77,14 @@ class SeamTrainer(
     Ahead,
     Cards,
     Evaluations,
+    ByTeacher,
     WholeSteps,
     Generations,
     OffPolicy,
     Rewarded,
     GuardedSteps,
+    EffectiveStarts,
+    Courses,
     SafeCheckpoints,
     FinishedRuns,
     EachRowOnce,
@@ -166,9 +172,11 @@ class SeamTrainer(
         self._hides_engine = True
         try:
             with self.session():
-                return super()._generate(prompts)
+                written = super()._generate(prompts)
         finally:
             self._hides_engine = False
+        self.note_completions(written[1])
+        return written
 
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: dict, has_tool_images: bool = False
@@ -223,7 +231,7 @@ class SeamTrainer(
         with autocast(self.accelerator):
             parts = self.compare(unwrapped_student, rollout, targets, num_items_in_batch)
         check_parts(parts, rollout, f"{type(self).__name__}.compare", self.model.training)
-        self._loss_rows, self._loss_scored = parts.rows, parts.scored
+        self._loss_rows, self._loss_scored = self.with_teachers(parts.rows, targets.teacher), parts.scored
         if self.model.training:
             self._probe.attach(unwrapped_student)
         weight, _, student_entropy, *_ = parts.rows.sum(0)
@@ -254,13 +262,14 @@ class SeamTrainer(
             self.note_evaluated(distinct)
             sums = distinct.sum(0)
             self._written = inputs["completion_ids"].masked_fill(inputs["completion_mask"] == 0, NO_TOKEN)
-        named = dict(zip(LossParts.ROW_NAMES, sums.tolist(), strict=True))
+        named = self.named(sums.tolist())
         absent = {"clipped": self.args.kl_clip, "pulled": inputs.get("pull"), "importance": inputs.get("logprobs")}
         named = {name: one for name, one in named.items() if name not in absent or absent[name] is not None}
         if self.is_finite_loss(named, rows):
             self.check_sums(named)
             self._accounts[self._mode].add(named)
             if self.model.training:
+                self.note_loss(named)
                 self.note_learned(inputs.get("rows"), rows)
                 self.note_sources(inputs.get("rows"), rows)
                 self.note_selection(inputs, rows)

@@ -84,7 +84,7 @@ class GuardedSteps(Trainer):
             named (`dict[str, float]`):
                 The sums over all processes.
             rows (`torch.Tensor`):
-                [B, 11], the sums of each row of this process, as in [`~types.LossParts`].
+                [B, columns], the sums of each row of this process, as in [`~types.LossParts`].
 
         Raises:
             NonFiniteError: It is not, and `nonfinite="raise"`.
@@ -94,7 +94,7 @@ class GuardedSteps(Trainer):
         side = nonfinite_side(named)
         if side is None:
             return True
-        mine = dict(zip(LossParts.ROW_NAMES, rows.sum(0).tolist(), strict=True))
+        mine = dict(zip(LossParts.ROW_NAMES, rows.sum(0).tolist(), strict=False))  # columns of teachers may follow
         each = tuple(gather_object([mine]))
         ranks = tuple(rank for rank, sums in enumerate(each) if nonfinite_side(sums) is not None)
         evaluating = not self.model.training

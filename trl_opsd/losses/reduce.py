@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trl_opsd.losses.by_place import by_tenth, where_uncertain
 from trl_opsd.types import LossParts, PerToken
 
 
-def reduce(per_token: PerToken, weights: Tensor, num_items: Tensor | float | None) -> LossParts:
+def reduce(
+    per_token: PerToken, weights: Tensor, num_items: Tensor | float | None, real: Tensor | None = None
+) -> LossParts:
     """The loss of one micro-batch, and raw local sums for the logs.
 
     Args:
@@ -19,6 +22,9 @@ def reduce(per_token: PerToken, weights: Tensor, num_items: Tensor | float | Non
         num_items (`torch.Tensor` or `float`, *optional*):
             Denominator of the loss: the sum of the weights of the whole optimizer step. When `None`, the sum of
             `weights`, or 1 if there are no tokens.
+        real (`torch.Tensor`, *optional*):
+            [B, C], not 0 where there is a token of the completion. When `None`, the rows are parts of completions, and
+            what depends on places and ranks within one is 0.
     """
     divergence = per_token.divergence
     weights_BC = weights.to(divergence.device, divergence.dtype)
@@ -30,29 +36,40 @@ def reduce(per_token: PerToken, weights: Tensor, num_items: Tensor | float | Non
         num_items = num_items.to(divergence.device)
     none_B = weights_BC.new_zeros(len(weights_BC))
 
-    def sums(values_N: Tensor, factors_BC: Tensor | float = 1.0) -> Tensor:
+    def spread(values_N: Tensor) -> Tensor:
         # Scattered, because to select the weights of the tokens would wait for the device.
-        return (torch.zeros_like(weights_BC).masked_scatter(counts_BC, values_N.to(weights_BC)) * factors_BC).sum(1)
+        return torch.zeros_like(weights_BC).masked_scatter(counts_BC, values_N.to(weights_BC))
 
-    def sums_if_known(values_N: Tensor | None, factors_BC: Tensor | float = 1.0) -> Tensor:
-        return none_B if values_N is None else sums(values_N, factors_BC)
+    def sums(values_N: Tensor | None) -> Tensor:
+        return none_B if values_N is None else spread(values_N).sum(1)
 
-    pulled_B = sums_if_known(per_token.pulled)
+    added_N = 0.0 if per_token.pulled is None else per_token.pulled
+    divergence_BC, entropy_BC = spread(divergence.detach() - added_N), spread(per_token.student_entropy)
     columns = (
         weights_BC.sum(1),
-        sums(divergence.detach()) - pulled_B,
-        sums(per_token.student_entropy, weights_BC),
-        sums(per_token.teacher_entropy, weights_BC),
+        divergence_BC.sum(1),
+        (entropy_BC * weights_BC).sum(1),
+        (spread(per_token.teacher_entropy) * weights_BC).sum(1),
         counts_BC.sum(1).to(weights_BC),
-        sums_if_known(per_token.teacher_uniform),
-        sums_if_known(per_token.clipped),
-        pulled_B,
-        sums_if_known(per_token.same_first),
-        sums_if_known(per_token.teacher_first),
-        sums_if_known(per_token.importance),
+        sums(per_token.teacher_uniform),
+        sums(per_token.clipped),
+        sums(per_token.pulled),
+        sums(per_token.same_first),
+        sums(per_token.teacher_first),
+        sums(per_token.importance),
     )
+    if real is None:
+        placed = weights_BC.new_zeros(len(weights_BC), len(LossParts.ROW_NAMES) - len(columns))
+    else:
+        placed = torch.cat(
+            [
+                where_uncertain(counts_BC, weights_BC, divergence_BC, entropy_BC),
+                by_tenth(real.to(divergence.device), weights_BC, divergence_BC),
+            ],
+            dim=1,
+        )
     return LossParts(
         # The gradient of `sum` is one expanded number for all tokens, which the streamed loss recognises for free.
         loss=divergence.sum() / num_items,
-        rows=torch.stack(columns, dim=1),
+        rows=torch.cat([torch.stack(columns, dim=1), placed], dim=1),
     )

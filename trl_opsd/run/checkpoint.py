@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from trl_opsd.run.manifest import MANIFEST, has_manifest, problems, seal, sync_folder
 
@@ -154,6 +155,24 @@ def rotate(run_dir: Path, limit: int | None, keep: Collection[Path]) -> list[str
             warnings.append(f"{folder} cannot be deleted to meet `save_total_limit={limit}`: {error}.")
     _remove_unfinished(run_dir / UNFINISHED)
     return warnings
+
+
+def best_evaluated(run_dir: Path, history: Sequence[Mapping[str, Any]]) -> Path | None:
+    """The complete checkpoint whose evaluation had the smallest loss, as a mean over datasets; `None` without one.
+
+    Args:
+        run_dir (`Path`):
+            Folder of the checkpoints.
+        history (`Sequence[Mapping[str, Any]]`):
+            What was logged.
+    """
+    losses: dict[int, list[float]] = {}
+    for row in history:
+        found = [value for name, value in row.items() if name.startswith("eval_") and name.endswith("loss")]
+        losses.setdefault(row["step"], []).extend(found)
+    folders = {run_dir / f"checkpoint-{step}": sum(each) / len(each) for step, each in losses.items() if each}
+    whole = [folder for folder in folders if has_manifest(folder)]
+    return min(whole, key=lambda folder: folders[folder], default=None)
 
 
 _REMEDY = "Pass the path of a complete checkpoint, or train without `resume_from_checkpoint`."

@@ -24,7 +24,7 @@ def check_parts(parts: Any, rollout: Rollout, where: str, training: bool) -> Non
             Whether the model is in training mode; with gradients enabled, the loss then needs a graph.
 
     Raises:
-        ValueError: They are not a [`~types.LossParts`] with a scalar loss and rows of shape [B, 11].
+        ValueError: They are not a [`~types.LossParts`] with a scalar loss and rows of shape [B, columns].
     """
     columns = len(LossParts.ROW_NAMES)
     shapes = {"loss": (), "rows": (len(rollout.completion_ids), columns)}

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from trl_opsd.types.loss import TENTHS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
@@ -26,6 +28,8 @@ _OVER_TOKENS = "weighted mean over the tokens in the loss, of all processes and 
 _OF_ALL = "over the tokens in the loss, of all processes and micro-batches"
 _OVER_PROMPTS = "all processes; mean over prompts with at least two completions in the loss, then over steps"
 _WITH_GROUPS = "`num_generations` above 1, in evaluations `num_generations_eval`; not where processes share rows"
+_IN_WHOLE_ROWS = "always, unless the loss had no tokens; in training not where processes share rows"
+_WITH_TEACHERS = "several teachers, of those that had a token in the loss"
 _WITH_DATASET = "`lmbda` below 1; not where processes share rows"
 _OVER_REWARDED = "all processes; over all rows of an evaluation, or over those of a step and then the mean over steps"
 _WITH_REWARDS = "`reward_funcs`, in training with `reward_weight` above 0"
@@ -50,6 +54,29 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             meaning="Share of the tokens in which at least one entry of the vocabulary was above `kl_clip`.",
             reduced=_OF_ALL,
             appears="`kl_clip`",
+        ),
+        "divergence/high_entropy": Metric(
+            unit="nats",
+            meaning="`divergence/mean` of a fifth of each completion's tokens, those of the highest `entropy/student`.",
+            reduced=_OVER_TOKENS,
+            appears=_IN_WHOLE_ROWS,
+        ),
+        **{
+            f"divergence/position_{tenth}": Metric(
+                unit="nats",
+                meaning=f"`divergence/mean` of the {ordinal} tenth of each completion.",
+                reduced=_OVER_TOKENS,
+                appears="as `divergence/high_entropy`, if a token counts there",
+            )
+            for tenth, ordinal in enumerate(
+                ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "last")
+            )
+        },
+        "divergence/teacher/<name>": Metric(
+            unit="nats",
+            meaning="`divergence/mean` of the rows of the teacher of this name.",
+            reduced=_OVER_TOKENS,
+            appears=_WITH_TEACHERS,
         ),
         "entropy/student": Metric(
             unit="nats",
@@ -88,6 +115,12 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             reduced=_OF_ALL,
             appears='`divergence="sampled_reverse_kl"` with an engine, at temperature 1',
         ),
+        "entropy/teacher/<name>": Metric(
+            unit="nats",
+            meaning="`entropy/teacher` of the teacher of this name, on its rows.",
+            reduced=_OVER_TOKENS,
+            appears=_WITH_TEACHERS,
+        ),
         "group/divergence_std": Metric(
             unit="nats",
             meaning="How far completions of one prompt are apart: standard deviation of their mean divergence.",
@@ -113,6 +146,19 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             reduced="all processes; mean over optimizer steps",
             appears="`token_selection` by one of these",
             evaluated=False,
+        ),
+        "completions/length_drift": Metric(
+            unit="1",
+            meaning="Mean length of completions, divided by that of the first 10 optimizer steps, or of those so far.",
+            reduced="all processes; mean over optimizer steps",
+            appears=_WITH_TOKENS,
+            evaluated=False,
+        ),
+        "completions/repeated_ratio": Metric(
+            unit="1",
+            meaning="Share of completions of whose last 32 tokens at most half of the 4-grams differ.",
+            reduced="all processes; mean over generation batches",
+            appears="always",
         ),
         "off_policy/share": Metric(
             unit="1",
@@ -298,6 +344,8 @@ def token_metrics(totals: Mapping[str, float], seconds: Mapping[str, float], ste
         "entropy/teacher": totals["teacher_entropy"] / weight,
         **({"pull/mean": totals["pulled"] / weight} if "pulled" in totals else {}),
         **{name: totals[of] / totals["tokens"] for name, of in _SHARES.items() if of in totals},
+        **_by_place(totals),
+        **_by_teacher(totals),
         **{f"time/{phase}": spent / steps for phase, spent in seconds.items()},
         "tokens_per_second": totals["tokens"] / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),
     }
@@ -311,6 +359,27 @@ _SHARES = {
     "importance/mean": "importance",
 }
 """Means over tokens without weights, and their sums in [`LossParts.ROW_NAMES`]."""
+
+
+def _by_place(totals: Mapping[str, float]) -> dict[str, float]:
+    """Means of the divergence over parts of completions, of those parts that have a weight."""
+    names = {f"position_{tenth}": (f"weight_{tenth}", f"divergence_{tenth}") for tenth in range(TENTHS)}
+    names["high_entropy"] = ("high_entropy_weight", "high_entropy_divergence")
+    return {
+        f"divergence/{name}": totals[sum_] / totals[weight] for name, (weight, sum_) in names.items() if totals[weight]
+    }
+
+
+def _by_teacher(totals: Mapping[str, float]) -> dict[str, float]:
+    """The same over the rows of each of several teachers, and its entropy."""
+    weights = {key.removeprefix("weight/"): value for key, value in totals.items() if key.startswith("weight/")}
+    return {
+        f"{logged}/teacher/{name}": totals[f"{summed}/{name}"] / weight
+        for name, weight in weights.items()
+        if weight
+        for logged, summed in (("divergence", "divergence"), ("entropy", "teacher_entropy"))
+    }
+
 
 _TAKEN = {
     *("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"),

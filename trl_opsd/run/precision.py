@@ -126,7 +126,8 @@ def warn_of_lost_updates(
     if steps_on_copies or not accelerator.is_main_process:
         return
     groups = optimizer.param_groups if optimizer else []
-    rates = {id(one): group["lr"] for group in groups for one in group["params"]}
+    # A schedule keeps the rate it starts from, and with a warmup has set the other to 0 already.
+    rates = {id(one): group.get("initial_lr", group["lr"]) for group in groups for one in group["params"]}
     trained = [one for one in model.parameters() if one.requires_grad]
     stuck = {
         one: one.numel() * _unmoved(one.detach(), rates.get(id(one), rate))
@@ -147,7 +148,7 @@ def warn_of_lost_updates(
     warnings.warn(
         f"{share:.0%} of the student's trained weights would not move by a step of {rate:g}, the learning rate: they "
         f"are {dtype}, and it is less than half of the distance to their next value in it. {advice}",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

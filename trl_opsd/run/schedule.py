@@ -1,4 +1,4 @@
-"""What a resumed run does with the rates of its optimizer: the base is the checkpoint's, the schedule this run's.
+"""The rates of an optimizer: whether a schedule leaves any, and those of a resumed run, whose base is the checkpoint's.
 
 transformers loads the optimizer with all its settings, whatever the options say, and takes the first step at the rate
 that the schedule of the earlier run had left.
@@ -54,3 +54,27 @@ def set_rates(scheduler: Any) -> None:
     if isinstance(scheduler, LambdaLR):
         scheduler.last_epoch -= 1
         scheduler.step()
+
+
+def check_rates(scheduler: Any, steps: int) -> None:
+    """Refuses a schedule whose rate is 0 in every step, as a warmup has it that is as long as a training of one step.
+
+    Args:
+        scheduler (`torch.optim.lr_scheduler.LRScheduler`):
+            Of a kind that computes a rate from the step alone; else nothing is done.
+        steps (`int`):
+            Of the training.
+
+    Raises:
+        ValueError: No weight would change.
+    """
+    if not isinstance(scheduler, LambdaLR) or steps < 1:
+        return
+    pairs = list(zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True))
+    if any(rate * factor(step) != 0 for step in range(steps) for rate, factor in pairs):
+        return
+    raise ValueError(
+        f"The learning rate is 0 in each of the {steps} steps, so no weight would change: the schedule begins at 0, as "
+        "a warmup does, and the training ends before it rises, or it multiplies by 0. Set fewer `warmup_steps` or more "
+        "steps, or pass another scheduler."
+    )

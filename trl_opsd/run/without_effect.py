@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.run.course import STEPS
 from trl_opsd.run.objective_options import unread_objective
 from trl_opsd.run.reward_options import unread_rewards
 from trl_opsd.run.training_options import EVERY
@@ -110,6 +111,10 @@ def _unread(
             yield ("cache_implementation",), "an engine writes the completions"
         else:
             yield _ENGINE, "`use_vllm` is False"
+    if args.nonfinite == "raise" and args.mixed_precision != "fp16":
+        yield ("nonfinite_skip_limit",), "`nonfinite` is 'raise'"
+    if args.collapse_guard == "stop" and 0 < args.max_steps < 2 * STEPS:
+        yield ("collapse_guard",), f"the first {2 * STEPS} steps are compared with nothing"
     if args.teacher_server_url is None:
         yield ("teacher_server_timeout",), "`teacher_server_url` is not set"
     if args.teacher_model_kind != "ema":

@@ -87,6 +87,7 @@ def compared(
             LazyLogits(share.of_student(hidden_BCH, device), head, temperatures[0]), chunk_tokens, vocabulary
         )
 
+    real = None if rollout.begins_at is not None else rollout.completion_mask
     parts: LossParts | None = None
     for share in shares:
         scored_2 = None
@@ -94,7 +95,8 @@ def compared(
             scores_N = scores(share, criterion)
             scored_2 = torch.stack([scores_N.new_tensor(len(scores_N)), scores_N.sum()])
             share = best(share, scores_N)
-        part = replace(reduce(of(share, share.of_tokens(rollout, device)), share.weights_BC, num_items), scored=scored_2)
+        per_token = of(share, share.of_tokens(rollout, device))
+        part = replace(reduce(per_token, share.weights_BC, num_items, real), scored=scored_2)
         parts = part if parts is None else parts + part
     assert parts is not None, "there is a teacher"
     return parts

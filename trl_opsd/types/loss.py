@@ -10,6 +10,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+TENTHS = 10
+"""Parts of a completion of which a loss is known apart, of equally many tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerToken:
@@ -51,17 +54,22 @@ class LossParts:
         "same_first",
         "teacher_first",
         "importance",
+        "high_entropy_weight",
+        "high_entropy_divergence",
+        *(f"weight_{tenth}" for tenth in range(TENTHS)),
+        *(f"divergence_{tenth}" for tenth in range(TENTHS)),
     )
     """Names of the columns of `rows`."""
 
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 11], float32, in the order of `ROW_NAMES`: per row, the sum of the weights, three sums of nats times weight,
+    """[B, 33], float32, in the order of `ROW_NAMES`: per row, the sum of the weights, three sums of nats times weight,
     the number of tokens in the loss, of those for which all logits of the teacher are equal, and of those in which
     `kl_clip` has clipped an entry; what `pull` has added to the loss, in nats times weight; the number of tokens whose
     likeliest is the same for both models, and of those that are the teacher's likeliest; and a sum of importance
-    weights.
+    weights; weight and divergence where the student's entropy is highest, and of each tenth of the completion, all 0
+    where the row is a part of a completion.
     """
 
     scored: Tensor | None = None

@@ -1,0 +1,182 @@
+"""Runs that collapse are warned of or stopped, with the reason; healthy ones are not."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+
+from trl_opsd.run.course import STEPS, Course, Figures, is_repetition
+
+START = Figures(divergence=0.3, student_entropy=0.8, teacher_entropy=0.5, length=200.0, repeated=0.02)
+"""A step of a run that begins."""
+
+
+def followed(*later: Figures, first: Figures = START) -> Course:
+    """A course with twice the same later steps, so that each is the median of the last ones."""
+    course = Course()
+    for step in [first] * STEPS + list(later) * STEPS:
+        course.add(step)
+    return course
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("now", "sign", "said"),
+    [
+        (
+            {"divergence": 1.9},
+            "divergence",
+            "is 1.9 nats per token, and was 0.3 in the first step, 0.3 in the first 10",
+        ),
+        ({"divergence": -1.9}, "divergence", "is -1.9 nats per token"),
+        ({"student_entropy": 0.04}, "entropy", "is 0.04 nats, and was 0.8; the teacher's is 0.5 there"),
+        ({"length": 1.1, "divergence": 0.25}, "length", "have 1.1 tokens, and had 200"),
+        ({"repeated": 0.6, "length": 512.0}, "repetition", "60% of the completions end in a repetition, and 2% did"),
+    ],
+)
+def test_each_sign_of_a_collapse_is_named(now, sign, said):
+    (found,) = followed(replace(START, **now)).signs().items()
+    assert found[0] == sign
+    assert said in found[1]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"divergence": 1.15},  # it rises at first
+        {"divergence": 0.001, "student_entropy": 0.005, "teacher_entropy": 0.004},  # the teacher is as certain
+        {"student_entropy": 0.07},  # it was far less certain than its teacher
+        {"divergence": 0.02, "length": 1.5},  # it has learned to be brief
+        {"length": 512.0, "divergence": 0.2},  # it has learned to explain
+        {"length": 1000.0, "repeated": 0.3},
+    ],
+)
+def test_what_healthy_runs_do_is_no_sign(now):
+    assert followed(replace(START, **now)).signs() == {}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("divergence", "signs"), [(4.0, {"divergence"}), (2.0, set())])
+def test_a_run_that_collapses_at_once_is_compared_with_its_first_step(divergence, signs):
+    course = Course()
+    for step in [START] + [replace(START, divergence=divergence)] * (2 * STEPS):
+        course.add(step)
+    assert course.signs().keys() == signs, "a single step may be low by chance"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("noise", [0.2, 0.5])
+def test_single_steps_that_leave_the_bounds_are_no_sign(noise):
+    draw = random.Random(0)
+    course = Course()
+    for step in range(300):
+        outlier = 100 if step % 4 == 0 and step else 1
+        course.add(replace(START, divergence=0.3 * draw.lognormvariate(0, noise) * outlier))
+        assert course.signs() == {}
+
+
+@pytest.mark.quick
+def test_a_course_goes_on_after_it_was_written_and_read():
+    draw = random.Random(0)
+    steps = [replace(START, divergence=draw.random(), length=draw.random() * 100) for _ in range(35)]
+    for number in (0, 5, 10, 15, 30):
+        whole, before = Course(), Course()
+        for step in steps[:number]:
+            whole.add(step)
+            before.add(step)
+        resumed = Course.of(json.loads(json.dumps(before.state())))
+        for step in steps[number:]:
+            whole.add(step)
+            resumed.add(step)
+        assert (resumed.state(), resumed.drift) == (whole.state(), whole.drift)
+    assert whole.drift == pytest.approx(steps[-1].length / (sum(one.length for one in steps[:10]) / 10))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("ids", "repeats"),
+    [
+        ([7] * 32, True),
+        ([7] * 31, False),
+        ([*range(40), *[1, 2, 3, 4, 5] * 7], True),
+        ([*range(32)], False),
+        ([*([1, 2, 3] * 40), *range(32)], False),  # it has found its way out
+        ([one for pair in zip(range(16), [9] * 16, strict=True) for one in pair], False),  # a list
+        ([], False),
+    ],
+)
+def test_a_repetition_is_known_by_the_end_of_a_completion(ids, repeats):
+    assert is_repetition(ids) is repeats
+
+
+# ---- Trainings ------------------------------------------------------------------------------------------------------
+
+
+COLLAPSES = {
+    "learning_rate": 1.0,
+    "max_steps": 24,
+    "logging_steps": 24,
+    "train_dataset": tiny.rows(1),
+    "per_device_train_batch_size": 1,
+}
+SIGN = "Step 20 shows a collapse: the student's entropy is "
+"""At the first step at which there are 10 and 10."""
+
+
+def test_a_run_that_collapses_is_stopped_saved_and_can_tell_its_best_checkpoint(make_trainer, tmp_path, caplog):
+    trainer = make_trainer(
+        **COLLAPSES,
+        collapse_guard="stop",
+        eval_dataset={"a": tiny.rows(1), "b": tiny.rows(2)},
+        eval_strategy="steps",
+        save_strategy="steps",
+        eval_steps=6,
+        save_steps=6,
+        save_total_limit=1,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 20
+    assert caplog.text.count(SIGN) == 1
+    losses = {}
+    for row in trainer.state.log_history:
+        losses.setdefault(row["step"], []).extend(row[name] for name in row if name in ("eval_a_loss", "eval_b_loss"))
+    best = min((step for step in losses if losses[step]), key=lambda step: sum(losses[step]))
+    assert f"The best checkpoint by evaluation is {tmp_path / f'checkpoint-{best}'}." in caplog.text
+    left = {int(folder.name.split("-")[1]) for folder in tmp_path.glob("checkpoint-*")}
+    assert best < 18
+    assert left == {best, 18, 20}, "the best, the newest before, and the one that the stop has saved"
+
+
+def test_a_run_that_collapses_is_warned_of_once_and_goes_on(make_trainer, caplog):
+    trainer = make_trainer(**COLLAPSES)
+    trainer.train()
+    assert trainer.state.global_step == 24
+    assert caplog.text.count(SIGN) == 1
+
+
+def test_without_the_guard_nothing_is_said(make_trainer, caplog):
+    make_trainer(**COLLAPSES, collapse_guard=None).train()
+    assert "collapse" not in caplog.text
+
+
+def test_a_resumed_run_remembers_how_it_began(make_trainer, tmp_path, caplog):
+    given = {**COLLAPSES, "collapse_guard": "stop", "save_strategy": "steps", "save_steps": 15}
+    make_trainer(**{**given, "max_steps": 15}).train()
+    assert SIGN not in caplog.text
+    resumed = make_trainer(**given)
+    resumed.train(resume_from_checkpoint=str(Path(tmp_path) / "checkpoint-15"))
+    assert resumed.state.global_step == 20
+    assert caplog.text.count(SIGN) == 1
+
+
+def test_a_healthy_run_is_not_stopped(make_trainer, caplog):
+    trainer = make_trainer(collapse_guard="stop", max_steps=40, learning_rate=1e-3, logging_steps=40)
+    trainer.train()
+    assert trainer.state.global_step == 40
+    assert "collapse" not in caplog.text

@@ -1,0 +1,158 @@
+"""Watches the steps of a training for a collapse, and warns or stops; `run/course.py` knows what one looks like."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from accelerate.logging import get_logger
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trl_opsd.config import OPSDConfig
+from trl_opsd.run.checkpoint import best_evaluated
+from trl_opsd.run.course import Course, Figures, is_repetition
+from trl_opsd.run.strict_json import loads
+
+__all__ = ["SEAMS", "CollapseGuard", "Courses"]
+
+SEAMS: dict[str, tuple[str, ...]] = {
+    "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
+}
+"""Overridden methods of transformers' trainer, with their parameters; a test compares them with the installed ones."""
+
+FILE = "opsd_course.json"
+"""Where a checkpoint keeps the figures of the first and the last steps."""
+
+logger = get_logger(__name__)
+
+
+@final
+class CollapseGuard(TrainerCallback):
+    """Ends each step of a course, and warns once of each sign of a collapse, or stops and saves.
+
+    Every process has the same figures, so all of them stop at the same step.
+
+    Args:
+        end_step (`Callable`):
+            Adds the step that has ended to the course, and returns the signs of a collapse by name.
+        stops (`bool`):
+            Whether to stop at the first sign.
+        best (`Callable`):
+            Returns the best checkpoint there is.
+    """
+
+    def __init__(self, end_step: Callable[[], Mapping[str, str]], stops: bool, best: Callable[[], Path | None]) -> None:
+        self._end_step, self._stops, self._best = end_step, stops, best
+        self._said: set[str] = set()
+        self.has_stopped = False
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._said.clear()
+        self.has_stopped = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        signs = self._end_step()
+        for name in signs.keys() - self._said:
+            logger.warning(f"Step {state.global_step} shows a collapse: {signs[name]}.")
+            self._said.add(name)
+        if signs and self._stops:
+            saves = args.save_strategy != "no"
+            best = self._best()
+            logger.warning(
+                f"`collapse_guard='stop'`: the training ends at step {state.global_step}"
+                f"{', which is saved; no checkpoint is deleted for it' if saves else ''}."
+                f"{'' if best is None else f' The best checkpoint by evaluation is {best}.'}"
+            )
+            control.should_training_stop = self.has_stopped = True
+            control.should_save = saves
+            control.should_evaluate = False
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.has_stopped:  # saved already
+            control.should_save = control.should_evaluate = False
+
+
+class Courses(Trainer):
+    """A trainer that knows how it began, also after it has resumed."""
+
+    args: OPSDConfig
+    accelerator: Any
+    model: Any
+    record: Callable[[str, float], None]
+    save_own_state: Callable[[str], None]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._course = Course()
+        self._step_sums: Counter[str] = Counter()
+        self._step_texts: tuple[float, float] | None = None
+        self._collapse = CollapseGuard(self._end_step, self.args.collapse_guard == "stop", self.best_checkpoint)
+        self.add_callback(self._collapse)
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """As transformers', from a course without steps, unless it resumes."""
+        self._course, self._step_texts = Course(), None
+        self._step_sums.clear()
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def note_completions(self, completions: Sequence[Sequence[int]]) -> None:
+        """Records which share of completions of all processes ends in a repetition, and how long they are. Collective.
+
+        Args:
+            completions (`Sequence[Sequence[int]]`):
+                The completions of a generation batch of this process, as token ids.
+        """
+        mine = torch.tensor([[len(ids), is_repetition(ids)] for ids in completions], dtype=torch.float32)
+        length, repeated = self.accelerator.gather(mine.to(self.accelerator.device)).mean(0).tolist()
+        self.record("completions/repeated_ratio", repeated)
+        if self.model.training:
+            self._step_texts = length, repeated
+
+    def note_loss(self, named: Mapping[str, float]) -> None:
+        """Adds the sums of a micro-batch over all processes to those of its step."""
+        self._step_sums.update(named)
+
+    def _end_step(self) -> dict[str, str]:
+        sums, self._step_sums = self._step_sums, Counter()
+        if not sums["weight"] or self._step_texts is None:  # skipped, or of a batch that was written elsewhere
+            return {}
+        length, repeated = self._step_texts
+        means = {name: sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy")}
+        self._course.add(Figures(**means, length=length, repeated=repeated))
+        self.record("completions/length_drift", self._course.drift)
+        return {} if self.args.collapse_guard is None else self._course.signs()
+
+    # ---- Checkpoints -----------------------------------------------------------------------------------------------
+
+    def save_course(self, folder: str) -> None:
+        """Writes what [`load_course`] reads; in one process."""
+        (Path(folder) / FILE).write_text(json.dumps(self._course.state(), allow_nan=False), encoding="utf-8")
+
+    def load_course(self, folder: str) -> None:
+        """Continues the course of a checkpoint, if it has one."""
+        if (path := Path(folder) / FILE).exists():
+            self._course = Course.of(loads(path.read_text(encoding="utf-8")))
+
+    def best_checkpoint(self) -> Path | None:
+        """The best by `metric_for_best_model`, or else by the mean loss of the evaluations."""
+        if self.state.best_model_checkpoint:
+            return Path(self.state.best_model_checkpoint)
+        return best_evaluated(Path(self.args.output_dir), self.state.log_history)
+
+    def kept(self, run_dir: Path) -> Collection[Path]:
+        """Checkpoints that `save_total_limit` does not delete: the best; after a collapse, all."""
+        if self._collapse.has_stopped:
+            return list(run_dir.glob("checkpoint-*"))
+        best = self.best_checkpoint() if self.args.collapse_guard else self.state.best_model_checkpoint
+        return [] if best is None else [Path(best)]

@@ -1,0 +1,142 @@
+"""Follows the figures of a run, and says in words when its last steps show a collapse; knows numbers only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from statistics import median
+from typing import Any
+
+STEPS = 10
+"""Optimizer steps at the beginning, and at the end, of which medians are compared; both have to be complete."""
+GROWN = 4.0
+"""Times the first steps' divergence, or that of the first step alone, before which nothing was changed."""
+LARGE = 2.5
+"""Nats per token from which on it is compared with a single step, which may be low by chance."""
+SMALL = 0.2
+"""Nats per token that a divergence counts as at least, where another is compared with it."""
+FALLEN = 0.1
+"""Share of an entropy, of the student's largest at first and of the teacher's now; and of a length."""
+EMPTY = 2.0
+"""Tokens of a completion that says nothing."""
+STAYED = 0.5
+"""Share of the first divergence at which the teacher still disagrees."""
+REPEATED = 0.5
+"""Share of completions that end in a repetition; half of it is too much to begin with."""
+TAIL, GRAM = 32, 4
+"""Tokens at the end of a completion, and of the pieces of it of which at most half differ in a repetition."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What is known of an optimizer step: means over its tokens or completions, of all processes."""
+
+    divergence: float
+    """Nats per token."""
+    student_entropy: float
+    """Nats."""
+    teacher_entropy: float
+    """Nats."""
+    length: float
+    """Tokens per completion."""
+    repeated: float
+    """Share of the completions that end in a repetition."""
+
+
+class Course:
+    """The first and the last steps of a run."""
+
+    def __init__(self) -> None:
+        self._first: list[Figures] = []
+        self._last: deque[Figures] = deque(maxlen=STEPS)
+
+    def add(self, step: Figures) -> None:
+        """Takes the figures of the next step."""
+        if len(self._first) < STEPS:
+            self._first.append(step)
+        else:
+            self._last.append(step)
+
+    @property
+    def drift(self) -> float:
+        """Length of the latest completions, divided by the mean of the first steps; there has to be a step."""
+        first = sum(one.length for one in self._first) / len(self._first)
+        latest = self._last[-1] if self._last else self._first[-1]
+        return latest.length / first if first else 1.0
+
+    def signs(self) -> dict[str, str]:
+        """What shows a collapse, by the name of the figure; empty for a healthy run, and until there are 20 steps."""
+        if len(self._last) < STEPS:
+            return {}
+        first, last = _medians(self._first), _medians(self._last)
+        found = {
+            "divergence": self._divergence(first, last),
+            "entropy": self._entropy(last),
+            "length": _length(first, last),
+            "repetition": _repetition(first, last),
+        }
+        return {name: sign for name, sign in found.items() if sign is not None}
+
+    def _divergence(self, first: Figures, last: Figures) -> str | None:
+        now, before, at_once = (abs(one.divergence) for one in (last, first, self._first[0]))
+        if now <= GROWN * max(before, SMALL) and (now < LARGE or now <= GROWN * at_once):
+            return None
+        return (
+            f"the divergence is {last.divergence:.3g} nats per token, and was {self._first[0].divergence:.3g} in the "
+            f"first step, {first.divergence:.3g} in the first {STEPS}: the student moves away from its teacher. Lower "
+            "the learning rate, warm it up for longer, or use a bounded divergence"
+        )
+
+    def _entropy(self, last: Figures) -> str | None:
+        begin = max(one.student_entropy for one in self._first)
+        if last.student_entropy >= FALLEN * min(begin, last.teacher_entropy):
+            return None
+        return (
+            f"the student's entropy is {last.student_entropy:.2g} nats, and was {begin:.2g}; the teacher's is "
+            f"{last.teacher_entropy:.2g} there: the student is certain where its teacher is not. Lower the learning "
+            "rate, or use `divergence='forward_kl'`, which leaves nothing out that the teacher finds likely"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Everything, in numbers that JSON holds exactly."""
+        return {"first": [asdict(one) for one in self._first], "last": [asdict(one) for one in self._last]}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Course:
+        """The inverse of [`state`]."""
+        self = cls()
+        self._first = [Figures(**one) for one in state["first"]]
+        self._last.extend(Figures(**one) for one in state["last"])
+        return self
+
+
+def _medians(steps: Sequence[Figures] | deque[Figures]) -> Figures:
+    names = Figures.__dataclass_fields__
+    return Figures(**dict(zip(names, map(median, zip(*map(astuple, steps), strict=True)), strict=True)))
+
+
+def _length(first: Figures, last: Figures) -> str | None:
+    disagrees = abs(last.divergence) >= STAYED * abs(first.divergence)
+    if last.length > min(EMPTY, FALLEN * first.length) or not disagrees:
+        return None
+    return (
+        f"completions have {last.length:.3g} tokens, and had {first.length:.3g}, and the divergence has hardly fallen: "
+        "the student ends at once. Look at the end tokens and at what the teacher reads, or lower the learning rate"
+    )
+
+
+def _repetition(first: Figures, last: Figures) -> str | None:
+    if last.repeated < REPEATED or first.repeated > REPEATED / 2:
+        return None
+    return (
+        f"{last.repeated:.0%} of the completions end in a repetition, and {first.repeated:.0%} did: where a text "
+        "repeats itself, the teacher only goes on with it. Lower the learning rate, `max_completion_length` or `top_p`"
+    )
+
+
+def is_repetition(ids: Sequence[int]) -> bool:
+    """Whether at most half of the 4-grams of the last 32 tokens of a completion differ; not of a shorter one."""
+    tail = ids[-TAIL:]
+    grams = [tuple(tail[place : place + GRAM]) for place in range(len(tail) - GRAM + 1)]
+    return len(tail) == TAIL and 2 * len(set(grams)) <= len(grams)
