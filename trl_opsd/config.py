@@ -56,8 +56,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
             `"jsd"` is the generalised Jensen-Shannon divergence with TRL's `beta` where that lies inside (0, 1), and
             with 0.5 otherwise. `"skewed_forward_kl"`, `"skewed_reverse_kl"`, `"total_variation"`, `"alpha_divergence"`
             and `"adaptive_kl"` are explained in `docs/objectives.md`, as is `"sampled_reverse_kl"`, a policy gradient,
-            which reads the sampled token instead of the whole vocabulary. When `None`, `beta` alone decides, as in TRL: 0
-            forward KL, 1 reverse KL, between: JSD. A [`~losses.Divergence`] is used unchanged; `docs/extending.md`
+            which reads the sampled token instead of the whole vocabulary. When `None`, `beta` alone decides, as in TRL:
+            0 forward KL, 1 reverse KL, between: JSD. A [`~losses.Divergence`] is used unchanged; `docs/extending.md`
             shows how to write one.
         skew (`float`, *optional*, defaults to `0.1`):
             Of the skewed KLs, the share of the first distribution in the mixture that it is compared with, in (0, 1).

@@ -153,8 +153,8 @@ def _same_first_(student_RV: Tensor, teacher_RV: Tensor) -> Tensor:
 
 
 def _normalise_(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Turns logits, of which the largest is 0, into log-probabilities, in place; returns these, the probabilities, the entropy [R], and the sum of
-    the probabilities relative to the largest [R].
+    """Turns logits, of which the largest is 0, into log-probabilities, in place; returns these, the probabilities, the
+    entropy [R], and the sum of the probabilities relative to the largest [R].
 
     Not `torch.log_softmax`: with it the probabilities would need the exponentials a second time, and on a CPU it sums
     them sequentially, which over a vocabulary costs a digit of the gradient.

@@ -25,8 +25,8 @@ class SampledReverseKL(Divergence):
     """`w (log p_s(y) - log p_t(y))` of the sampled token y: the estimate k1 of `KL(p_s || p_t)` from one sample.
 
     The gradient is that of a policy whose advantage is the log ratio, which is a constant in it:
-    `w (log p_s(y) - log p_t(y)) (1[y] - p_s)` with respect to the student's logits. Over tokens that the student samples
-    its mean is the gradient of the reverse KL. It is the loss of Thinking Machines' "On-Policy Distillation"
+    `w (log p_s(y) - log p_t(y)) (1[y] - p_s)` with respect to the student's logits. Over tokens that the student
+    samples its mean is the gradient of the reverse KL. It is the loss of Thinking Machines' "On-Policy Distillation"
     (importance sampling with the negative reverse KL as advantage), but for the bound of the weight and for the log
     ratio, which here has the student that learns and there the one that sampled; the two are the same where no step
     lies between. MiniLLM (arXiv 2306.08543) calls it the single-step part of the gradient, and computes that over the

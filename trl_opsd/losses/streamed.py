@@ -174,8 +174,8 @@ class _Fold:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         """Statistics of each token, [N], and the gradients of student hidden, weight and bias, if `wanted`.
 
-        The statistics are those of [`~losses.elementwise.Step`], the first with what the pull adds. The gradients are those of the
-        sum of the weighted divergences, in float32.
+        The statistics are those of [`~losses.elementwise.Step`], the first with what the pull adds. The gradients are
+        those of the sum of the weighted divergences, in float32.
         """
         student = _Side.of(self.student, self.dtypes[0], self.vocabulary)
         teacher = _Side.of(self.teacher, self.dtypes[1], self.vocabulary)

@@ -120,8 +120,8 @@ def check_shapes(args: DistillationConfig, divergence: Divergence) -> None:
         apart["student_temperature"] = args.student_temperature
     for name, value in apart.items():
         raise ValueError(
-            f"`{name}={value!r}` with a divergence of sampled tokens, 'sampled_reverse_kl': they are then not drawn from "
-            "the student's distribution in the loss, whose gradient it estimates. Leave the option out, or set "
+            f"`{name}={value!r}` with a divergence of sampled tokens, 'sampled_reverse_kl': they are then not drawn "
+            "from the student's distribution in the loss, whose gradient it estimates. Leave the option out, or set "
             "`divergence='reverse_kl'`, which reads the whole vocabulary."
         )
 

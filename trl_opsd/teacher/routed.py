@@ -79,8 +79,12 @@ class Share:
         """These tokens, and what is known of how they were sampled, on a device."""
         tokens = rollout.completion_ids.size(1)
         pull_BC = None if rollout.pull is None else rollout.pull[:, None].expand(-1, tokens)
-        each = (rollout.completion_ids, pull_BC, rollout.logprobs)
-        return Sampled(*(None if one is None else _selected(one.flatten(), self.places_N) for one in each)).to(device)
+
+        def of_share(each_BC: Tensor | None) -> Tensor | None:
+            return None if each_BC is None else _selected(each_BC.flatten(), self.places_N)
+
+        ids_N = _selected(rollout.completion_ids.flatten(), self.places_N)
+        return Sampled(ids_N, of_share(pull_BC), of_share(rollout.logprobs)).to(device)
 
     def of_teacher(self, device: torch.device) -> Tensor:
         """The teacher's states of these tokens, [N, H], on a device; no copy unless its head has moved since."""

@@ -47,8 +47,8 @@ class Rollout:
     """[B], float32, constants: each adds itself times `-log p_s` of the row's own tokens to their divergence; 0 adds
     nothing, and so does `None`."""
     logprobs: Tensor | None = None
-    """[B, C], float32: log-probability of each token in the distribution that it was drawn from, in nats, 0 for padding;
-    `None` where the rollout does not say."""
+    """[B, C], float32: log-probability of each token in the distribution that it was drawn from, in nats, 0 for
+    padding; `None` where the rollout does not say."""
     lengths: tuple[Length, ...] | None = None
     """B of them, in host memory; `None` where they were not read from the masks yet."""
     begins_at: int | None = None
