@@ -74,9 +74,10 @@ class Mirrored(SyncedRollout[Mirror]):
 
 
 class Named:
-    """A reward function with the name that stands for all in the table."""
+    """A reward function with a name of the table."""
 
-    __name__ = "<name>"
+    def __init__(self, name):
+        self.__name__ = name
 
     def __call__(self, completions, **_):
         return [float(len(one)) for one in completions]
@@ -114,6 +115,11 @@ def configurations(tmp_path):
         "plain": {},
         "a clip": {"kl_clip": 0.01},
         "a pull": {"cls": Pulled},
+        "a policy gradient": {
+            "rollout": Mirrored(tiny.config(tmp_path)),
+            "max_completion_length": 16,
+            "divergence": "sampled_reverse_kl",
+        },
         "some tokens": {"token_selection": "student_entropy", "token_fraction": 0.5},
         "its own teacher, LoRA": {
             "teacher_model": None,
@@ -133,7 +139,7 @@ def configurations(tmp_path):
             "lmbda": 0.5,
             "per_device_train_batch_size": 8,
         },
-        "rewards": {"reward_funcs": Named(), "reward_weight": 0.1, "num_generations": 2},
+        "rewards": {"reward_funcs": [Named("math"), Named("prose")], "reward_weight": 0.1, "num_generations": 2},
         "a step that is left out": {"cls": SpoiledOnce, "nonfinite": "skip"},
         "rows that are learned as they end": {"rollout": Apart(tiny.recorded(tiny.tokenizer())), "overlap": "step"},
         "rows that are written ahead": {
@@ -180,10 +186,10 @@ def test_logged_metrics_match_the_table(logged, tmp_path):
     theirs = of_trl(tmp_path)
     assert {"loss", "entropy", "step_time", "eval_loss"} <= theirs, "TRL has trained and evaluated"
     ours = {
-        f"{prefix}{name}".replace("<name>", teacher)
+        f"{prefix}{name}".replace("<name>", named)
         for name, one in METRICS.items()
         for prefix in ("", "eval_")
-        for teacher in ("math", "prose")
+        for named in ("math", "prose")
         if one.evaluated or not prefix
     }
     found = {key for rows in logged.values() for row in rows for key in row} - theirs
@@ -202,6 +208,8 @@ def test_metrics_are_reduced_as_the_table_says(logged):
     assert {row["sync/bytes"] for row in syncs} == {BYTES}, "a mean over syncs"
     assert all(row["time/sync"] > row["sync/seconds"] + row["sync/proof_seconds"] for row in syncs)
     assert max(row["rollout/logprob_gap"] for row in syncs) < 1e-4
+    importance = [row["importance/mean"] for row in logged["a policy gradient"] if "loss" in row]
+    assert importance == pytest.approx([1, 1], rel=1e-4), "the weights that write are those that learn"
     left_out = [row["nonfinite/skipped_steps"] for row in logged["a step that is left out"] if "loss" in row]
     assert left_out == [1, 1]
     saves = [row["step"] for row in logged["plain"] if "time/save" in row]

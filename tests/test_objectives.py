@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from apart import Apart
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.losses import (
@@ -164,3 +165,82 @@ class TestPolicyGradient:
         assert args.build_divergence() == SampledReverseKL(2.0)
         args = tiny.config(tmp_path, divergence="sampled_reverse_kl", vllm_importance_sampling_clip_max=None)
         assert args.build_divergence() == SampledReverseKL(None)
+
+
+class Told(Apart):
+    """Knows what each token was drawn with: a number that follows from the token, its place, and the prompt."""
+
+    tells_logprobs = True
+
+    def logprobs(self, prompt_ids, completion_ids):
+        return [-(20 + token + place / 64 + sum(prompt_ids) / 8192) for place, token in enumerate(completion_ids)]
+
+
+class Weighing(OPSDTrainer):
+    """Keeps what each row of a training was weighed by."""
+
+    def compare(self, student, rollout, targets, num_items):
+        if self.model.training:
+            for row, (prompt, ids) in enumerate(zip(rollout.prompt_lists(), rollout.completion_lists(), strict=True)):
+                told = None if rollout.logprobs is None else rollout.logprobs[row, : len(ids)].tolist()
+                self.seen.append((prompt, ids, told))
+        return super().compare(student, rollout, targets, num_items)
+
+
+class TestImportance:
+    """What a rollout says that tokens were drawn with reaches the same tokens in the loss."""
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"padding_free": True, "max_tokens_per_microbatch": 90},
+            {"num_generations": 2},
+            {"overlap": "step"},
+            {"overlap": "ahead"},
+        ],
+        ids=str,
+    )
+    def test_each_token_is_weighed_by_its_own_log_probability(self, make_trainer, options):
+        rollout = Told(tiny.recorded(tiny.tokenizer()))
+        trainer = make_trainer(
+            cls=Weighing,
+            rollout=rollout,
+            divergence="sampled_reverse_kl",
+            max_steps=3,
+            eval_strategy="steps",
+            eval_steps=1,
+            eval_dataset=tiny.rows(2),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            **options,
+        )
+        trainer.seen = []
+        trainer.train()
+        assert len({tuple(prompt) for prompt, _, _ in trainer.seen}) > 4 // options.get("num_generations", 1)
+        for prompt, ids, told in trainer.seen:
+            assert told == pytest.approx(rollout.logprobs(prompt, ids), abs=1e-5)
+        logged = [row for row in trainer.state.log_history if "loss" in row]
+        assert [row["importance/mean"] for row in logged] == [3.0] * 3  # its bound: all are likelier than was told
+
+    @pytest.mark.parametrize("why", ["another divergence", "temperature", "an own complete", "not told"])
+    def test_nothing_is_weighed_by_what_is_not_known(self, make_trainer, why):
+        class Own(Weighing):
+            def complete(self, prompt_ids):
+                return [ids[:2] for ids in super().complete(prompt_ids)]
+
+        options = {"divergence": "sampled_reverse_kl", "temperature": 0.5 if why == "temperature" else 1.0}
+        if why == "another divergence":
+            options["divergence"] = "reverse_kl"
+        rollout = (Apart if why == "not told" else Told)(tiny.recorded(tiny.tokenizer()))
+        if why == "an own complete":
+            told = rollout.logprobs
+            rollout.logprobs = lambda prompt, ids: None if len(ids) == 2 else told(prompt, ids)
+        trainer = make_trainer(
+            cls=Own if why == "an own complete" else Weighing, rollout=rollout, max_steps=2, **options
+        )
+        trainer.seen = []
+        trainer.train()
+        assert [told for *_, told in trainer.seen] == [None] * len(trainer.seen)
+        assert len(trainer.seen) == 4
+        assert not [row for row in trainer.state.log_history if "importance/mean" in row]

@@ -41,6 +41,10 @@ class Host(Protocol):
     """Whether this process may draw progress bars."""
 
     @property
+    def reads_logprobs(self) -> bool:
+        """Whether the loss reads [`RolloutBackend.logprobs`] of what is written now."""
+
+    @property
     def limits(self) -> PromptLimits:
         """Limits of prompts and completions."""
 

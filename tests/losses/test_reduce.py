@@ -32,7 +32,7 @@ def per_token(values):
 
 def test_values_are_summed_over_the_tokens_of_each_row():
     parts = reduce(per_token([1.0, 2.0, 4.0]), WEIGHTS, num_items=None)
-    assert parts.ROW_NAMES[:7] == (
+    assert parts.ROW_NAMES[:11] == (
         "weight",
         "divergence",
         "student_entropy",
@@ -83,7 +83,7 @@ def test_values_are_summed_by_place_and_where_the_student_is_least_certain():
     number = int((weights != 0).sum())
     values, entropies = torch.rand(2, number, generator=generator)
     tokens = PerToken(divergence=values, student_entropy=entropies, teacher_entropy=entropies)
-    found = reduce(tokens, weights, None, real).rows[:, 7:]
+    found = reduce(tokens, weights, None, real).rows[:, 11:]
     assert_close(found, naive(values.tolist(), entropies.tolist(), weights.tolist(), lengths))
     assert found[:, 2:12].sum() > 20, "there was something to sum"
 

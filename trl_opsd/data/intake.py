@@ -28,16 +28,18 @@ class Request(dict[str, Any]):
     Attributes:
         place (`int`, *optional*): place in the generation batch, over all processes, once it is in one.
         is_off_policy (`bool`, *optional*): whether its completion is the dataset's, once that is known.
+        logprobs (`tuple[list[int], list[float]]`, *optional*): a completion, and those of its tokens.
         advantage (`float`): what its completion is worth beside the others of its prompt, once they have rewards.
     """
 
-    __slots__ = ("advantage", "is_off_policy", "of_teacher", "place", "student", "teacher", "where")
+    __slots__ = ("advantage", "is_off_policy", "logprobs", "of_teacher", "place", "student", "teacher", "where")
 
     def __init__(self, row: Row, where: str, student: Prompt, teacher: str, of_teacher: Prompt) -> None:
         super().__init__(row)
         self.where, self.student, self.teacher, self.of_teacher = where, student, teacher, of_teacher
         self.place: int | None = None
         self.is_off_policy: bool | None = None
+        self.logprobs: tuple[list[int], list[float]] | None = None
         self.advantage = 0.0
 
 

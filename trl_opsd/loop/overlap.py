@@ -193,6 +193,7 @@ class Overlapping(Scoring):
             came = pulled.take(wait)
             for row, completion in came:
                 waiting.add(row, completion)
+                self.note_logprobs(rows[row], prompt_ids[row], completion)
             if came and self.teaches_early:
                 numbers = [row for row, _ in came]
                 self.expect(Rollout.unpack(padded(numbers)), [rows[row] for row in numbers])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trl_opsd.data.teacher_prompts import Row
 from trl_opsd.loop.dealing import Dealing
+from trl_opsd.loop.logprobs import WithLogprobs
 from trl_opsd.loop.selecting import Selecting
 from trl_opsd.loop.verbs import Verbs
 from trl_opsd.loop.weights import checked_weights
@@ -29,7 +30,7 @@ from trl_opsd.types import Rollout
 __all__ = ["Scoring"]
 
 
-class Scoring(Verbs, Selecting, Dealing):
+class Scoring(Verbs, WithLogprobs, Selecting, Dealing):
     """A trainer that knows which tokens its teacher has read, and has it read others when their loss is computed."""
 
     phase: Callable[[str], AbstractContextManager[None]]
@@ -62,6 +63,7 @@ class Scoring(Verbs, Selecting, Dealing):
         return {
             **kept_by_row(targets, counted).pack(),
             **self.select_late(weights, _written(batch)),
+            **self.logprobs_of(_written(batch), rows),
             "rows": list(rows),
             "scored": digest,
             "lengths": list(replace(rollout, weights=weights).ended().lengths or ()),

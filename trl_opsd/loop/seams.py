@@ -184,6 +184,8 @@ class SeamTrainer(
         hidden, self._hides_engine = self._hides_engine, False
         with self.phase("complete"), preserved_mode(self.model):
             completions = self.mixed(prompt_ids, self._checked)
+            for row, prompt, ids in zip(self._requests, prompt_ids, completions, strict=False):
+                self.note_logprobs(row, prompt, ids)
         self._hides_engine = hidden
         if self._first_turn:
             # TRL reads the last token of each completion. An empty one travels as a pad token and is masked below.

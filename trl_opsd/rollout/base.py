@@ -22,6 +22,9 @@ class RolloutBackend(ABC):
     are taken by a thread of their own.
     """
 
+    tells_logprobs: ClassVar[bool] = False
+    """Whether `logprobs` may know any."""
+
     def __str__(self) -> str:
         return type(self).__name__
 
@@ -66,6 +69,14 @@ class RolloutBackend(ABC):
             order. Here what `complete` returns.
         """
         return enumerate(rows_of(self.complete(prompt_ids, step), len(prompt_ids), type(self).__name__))
+
+    def logprobs(self, prompt_ids: list[int], completion_ids: list[int]) -> list[float] | None:
+        """The log-probability of each token of a completion in the distribution that it was drawn from, in nats.
+
+        With `divergence="sampled_reverse_kl"` it weighs the token. Asked when a completion has been returned or
+        yielded; until then others may have begun, as with `overlap="ahead"`. `None` where it is not known, as here.
+        """
+        return None
 
     def session(self) -> AbstractContextManager[None]:
         """Entered around all calls of `complete` for a generation batch, one for each turn with tools, and around an

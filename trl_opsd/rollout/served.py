@@ -23,7 +23,7 @@ from trl_opsd.rollout.one_asks import shared_errors
 from trl_opsd.rollout.server_engine import Client, NewAsker, ServerEngine
 from trl_opsd.rollout.sessions import ServerKind
 from trl_opsd.rollout.sync_proof import RELATIVE
-from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of
+from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, key_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by
 from trl_opsd.run.pulled import Endable
 from trl_opsd.run.rng import derived_seed
@@ -123,7 +123,16 @@ class ServedRollout(SyncedRollout[ServerEngine]):
 
     def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
         rows = self.stream_completions(prompt_ids, step)
-        return Endable(((number, row.completion_ids) for number, row in rows), rows.close)
+        known = self._known_logprobs()
+        return Endable(self._ids(rows, prompt_ids, known), rows.close)
+
+    def _ids(
+        self, rows: Endable[tuple[int, Completion]], prompt_ids: list[list[int]], known: Logprobs | None
+    ) -> Generator[tuple[int, list[int]], None, None]:
+        for number, row in rows:
+            if known is not None:
+                known[key_of(prompt_ids[number], row.completion_ids)] = row.logprobs
+            yield number, row.completion_ids
 
     def stream_completions(
         self, prompt_ids: list[list[int]], step: int, logprobs: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -26,6 +27,10 @@ from trl_opsd.types import Completion
 E = TypeVar("E", bound=Engine)
 
 
+Logprobs = dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]]
+"""Of the tokens of a completion, by its prompt and its ids."""
+
+
 class SyncedRollout(RolloutBackend, Generic[E]):
     """A rollout with an engine that is sent the student's weights before it generates, if they have changed, and whose
     log-probabilities are then compared with the student's.
@@ -35,12 +40,15 @@ class SyncedRollout(RolloutBackend, Generic[E]):
             The options.
     """
 
+    tells_logprobs = True
+
     def __init__(self, args: OPSDConfig) -> None:
         self._args = args
         self._sent: tuple[Any, ...] | None = None
         self._proved = False
         self._sessions = 0
         self._has_weights = True
+        self._logprobs: deque[Logprobs] = deque(maxlen=2)  # of what is learned now, and of what is written meanwhile
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -56,9 +64,23 @@ class SyncedRollout(RolloutBackend, Generic[E]):
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         with self.session():
             rows = self._engine.write(prompt_ids, self._begun(prompt_ids))
+        known = self._known_logprobs()
         for number, (sent, row) in enumerate(zip(prompt_ids, rows, strict=True)):
             self._check_prompt(number, sent, row)
+            if known is not None:
+                known[key_of(sent, row.completion_ids)] = row.logprobs
         return [row.completion_ids for row in rows]
+
+    def logprobs(self, prompt_ids: list[int], completion_ids: list[int]) -> list[float] | None:
+        key = key_of(prompt_ids, completion_ids)
+        return next((known[key] for known in reversed(self._logprobs) if key in known), None)
+
+    def _known_logprobs(self) -> Logprobs | None:
+        """Where those of a batch are kept until the one after the next; `None` if nobody reads them."""
+        if not self._trainer.reads_logprobs:
+            return None
+        self._logprobs.append({})
+        return self._logprobs[-1]
 
     def _begun(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
         """Sends the weights if they have changed, and returns the options of each prompt. Collective."""
@@ -70,7 +92,8 @@ class SyncedRollout(RolloutBackend, Generic[E]):
             self.sync_weights()
         self._wake("kv_cache")
         limits = self._trainer.limits
-        return [{**self._sampling, "max_tokens": limits.room(len(ids))} for ids in prompt_ids]
+        asked = {"logprobs": 0} if self._trainer.reads_logprobs else {}
+        return [{**self._sampling, "max_tokens": limits.room(len(ids)), **asked} for ids in prompt_ids]
 
     def _check_prompt(self, number: int, sent: list[int], row: Completion) -> None:
         if row.prompt_ids != sent:
@@ -204,6 +227,10 @@ def version_of(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
     A tensor that FSDP2 has split counts its own writes; its address is that of the local shard.
     """
     return tuple((local(one).data_ptr(), one._version) for one in tensors if not in_zero3(one))
+
+
+def key_of(prompt_ids: list[int], completion_ids: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(prompt_ids), tuple(completion_ids)
 
 
 @contextmanager

@@ -113,7 +113,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             unit="1",
             meaning="Importance weight of a sampled token, after its bound.",
             reduced=_OF_ALL,
-            appears='`divergence="sampled_reverse_kl"` with an engine, at temperature 1',
+            appears='`divergence="sampled_reverse_kl"` with an engine, at temperature 1, without tools',
+            evaluated=False,
         ),
         "entropy/teacher/<name>": Metric(
             unit="nats",
