@@ -54,8 +54,15 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "forward_kl, teacher at 2": {"divergence": "forward_kl", "teacher_temperature": 2.0},
     "forward_kl, both at 2": {"divergence": "forward_kl", "teacher_temperature": 2.0, "student_temperature": 2.0},
     "forward_kl, discount 0.95": {"divergence": "forward_kl", "position_discount": 0.95},
+    "forward_kl, teacher's top 2": {"divergence": "forward_kl", "top_k_teacher": 2},
+    **{
+        f"forward_kl, 0.3 by {name}": {"divergence": "forward_kl", "token_selection": name, "token_fraction": 0.3}
+        for name in ("prefix", "random", "student_entropy", "teacher_divergence")
+    },
+    "reverse_kl, whole samples": {"divergence": "reverse_kl", "top_p": 1.0},
+    "sampled_reverse_kl": {"divergence": "sampled_reverse_kl", "top_p": 1.0},
 }
-"""What is compared: the options that each sets."""
+"""What is compared: the options that each sets. The last two are a pair, as a policy gradient needs all of `top_p`."""
 
 TASKS = ("arithmetic", "self")
 """A larger teacher; and a student that is its own teacher, which also reads the solution."""
@@ -81,24 +88,22 @@ def trained(task: str, options: Mapping[str, Any], seed: int, tokens: int) -> di
     """Trains once; what was learned, and the loss of each step."""
     steps = 2 * tokens // ROWS  # never reached: a completion has several tokens
     with tempfile.TemporaryDirectory() as folder:
-        args = OPSDConfig(
-            output_dir=folder,
-            max_steps=steps,
-            per_device_train_batch_size=ROWS,
-            max_completion_length=LONGEST,
-            top_p=0.6,
-            learning_rate=1e-3 if task == "arithmetic" else 5e-3,
-            lr_scheduler_type="constant_with_warmup",
-            warmup_steps=10,
-            adam_beta2=0.98,
-            logging_steps=1,
-            seed=seed,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            **_of_task(task),
-            **options,
-        )
+        same = {
+            "max_steps": steps,
+            "per_device_train_batch_size": ROWS,
+            "max_completion_length": LONGEST,
+            "top_p": 0.6,
+            "learning_rate": 1e-3 if task == "arithmetic" else 5e-3,
+            "lr_scheduler_type": "constant_with_warmup",
+            "warmup_steps": 10,
+            "adam_beta2": 0.98,
+            "logging_steps": 1,
+            "seed": seed,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+        args = OPSDConfig(folder, **{**same, **_of_task(task), **options})
         trainer = _trainer(task, args, draw(tokens // 8, seed=seed))
         budget = Budget(tokens)
         for callback in (PrinterCallback, ProgressCallback, Banner):

@@ -11,10 +11,12 @@ from trl_opsd import OPSDTrainer
 from trl_opsd.losses import (
     DIVERGENCES,
     ForwardKL,
+    GeneralizedJSD,
     LazyLogits,
     OutputHead,
     Sampled,
     SampledReverseKL,
+    TopKTeacher,
     dense_divergence,
 )
 
@@ -64,6 +66,16 @@ def test_each_model_has_its_own_temperature_in_the_loss(make_trainer, options, t
     trainer = make_trainer(divergence="forward_kl", eval_dataset=tiny.rows(), **options)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected(trainer, ForwardKL(), temperatures), rel=1e-4)
     assert trainer.generation_config.temperature == options.get("temperature", 1.0)
+
+
+def test_a_teacher_may_tell_its_likeliest_tokens_only(make_trainer):
+    trainer = make_trainer(divergence="forward_kl", top_k_teacher=4, eval_dataset=tiny.rows())
+    assert trainer.divergence == TopKTeacher(ForwardKL(), 4)
+    found = trainer.evaluate()["eval_loss"]
+    assert found == pytest.approx(expected(trainer, trainer.divergence), rel=1e-4)
+    assert found < expected(trainer, ForwardKL()) * 0.9
+    trainer.divergence = "jsd"
+    assert trainer.divergence == TopKTeacher(GeneralizedJSD(0.5), 4)
 
 
 def test_a_discount_weighs_the_tokens_of_a_training_by_their_place(make_trainer):

@@ -63,6 +63,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
             Of the skewed KLs, the share of the first distribution in the mixture that it is compared with, in (0, 1).
         alpha (`float`, *optional*, defaults to `0.5`):
             Of the α-divergence, in (0, 1): towards the reverse KL near 0, towards the forward KL near 1.
+        top_k_teacher (`int`, *optional*):
+            Number of the teacher's likeliest tokens that the divergence tells apart; all others are one, as if the
+            teacher told no more. When `None`, the whole vocabulary.
         kl_clip (`float`, *optional*):
             Most that each token of the vocabulary may add to the divergence of a completion token, in nats; those above
             it have no gradient. OPSD trains with 0.05. Not for a divergence of your own.
@@ -219,6 +222,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     divergence: Divergence | str | None = None
     skew: float = 0.1
     alpha: float = 0.5
+    top_k_teacher: int | None = None
     kl_clip: float | None = None
     vllm_importance_sampling_clip_max: float | None = 3.0
     student_temperature: float | None = None
@@ -353,7 +357,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     def settings(self) -> Settings:
         """What a divergence that is given by name is made from."""
         bound = self.vllm_importance_sampling_clip_max
-        return Settings(beta=self.beta, skew=self.skew, alpha=self.alpha, clip_max=bound)
+        return Settings(beta=self.beta, skew=self.skew, alpha=self.alpha, clip_max=bound, top_k=self.top_k_teacher)
 
     @property
     def tempers_apart(self) -> bool:

@@ -262,7 +262,7 @@ class TestWrittenInPlace:
         trainer.write = write_to("weights")
         assert trainer._generate_and_score_completions(rows)["loss_weights"][:, -1].eq(0).all()
         trainer.write = lambda rollout: rollout.weights.add_(1)
-        with pytest.raises(ValueError, match="which is padding or was not written by the student"):
+        with pytest.raises(ValueError, match="which is padding, was not written by the student, or is left out"):
             trainer._generate_and_score_completions(rows)
 
 

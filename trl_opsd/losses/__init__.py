@@ -10,6 +10,7 @@ from trl_opsd.losses.registry import DIVERGENCES
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.skewed import SkewedForwardKL, SkewedReverseKL
 from trl_opsd.losses.streamed import streamed_divergence
+from trl_opsd.losses.top_k import TopKTeacher
 from trl_opsd.types import LazyLogits, OutputHead, PerToken, Sampled
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "SampledReverseKL",
     "SkewedForwardKL",
     "SkewedReverseKL",
+    "TopKTeacher",
     "TotalVariation",
     "dense_divergence",
     "reduce",

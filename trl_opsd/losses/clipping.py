@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trl_opsd.losses.divergence import Divergence, Entrywise, of_logits_
 from trl_opsd.losses.sampled import SampledReverseKL
+from trl_opsd.losses.top_k import TopKTeacher
 
 
 def clipped_value(divergence: Entrywise, clip: float, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
@@ -54,6 +55,11 @@ def check_clip(clip: float | None, divergence: Divergence) -> None:
         raise ValueError(
             f"kl_clip is {clip} with SampledReverseKL, which reads the sampled token alone and has no entries to clip: "
             "leave `kl_clip` out, or use ReverseKL()."
+        )
+    if isinstance(divergence, TopKTeacher):
+        raise ValueError(
+            f"kl_clip is {clip} with {divergence!r}: a bucket of many tokens is no entry to clip. Set only one of "
+            "`kl_clip` and `top_k_teacher`."
         )
     if not isinstance(divergence, Entrywise):
         raise ValueError(

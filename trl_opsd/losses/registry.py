@@ -12,6 +12,7 @@ from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.kl import ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.skewed import SkewedForwardKL, SkewedReverseKL
+from trl_opsd.losses.top_k import TopKTeacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Settings:
     """Of the alpha-divergence: towards the reverse KL near 0, towards the forward KL near 1."""
     clip_max: float | None = 3.0
     """Largest importance weight of a sampled token; `None` for no bound."""
+    top_k: int | None = None
+    """The teacher's likeliest tokens that are told apart; `None` for all."""
 
 
 DIVERGENCES: MappingProxyType[str, Callable[[Settings], Divergence]] = MappingProxyType(
@@ -57,7 +60,8 @@ BETAS: MappingProxyType[str, float] = MappingProxyType({"forward_kl": 0.0, "reve
 
 
 def divergence_of(divergence: Divergence | str | None, given: Settings) -> Divergence:
-    """Resolves a divergence: an object is returned unchanged, a name is looked up, `None` is decided by TRL's `beta`.
+    """Resolves a divergence: a name is looked up, `None` is decided by TRL's `beta`, and an object is what it is, but
+    with `top_k` between buckets of tokens.
 
     Args:
         divergence ([`Divergence`] or `str`, *optional*):
@@ -65,8 +69,9 @@ def divergence_of(divergence: Divergence | str | None, given: Settings) -> Diver
         given ([`Settings`]):
             What a named one is made from.
     """
-    if isinstance(divergence, Divergence):
-        return divergence
     if divergence is None:
         divergence = next((name for name, end in BETAS.items() if given.beta == end), "jsd")
-    return DIVERGENCES[divergence](given)
+    found = divergence if isinstance(divergence, Divergence) else DIVERGENCES[divergence](given)
+    if given.top_k is None or isinstance(found, TopKTeacher):
+        return found
+    return TopKTeacher(found, given.top_k)  # type: ignore[arg-type]  # which refuses what is not entrywise

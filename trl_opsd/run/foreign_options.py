@@ -21,7 +21,9 @@ _GIVEN = "it is called `sft_weight`, with `lmbda` below 1"
 _NO_RATIO = "a completion is learned once, by the student that wrote it, so there is no ratio of policies to bound"
 _AS_GRPO = "`loss_type` of TRL's GRPO is not chosen here: each token of a completion counts alike, as in its 'dapo'"
 _NO_ENTROPY = "the loss has no term for entropy; `divergence='forward_kl'` keeps the student's entropy up"
-_FULL_VOCABULARY = "the loss compares the full vocabulary, without a list of top tokens"
+_FULL_VOCABULARY = (
+    "the loss compares the whole vocabulary; with `top_k_teacher` the teacher's likeliest tokens, and all others as one"
+)
 _SERVER = "it is called `teacher_server_url`, the address of a pooling server; see docs/teachers.md"
 _ONE_TOKENIZER = "teacher and student share one tokenizer; `trl.experimental.gold` compares two"
 _COMPLETION_ONLY = "the loss is on the tokens of completions, and on no others"

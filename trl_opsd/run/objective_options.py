@@ -99,6 +99,8 @@ def _check_settings(args: DistillationConfig) -> None:
     for name in ("kl_clip", "vllm_importance_sampling_clip_max", "student_temperature", "teacher_temperature"):
         if getattr(args, name) is not None:
             above(name, getattr(args, name), 0.0)
+    if args.top_k_teacher is not None:
+        at_least_one("top_k_teacher", args.top_k_teacher)
     check_shapes(args, args.build_divergence())
 
 
