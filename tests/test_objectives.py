@@ -68,6 +68,18 @@ def test_each_model_has_its_own_temperature_in_the_loss(make_trainer, options, t
     assert trainer.generation_config.temperature == options.get("temperature", 1.0)
 
 
+@pytest.mark.parametrize("kind", ["base", "live", "ema"])
+def test_a_student_may_be_sharpened_by_itself_without_a_column_for_it(make_trainer, kind):
+    trainer = make_trainer(
+        teacher_model=None, teacher_model_kind=kind, teacher_temperature=0.5, eval_dataset=tiny.rows()
+    )
+    before = trainer.evaluate()
+    assert before["eval_loss"] > 1e-4
+    assert before["eval_entropy/teacher"] < before["eval_entropy/student"]
+    trainer.train()
+    assert trainer.evaluate()["eval_entropy/student"] < before["eval_entropy/student"]
+
+
 def test_a_teacher_may_tell_its_likeliest_tokens_only(make_trainer):
     trainer = make_trainer(divergence="forward_kl", top_k_teacher=4, eval_dataset=tiny.rows())
     assert trainer.divergence == TopKTeacher(ForwardKL(), 4)

@@ -396,6 +396,25 @@ def test_a_solution_that_the_teacher_reads_is_one_to_functions_too(make_trainer)
     assert sorted(seen) == list("abcd")
 
 
+def test_the_student_as_it_was_may_be_the_reference_of_a_reward(make_trainer):
+    trainer = make_trainer(
+        teacher_model=None,
+        teacher_model_kind="base",
+        reward_funcs=lambda completions, **_: [float(sum(map(ord, text))) for text in completions],
+        reward_weight=1.0,
+        num_generations=2,
+        rollout=HFRollout(),
+        max_steps=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+    )
+    trainer.train()
+    first, second = (log for log in trainer.state.log_history if "divergence/mean" in log)
+    assert first["divergence/mean"] == 0.0
+    assert first["grad_norm"] > 0.1
+    assert second["divergence/mean"] > 0
+
+
 # ---- What is refused ------------------------------------------------------------------------------------------------
 
 

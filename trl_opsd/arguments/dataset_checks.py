@@ -106,7 +106,7 @@ def check_datasets(
             raise ValueError(
                 f"The student is its own teacher (`teacher_model_kind={args.teacher_model_kind!r}`), but {where} has "
                 f"no context for the teacher that the student does not see; it has only {columns}. Add a column "
-                "'privileged_context' or 'teacher_prompt', or pass `teacher_prompt_fn`."
+                "'privileged_context' or 'teacher_prompt', or pass `teacher_prompt_fn`; or set `teacher_temperature`."
             )
         if where == "train_dataset":
             check_train_size(dataset, args)

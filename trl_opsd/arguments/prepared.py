@@ -162,7 +162,8 @@ def prepared(
     datasets = {"train_dataset": train_dataset, **by_name(eval_dataset)}
     several = tuple(models) if len(models) > 1 else ()
     optional = PRIVILEGED if teacher_prompt_fn is None else ()  # a function may read columns of any name
-    check_datasets(datasets, args, several, optional, needs_context)
+    # a reference beside rewards, or a sharper self, differs from the student without a column
+    check_datasets(datasets, args, several, optional, needs_context and not (args.tempers_apart or args.pulls))
     check_models(model, models, args)
     warn_of_splits(eval_dataset)
     warn_of_metric(args, eval_dataset, [one.name for one in rewards])
