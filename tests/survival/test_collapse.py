@@ -46,6 +46,14 @@ def test_each_sign_of_a_collapse_is_named(now, sign, said):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(("divergence", "signs"), [(-0.06, {"clip"}), (-0.04, set())])
+def test_a_clipped_divergence_far_below_zero_is_a_sign_and_another_is_not(divergence, signs):
+    course = followed(replace(START, divergence=divergence))
+    assert course.signs(clipped=True).keys() == signs
+    assert course.signs() == {}, "one's own divergence may be negative everywhere"
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "now",
     [

@@ -131,7 +131,8 @@ class Courses(Trainer):
         means = {name: sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy")}
         self._course.add(Figures(**means, length=length, repeated=repeated))
         self.record("completions/length_drift", self._course.drift)
-        return {} if self.args.collapse_guard is None else self._course.signs()
+        watches = self.args.collapse_guard is not None
+        return self._course.signs(clipped=self.args.kl_clip is not None) if watches else {}
 
     # ---- Checkpoints -----------------------------------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ STAYED = 0.5
 """Share of the first divergence at which the teacher still disagrees."""
 REPEATED = 0.5
 """Share of completions that end in a repetition; half of it is too much to begin with."""
+BELOW = -0.05
+"""Nats per token of a clipped divergence; 0 is where student and teacher agree."""
 TAIL, GRAM = 32, 4
 """Tokens at the end of a completion, and of the pieces of it of which at most half differ in a repetition."""
 
@@ -65,13 +67,19 @@ class Course:
         latest = self._last[-1] if self._last else self._first[-1]
         return latest.length / first if first else 1.0
 
-    def signs(self) -> dict[str, str]:
-        """What shows a collapse, by the name of the figure; empty for a healthy run, and until there are 20 steps."""
+    def signs(self, clipped: bool = False) -> dict[str, str]:
+        """What shows a collapse, by the name of the figure; empty for a healthy run, and until there are 20 steps.
+
+        Args:
+            clipped (`bool`, *optional*, defaults to `False`):
+                Whether single entries of the divergence are clipped, so that it may be below 0.
+        """
         if len(self._last) < STEPS:
             return {}
         first, last = _medians(self._first), _medians(self._last)
         found = {
             "divergence": self._divergence(first, last),
+            "clip": _clip(last) if clipped else None,
             "entropy": self._entropy(last),
             "length": _length(first, last),
             "repetition": _repetition(first, last),
@@ -114,6 +122,16 @@ class Course:
 def _medians(steps: Sequence[Figures] | deque[Figures]) -> Figures:
     names = Figures.__dataclass_fields__
     return Figures(**dict(zip(names, map(median, zip(*map(astuple, steps), strict=True)), strict=True)))
+
+
+def _clip(last: Figures) -> str | None:
+    if last.divergence >= BELOW:
+        return None
+    return (
+        f"the clipped divergence is {last.divergence:.3g} nats per token, and 0 is where the models agree: beyond "
+        "`kl_clip` an error costs nothing more, and the student gains by it in the entries below 0. Raise `kl_clip` or "
+        "leave it out, or use `divergence='jsd'`, none of whose entries is below 0"
+    )
 
 
 def _length(first: Figures, last: Figures) -> str | None:
