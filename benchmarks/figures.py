@@ -1,4 +1,4 @@
-"""Measures what the figures of a loss cost that depend on places and ranks within a completion.
+"""Measures what the figures of a loss cost that depend on places and ranks, of tokens and within a completion.
 
     python benchmarks/figures.py --repeats 12
 
@@ -22,7 +22,8 @@ import torch
 from timing import once
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
-from trl_opsd.losses import reduce
+from trl_opsd.losses import reduce, streamed
+from trl_opsd.losses.likeliest import looked_at, top_shared
 from trl_opsd.teacher import comparison
 
 SHAPES = [(4, 128, 8192), (8, 256, 8192), (4, 512, 32768)]
@@ -64,16 +65,18 @@ def measured(rows: int, tokens: int, vocabulary: int, repeats: int) -> tuple[lis
 
     def pair() -> float:
         with_figures = once(all_of_it, cpu)
-        comparison.reduce = without
+        comparison.reduce, streamed.looked_at = without, lambda tokens, rows: slice(0, 0)
         try:
             return with_figures / once(all_of_it, cpu)
         finally:
-            comparison.reduce = reduce
+            comparison.reduce, streamed.looked_at = reduce, looked_at
 
     ratios = [pair() for _ in range(repeats + 1)][1:]
     per_token, weights, num_items, real = kept
+    ranked = torch.randn(2, len(per_token.divergence), vocabulary)[:, looked_at(rows * tokens, slice(0, rows * tokens))]
     alone = [
-        once(lambda: reduce(per_token, weights, num_items, real), cpu)
+        once(lambda: top_shared(*ranked.clone()), cpu)
+        + once(lambda: reduce(per_token, weights, num_items, real), cpu)
         - once(lambda: reduce(per_token, weights, num_items), cpu)
         for _ in range(repeats)
     ]

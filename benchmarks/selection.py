@@ -30,7 +30,7 @@ from trl_opsd.losses import OutputHead, ReverseKL
 from trl_opsd.run.selection import EARLY, LATE, Selection
 from trl_opsd.teacher.comparison import compared
 from trl_opsd.teacher.routed import shares
-from trl_opsd.types import RowTargets, TeacherTargets
+from trl_opsd.types import Rollout, RowTargets, TeacherTargets
 
 CRITERIA = (None, *EARLY, *LATE)
 """`None` learns from all tokens."""
@@ -51,6 +51,14 @@ class Batch:
         states = torch.randn(*shape, args.teacher_width, device=self.device)
         self.targets = TeacherTargets.by_row([RowTargets(row, places) for row in states], shape[1])
         self.weights_BC = torch.ones(shape)
+        ids_BC, ones_BC = torch.zeros(shape, dtype=torch.long), torch.ones(shape, dtype=torch.long)
+        self.rollout = Rollout(
+            prompt_ids=ids_BC[:, :1],
+            prompt_mask=ones_BC[:, :1],
+            completion_ids=ids_BC,
+            completion_mask=ones_BC,
+            weights=self.weights_BC,
+        )
 
     def _head(self, vocabulary: int, width: int) -> OutputHead:
         return OutputHead(torch.randn(vocabulary, width, device=self.device).mul_(3 / width**0.5))
@@ -69,6 +77,7 @@ class Batch:
             self.head,
             heads,
             shares(heads, self.targets, weights_BC, late),
+            self.rollout,
             None,
             divergence=ReverseKL(),
             temperatures=(1.0, 1.0),

@@ -156,6 +156,8 @@ def test_first_choices_are_logged(make_trainer):
     assert found["eval_agreement/first"] == pytest.approx(same / tokens)
     assert found["eval_agreement/sampled"] == pytest.approx(first / tokens)
     assert "eval_importance/mean" not in found
+    assert 0 < found["eval_agreement/top"] < 1
+    assert 0 < found["eval_agreement/top_mass"] < 1
 
 
 class TestPolicyGradient:

@@ -96,9 +96,12 @@ class OPSDConfig(StrictNames, DistillationConfig):
         lmbda (`float`, *optional*, defaults to `1.0`):
             Share of rows whose completion the student writes, in [0, 1], as in TRL's `GKDConfig`, where the default is
             0.5. The others are learned with the column `completion` of the dataset; an evaluation has none of them.
+        seq_kd (`bool`, *optional*, defaults to `False`):
+            Whether the teacher writes the completions of these other rows, as in TRL's `GKDConfig`, from its own
+            prompts and with the student's sampling options. The dataset needs no column `completion` then.
         sft_weight (`float`, *optional*, defaults to `0.0`):
-            Weight of `-log p` of the student for each token of a dataset's completion, of the rows that `lmbda` below 1
-            has, beside the divergence.
+            Weight of `-log p` of the student for each token of a completion that the student has not written, of the
+            rows that `lmbda` below 1 has, beside the divergence.
         reward_weight (`float`, *optional*, defaults to `0.0`):
             Weight of the policy gradient of `reward_funcs` beside the divergence: adds `-log p` of the student for each
             token of a completion, times its advantage over the others of its prompt. At 0 rewards are reported in
@@ -233,6 +236,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     num_generations: int = 1
     num_generations_eval: int | None = None
     lmbda: float = 1.0
+    seq_kd: bool = False
     sft_weight: float = 0.0
     reward_weight: float = 0.0
     reward_weights: list[float] | None = None

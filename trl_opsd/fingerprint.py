@@ -50,6 +50,7 @@ OPTIONS = (
     "teacher_chat_template_kwargs",
     "num_generations",
     "lmbda",
+    "seq_kd",
     "sft_weight",
     "reward_weight",
     "per_device_train_batch_size",

@@ -112,6 +112,8 @@ class Teaching(SeamTrainer):
         self._vocabulary = shared_vocabulary(self.limits.vocabulary, self.teachers.vocabularies, self.processing_class)
         self.readers = self.readers.with_teachers(self._vocabulary, self.teachers.contexts)
         self._readers_of_any_rows = self.readers
+        if self.args.seq_kd:
+            self.let_teachers_write()
 
     def replace_teacher(self, teacher_model: Any) -> None:
         self.restore_launch()
@@ -139,7 +141,7 @@ class Teaching(SeamTrainer):
         optional = PRIVILEGED if intake.prompts.prompt_fn is None else ()
         check_datasets(datasets, self.args, several, optional, self.reads_solutions)
         if self.args.lmbda < 1:
-            check_completions(given["train_dataset"], self.tools)
+            check_completions(given["train_dataset"], self.tools, not self.args.seq_kd)
         check_rows_of_rewards(self._given_rewards, datasets, self.args, self.row_columns, self.reads_solutions)
         with self._rebuilding():
             self.readers, self._described_rows = self._readers_of_any_rows, None

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
 from accelerate.logging import get_logger
 
 from trl_opsd.config import OPSDConfig
+from trl_opsd.data.intake import Request
+from trl_opsd.data.readers import Readers
 from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.proofs import prove_student
 from trl_opsd.rollout import RolloutBackend
+from trl_opsd.rollout.of_teacher import OfTeacher
 from trl_opsd.rollout.pick import check_rollout, chosen_rollout
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream
 from trl_opsd.run.memory import explained
@@ -30,10 +35,12 @@ class Writing(SeamTrainer):
     """A trainer whose student writes completions; a subclass teaches, and compares."""
 
     args: OPSDConfig
+    readers: Readers
     reading: Reading = PADDED
     """Which rows the student can read in one batch."""
     _student_is_proved = False
     _has_completed = False
+    _of_teacher: Mapping[str, OfTeacher] = MappingProxyType({})
 
     def prove_student(self) -> None:
         """Examines the student by running it, once its weights are where they will be."""
@@ -99,6 +106,24 @@ class Writing(SeamTrainer):
             self.prove_student()
         if _users.get(id(self.rollout)) is not self:  # another trainer has used it since
             self.bind(self.rollout)
+
+    def let_teachers_write(self) -> None:
+        """Has each teacher write for the rows that `seq_kd` gives it.
+
+        Raises:
+            ValueError: One cannot.
+        """
+        limits = self.readers.teacher_limits
+        self._of_teacher = {name: OfTeacher(self, teacher, limits[name]) for name, teacher in self.teachers.items()}
+
+    def of_teachers(self, rows: Sequence[Request]) -> list[list[int]]:
+        prompts = self.readers.teacher.token_ids([row.of_teacher for row in rows])
+        found: dict[int, list[int]] = {}
+        for name in dict.fromkeys(row.teacher for row in rows):
+            theirs = [number for number, row in enumerate(rows) if row.teacher == name]
+            written = self._of_teacher[name].complete([prompts[number] for number in theirs])
+            found.update(zip(theirs, written, strict=True))
+        return [found[number] for number in range(len(rows))]
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         self._be_ready_to_write()

@@ -25,7 +25,7 @@ def unknown_argument(message: str, name: str) -> Case:
 
 
 CASES: list[Case] = [
-    unknown("has no option 'seq_kd': the teacher writes no completions; .* set `lmbda` below 1", seq_kd=True),
+    unknown("has no option 'generate_from_teacher': it is called `seq_kd`", generate_from_teacher=True),
     unknown("it is called `num_generations`", rollout_n=8),
     unknown("is used for one optimizer step; `num_generations` is the completions", num_iterations=2),
     unknown("it is called `max_completion_length`", max_new_tokens=128),
@@ -62,7 +62,7 @@ CASES: list[Case] = [
     unknown("has no option 'cast_lm_head_to_fp32'. docs/reference.md lists all", cast_lm_head_to_fp32=True),
     unknown("has no option 'learing_rate'. Did you mean 'learning_rate'", learing_rate=1e-5),
     unknown("has no option 'zzz'. docs/reference.md lists all", zzz=1),
-    unknown("'seq_kd': .*\n`OPSDConfig` has no option 'lr': it is called", seq_kd=True, lr=1),
+    unknown("'max_tokens': .*\n`OPSDConfig` has no option 'lr': it is called", max_tokens=1, lr=1),
     unknown_argument("has no argument 'tokenizer': it is called `processing_class`", "tokenizer"),
     unknown_argument("'reward_model': it is called `reward_funcs`", "reward_model"),
     unknown_argument("'data_collator': rows reach the trainer as they are", "data_collator"),

@@ -204,6 +204,7 @@ REWARDED: dict[str, dict[str, Any]] = {
     "ahead": {"reward_weight": 0.5, "apart": True, "overlap": "ahead", "overlap_max_divergence": 1e9},
 }
 OFF_POLICY: dict[str, Any] = {"num_generations": 1, "lmbda": 0.5}
+BY_TEACHER: dict[str, Any] = {**OFF_POLICY, "seq_kd": True, "top_k": 1}
 EVALUATIONS: dict[str, dict[str, Any]] = {
     "map": {"num_generations_eval": 2},
     "stream, as in training": {"kind": "stream"},
@@ -222,6 +223,7 @@ def all_of(folder: Path, processes: int) -> dict[str, Any]:
             name: trained(folder, processes=processes, rewarded=True, **given) for name, given in REWARDED.items()
         },
         "off policy": trained(folder, processes=processes, **OFF_POLICY),
+        "by the teacher": trained(folder, processes=processes, **BY_TEACHER),
         "eval": {name: evaluated(folder, processes=processes, **given) for name, given in EVALUATIONS.items()},
     }
     faulthandler.cancel_dump_traceback_later()

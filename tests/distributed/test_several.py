@@ -147,6 +147,16 @@ def test_which_rows_are_off_policy_does_not_depend_on_the_number_of_processes(re
             assert close(row[metric], other[metric]), metric
 
 
+def test_what_the_teacher_writes_does_not_depend_on_the_number_of_processes(results):
+    one, two = (results[processes]["by the teacher"] for processes in (1, 2))
+    assert sorted(map(tuple, one["taught"])) == sorted(map(tuple, two["taught"]))
+    by_student = [number_of(prompt) == number_of(text) for prompt, text in one["taught"] if "." in text]
+    assert by_student.count(True) + sum("." not in text for _, text in one["taught"]) == len(one["taught"])
+    assert 0 < by_student.count(True) < len(one["taught"])
+    assert close(one["weights"], two["weights"])
+    assert [row["off_policy/share"] for row in one["logs"]] == [row["off_policy/share"] for row in two["logs"]]
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", ["rewards", "rewards of a stream"])
 def test_an_evaluation_rewards_each_row_once(results, name, processes):

@@ -115,7 +115,10 @@ COMMAND_LINE = {
     "parts of several names": (["--vllm_port", "1"], "did you mean '--vllm_group_port' or '--vllm_server_port'?"),
     "another script's": (["--torch_dtype", "x"], "it is called `dtype`; that of the teacher is `teacher_dtype`"),
     "nothing near": (["--eos_tokens", "x"], "error: unknown option '--eos_tokens'\n"),
-    "another trainer's": (["--seq_kd", "true"], "unknown option '--seq_kd': the teacher writes no completions"),
+    "another trainer's": (
+        ["--generate_from_teacher", "true"],
+        "unknown option '--generate_from_teacher': it is called `seq_kd`",
+    ),
     "TRL's old name": (["--teacher_revision", "x"], "did you mean '--teacher_model_revision'?"),
     "nothing like it": (["--qqq"], "error: unknown option '--qqq'\n"),
     "two": (["--qqq", "--modle_revision", "x"], "'--qqq'; unknown option '--modle_revision', did you mean '--model_r"),

@@ -27,12 +27,15 @@ def per_token(values):
         same_first=(values > 1).float(),
         teacher_first=(values > 0).float(),
         importance=values.detach() / 4,
+        ranked=(values < 2).float(),
+        top_shared=values.detach() / 8,
+        top_mass=values.detach() / 16,
     )
 
 
 def test_values_are_summed_over_the_tokens_of_each_row():
     parts = reduce(per_token([1.0, 2.0, 4.0]), WEIGHTS, num_items=None)
-    assert parts.ROW_NAMES[:11] == (
+    assert parts.ROW_NAMES[:14] == (
         "weight",
         "divergence",
         "student_entropy",
@@ -44,14 +47,17 @@ def test_values_are_summed_over_the_tokens_of_each_row():
         "same_first",
         "teacher_first",
         "importance",
+        "ranked",
+        "top_shared",
+        "top_mass",
     )
     # divergences and what is added to them come weighted, entropies do not
-    assert parts.rows[:, :11].tolist() == [
-        [1.5, 1.5, 20, 200, 2, 0, 2, 1.5, 1, 2, 0.75],
-        [0] * 11,
-        [2, 2, 80, 800, 1, 1, 0, 2, 1, 1, 1],
+    assert parts.rows[:, :14].tolist() == [
+        [1.5, 1.5, 20, 200, 2, 0, 2, 1.5, 1, 2, 0.75, 1, 0.375, 0.1875],
+        [0] * 14,
+        [2, 2, 80, 800, 1, 1, 0, 2, 1, 1, 1, 0, 0.5, 0.25],
     ]
-    assert parts.rows[:, 11:].abs().sum() == 0, "where rows are parts, places are not known"
+    assert parts.rows[:, 14:].abs().sum() == 0, "where rows are parts, places are not known"
     assert parts.rows.shape == (3, len(parts.ROW_NAMES))
     assert not parts.rows.requires_grad
 
@@ -83,7 +89,7 @@ def test_values_are_summed_by_place_and_where_the_student_is_least_certain():
     number = int((weights != 0).sum())
     values, entropies = torch.rand(2, number, generator=generator)
     tokens = PerToken(divergence=values, student_entropy=entropies, teacher_entropy=entropies)
-    found = reduce(tokens, weights, None, real).rows[:, 11:]
+    found = reduce(tokens, weights, None, real).rows[:, 14:]
     assert_close(found, naive(values.tolist(), entropies.tolist(), weights.tolist(), lengths))
     assert found[:, 2:12].sum() > 20, "there was something to sum"
 

@@ -265,9 +265,8 @@ class TestPasses:
         return SimpleNamespace(config=seven_billion, dtype=torch.bfloat16)
 
     def rows(self, lengths: list[int]) -> Rollout:
-        return SimpleNamespace(
-            prompt_ids=torch.empty(0), measured=lambda: [Length(length - 1, 1, 0) for length in lengths]
-        )
+        measured = SimpleNamespace(measured=lambda: [Length(length - 1, 1, 0) for length in lengths])
+        return SimpleNamespace(prompt_ids=torch.empty(0), ended=lambda: measured)
 
     def test_passes_are_long_enough_to_hide_the_streaming(self):
         """PERFORMANCE: 9 to 14 thousand tokens, whatever the model's size."""

@@ -114,8 +114,16 @@ def check_datasets(
             raise ValueError(f"`{where}` has no rows: add some, or leave it out.")
 
 
-def check_completions(dataset: AnyDataset | None, tools: Any) -> None:
+def check_completions(dataset: AnyDataset | None, tools: Any, from_dataset: bool) -> None:
     """Checks the completions that `lmbda` below 1 learns from, as far as they can be read ahead.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`, *optional*):
+            What is learned from.
+        tools (`Any`):
+            Those that the student may call.
+        from_dataset (`bool`):
+            Whether it has them; else the teacher writes them.
 
     Raises:
         ValueError: There is no column for them, one cannot be learned from, or there are tools, whose calls are none.
@@ -123,7 +131,7 @@ def check_completions(dataset: AnyDataset | None, tools: Any) -> None:
     """
     if tools:
         raise ValueError("`lmbda` below 1 with `tools`: a completion of the dataset calls none: set `lmbda=1`.")
-    if dataset is None:
+    if dataset is None or not from_dataset:
         return
     columns = columns_of(dataset)
     if columns is not None and COMPLETION not in columns:

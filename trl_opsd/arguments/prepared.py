@@ -150,6 +150,11 @@ def prepared(
         check_processing_class(processing_class)
     if teacher_prompt_fn is not None:
         check_prompt_fn(teacher_prompt_fn)
+        if args.seq_kd:
+            raise ValueError(
+                "`teacher_prompt_fn` with `seq_kd=True`: it is called with a completion, which the teacher would have "
+                "to write from its prompt: give a column 'teacher_prompt' or 'privileged_context' instead."
+            )
         if args.remove_unused_columns:
             raise ValueError(
                 "`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: leave it at False."
@@ -177,8 +182,8 @@ def prepared(
         check_same_options(gather_object([_named(args, models)]))
     row_columns = tuple(row_columns)
     if args.lmbda < 1:
-        check_completions(train_dataset, tools)
-        row_columns = (*row_columns, COMPLETION)
+        check_completions(train_dataset, tools, not args.seq_kd)
+        row_columns = row_columns if args.seq_kd else (*row_columns, COMPLETION)
     check_rows_of_rewards(rewards, datasets, args, row_columns, needs_context)
     rows = looked_through(datasets, args, intake, row_columns)
     if processing_class is None:

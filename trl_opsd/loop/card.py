@@ -75,7 +75,7 @@ class Cards(DistillationTrainer):
         if self.args.lmbda == 1:
             return "its own completions"
         own = f"its own completions for a share of {self.args.lmbda:g} of the rows, and "
-        return f"{own if self.args.lmbda else ''}completions of the dataset"
+        return f"{own if self.args.lmbda else ''}completions of the {'teacher' if self.args.seq_kd else 'dataset'}"
 
     @property
     def _name(self) -> str:

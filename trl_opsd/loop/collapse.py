@@ -92,6 +92,7 @@ class Courses(Trainer):
         self._course = Course()
         self._step_sums: Counter[str] = Counter()
         self._step_texts: tuple[float, float] | None = None
+        self._watches = self.args.collapse_guard is not None
         self._collapse = CollapseGuard(self._end_step, self.args.collapse_guard == "stop", self.best_checkpoint)
         self.add_callback(self._collapse)
 
@@ -131,8 +132,7 @@ class Courses(Trainer):
         means = {name: sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy")}
         self._course.add(Figures(**means, length=length, repeated=repeated))
         self.record("completions/length_drift", self._course.drift)
-        watches = self.args.collapse_guard is not None
-        return self._course.signs(clipped=self.args.kl_clip is not None) if watches else {}
+        return self._course.signs(clipped=self.args.kl_clip is not None) if self._watches else {}
 
     # ---- Checkpoints -----------------------------------------------------------------------------------------------
 
@@ -155,5 +155,5 @@ class Courses(Trainer):
         """Checkpoints that `save_total_limit` does not delete: the best; after a collapse, all."""
         if self._collapse.has_stopped:
             return list(run_dir.glob("checkpoint-*"))
-        best = self.best_checkpoint() if self.args.collapse_guard else self.state.best_model_checkpoint
+        best = self.best_checkpoint() if self._watches else self.state.best_model_checkpoint
         return [] if best is None else [Path(best)]

@@ -1,4 +1,4 @@
-"""Takes the completions of some rows from the dataset, and has the student write those of the others."""
+"""Takes the completions of some rows from the dataset or the teacher, and has the student write those of the others."""
 
 from __future__ import annotations
 
@@ -40,6 +40,14 @@ class OffPolicy(DistillationTrainer):
     """[2, 3], of the rows of this step that the student wrote, and of those of the dataset: their number, the sum of
     their weights, and of their divergences times weight in nats."""
 
+    def let_teachers_write(self) -> None:
+        """Prepares [`of_teachers`]; raises `ValueError` if one cannot write."""
+        raise NotImplementedError
+
+    def of_teachers(self, rows: Sequence[Request]) -> list[list[int]]:
+        """The completion that each row's own teacher writes; of at least one row."""
+        raise NotImplementedError
+
     @property
     def limits(self) -> PromptLimits:
         raise NotImplementedError
@@ -53,7 +61,7 @@ class OffPolicy(DistillationTrainer):
     def mixed(
         self, prompt_ids: list[list[int]], write: Callable[[list[list[int]]], list[list[int]]]
     ) -> list[list[int]]:
-        """A completion for each prompt: that of the dataset, or what the student writes. Collective.
+        """A completion for each prompt: that of the dataset or the teacher, or what the student writes. Collective.
 
         Args:
             prompt_ids (`list[list[int]]`):
@@ -64,8 +72,11 @@ class OffPolicy(DistillationTrainer):
         if self.args.lmbda == 1 or not self.model.training:
             return write(prompt_ids)
         self._be_ready_to_write()  # the student is proved there, also one that writes nothing
-        rows = enumerate(self._requests)
-        found = {number: self._of_dataset(row, prompt_ids[number]) for number, row in rows if row.is_off_policy}
+        given = {number: row for number, row in enumerate(self._requests) if row.is_off_policy}
+        if self.args.seq_kd:
+            found = dict(zip(given, self.of_teachers(list(given.values())) if given else [], strict=True))
+        else:
+            found = {number: self._of_dataset(row, prompt_ids[number]) for number, row in given.items()}
         rest = [number for number in range(len(prompt_ids)) if number not in found]
         asked = rest + self._surplus(prompt_ids, len(rest))
         written = write([prompt_ids[number] for number in asked]) if asked else []

@@ -8,6 +8,7 @@ from torch import Tensor
 from trl_opsd.losses.clipping import check_clip, clipped_value
 from trl_opsd.losses.comparable import check_comparable
 from trl_opsd.losses.divergence import Divergence, Entrywise
+from trl_opsd.losses.likeliest import top_shared
 from trl_opsd.losses.sampled import SampledReverseKL, check_sampled, drawn
 from trl_opsd.types import LazyLogits, PerToken, Sampled
 
@@ -24,7 +25,8 @@ def dense_divergence(
 ) -> PerToken:
     """What [`streamed_divergence`] must equal, with the `N x V` logits of both models in memory, in float64.
 
-    Arguments and errors are those of [`streamed_divergence`]; `chunk_tokens` has no effect here.
+    Arguments and errors are those of [`streamed_divergence`]; `chunk_tokens` has no effect here, and the likeliest
+    tokens are ranked everywhere.
     """
     check_comparable(student, teacher, weights, chunk_tokens, vocabulary)
     check_clip(kl_clip, divergence)
@@ -43,6 +45,7 @@ def dense_divergence(
     if kl_clip is not None:
         assert isinstance(divergence, Entrywise), "check_clip has refused others"
         value_N, clipped_N = clipped_value(divergence, kl_clip, *logs), (divergence.entries(*logs) > kl_clip).any(-1)
+    shared_N, mass_N = top_shared(log_student_NV.detach(), log_teacher_NV)
     weights_N = torch.ones_like(value_N) if weights is None else weights
     return PerToken(
         divergence=(weights_N * (value_N + pulled_N)).float(),
@@ -54,6 +57,9 @@ def dense_divergence(
         same_first=(log_student_NV.argmax(-1) == log_teacher_NV.argmax(-1)).float(),
         teacher_first=first_N,
         importance=importance_N,
+        ranked=torch.ones_like(shared_N),
+        top_shared=shared_N,
+        top_mass=mass_N,
     )
 
 

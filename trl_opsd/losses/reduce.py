@@ -57,6 +57,9 @@ def reduce(
         sums(per_token.same_first),
         sums(per_token.teacher_first),
         sums(per_token.importance),
+        sums(per_token.ranked),
+        sums(per_token.top_shared),
+        sums(per_token.top_mass),
     )
     if real is None:
         placed = weights_BC.new_zeros(len(weights_BC), len(LossParts.ROW_NAMES) - len(columns))

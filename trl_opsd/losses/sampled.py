@@ -128,7 +128,8 @@ def check_sampled(sampled: Sampled | None, divergence: Divergence, tokens: int, 
     if sampled.ids.dtype != torch.int64:
         raise ValueError(f"sampled ids are {sampled.ids.dtype}, expected torch.int64: call `.long()`.")
     if sampled.ids.device.type == "cpu" and tokens:
-        least, largest = (int(one) for one in sampled.ids.aminmax())
+        ids = sampled.ids.numpy()  # whose numbers are read without an operation of torch's, which would wait on a GPU
+        least, largest = int(ids.min()), int(ids.max())
         if least < 0 or largest >= vocabulary:
             wrong = least if least < 0 else largest
             raise ValueError(

@@ -23,6 +23,7 @@ from trl_opsd.losses.comparable import check_comparable
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.elementwise import STATISTICS, Finish, eager_
 from trl_opsd.losses.kernels import step_for
+from trl_opsd.losses.likeliest import looked_at, top_shared
 from trl_opsd.losses.sampled import check_sampled
 from trl_opsd.types import LazyLogits, PerToken, Sampled
 
@@ -109,7 +110,8 @@ def streamed_divergence(
     else:
         with torch.no_grad():
             (value_N, *others), _ = fold.run(weights, (False, False, False))
-    student_entropy_N, teacher_entropy_N, mean_ratio_N, clipped_N, pulled_N, same_N, first_N, importance_N = others
+    student_entropy_N, teacher_entropy_N, mean_ratio_N, clipped_N, pulled_N, same_N, first_N, *of_some = others
+    importance_N, ranked_N, shared_N, mass_N = of_some
     return PerToken(
         divergence=value_N,
         student_entropy=student_entropy_N,
@@ -120,6 +122,9 @@ def streamed_divergence(
         same_first=same_N,
         teacher_first=None if sampled is None else first_N,
         importance=importance_N,
+        ranked=ranked_N,
+        top_shared=shared_N,
+        top_mass=mass_N,
     )
 
 
@@ -174,8 +179,9 @@ class _Fold:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         """Statistics of each token, [N], and the gradients of student hidden, weight and bias, if `wanted`.
 
-        The statistics are those of [`~losses.elementwise.Step`], the first with what the pull adds. The gradients are
-        those of the sum of the weighted divergences, in float32.
+        The statistics are those of [`~losses.elementwise.Step`], the first with what the pull adds, then which tokens
+        were ranked, and the two numbers of [`~losses.likeliest.top_shared`]. The gradients are those of the sum of the
+        weighted divergences, in float32.
         """
         student = _Side.of(self.student, self.dtypes[0], self.vocabulary)
         teacher = _Side.of(self.teacher, self.dtypes[1], self.vocabulary)
@@ -196,7 +202,7 @@ class _Fold:
         step = step_for(self.divergence, self.clip, device)
         step_rows = _block_rows(student_CV) if step is eager_ else tile_tokens
         finishes, objective = (student.finish, teacher.finish), (self.divergence, self.clip)
-        statistics_9N = torch.empty(STATISTICS, tokens, device=device)
+        statistics_9N, top_3N = torch.empty(STATISTICS, tokens, device=device), torch.zeros(3, tokens, device=device)
         head_rows = self.student.head.weight.size(0)
         shapes = (tokens, width), (head_rows, width), (head_rows,)
         # The first group overwrites, so zeros are needed only if there is no group, or for head rows past `vocabulary`.
@@ -210,6 +216,11 @@ class _Fold:
             for tile in _spans(group.start, group.stop, tile_tokens):
                 student.project_(student_CV, tile)
                 teacher.project_(teacher_CV, tile)
+                some = looked_at(tokens, tile)
+                top_3N[0, tile][some] = 1.0
+                top_3N[1:, tile][:, some] = top_shared(
+                    student.logits(student_CV[some]), teacher.logits(teacher_CV[some])
+                )
                 for rows in _spans(tile.start, tile.stop, step_rows):
                     here, weights_R = _shift(rows, -tile.start), None if weights_N is None else weights_N[rows]
                     products = student_CV[here], teacher_CV[here]
@@ -221,7 +232,7 @@ class _Fold:
         if hidden_NH is not None:  # no divergence without a gradient: that of a user may be NaN where its value is not
             broken_N = ~hidden_NH.sum(-1).isfinite()
             statistics_9N[0].masked_fill_(broken_N & statistics_9N[0].isfinite(), torch.nan)
-        return tuple(statistics_9N), gradients
+        return (*statistics_9N, *top_3N), gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +264,12 @@ class _Side:
         """Writes the product of these rows into the first rows of a tile."""
         tile_CV = out_CV[: rows.stop - rows.start]
         _addmm_(tile_CV, self.hidden_NH[rows], self.weight_VH.T, alpha=self.gain, beta=0)
+
+    def logits(self, product_RV: Tensor) -> Tensor:
+        """A copy of some rows of a tile, finished."""
+        logits_RV = product_RV.clone()
+        self.finish(logits_RV)
+        return logits_RV
 
     def backproject_(
         self,

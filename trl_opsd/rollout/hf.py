@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Iterator
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
@@ -61,6 +61,9 @@ class HFRollout(RolloutBackend):
         of_student (`dict`): what `generate` takes from the student's own generation config, as it does in TRL.
     """
 
+    is_apart: ClassVar[bool] = False
+    """Whether what writes is whole in each process, also where the student is split, so that each writes by itself."""
+
     def __init__(self, compile: bool | CompileConfig = False) -> None:
         self._compile = compile
         self.writing: Writing | None = None
@@ -80,7 +83,8 @@ class HFRollout(RolloutBackend):
         self.of_student = of_student(trainer.model, trainer.generation_config)
         self._bound = copy.deepcopy(trainer.generation_config)
         self._caches.clear()
-        self._is_split = in_zero3_model(trainer.model) or trainer.accelerator.distributed_type == DistributedType.FSDP
+        is_fsdp = trainer.accelerator.distributed_type == DistributedType.FSDP
+        self._is_split = not self.is_apart and (in_zero3_model(trainer.model) or is_fsdp)
         if self._compile and (reason := self._why_not_compiled(trainer.model, trainer.args.cache_implementation)):
             raise ValueError(
                 f"`HFRollout(compile={self._compile!r})`: decoding cannot be compiled, {reason}: leave `compile` out."
@@ -164,6 +168,7 @@ class HFRollout(RolloutBackend):
                 logits_processor=LogitsProcessorList([known]),
                 stopping_criteria=StoppingCriteriaList([progress]),
                 **({"custom_generate": loop} if loop else {}),
+                **({"synced_gpus": False} if self.is_apart else {}),
             )
             if loop and lazily and isinstance(written, Iterator):
                 yield from written

@@ -41,19 +41,35 @@ def check_data(args: DistillationConfig) -> None:
 
 def _check_sources(args: Any) -> None:
     in_range("lmbda", args.lmbda, 0.0, 1.0)
+    if args.seq_kd and args.lmbda == 1:
+        raise ValueError(
+            "`seq_kd=True` with `lmbda=1`, the default: the teacher would write for no row. Set `lmbda=0.5`, for half "
+            "of them, as in TRL's GKD trainer, or 0, for all."
+        )
     if args.lmbda == 1:
         return
+    if args.seq_kd and (args.teacher_server_url is not None or args.teacher_offload in ("stream", "zero3")):
+        raise ValueError(
+            f"`seq_kd=True` with {_whereabouts(args)}: completions are written by a whole teacher in each process. Set "
+            "`teacher_offload='none'` or 'cpu', or write them before, into a column 'completion'."
+        )
     if args.overlap is not None:
         raise ValueError(
             f"`lmbda={args.lmbda}` with `overlap={args.overlap!r}` is not supported: set `lmbda=1`, or leave `overlap` "
             "out."
         )
-    if args.num_generations > 1:
+    if args.num_generations > 1 and not args.seq_kd:
         warnings.warn(
             f"`lmbda={args.lmbda}` with `num_generations={args.num_generations}`: the completion of the dataset may be "
             "learned several times in a step. Set one of them to 1.",
             stacklevel=5,
         )
+
+
+def _whereabouts(args: Any) -> str:
+    if args.teacher_server_url is not None:
+        return f"`teacher_server_url={args.teacher_server_url!r}`"
+    return f"`teacher_offload={args.teacher_offload!r}`"
 
 
 def prompts_of_step(args: DistillationConfig) -> int:

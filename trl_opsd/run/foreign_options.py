@@ -11,10 +11,6 @@ from types import MappingProxyType
 from trl_opsd.run.nearest import nearest
 
 _LEARNED_ONCE = "a completion is used for one optimizer step; `num_generations` is the completions of a prompt"
-_TEACHER_WRITES = (
-    "the teacher writes no completions; put those it has written before into a column 'completion', and set `lmbda` "
-    "below 1"
-)
 _GENERATIONS = "it is called `num_generations`"
 _REWARDS = "rewards are passed to `OPSDTrainer`, as `reward_funcs`; `reward_weight` says what they count in training"
 _GIVEN = "it is called `sft_weight`, with `lmbda` below 1"
@@ -52,8 +48,7 @@ _PEFT = "pass `peft_config=LoraConfig(...)` to `OPSDTrainer`"
 OPTIONS: MappingProxyType[str, str] = MappingProxyType(
     {
         # other ways to distil
-        "seq_kd": _TEACHER_WRITES,
-        "generate_from_teacher": _TEACHER_WRITES,
+        "generate_from_teacher": "it is called `seq_kd`, with `lmbda` below 1",
         "max_new_tokens": "it is called `max_completion_length`",
         "max_tokens": "it is called `max_completion_length`",
         "max_length": "`max_completion_length` limits completions; prompts are never cut, see `overlong_prompts`",

@@ -26,6 +26,7 @@ class Metric:
 
 _OVER_TOKENS = "weighted mean over the tokens in the loss, of all processes and micro-batches"
 _OF_ALL = "over the tokens in the loss, of all processes and micro-batches"
+_OF_SOME = "over one in 16 tokens in the loss, of all processes and micro-batches"
 _OVER_PROMPTS = "all processes; mean over prompts with at least two completions in the loss, then over steps"
 _WITH_GROUPS = "`num_generations` above 1, in evaluations `num_generations_eval`; not where processes share rows"
 _IN_WHOLE_ROWS = "always, unless the loss had no tokens; in training not where processes share rows"
@@ -102,6 +103,18 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             reduced=_OF_ALL,
             appears=_WITH_TOKENS,
         ),
+        "agreement/top": Metric(
+            unit="1",
+            meaning="Share of the 16 likeliest tokens of one model that are among those of the other.",
+            reduced=_OF_SOME,
+            appears=_WITH_TOKENS,
+        ),
+        "agreement/top_mass": Metric(
+            unit="1",
+            meaning="Probability that the student gives to those that are in both.",
+            reduced=_OF_SOME,
+            appears=_WITH_TOKENS,
+        ),
         "pull/mean": Metric(
             unit="nats",
             meaning="What rewards and completions of the dataset add to the divergence, per token.",
@@ -163,7 +176,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "off_policy/share": Metric(
             unit="1",
-            meaning="Share of rows with the dataset's completion, of those with a token in the loss.",
+            meaning="Share of rows whose completion the student has not written, of those with a token in the loss.",
             reduced="all processes; mean over optimizer steps",
             appears=_WITH_DATASET,
             evaluated=False,
@@ -345,6 +358,7 @@ def token_metrics(totals: Mapping[str, float], seconds: Mapping[str, float], ste
         "entropy/teacher": totals["teacher_entropy"] / weight,
         **({"pull/mean": totals["pulled"] / weight} if "pulled" in totals else {}),
         **{name: totals[of] / totals["tokens"] for name, of in _SHARES.items() if of in totals},
+        **{name: totals[of] / totals["ranked"] for name, of in _OF_RANKS.items() if totals.get("ranked")},
         **_by_place(totals),
         **_by_teacher(totals),
         **{f"time/{phase}": spent / steps for phase, spent in seconds.items()},
@@ -360,6 +374,8 @@ _SHARES = {
     "importance/mean": "importance",
 }
 """Means over tokens without weights, and their sums in [`LossParts.ROW_NAMES`]."""
+_OF_RANKS = {"agreement/top": "top_shared", "agreement/top_mass": "top_mass"}
+"""The same over the tokens whose likeliest were looked at."""
 
 
 def _by_place(totals: Mapping[str, float]) -> dict[str, float]:

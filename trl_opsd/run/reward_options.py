@@ -107,4 +107,4 @@ def unread_rewards(args: Any, functions: int) -> Iterator[tuple[tuple[str, ...],
     if not args.reward_weight:
         yield ("scale_rewards", "multi_objective_aggregation"), "`reward_weight` is 0"
     if args.lmbda == 1:
-        yield ("sft_weight",), "`lmbda` is 1, so that no row has the dataset's completion"
+        yield ("sft_weight",), "`lmbda` is 1, so that the student writes all completions"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from trl_opsd._compat.peft import CausalLM
@@ -80,6 +82,17 @@ class FrozenTeacher(Teacher):
     @property
     def context(self) -> int | None:
         return context_of(self.model)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether [`lent`] gives a model that this process can call by itself."""
+        return self.placement.is_whole
+
+    @contextmanager
+    def lent(self) -> Iterator[CausalLM]:
+        """The model, on the device, for other uses than to read a rollout."""
+        with self.placement.reading(1):
+            yield self.model
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
         groups = pass_groups(self.model, rollout, self.reading, self._pass_bytes, self.placement.passes_cost)

@@ -38,6 +38,7 @@ class Streamed(Placement):
         ValueError: The model does not keep its layers in a `ModuleList`.
     """
 
+    is_whole = False
     passes_cost = True
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, final
 
@@ -83,6 +83,17 @@ class OwnTeacher(Teacher):
     @property
     def reading(self) -> Reading:
         return self._reading()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether [`lent`] gives a model that this process can call by itself."""
+        return not is_split_model(self.model)
+
+    @contextmanager
+    def lent(self) -> Iterator[CausalLM]:
+        """The student, as the teacher it is."""
+        with self._as_teacher():
+            yield self.model
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
         device = rollout.completion_ids.device

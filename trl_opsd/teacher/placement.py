@@ -35,6 +35,8 @@ class Placement(ABC):
     def head(self) -> OutputHead:
         """The head as of the last reading, where the loss can use it at any time."""
 
+    is_whole: ClassVar[bool] = True
+    """Whether the model itself can be called while it reads, and not only through what [`reading`] yields."""
     passes_cost: ClassVar[bool] = False
     """Whether each pass copies or gathers the weights again, so that few passes are better than short ones."""
 

@@ -27,6 +27,7 @@ class Sharded(Placement):
             Where it runs.
     """
 
+    is_whole = False
     passes_cost = True
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:

@@ -36,6 +36,12 @@ class PerToken:
     """[N], float32, 1 where the sampled token is the teacher's likeliest; `None` where not known."""
     importance: Tensor | None = None
     """[N], float32, importance weight of the sampled token, 1 where it has none; `None` where not known."""
+    ranked: Tensor | None = None
+    """[N], float32, 1 where both models' likeliest tokens were looked at; `None` where not known, like the next two."""
+    top_shared: Tensor | None = None
+    """[N], float32, share of the 16 likeliest tokens of one model that are among those of the other; 0 elsewhere."""
+    top_mass: Tensor | None = None
+    """[N], float32, probability that the student gives to those that are in both; 0 elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +60,9 @@ class LossParts:
         "same_first",
         "teacher_first",
         "importance",
+        "ranked",
+        "top_shared",
+        "top_mass",
         "high_entropy_weight",
         "high_entropy_divergence",
         *(f"weight_{tenth}" for tenth in range(TENTHS)),
@@ -64,12 +73,12 @@ class LossParts:
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 33], float32, in the order of `ROW_NAMES`: per row, the sum of the weights, three sums of nats times weight,
+    """[B, 36], float32, in the order of `ROW_NAMES`: per row, the sum of the weights, three sums of nats times weight,
     the number of tokens in the loss, of those for which all logits of the teacher are equal, and of those in which
     `kl_clip` has clipped an entry; what `pull` has added to the loss, in nats times weight; the number of tokens whose
-    likeliest is the same for both models, and of those that are the teacher's likeliest; and a sum of importance
-    weights; weight and divergence where the student's entropy is highest, and of each tenth of the completion, all 0
-    where the row is a part of a completion.
+    likeliest is the same for both models, and of those that are the teacher's likeliest; a sum of importance weights;
+    the number of tokens whose likeliest are looked at, and two sums over these; weight and divergence where the
+    student's entropy is highest, and of each tenth of the completion, all 0 where the row is a part of a completion.
     """
 
     scored: Tensor | None = None

@@ -1,0 +1,147 @@
+"""With `seq_kd` the rows that the student does not write are written by their own teacher, from its own prompt."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from test_off_policy import OPTIONS, Recording, weights
+
+from trl_opsd import HFRollout, Teacher
+
+WORDS = tiny.tokenizer()
+GREEDY = {**OPTIONS, "cls": Recording, "top_k": 1, "seq_kd": True, "max_completion_length": 8}
+SECRETS = tiny.rows().add_column("privileged_context", [f"It is {number}." for number in range(8)])
+
+
+def greedy(model, prompt, vocabulary=None):
+    """What a model writes after a prompt, one token after the other, without `generate`."""
+    ids, start = list(prompt), len(prompt)
+    while len(ids) < start + 8 and (len(ids) == start or ids[-1] != WORDS.eos_token_id):
+        with torch.no_grad():
+            ids.append(model(torch.tensor([ids])).logits[0, -1, :vocabulary].argmax().item())
+    return ids[start:]
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_the_teacher_writes_and_the_student_does_not(make_trainer, offload):
+    trainer = make_trainer(**GREEDY, lmbda=0.0, teacher_offload=offload)
+    trainer.train()
+    assert trainer.asked == []
+    assert len(trainer.taught) == 16
+    for _, prompt, completion in trainer.taught:
+        assert completion == greedy(trainer.teacher_model, prompt)
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    assert {row["off_policy/share"] for row in logs} == {1.0}
+    assert not trainer.teacher_model.training
+
+
+def test_between_both_each_writes_its_rows_and_an_evaluation_is_of_the_student(make_trainer):
+    trainer = make_trainer(**{**GREEDY, "max_steps": 8}, lmbda=0.5, learning_rate=1e-12, eval_dataset=tiny.rows(4))
+    trainer.train()
+    by_student = [ids == greedy(trainer.model, prompt) for _, prompt, ids in trainer.taught]
+    by_teacher = [ids == greedy(trainer.teacher_model, prompt) for _, prompt, ids in trainer.taught]
+    assert all(one != other for one, other in zip(by_student, by_teacher, strict=True))
+    assert 8 <= sum(by_teacher) <= 24, "of 32"
+    assert len(trainer.asked) == sum(by_student)
+    trainer.evaluate()
+    assert len(trainer.asked) == sum(by_student) + 4
+
+
+@pytest.mark.parametrize("kind", [None, "base", "live", "ema"])
+def test_the_teacher_writes_from_its_own_prompt(make_trainer, kind):
+    own = {} if kind is None else {"teacher_model": None, "teacher_model_kind": kind}
+    lora = {"peft_config": LoraConfig(r=4, target_modules="all-linear")} if kind == "base" else {}
+    trainer = make_trainer(**GREEDY, lmbda=0.0, learning_rate=1e-12, train_dataset=SECRETS, **own, **lora)
+    trainer.train()
+    writes = trainer.model if kind else trainer.teacher_model
+    for row, prompt, completion in trainer.taught:
+        secret = WORDS(f"{row['prompt']}\n\n{row['privileged_context']}")["input_ids"]
+        assert completion == greedy(writes, secret)
+        assert WORDS.decode(prompt) == row["prompt"], "the student learns to write it without"
+    assert any(completion != greedy(writes, prompt) for _, prompt, completion in trainer.taught)
+
+
+def test_without_its_adapter_the_student_is_another_writer(make_trainer):
+    trainer = make_trainer(
+        **GREEDY,
+        lmbda=0.0,
+        train_dataset=SECRETS,
+        teacher_model=None,
+        teacher_model_kind="base",
+        peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+    )
+    trainer.train()
+    secrets = [WORDS(f"{row['prompt']}\n\n{row['privileged_context']}")["input_ids"] for row, _, _ in trainer.taught]
+    with trainer.model.disable_adapter():
+        assert [ids for *_, ids in trainer.taught] == [greedy(trainer.model, secret) for secret in secrets]
+    assert [ids for *_, ids in trainer.taught] != [greedy(trainer.model, secret) for secret in secrets]
+
+
+def test_each_of_several_teachers_writes_its_rows(make_trainer):
+    teachers = {"wide": tiny.qwen2(48, seed=1), "narrow": tiny.qwen2(16, seed=2)}
+    dataset = tiny.rows().add_column("teacher", ["wide", "narrow", "narrow", "wide"] * 2)
+    trainer = make_trainer(**GREEDY, lmbda=0.0, teacher_model=teachers, train_dataset=dataset)
+    trainer.train()
+    assert {row["teacher"] for row, _, _ in trainer.taught} == set(teachers)
+    for row, prompt, completion in trainer.taught:
+        assert completion == greedy(teachers[row["teacher"]], prompt)
+
+
+def test_a_resumed_run_has_the_same_samples(make_trainer, tmp_path):
+    sampled = {**OPTIONS, "cls": Recording, "seq_kd": True, "lmbda": 0.5, "rollout": HFRollout()}
+    whole = make_trainer(**sampled, save_strategy="steps", save_steps=2)
+    whole.train()
+    resumed = make_trainer(**sampled)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.taught == whole.taught[8:]
+    assert torch.equal(weights(resumed), weights(whole))
+    with pytest.raises(ValueError, match="seq_kd: True in the checkpoint, False now"):
+        make_trainer(
+            **{**sampled, "seq_kd": False}, train_dataset=tiny.rows().add_column("completion", ["a"] * 8)
+        ).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_another_teacher_that_is_assigned_writes_next(make_trainer):
+    trainer = make_trainer(**GREEDY, lmbda=0.0)
+    trainer.train()
+    trainer.taught.clear()
+    trainer.teacher_model = tiny.qwen2(24, seed=5)
+    trainer.train()
+    assert all(ids == greedy(trainer.teacher_model, prompt) for _, prompt, ids in trainer.taught)
+
+
+class Scorer(Teacher):
+    """Reads, and is no model."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    head = property(lambda self: self.inner.head)
+    context = property(lambda self: self.inner.context)
+
+    def targets(self, rollout):
+        return self.inner.targets(rollout)
+
+
+REFUSED = [
+    ({"lmbda": 1.0}, "`seq_kd=True` with `lmbda=1`, the default: .* Set `lmbda=0.5`"),
+    ({"teacher_offload": "stream"}, "`seq_kd=True` with `teacher_offload='stream'`: .* a whole teacher in each"),
+    ({"teacher_server_url": "http://127.0.0.1:1"}, "`seq_kd=True` with `teacher_server_url='http://127.0.0.1:1'`"),
+    ({"teacher_prompt_fn": lambda row, text: text}, "`teacher_prompt_fn` with `seq_kd=True`: .* 'privileged_context'"),
+]
+
+
+@pytest.mark.before_loading
+@pytest.mark.quick
+@pytest.mark.parametrize(("options", "words"), REFUSED)
+def test_what_cannot_write_is_refused_before_a_model_is_loaded(make_trainer, options, words):
+    with pytest.raises(ValueError, match=words):
+        make_trainer(**{**GREEDY, "lmbda": 0.5, **options})
+
+
+def test_a_teacher_that_is_no_model_is_refused(make_trainer):
+    teacher = make_trainer().teacher
+    with pytest.raises(ValueError, match="`seq_kd=True`: the teacher, a Scorer, cannot write completions"):
+        make_trainer(**GREEDY, lmbda=0.5, teacher_model=Scorer(teacher))
