@@ -288,7 +288,7 @@ def table(result: dict[str, list[dict[str, Any]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=3)
-    parser.add_argument("--widths", type=int, nargs="+", default=[1, 37, 64, 2048, 2049, 5001])
+    parser.add_argument("--widths", type=int, nargs="+", default=[2, 37, 64, 2048, 2049, 5001])
     parser.add_argument("--architectures", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--part", choices=("errors", "compiled"), help=argparse.SUPPRESS)
