@@ -117,7 +117,11 @@ class Writing(SeamTrainer):
         self._of_teacher = {name: OfTeacher(self, teacher, limits[name]) for name, teacher in self.teachers.items()}
 
     def of_teachers(self, rows: Sequence[Request]) -> list[list[int]]:
-        prompts = self.readers.teacher.token_ids([row.of_teacher for row in rows])
+        reader = self.readers.teacher
+        reader.check_kind([row.of_teacher for row in rows])
+        prompts = reader.token_ids([row.of_teacher for row in rows])
+        for row, ids in zip(rows, prompts, strict=True):
+            reader.limits_of(row).check(len(ids), max(ids, default=0), row.of_teacher.where)
         found: dict[int, list[int]] = {}
         for name in dict.fromkeys(row.teacher for row in rows):
             theirs = [number for number, row in enumerate(rows) if row.teacher == name]

@@ -90,6 +90,11 @@ class HFRollout(RolloutBackend):
                 f"`HFRollout(compile={self._compile!r})`: decoding cannot be compiled, {reason}: leave `compile` out."
             )
 
+    def prove(self) -> None:
+        """Determines [`writing`] now, and not in the first rollout."""
+        with self._trainer.student_for_generation() as student:
+            self.writing = self._proved(student)
+
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         completions = dict(self._rows(prompt_ids, self._rooms(prompt_ids), lazily=False))
         return [completions[row] for row in range(len(prompt_ids))]

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
+from accelerate.utils import DistributedType
+from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.data.prompts import PromptLimits
@@ -51,7 +53,8 @@ class OfTeacher:
     """
 
     def __init__(self, host: Host, teacher: Lender, limits: PromptLimits) -> None:
-        if not getattr(teacher, "is_whole", False):
+        splits = _is_split_student(host, teacher)
+        if splits or not getattr(teacher, "is_whole", False):
             raise ValueError(
                 f"`seq_kd=True`: {limits.reader}, a {type(teacher).__name__}, cannot write completions, which takes a "
                 "whole model in each process: use `teacher_offload='none'` or 'cpu' without a server, or write them "
@@ -61,12 +64,20 @@ class OfTeacher:
         self._host = cast(Host, _AsStudent(host, teacher, limits))
         self._rollout = _Apart()
         self._rollout.bind(self._host)
+        self._rollout.prove()  # now, as under DeepSpeed all processes have to
 
     def complete(self, prompt_ids: Sequence[list[int]]) -> list[list[int]]:
         """A completion for each of at least one of its prompts, cut after the first end token."""
         prompts = [list(ids) for ids in prompt_ids]
         written = self._rollout.complete(prompts, self._host.state.global_step)
         return checked_completions(written, self._host, prompts, self._host.limits.reader)
+
+
+def _is_split_student(host: Host, teacher: Lender) -> bool:
+    """Whether it is the student, and that is split over processes, now or once it is prepared for training."""
+    plugin = getattr(host.accelerator.state, "deepspeed_plugin", None)
+    is_split = host.accelerator.distributed_type == DistributedType.FSDP or (plugin and plugin.zero_stage == 3)
+    return bool(is_split) and getattr(teacher, "model", None) is host.model
 
 
 class _Apart(HFRollout):
@@ -88,6 +99,10 @@ class _AsStudent:
     @property
     def reading(self) -> Reading:
         return replace(self._teacher.reading, packed=False, multiple_of=1)
+
+    def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
+        device = next(one.device for one in self.model.parameters() if not one.is_meta)
+        return {name: tensor.to(device) for name, tensor in self._host.pad_prompts(prompt_ids).items()}
 
     @contextmanager
     def student_for_generation(self) -> Iterator[CausalLM]:
