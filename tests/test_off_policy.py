@@ -100,6 +100,28 @@ def test_between_both_have_their_share_and_metrics_of_their_own(make_trainer):
     assert len(trainer.asked) == before + 4, "an evaluation is of the student"
 
 
+@pytest.mark.parametrize("lmbda", [0.0, 0.5, 1.0])
+def test_figures_of_completions_are_of_those_that_the_student_wrote(make_trainer, lmbda):
+    """The dataset's repeat themselves, the student's do not."""
+    repeated = tiny.rows().add_column("completion", ["a" * 48] * 8)
+    written = WORDS("".join(chr(97 + number % 26) for number in range(40)))["input_ids"]
+    rollout = FixedRollout({tuple(ids): written for ids in WORDS(tiny.PROMPTS)["input_ids"]})
+    options = {"max_completion_length": 48, "max_steps": 6, "rollout": rollout}
+    trainer = make_trainer(cls=Recording, train_dataset=repeated, lmbda=lmbda, **{**OPTIONS, **options})
+    trainer.train()
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    by_student = [row for row in logs if row.get("off_policy/share", 0.0) < 1]
+    assert [row.get("completions/repeated_ratio") for row in by_student] == [0.0] * len(by_student)
+    assert [row.get("completions/length_drift") for row in by_student] == [1.0] * len(by_student)
+    assert not [
+        row
+        for row in logs
+        if row not in by_student and {*row} & {"completions/repeated_ratio", "completions/length_drift"}
+    ]
+    assert len(by_student) == 0 if lmbda == 0 else len(by_student) > 3
+    assert len({len(ids) for *_, ids in trainer.taught}) == (2 if lmbda == 0.5 else 1)
+
+
 def test_a_resumed_run_takes_the_same_rows_from_the_dataset(make_trainer, tmp_path):
     whole = trained(make_trainer, lmbda=0.5, save_strategy="steps", save_steps=2)
     random.seed(7)

@@ -112,6 +112,34 @@ def test_another_teacher_that_is_assigned_writes_next(make_trainer):
     assert all(ids == greedy(trainer.teacher_model, prompt) for _, prompt, ids in trainer.taught)
 
 
+def test_what_the_teachers_own_generation_config_adds_is_followed_and_said(make_trainer, caplog):
+    teacher = tiny.qwen2(48, seed=1)
+    first = {tuple(prompt): greedy(teacher, prompt)[0] for prompt in WORDS(tiny.PROMPTS)["input_ids"]}
+    teacher.generation_config.suppress_tokens = sorted(set(first.values()))
+    teacher.generation_config.eos_token_id = [WORDS.eos_token_id, 9]
+    trainer = make_trainer(**GREEDY, lmbda=0.0, teacher_model=teacher)
+    said = [record.message for record in caplog.records if "`seq_kd=True`: the teacher" in record.message]
+    assert len(said) == 2
+    assert f"writes with {{'suppress_tokens': {sorted(set(first.values()))}}} of its own generation config" in said[0]
+    ends = WORDS.eos_token_id
+    assert f"ends with {sorted([ends, 9])}, the student with [{ends}], and after [9] its completions go on" in said[1]
+    assert f"`generation_kwargs={{'eos_token_id': {sorted([ends, 9])}}}`" in said[1]
+    trainer.train()
+    assert all(not set(ids) & set(first.values()) for *_, ids in trainer.taught)
+
+
+def test_a_teacher_that_breaks_is_named(make_trainer):
+    trainer = make_trainer(**GREEDY, lmbda=0.0)
+    with torch.no_grad():
+        trainer.teacher_model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match=r"^The logits of the teacher for token 1 of row 0 hold NaN"):
+        trainer.train()
+    broken = tiny.qwen2(48, seed=1)
+    broken.generation_config.stop_strings = ["x"]
+    with pytest.raises(ValueError, match=r"^`model\.generation_config\.stop_strings` of the teacher is"):
+        make_trainer(**GREEDY, lmbda=0.0, teacher_model=broken)
+
+
 class Scorer(Teacher):
     """Reads, and is no model."""
 
@@ -129,6 +157,13 @@ REFUSED = [
     ({"lmbda": 1.0}, "`seq_kd=True` with `lmbda=1`, the default: .* Set `lmbda=0.5`"),
     ({"teacher_offload": "stream"}, "`seq_kd=True` with `teacher_offload='stream'`: .* a whole teacher in each"),
     ({"teacher_server_url": "http://127.0.0.1:1"}, "`seq_kd=True` with `teacher_server_url='http://127.0.0.1:1'`"),
+    *(
+        (
+            {"use_vllm": True, "generation_kwargs": {name: value}},
+            rf"{{'{name}': {value!r}}}` with `seq_kd=True`: an eng",
+        )
+        for name, value in [("min_tokens", 3), ("stop", "x"), ("temperature", 0), ("stop_strings", "x")]
+    ),
     ({"teacher_prompt_fn": lambda row, text: text}, "`teacher_prompt_fn` with `seq_kd=True`: .* 'privileged_context'"),
 ]
 

@@ -26,7 +26,7 @@ from trl_opsd.run.failure import share_tracebacks
 from trl_opsd.run.foreign_options import distinct_elsewhere, explained_option
 from trl_opsd.run.launch_file import check_nested_keys
 from trl_opsd.run.nearest import misspelt
-from trl_opsd.run.objective_options import check_divergence, check_objective
+from trl_opsd.run.objective_options import check_divergence, check_objective, check_shapes
 from trl_opsd.run.option_changes import option_values
 from trl_opsd.run.option_help import with_help
 from trl_opsd.run.option_types import check_json, convert_text, settle_loading
@@ -298,6 +298,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         check_teacher(self)
         check_teacher_placement(self)
         settle_sampling(self)
+        check_shapes(self, self.build_divergence())
         check_engines(self)
         self._check_failure_handling()
         check_unsupported(self)

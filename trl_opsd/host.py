@@ -45,6 +45,10 @@ class Host(Protocol):
         """Whether the loss reads [`RolloutBackend.logprobs`] of what is written now."""
 
     @property
+    def learns_from_draws(self) -> bool:
+        """Whether the loss estimates a gradient from which tokens were drawn, by the student's own probabilities."""
+
+    @property
     def limits(self) -> PromptLimits:
         """Limits of prompts and completions."""
 

@@ -53,6 +53,35 @@ RANGES = [
     option("divergence", "`top_k_teacher=0`", top_k_teacher=0),
     option("divergence", "`top_k_teacher=2.5`", top_k_teacher=2.5),
     option("divergence", "top_k_teacher is 4 with SampledReverseKL", top_k_teacher=4, divergence="sampled_reverse_kl"),
+    *(
+        option(
+            "divergence",
+            rf"^`generation_kwargs={{{name!r}: .*`.* with a divergence of sampled tokens",
+            divergence="sampled_reverse_kl",
+            generation_kwargs={name: value},
+            **engine,
+        )
+        for name, value, engine in [
+            ("temperature", 0.7, {}),
+            ("do_sample", False, {}),
+            ("suppress_tokens", [7], {}),
+            ("typical_p", 0.9, {}),
+            ("min_new_tokens", 4, {}),
+            ("no_repeat_ngram_size", 2, {}),
+            ("min_tokens", 4, {"use_vllm": True}),
+            ("logit_bias", {7: 1.0}, {"use_vllm": True}),
+            ("presence_penalty", 0.1, {"use_vllm": True}),
+        ]
+    ),
+    *(
+        option(
+            "divergence",
+            rf"`{name}={value}` with a divergence of sampled tokens",
+            divergence="sampled_reverse_kl",
+            generation_kwargs={name: value},
+        )
+        for name, value in [("top_p", 0.9), ("top_k", 5), ("min_p", 0.1), ("repetition_penalty", 1.1)]
+    ),
     option("divergence", "Set only one of `kl_clip` and `top_k_teacher`", top_k_teacher=4, kl_clip=0.05),
     option("divergence", "with Own, of which only the sum", kl_clip=0.05, divergence=Own()),
     option("divergence", r"`position_discount=0.0`: expected a number in \(0, 1\]", position_discount=0.0),

@@ -123,6 +123,13 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
     for generated in (results[name] for name in written if name in results):
         assert [len(ids) for ids in generated["written"]] == [3, 3, 60, 60]
         assert generated["written"] == generated["alone"]
+    sources = {source for source, *_ in results["by_teacher"]}
+    assert sources == {True, False}
+    assert len(results["by_teacher"]) == 16
+    for source, _, completion, by_teacher in results["by_teacher"]:
+        assert (completion == by_teacher) is source
+    if strategy in ("zero3", "fsdp2"):
+        assert "cannot write completions, which takes a whole model in each process" in results["cannot_write"]
     assert results["used_before"]["wrapper"] == STRATEGIES[strategy]
     _check_used_before(results["used_before"])
     if strategy == "fsdp2":

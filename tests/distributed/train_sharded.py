@@ -69,7 +69,10 @@ def train(folder: Path, strategy: str) -> None:
     }
     results["processes"] = trainer.accelerator.num_processes
     if strategy == "fsdp2":
-        results["refused"] = refusal(folder)
+        results["refused"] = refusal(folder, {"teacher_offload": "zero3"})
+    if strategy in ("zero3", "fsdp2"):
+        results["cannot_write"] = refusal(folder, {"teacher_model_kind": "live", "lmbda": 0.5, "seq_kd": True})
+    results["by_teacher"] = written_by_teacher(folder)
     if trainer.accelerator.is_main_process:
         out = folder / strategy
         out.mkdir()
@@ -109,10 +112,34 @@ def used_before(folder: Path, processes: int) -> tuple[dict[str, Any], dict[str,
     }, trained[0]
 
 
-def refusal(folder: Path) -> str:
-    """The error at construction for a teacher that only ZeRO-3 could shard."""
+class Sourced(OPSDTrainer):
+    """Keeps where each completion that is taught comes from, its prompt, and itself."""
+
+    def teach(self, rollout, rows):
+        sources = [row.is_off_policy for row in rows]
+        self.taught += zip(sources, rollout.prompt_lists(), rollout.completion_lists(), strict=True)
+        return super().teach(rollout, rows)
+
+
+def written_by_teacher(folder: Path) -> list[tuple[bool, list[int], list[int], list[int]]]:
+    """With `seq_kd`, by greedy decoding: each row's source, prompt, completion, and what the teacher writes alone."""
+    greedy = {"lmbda": 0.5, "seq_kd": True, "top_k": 1, "rows": 4, "max_steps": 4}
+    trainer = variants.build(folder, FULL, 2, trainer_class=Sourced, **greedy)
+    trainer.taught = []
+    trainer.train()
+    how = {"max_new_tokens": trainer.args.max_completion_length, "do_sample": False, "pad_token_id": 0}
+    teacher = trainer.teacher_model
+    alone = [
+        teacher.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **how)[0, len(prompt) :]
+        for _, prompt, _ in trainer.taught
+    ]
+    return gather_object([(*one, ids.tolist()) for one, ids in zip(trainer.taught, alone, strict=True)])
+
+
+def refusal(folder: Path, made_of: dict[str, Any]) -> str:
+    """The error at construction."""
     try:
-        variants.build(folder, {"teacher_offload": "zero3"}, processes=2)
+        variants.build(folder, made_of, processes=2)
     except ValueError as error:
         return str(error)
     return "nothing"

@@ -452,6 +452,33 @@ class TestCompile:
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize(("name", "value"), [("suppress_tokens", [7]), ("min_p", 0.1), ("typical_p", 0.9)])
+def test_a_policy_gradient_is_refused_where_the_student_does_not_draw_from_its_own_distribution(
+    make_trainer, name, value
+):
+    sampled = {"divergence": "sampled_reverse_kl", "rollout": HFRollout()}
+    student = tiny.qwen2()
+    setattr(student.generation_config, name, value)
+    with pytest.raises(ValueError, match=rf"^`model\.generation_config\.{name} = .*` with a divergence of sampled"):
+        make_trainer(model=student, **sampled)
+    make_trainer(model=student, divergence="reverse_kl", rollout=HFRollout())
+    later = make_trainer(model=tiny.qwen2(), **sampled)
+    later.complete([[5]])
+    setattr(later.generation_config, name, value)
+    with pytest.raises(ValueError, match=rf"^`trainer\.generation_config\.{name} = .*` with a divergence of sampled"):
+        later.complete([[5]])
+
+
+def test_a_policy_gradient_allows_what_changes_no_draw(make_trainer):
+    given = {"eos_token_id": [2, 3], "max_time": 60.0, "temperature": 0.8, "do_sample": True}
+    trainer = make_trainer(
+        divergence="sampled_reverse_kl", rollout=HFRollout(), temperature=0.8, generation_kwargs=given
+    )
+    assert trainer.generation_config.temperature == 0.8
+    trainer.complete([[5]])
+
+
+@pytest.mark.refusal
 @pytest.mark.parametrize(
     ("name", "value"),
     [("stop_strings", ["x"]), ("prompt_lookup_num_tokens", 2), ("assistant_early_exit", 1), ("token_healing", True)],

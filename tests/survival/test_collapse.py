@@ -70,6 +70,16 @@ def test_what_healthy_runs_do_is_no_sign(now):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("first", "last", "signs"),
+    [(8.0, 1.0, {"length"}), (2.0, 1.0, {"length"}), (8.0, 1.5, set()), (1.0, 1.0, set()), (1.5, 1.0, set())],
+)
+def test_short_completions_collapse_to_their_end_token_and_may_be_short_from_the_start(first, last, signs):
+    start = replace(START, length=first)
+    assert followed(replace(start, length=last), first=start).signs().keys() == signs
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(("divergence", "signs"), [(4.0, {"divergence"}), (2.0, set())])
 def test_a_run_that_collapses_at_once_is_compared_with_its_first_step(divergence, signs):
     course = Course()

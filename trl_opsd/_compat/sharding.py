@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import set_module_tensor_to_device
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, set_module_tensor_to_device
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule
@@ -21,6 +22,13 @@ from trl_opsd._compat.deepspeed import empty_twin, gathered
 def is_split_model(model: nn.Module) -> bool:
     """Whether the weights of this model are gathered only inside its wrapper's own forward."""
     return isinstance(model, FSDPModule) or in_zero3_model(model)
+
+
+def splits_student(accelerator: Accelerator) -> bool:
+    """Whether this launch splits the student over processes; it may do that only when a training begins."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    is_zero3 = plugin is not None and plugin.zero_stage == 3
+    return is_zero3 or accelerator.distributed_type == DistributedType.FSDP
 
 
 def class_of(model: nn.Module) -> type[nn.Module]:

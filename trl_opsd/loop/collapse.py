@@ -108,17 +108,20 @@ class Courses(Trainer):
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def note_completions(self, completions: Sequence[Sequence[int]]) -> None:
-        """Records which share of completions of all processes ends in a repetition, and how long they are. Collective.
+        """Records which share of the student's completions of all processes ends in a repetition, and how long they
+        are. Collective.
 
         Args:
             completions (`Sequence[Sequence[int]]`):
-                The completions of a generation batch of this process, as token ids.
+                Those of a generation batch that the student of this process wrote, as token ids; may be none.
         """
-        mine = torch.tensor([[len(ids), is_repetition(ids)] for ids in completions], dtype=torch.float32)
-        length, repeated = self.accelerator.gather(mine.to(self.accelerator.device)).mean(0).tolist()
-        self.record("completions/repeated_ratio", repeated)
+        mine = [len(completions), sum(map(len, completions)), sum(map(is_repetition, completions))]
+        sums = torch.tensor(mine, dtype=torch.float32, device=self.accelerator.device)
+        count, tokens, repeated = self.accelerator.reduce(sums, "sum").tolist()
+        if count:
+            self.record("completions/repeated_ratio", repeated / count)
         if self.model.training:
-            self._step_texts = length, repeated
+            self._step_texts = (tokens / count, repeated / count) if count else None
 
     def note_loss(self, named: Mapping[str, float]) -> None:
         """Adds the sums of a micro-batch over all processes to those of its step."""
@@ -126,7 +129,7 @@ class Courses(Trainer):
 
     def _end_step(self) -> dict[str, str]:
         sums, self._step_sums = self._step_sums, Counter()
-        if not sums["weight"] or self._step_texts is None:  # skipped, or of a batch that was written elsewhere
+        if not sums["weight"] or self._step_texts is None:  # skipped, or of texts that are not the student's
             return {}
         length, repeated = self._step_texts
         means = {name: sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy")}

@@ -28,10 +28,15 @@ class WithLogprobs(DistillationTrainer):
     rollout: Any
 
     @property
+    def learns_from_draws(self) -> bool:
+        """Whether the loss estimates a gradient from which tokens were drawn, by the student's own probabilities."""
+        return isinstance(self.divergence, SampledReverseKL)
+
+    @property
     def reads_logprobs(self) -> bool:
         """Whether the loss of what is written now reads them. Engines tell those at temperature 1."""
         return (
-            isinstance(self.divergence, SampledReverseKL)
+            self.learns_from_draws
             and self.rollout.tells_logprobs
             and self.model.training
             and self.temperature == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, ClassVar
 
 import torch
@@ -175,7 +176,8 @@ class SeamTrainer(
                 written = super()._generate(prompts)
         finally:
             self._hides_engine = False
-        self.note_completions(written[1])
+        by_student = [not row.is_off_policy for row in self._requests]
+        self.note_completions(list(compress(written[1], by_student)))
         return written
 
     def _generate_single_turn(

@@ -52,13 +52,21 @@ def check_followed(changes: Mapping[str, Any], unable: Mapping[str, str]) -> Non
             raise ValueError(f"`trainer.generation_config.{name} = {value!r}` cannot be followed: {unable[name]}.")
 
 
-def of_student(student: CausalLM, config: GenerationConfig) -> dict[str, Any]:
-    """What `generate` takes from the student's own generation config, because it is not set in this one.
+def of_model(model: CausalLM, config: GenerationConfig, writer: str) -> dict[str, Any]:
+    """What `generate` takes from a model's own generation config, because it is not set in this one.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model that generates.
+        config ([`~transformers.GenerationConfig`]):
+            The options that are passed to `generate`.
+        writer (`str`):
+            Who that is, for messages.
 
     Raises:
         ValueError: It would fail in the middle of a run.
     """
-    own = student.generation_config.to_diff_dict()
+    own = model.generation_config.to_diff_dict()
     found = {
         name: value
         for name, value in own.items()
@@ -67,7 +75,7 @@ def of_student(student: CausalLM, config: GenerationConfig) -> dict[str, Any]:
     for name, value in found.items():
         if name in FAIL_IN_GENERATE:
             raise ValueError(
-                f"`model.generation_config.{name}` of the student is {value!r}: it {FAIL_IN_GENERATE[name]}; set it to "
+                f"`model.generation_config.{name}` of {writer} is {value!r}: it {FAIL_IN_GENERATE[name]}; set it to "
                 "None before the trainer is built."
             )
     return found

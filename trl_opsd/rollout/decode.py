@@ -92,6 +92,8 @@ class RaggedDecoding:
             Static caches for compiled steps, kept from one call to the next so that graphs are recorded once.
         lazily (`bool`, *optional*, defaults to `False`):
             Whether `generate` returns after the prefill, with an iterator that decodes and yields rows as they end.
+        writer (`str`, *optional*, defaults to `"the student"`):
+            Who writes, for messages.
     """
 
     rooms: Sequence[int]
@@ -99,6 +101,7 @@ class RaggedDecoding:
     collective: bool
     caches: KeptCaches = field(default_factory=KeptCaches)
     lazily: bool = False
+    writer: str = "the student"
 
     def __call__(
         self,
@@ -135,7 +138,7 @@ class RaggedDecoding:
         criteria = StoppingCriteriaList(one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria))
         compiled = model._valid_auto_compile_criteria(model_kwargs, generation_config)
         forward = model.get_compiled_call(generation_config.compile_config) if compiled else model
-        batch = _Batch(input_ids, self.rooms, generation_config.pad_token_id or 0, model_kwargs)
+        batch = _Batch(input_ids, self.rooms, generation_config.pad_token_id or 0, model_kwargs, self.writer)
         # transformers 5.10 would reuse the static cache it made for this batch in the next.
         vars(model).pop("_cache", None)
         if compiled:
@@ -221,7 +224,9 @@ class RaggedDecoding:
 class _Batch:
     """The unfinished rows, each at a place in the batch, and the ids of all rows."""
 
-    def __init__(self, input_ids: Tensor, rooms: Sequence[int], pad: int, model_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, input_ids: Tensor, rooms: Sequence[int], pad: int, model_kwargs: dict[str, Any], writer: str
+    ) -> None:
         self.every = input_ids
         """`[B, L]`, the ids of every row, padded since it left."""
         self.rows = torch.arange(len(rooms), device=input_ids.device)
@@ -231,6 +236,7 @@ class _Batch:
         self.model_kwargs = model_kwargs
         self._rooms = rooms
         self._pad = pad
+        self._writer = writer
         self._prompt_tokens = input_ids.size(1)
 
     @property
@@ -253,7 +259,7 @@ class _Batch:
         for place, row in list(self.writing.items()):
             if broken[place]:
                 raise NonFiniteError(
-                    f"The student's logits for token {written} of row {row} hold NaN: its weights hold NaN, or "
+                    f"The logits of {self._writer} for token {written} of row {row} hold NaN: its weights hold NaN, or "
                     "overflow in the precision it generates in; go back to an earlier checkpoint, lower the learning "
                     "rate, or generate in bfloat16 or float32."
                 )

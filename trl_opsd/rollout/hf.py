@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType
 from torch import Tensor
 from tqdm import tqdm
 from transformers import (
@@ -21,11 +20,11 @@ from transformers import (
 )
 
 from trl_opsd._compat.peft import CausalLM, changes_generate
-from trl_opsd._compat.sharding import in_zero3_model
+from trl_opsd._compat.sharding import in_zero3_model, splits_student
 from trl_opsd.host import Host
 from trl_opsd.models.padding import PADDED
 from trl_opsd.rollout.base import RolloutBackend
-from trl_opsd.rollout.changes import IN_GENERATE, assigned, check_followed, of_student
+from trl_opsd.rollout.changes import IN_GENERATE, assigned, check_followed, of_model
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 from trl_opsd.rollout.every_row import KnownTokensOnly
 from trl_opsd.rollout.generate import completions_of, generate, other_generate
@@ -33,6 +32,7 @@ from trl_opsd.rollout.kept_caches import KeptCaches
 from trl_opsd.rollout.writing_proof import Writing, prove_writing
 from trl_opsd.run.known import set_known
 from trl_opsd.run.modes import with_own_modes
+from trl_opsd.run.objective_options import check_drawn
 from trl_opsd.run.rng import preserved_rng
 
 logger = get_logger(__name__)
@@ -63,6 +63,8 @@ class HFRollout(RolloutBackend):
 
     is_apart: ClassVar[bool] = False
     """Whether what writes is whole in each process, also where the student is split, so that each writes by itself."""
+    writer: str = "the student"
+    """Who writes, for messages."""
 
     def __init__(self, compile: bool | CompileConfig = False) -> None:
         self._compile = compile
@@ -80,11 +82,11 @@ class HFRollout(RolloutBackend):
                 be followed.
         """
         self._trainer, self.writing = trainer, None
-        self.of_student = of_student(trainer.model, trainer.generation_config)
+        self.of_student = of_model(trainer.model, trainer.generation_config, self.writer)
+        self._check_drawn({})
         self._bound = copy.deepcopy(trainer.generation_config)
         self._caches.clear()
-        is_fsdp = trainer.accelerator.distributed_type == DistributedType.FSDP
-        self._is_split = not self.is_apart and (in_zero3_model(trainer.model) or is_fsdp)
+        self._is_split = not self.is_apart and splits_student(trainer.accelerator)
         if self._compile and (reason := self._why_not_compiled(trainer.model, trainer.args.cache_implementation)):
             raise ValueError(
                 f"`HFRollout(compile={self._compile!r})`: decoding cannot be compiled, {reason}: leave `compile` out."
@@ -108,10 +110,18 @@ class HFRollout(RolloutBackend):
         rows = self._rows(prompt_ids, self._rooms(prompt_ids), lazily=not self._compile)
         return with_own_modes(rows, self._trainer.accelerator.device.type)
 
+    def _check_drawn(self, changes: Mapping[str, Any]) -> None:
+        """Refuses what changes which tokens are drawn, where the loss takes them for the student's own draws."""
+        if self._trainer.learns_from_draws:
+            temperature = self._trainer.args.temperature
+            check_drawn(self.of_student, temperature, "model.generation_config.{name} = {value!r}")
+            check_drawn(changes, temperature, "trainer.generation_config.{name} = {value!r}")
+
     def _rooms(self, prompt_ids: list[list[int]]) -> list[int]:
         """The most tokens that each completion may have."""
         changes = assigned(self._trainer.generation_config, self._bound)
         check_followed(changes, IN_GENERATE)
+        self._check_drawn(changes)
         limits = self._trainer.limits
         most = changes.get("max_new_tokens", limits.completion)
         if not isinstance(most, int) or not 1 <= most <= limits.completion:
@@ -161,6 +171,7 @@ class HFRollout(RolloutBackend):
                 collective=self._is_collective(),
                 caches=self._caches,
                 lazily=lazily,
+                writer=self.writer,
             )
             if self._compile:
                 self._set_up_compilation(config, prompt_tokens)

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.sharding import splits_student
 from trl_opsd.data.prompts import PromptLimits
 from trl_opsd.host import Host
 from trl_opsd.models.mode import preserved_mode
@@ -20,14 +21,14 @@ from trl_opsd.rollout.hf import HFRollout
 from trl_opsd.rollout.returned import checked_completions
 from trl_opsd.run.precision import autocast
 
+logger = get_logger(__name__)
+
 
 class Lender(Protocol):
     """What a teacher that is a model has besides its targets."""
 
     model: CausalLM
     """Its model; that of the student, if it is the student."""
-    is_whole: bool
-    """Whether a process can call the model by itself."""
 
     @property
     def reading(self) -> Reading:
@@ -53,18 +54,37 @@ class OfTeacher:
     """
 
     def __init__(self, host: Host, teacher: Lender, limits: PromptLimits) -> None:
-        splits = _is_split_student(host, teacher)
-        if splits or not getattr(teacher, "is_whole", False):
+        is_student = getattr(teacher, "model", None) is host.model
+        is_whole = not splits_student(host.accelerator) if is_student else getattr(teacher, "is_whole", False)
+        if not is_whole:
             raise ValueError(
                 f"`seq_kd=True`: {limits.reader}, a {type(teacher).__name__}, cannot write completions, which takes a "
                 "whole model in each process: use `teacher_offload='none'` or 'cpu' without a server, or write them "
                 "before, into a column 'completion'."
             )
-        self.teacher = teacher
         self._host = cast(Host, _AsStudent(host, teacher, limits))
-        self._rollout = _Apart()
+        self._rollout = _ByTeacher(limits.reader)
         self._rollout.bind(self._host)
         self._rollout.prove()  # now, as under DeepSpeed all processes have to
+        if not is_student:
+            self._say_what_differs(host, teacher.model)
+
+    def _say_what_differs(self, host: Host, model: CausalLM) -> None:
+        """Warns of what the teacher's own generation config adds to its completions, or to where these end."""
+        reader = self._host.limits.reader
+        if own := self._rollout.of_student:
+            logger.warning(
+                f"`seq_kd=True`: {reader} writes with {own} of its own generation config, which the student does not "
+                "have; set these to None there, in `model.generation_config`, if that is not meant."
+            )
+        ends = model.generation_config.eos_token_id
+        theirs = {ends} if isinstance(ends, int) else set(ends or ())
+        if others := sorted(theirs - set(host.eos_token_ids)):
+            logger.warning(
+                f"`seq_kd=True`: {reader} ends with {sorted(theirs)}, the student with {host.eos_token_ids}, and after "
+                f"{others} its completions go on. If these are ends for both, set `generation_kwargs="
+                f"{{'eos_token_id': {sorted(theirs | set(host.eos_token_ids))}}}`."
+            )
 
     def complete(self, prompt_ids: Sequence[list[int]]) -> list[list[int]]:
         """A completion for each of at least one of its prompts, cut after the first end token."""
@@ -73,21 +93,20 @@ class OfTeacher:
         return checked_completions(written, self._host, prompts, self._host.limits.reader)
 
 
-def _is_split_student(host: Host, teacher: Lender) -> bool:
-    """Whether it is the student, and that is split over processes, now or once it is prepared for training."""
-    plugin = getattr(host.accelerator.state, "deepspeed_plugin", None)
-    is_split = host.accelerator.distributed_type == DistributedType.FSDP or (plugin and plugin.zero_stage == 3)
-    return bool(is_split) and getattr(teacher, "model", None) is host.model
+class _ByTeacher(HFRollout):
+    """The student's rollout, of a model that each process has for itself."""
 
-
-class _Apart(HFRollout):
     is_apart = True
+
+    def __init__(self, writer: str) -> None:
+        super().__init__()
+        self.writer = writer
 
 
 class _AsStudent:
     """The trainer, with a teacher in place of its student."""
 
-    reads_logprobs = False
+    reads_logprobs = learns_from_draws = False
 
     def __init__(self, host: Host, teacher: Lender, limits: PromptLimits) -> None:
         self._host, self._teacher, self.limits = host, teacher, limits

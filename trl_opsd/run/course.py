@@ -18,8 +18,8 @@ SMALL = 0.2
 """Nats per token that a divergence counts as at least, where another is compared with it."""
 FALLEN = 0.1
 """Share of an entropy, of the student's largest at first and of the teacher's now; and of a length."""
-EMPTY = 2.0
-"""Tokens of a completion that says nothing."""
+EMPTY, SHORTER = 2.0, 0.5
+"""Tokens of a completion that says nothing, of one or two; and the share of a length at first that this is at most."""
 STAYED = 0.5
 """Share of the first divergence at which the teacher still disagrees."""
 REPEATED = 0.5
@@ -136,7 +136,8 @@ def _clip(last: Figures) -> str | None:
 
 def _length(first: Figures, last: Figures) -> str | None:
     disagrees = abs(last.divergence) >= STAYED * abs(first.divergence)
-    if last.length > min(EMPTY, FALLEN * first.length) or not disagrees:
+    shortest = min(max(1.0, min(EMPTY, FALLEN * first.length)), SHORTER * first.length)
+    if last.length > shortest or not disagrees:
         return None
     return (
         f"completions have {last.length:.3g} tokens, and had {first.length:.3g}, and the divergence has hardly fallen: "

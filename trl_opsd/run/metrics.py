@@ -163,16 +163,17 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "completions/length_drift": Metric(
             unit="1",
-            meaning="Mean length of completions, divided by that of the first 10 optimizer steps, or of those so far.",
+            meaning="Mean length of the student's completions, divided by that of the first 10 optimizer steps, or of "
+            "those so far.",
             reduced="all processes; mean over optimizer steps",
-            appears=_WITH_TOKENS,
+            appears="always, unless the loss had no tokens, or no completion of the student",
             evaluated=False,
         ),
         "completions/repeated_ratio": Metric(
             unit="1",
-            meaning="Share of completions of whose last 32 tokens at most half of the 4-grams differ.",
+            meaning="Share of the student's completions of whose last 32 tokens at most half of the 4-grams differ.",
             reduced="all processes; mean over generation batches",
-            appears="always",
+            appears="always, unless all completions are from elsewhere (`lmbda`)",
         ),
         "off_policy/share": Metric(
             unit="1",

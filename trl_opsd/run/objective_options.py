@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trl_opsd._compat.trl import DistillationConfig
@@ -15,16 +15,44 @@ from trl_opsd.run.overlap_options import check_optimizer
 from trl_opsd.run.ranges import above, at_least_one, between, in_range, one_of
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "top_p": (1.0,),
+    "top_p": (1.0, None),
     "top_k": (0, -1, None),
-    "min_p": (None, 0.0),
-    "repetition_penalty": (1.0,),
+    "min_p": (0.0, None),
+    "repetition_penalty": (1.0, None),
     "lmbda": (1.0,),
 }
 """Options of sampling, and the values with which tokens are drawn from the student's whole distribution."""
 
+_PLAIN_IN_GENERATE: dict[str, tuple[Any, ...]] = {
+    **{name: plain for name, plain in _PLAIN.items() if name != "lmbda"},
+    "do_sample": (True, None),
+    "typical_p": (1.0, None),
+    "epsilon_cutoff": (0.0, None),
+    "eta_cutoff": (0.0, None),
+    "num_beams": (1, None),
+    "frequency_penalty": (0.0, None),
+    "presence_penalty": (0.0, None),
+}
+"""The same, of options that only `generate` or an engine has."""
+
+_CHANGE_NO_CHOICE = (
+    *("eos_token_id", "stop_token_ids", "ignore_eos", "stop", "include_stop_str_in_output", "max_new_tokens"),
+    *("max_tokens", "max_time", "seed", "use_cache", "max_cache_len", "prefill_chunk_size", "compile_config"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind", "priority", "timeout"),
+    *("renormalize_logits", "remove_invalid_values", "length_penalty", "early_stopping"),
+)
+"""Options of `generate` and of engines that say where a completion ends, or how fast it comes, and not which token is
+drawn. Any other may."""
+
+_NOT_DRAWN = (
+    "with a divergence of sampled tokens, 'sampled_reverse_kl': they are then not drawn from the student's "
+    "distribution in the loss, whose gradient it estimates. Leave the option out, or set `divergence='reverse_kl'`, "
+    "which reads the whole vocabulary."
+)
+
 __all__ = [
     "check_divergence",
+    "check_drawn",
     "check_objective",
     "check_shapes",
     "shape_in_words",
@@ -101,7 +129,6 @@ def _check_settings(args: DistillationConfig) -> None:
             above(name, getattr(args, name), 0.0)
     if args.top_k_teacher is not None:
         at_least_one("top_k_teacher", args.top_k_teacher)
-    check_shapes(args, args.build_divergence())
 
 
 def check_shapes(args: DistillationConfig, divergence: Divergence) -> None:
@@ -116,16 +143,30 @@ def check_shapes(args: DistillationConfig, divergence: Divergence) -> None:
     check_clip(args.kl_clip, divergence)
     if not isinstance(divergence, SampledReverseKL):
         return
-    tempers = args.student_temperature not in (None, args.temperature)
-    apart = {name: getattr(args, name) for name, plain in _PLAIN.items() if getattr(args, name) not in plain}
-    if tempers:
-        apart["student_temperature"] = args.student_temperature
-    for name, value in apart.items():
-        raise ValueError(
-            f"`{name}={value!r}` with a divergence of sampled tokens, 'sampled_reverse_kl': they are then not drawn "
-            "from the student's distribution in the loss, whose gradient it estimates. Leave the option out, or set "
-            "`divergence='reverse_kl'`, which reads the whole vocabulary."
-        )
+    for name, plain in {**_PLAIN, "student_temperature": (args.temperature, None)}.items():
+        if (value := getattr(args, name)) not in plain:
+            raise ValueError(f"`{name}={value!r}` {_NOT_DRAWN}")
+    check_drawn(args.generation_kwargs or {}, args.temperature, "generation_kwargs={{{name!r}: {value!r}}}")
+
+
+def check_drawn(options: Mapping[str, Any], temperature: float, shown: str) -> None:
+    """Refuses options of `generate` or an engine with which tokens are not drawn from the student's distribution.
+
+    Args:
+        options (`Mapping[str, Any]`):
+            The options, by their names there.
+        temperature (`float`):
+            That of the student in the loss.
+        shown (`str`):
+            How an option is written where it was set; a format of `name` and `value`.
+
+    Raises:
+        ValueError: One may change which token is drawn.
+    """
+    plain = {**_PLAIN_IN_GENERATE, "temperature": (temperature,)}
+    for name, value in options.items():
+        if name not in _CHANGE_NO_CHOICE and value not in plain.get(name, (None,)):
+            raise ValueError(f"`{shown.format(name=name, value=value)}` {_NOT_DRAWN}")
 
 
 def temperatures_in_words(student: float, teacher: float) -> str:

@@ -128,6 +128,8 @@ def _check_options(args: DistillationConfig) -> None:
 
 
 def _check_generation_kwargs(args: DistillationConfig) -> None:
+    if args.has_engine and args.seq_kd:
+        _check_read_by_both(args.generation_kwargs or {})
     known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
     for name, value in (args.generation_kwargs or {}).items():
         given = _shown(name, value)
@@ -147,6 +149,18 @@ def _check_generation_kwargs(args: DistillationConfig) -> None:
                 else "see `transformers.GenerationConfig` for all of them."
             )
             raise ValueError(f"{given} is not an option of `generate`: {hint}")
+
+
+def _check_read_by_both(given: dict[str, Any]) -> None:
+    """Refuses what is an engine's alone, where a teacher writes too, with `generate` of transformers."""
+    known = {*vars(GenerationConfig()), *ENDS, "seed"} - FAIL_IN_GENERATE.keys()
+    for name, value in given.items():
+        if name not in known or (name == "temperature" and not value):
+            raise ValueError(
+                f"{_shown(name, value)} with `seq_kd=True`: an engine follows it, and the teacher, which writes with "
+                "`generate` of transformers, cannot: remove it, or have the teacher write before, into a column "
+                "'completion'."
+            )
 
 
 def end_tokens(args: DistillationConfig, declared: list[int], rows: int) -> list[int]:

@@ -84,11 +84,6 @@ class OwnTeacher(Teacher):
     def reading(self) -> Reading:
         return self._reading()
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether [`lent`] gives a model that this process can call by itself."""
-        return not is_split_model(self.model)
-
     @contextmanager
     def lent(self) -> Iterator[CausalLM]:
         """The student, as the teacher it is."""
