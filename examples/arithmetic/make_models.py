@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import trange
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+
+from fitting import fit, padded  # noqa: E402
 
 from arithmetic.evaluate import accuracy  # noqa: E402
 from arithmetic.task import Problem, draw  # noqa: E402
@@ -86,21 +87,10 @@ def supervise(
 
     For a share `shown` of the problems, the prompt contains the solution after the question.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 100, 1 - step / steps))
     split = round(shown * len(problems))
     questions = [one.prompt_with_solution for one in problems[:split]] + [one.prompt for one in problems[split:]]
     batches = _batches(tokenizer, questions, [problem.solution for problem in problems], batch_size, seed)
-    model.train()
-    for step in (bar := trange(steps, unit="step")):
-        loss = model(**next(batches)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step % 50 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
+    fit(model, batches, steps=steps, learning_rate=learning_rate)
 
 
 def _batches(
@@ -113,16 +103,15 @@ def _batches(
     """Infinite random batches; only the answer and its end token count in the loss."""
     prompts = tokenizer.apply_chat_template(questions, add_generation_prompt=True)["input_ids"]
     solutions = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(answers)["input_ids"]]
-    width = max(len(prompt) + len(solution) for prompt, solution in zip(prompts, solutions, strict=True))
-    ids = torch.full((len(prompts), width), tokenizer.pad_token_id)
-    labels = torch.full_like(ids, -100)
-    for row, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
-        ids[row, : len(prompt) + len(solution)] = torch.tensor([*prompt, *solution])
-        labels[row, len(prompt) : len(prompt) + len(solution)] = torch.tensor(solution)
+    rows = [
+        ([*prompt, *solution], [-100] * len(prompt) + solution)
+        for prompt, solution in zip(prompts, solutions, strict=True)
+    ]
+    whole = padded(rows, tokenizer.pad_token_id)
     source = torch.Generator().manual_seed(seed)
     while True:
         chosen = torch.randint(len(prompts), (batch_size,), generator=source)
-        yield {"input_ids": ids[chosen], "labels": labels[chosen]}
+        yield {name: tensor[chosen] for name, tensor in whole.items()}
 
 
 def main() -> None:

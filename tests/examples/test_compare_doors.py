@@ -1,0 +1,72 @@
+"""The comparison on the doors: its models are what it says, its methods learn from the walks that they claim to."""
+
+from __future__ import annotations
+
+import json
+
+import compare_doors
+import pytest
+from compare_doors import CONTROLS, METHODS, Curve, Judge, build
+from doors import GUIDE, STUDENT, TEACHER
+from doors.world import ROOMS, draw
+from transformers import AutoModelForCausalLM
+
+from trl_opsd import OPSDTrainer
+
+
+def measured(path, folder, is_told):
+    return Judge(folder, 40, is_told).measure(AutoModelForCausalLM.from_pretrained(path))
+
+
+def test_the_teacher_gets_out_and_the_student_only_by_luck(tmp_path):
+    teacher, student = measured(TEACHER, tmp_path, True), measured(STUDENT, tmp_path, False)
+    assert min(teacher.values()) >= 0.95
+    assert student["sampled/1"] < 0.7
+    assert student["sampled/2"] < 0.4
+    assert max(student[f"{how}/{rooms}"] for how in ("sampled", "greedy") for rooms in (3, 4)) < 0.2
+
+
+def test_the_guide_knows_the_way_and_nothing_else(tmp_path):
+    told = measured(GUIDE, tmp_path, True)
+    assert min(told.values()) >= 0.95
+
+
+class Walks(OPSDTrainer):
+    """Keeps the completions that are taught."""
+
+    walks: list[str]
+
+    def teach(self, rollout, rows):
+        self.walks = self.processing_class.batch_decode(rollout.completion_lists())
+        return super().teach(rollout, rows)
+
+
+@pytest.mark.parametrize("name", ["on-policy, forward KL", "off-policy, forward KL"])
+def test_only_on_its_own_walks_the_student_meets_closed_doors(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare_doors, "OPSDTrainer", Walks)
+    mazes = draw(64)
+    curve = Curve(lambda model: {}, tokens=1, seconds=0, every=1)
+    trainer = build(METHODS[name], mazes, curve, seed=0, rate=1e-4, folder=tmp_path)
+    trainer.train()
+    assert [point["step"] for point in curve.points] == [0, 1]
+    closed = [walk for walk in trainer.walks if "closed" in walk]
+    assert len(trainer.walks) == 32
+    assert len(closed) > 8 if METHODS[name].is_on_policy else not closed
+    if not METHODS[name].is_on_policy:
+        assert all(walk.endswith("<|assistant|>out<|end|>") for walk in trainer.walks)
+
+
+def test_the_comparison_writes_tables_and_a_picture(tmp_path, capsys):
+    names = ["on-policy, forward KL", "supervised, straight walks", "supervised, walks of a search"]
+    asked = ["--seeds", "0", "--tokens", "1", "--seconds", "0", "--every", "1", "--held-out", "4"]
+    results = compare_doors.main(["--output", str(tmp_path), "--methods", *names, *asked])
+    assert [result["method"] for result in results] == names
+    assert all(len(result["points"]) == 2 and result["points"][1]["tokens"] > 0 for result in results)
+    assert len(list(tmp_path.glob("*.json"))) == 3
+    assert (tmp_path / "doors.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert printed.count("| on-policy, forward KL | ") == 4
+    again = compare_doors.main(["--output", str(tmp_path), "--methods", *names, *asked])
+    assert json.dumps(again) == json.dumps(results), "results are kept"
+    assert set(names) <= {*METHODS, *CONTROLS}
+    assert set(ROOMS) == {1, 2, 3, 4}
