@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from datasets import Dataset
 from doors import GUIDE, STUDENT, TEACHER
@@ -93,38 +94,53 @@ CONTROLS = {
 
 
 class Curve(TrainerCallback):
-    """What a run has trained on, how long it took without evaluations, and who got out then; ends the run.
+    """Measures on the way, lowers the learning rate in the last third, and ends the run when all is spent.
 
     Args:
         measure (`Callable`):
-            Takes the model, and returns figures.
-        tokens, seconds (`float`):
-            The run ends at the first measurement when both are spent.
-        every (`int`):
-            Optimizer steps between two measurements.
+            Takes the model, and whether this is one of the first or last measurements; returns figures.
+        budget (`dict[str, float]`):
+            "tokens" that are trained on, and "seconds", without those of measurements.
+        points (`int`):
+            Measurements until each of the two is spent.
     """
 
-    def __init__(self, measure: Callable[[Any], dict[str, float]], tokens: float, seconds: float, every: int) -> None:
+    def __init__(self, measure: Callable[[Any, bool], dict[str, float]], budget: dict[str, float], points: int) -> None:
         self.points: list[dict[str, float]] = []
-        self._measure, self._budget, self._every = measure, (tokens, seconds), every
-        self._tokens = self._seconds = self._began = 0.0
+        self._measure, self._budget, self._points = measure, budget, points
+        self._spent = dict.fromkeys(budget, 0.0)
+        self._taken, self._began = [0] * len(budget), 0.0
+
+    @property
+    def _shares(self) -> list[float]:
+        return [min(self._spent[name] / most, 1.0) for name, most in self._budget.items()]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         self._take(model, 0)
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, *, optimizer: Any, **_: Any) -> None:
+        for group in optimizer.param_groups:  # the schedule, which is constant, sets them anew after each step
+            group["lr"] *= min(1.0, 3 * (1 - min(self._shares)) + 0.05)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], *, model: Any, **_: Any) -> None:
-        if "num_tokens" not in logs:  # the summary at the end
+        if "num_tokens" not in logs or control.should_training_stop:  # the summary at the end
             return
-        self._seconds += time.perf_counter() - self._began
-        self._tokens = logs["num_tokens"]
-        if state.global_step % self._every == 0:
+        self._spent = {
+            "tokens": logs["num_tokens"],
+            "seconds": self._spent["seconds"] + time.perf_counter() - self._began,
+        }
+        taken = [int(share * self._points) for share in self._shares]
+        if taken != self._taken:
+            self._taken = taken
             self._take(model, state.global_step)
-            spent = (self._tokens, self._seconds)
-            control.should_training_stop = all(one >= most for one, most in zip(spent, self._budget, strict=True))
+        control.should_training_stop = min(self._shares) == 1
         self._began = time.perf_counter()
 
     def _take(self, model: Any, step: int) -> None:
-        self.points.append({"step": step, "tokens": self._tokens, "seconds": self._seconds, **self._measure(model)})
+        figures, spent = self._measure(model, step == 0 or max(self._shares) == 1), self._spent
+        self.points.append({"step": step, **spent, **figures})
+        shown = ", ".join(f"{name} {share:.2f}" for name, share in figures.items())
+        print(f"step {step}, {spent['tokens']:,.0f} tokens, {spent['seconds']:.0f} s: {shown}", flush=True)
         self._began = time.perf_counter()
 
 
@@ -142,24 +158,21 @@ class Judge:
 
     def __init__(self, folder: Path, count: int, is_told: bool) -> None:
         mazes = {str(number): draw(count, rooms=[number], held_out=True) for number in ROOMS}
-        self._trainers = {
-            how: _distiller(
-                Method(is_told=is_told),
-                {"eval_dataset": {name: rows(some, is_told) for name, some in mazes.items()}},
-                output_dir=str(folder / "scratch"),
-                per_device_eval_batch_size=count,
-                **sampling,
-            )
-            for how, sampling in {"sampled": {}, "greedy": {"top_k": 1}}.items()
-        }
+        self._trainer = _distiller(
+            Method(is_told=is_told),
+            {"eval_dataset": {name: rows(some, is_told) for name, some in mazes.items()}},
+            output_dir=str(folder / "scratch"),
+            per_device_eval_batch_size=count,
+        )
 
-    def measure(self, model: Any) -> dict[str, float]:
+    def measure(self, model: Any, greedy: bool = True) -> dict[str, float]:
         """The share of mazes left, by "sampled" or "greedy" and number of rooms."""
+        self._trainer.model.load_state_dict(model.state_dict())
         found = {}
-        for how, trainer in self._trainers.items():
-            trainer.model.load_state_dict(model.state_dict())
+        for how, temperature in {"sampled": 1.0, **({"greedy": 0.0} if greedy else {})}.items():
+            self._trainer.args.eval_temperature = temperature
             with torch.random.fork_rng():
-                figures = trainer.evaluate()
+                figures = self._trainer.evaluate()
             for number in ROOMS:
                 found[f"{how}/{number}"] = figures[f"eval_{number}_rewards/escaped/mean"]
         return found
@@ -227,7 +240,7 @@ def run(name: str, seed: int, asked: argparse.Namespace) -> dict[str, Any]:
     """Trains once, and returns the measurements."""
     method = {**METHODS, **CONTROLS}[name]
     judge = Judge(asked.output, asked.held_out, method.is_told)
-    curve = Curve(judge.measure, asked.tokens, asked.seconds, asked.every)
+    curve = Curve(judge.measure, {"tokens": asked.tokens, "seconds": asked.seconds}, asked.points)
     mazes = draw(MAZES_TO_TRAIN, seed=seed)
     trainer = build(method, mazes, curve, seed, asked.learning_rate, asked.output)
     trainer.train()
@@ -259,20 +272,17 @@ def picture(results: Sequence[dict[str, Any]], tokens: float, path: Path) -> Non
 
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
+    grid = numpy.linspace(0, tokens, 61)
     for name in dict.fromkeys(result["method"] for result in results):
         runs = [result["points"] for result in results if result["method"] == name]
         style = {"linestyle": "-" if name in METHODS else "--"}
-        (line,) = left.plot(
-            [statistics.mean(one["tokens"] for one in points) for points in zip(*runs, strict=False)],
-            [statistics.mean(one["sampled/2"] for one in points) for points in zip(*runs, strict=False)],
-            label=name,
-            **style,
-        )
+        curves = [[[point[what] for point in points] for what in ("tokens", "sampled/2")] for points in runs]
+        mean = numpy.mean([numpy.interp(grid, *curve) for curve in curves], axis=0)
+        (line,) = left.plot(grid, mean, label=name, **style)
         ends = [at(points, "tokens", tokens) for points in runs]
         by_rooms = [[point[f"sampled/{number}"] for point in ends] for number in ROOMS]
         right.plot(ROOMS, [statistics.mean(some) for some in by_rooms], color=line.get_color(), marker="o", **style)
         right.fill_between(ROOMS, [*map(min, by_rooms)], [*map(max, by_rooms)], color=line.get_color(), alpha=0.15)
-    left.axvline(tokens, color="grey", linewidth=0.8)
     left.set(xlabel="tokens trained on", ylabel="share of held-out mazes left", title="two rooms", ylim=(0, 1.02))
     right.set(xlabel="rooms", xticks=list(ROOMS), title=f"after {tokens:,.0f} tokens")
     figure.legend(loc="outside right center", fontsize="small")
@@ -282,11 +292,11 @@ def picture(results: Sequence[dict[str, Any]], tokens: float, path: Path) -> Non
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description="An agent that has to try doors, trained in several ways.")
     parser.add_argument("--output", type=Path, default=Path("out/doors"))
-    parser.add_argument("--tokens", type=float, default=400_000, help="tokens that each run trains on at least")
-    parser.add_argument("--seconds", type=float, default=60, help="seconds that each run trains for at least")
-    parser.add_argument("--every", type=int, default=10, help="optimizer steps between two measurements")
-    parser.add_argument("--held-out", type=int, default=200, help="mazes of each number of rooms to measure with")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--tokens", type=float, default=900_000, help="tokens that each run trains on at least")
+    parser.add_argument("--seconds", type=float, default=250, help="seconds that each run trains for at least")
+    parser.add_argument("--points", type=int, default=5, help="measurements until tokens and seconds are spent")
+    parser.add_argument("--held-out", type=int, default=100, help="mazes of each number of rooms to measure with")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *CONTROLS], default=[*METHODS, *CONTROLS])
     asked = parser.parse_args(arguments)

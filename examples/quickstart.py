@@ -12,7 +12,7 @@ from pathlib import Path
 from arithmetic import STUDENT, TEACHER
 from arithmetic.evaluate import accuracy
 from arithmetic.report import Report
-from arithmetic.task import draw, prompts
+from arithmetic.task import draw, prompts, prompts_with_answers, right
 from transformers import ProgressCallback
 
 from trl_opsd import OPSDConfig, OPSDTrainer
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--held-out", type=int, default=200, help="problems to measure accuracy on")
     options = parser.parse_args(arguments)
 
+    held_out = draw(options.held_out, held_out=True)
     config = OPSDConfig(
         output_dir=str(options.output),
         divergence="forward_kl",  # mode-covering: the student spreads over all that the teacher finds likely
@@ -37,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         warmup_steps=10,
         adam_beta2=0.98,
         logging_steps=20,
+        eval_strategy="steps",
+        eval_steps=20,
+        eval_on_start=True,
+        per_device_eval_batch_size=200,
+        eval_temperature=0.0,  # greedy
         save_strategy="no",
         report_to="none",
     )
@@ -45,15 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         teacher_model=TEACHER,
         args=config,
         train_dataset=prompts(draw(64 * options.steps)),  # questions only: the student writes the answers
+        eval_dataset=prompts_with_answers(held_out),
+        reward_funcs=right,  # as TRL's `GRPOTrainer` takes them; here for evaluations alone
     )
-    report = Report(draw(options.held_out, held_out=True), every=20)
+    report = Report()
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(report)
 
     trainer.train()
 
     trainer.save_model(str(options.output / "student"))  # loads with `AutoModelForCausalLM.from_pretrained`
-    return report.save(options.output, accuracy(trainer.teacher.model, trainer.processing_class, report.held_out))
+    teacher_accuracy = accuracy(trainer.teacher.model, trainer.processing_class, held_out)
+    return report.save(options.output, teacher_accuracy, len(held_out))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from arithmetic import READER
 from arithmetic.evaluate import accuracy
 from arithmetic.report import Report
-from arithmetic.task import draw, prompts_with_solutions
+from arithmetic.task import draw, prompts_with_solutions, right
 from peft import LoraConfig
 from transformers import ProgressCallback
 
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--held-out", type=int, default=200, help="problems to measure accuracy on")
     options = parser.parse_args(arguments)
 
+    held_out = draw(options.held_out, held_out=True)
     config = OPSDConfig(
         output_dir=str(options.output),
         teacher_model_kind="base",  # the model without its adapter: no second copy
@@ -40,6 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         warmup_steps=10,
         adam_beta2=0.98,
         logging_steps=20,
+        eval_strategy="steps",
+        eval_steps=20,
+        eval_on_start=True,
+        per_device_eval_batch_size=200,
+        eval_temperature=0.0,  # greedy
         save_strategy="no",
         report_to="none",
     )
@@ -49,9 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         train_dataset=prompts_with_solutions(
             draw(64 * options.steps)
         ),  # "prompt", and for the teacher "privileged_context"
+        eval_dataset=prompts_with_solutions(held_out).add_column("answer", [one.answer for one in held_out]),
+        reward_funcs=right,
         peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"),
     )
-    report = Report(draw(options.held_out, held_out=True), every=20)
+    report = Report()
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(report)
 
@@ -59,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 
     trainer.save_model(str(options.output / "adapter"))
     with trainer.model.disable_adapter():
-        teacher_accuracy = accuracy(trainer.model, trainer.processing_class, report.held_out, show_solution=True)
-    return report.save(options.output, teacher_accuracy)
+        teacher_accuracy = accuracy(trainer.model, trainer.processing_class, held_out, show_solution=True)
+    return report.save(options.output, teacher_accuracy, len(held_out))
 
 
 if __name__ == "__main__":

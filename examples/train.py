@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from arithmetic import STUDENT, TEACHER
-from arithmetic.evaluate import accuracy
+from arithmetic.task import prompts_with_answers, right
 from score import held_out, result
 from train_data import arithmetic, loaded, split
 from train_options import ExtraArguments, OptionParser, warn_of_options
@@ -36,20 +36,22 @@ def main(arguments: Sequence[str]) -> OPSDTrainer:
         if script.dataset_name or mixture.datasets:
             raise ValueError(f"`task={extra.task!r}` has a dataset of its own: remove it, or the other dataset.")
         model.model_name_or_path = model.model_name_or_path or STUDENT
-        if config.teacher_model_kind is None:
+        if config.teacher_model_kind is None and extra.teacher_models is None:
             config.teacher_model_name_or_path = config.teacher_model_name_or_path or TEACHER
-    check_models(config, model)
+    check_models(extra, config, model)
     warn_of_options(extra, script, config, model, mixture)
     set_loading(extra, config, model)
     data = arithmetic() if extra.task else loaded(script, mixture)
     evaluated = config.eval_strategy != "no"
     trainer = OPSDTrainer(
         model=model.model_name_or_path,
+        teacher_model=extra.teacher_models,
         args=config,
         train_dataset=split(data, "dataset_train_split", script.dataset_train_split),
         eval_dataset=split(data, "dataset_test_split", script.dataset_test_split) if evaluated else None,
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
+        reward_funcs=right if extra.task else None,
     )
     if extra.task:
         evaluate(trainer)
@@ -61,18 +63,26 @@ def main(arguments: Sequence[str]) -> OPSDTrainer:
     return trainer
 
 
-def check_models(config: OPSDConfig, model: ModelConfig) -> None:
+def check_models(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -> None:
     """Refuses a run without a student or without a teacher, before anything is loaded."""
     if model.model_name_or_path is None:
         raise ValueError(
             "A student model is required for distillation training. Set it with `--model_name_or_path`; or train on a "
             "built-in task, with `--task arithmetic`."
         )
-    if config.teacher_model_name_or_path is None and config.teacher_model_kind is None:
+    options = {
+        "teacher_model_name_or_path": config.teacher_model_name_or_path,
+        "teacher_models": extra.teacher_models,
+        "teacher_model_kind": config.teacher_model_kind,
+    }
+    given = [f"`{name}={value!r}`" for name, value in options.items() if value is not None]
+    if not given:
         raise ValueError(
-            "A teacher model is required for distillation training. Set it with `--teacher_model_name_or_path`; or let "
-            "the student teach itself, with `--teacher_model_kind`."
+            "A teacher model is required for distillation training. Set it with `--teacher_model_name_or_path`, "
+            "several with `--teacher_models`; or let the student teach itself, with `--teacher_model_kind`."
         )
+    if len(given) > 1 and extra.teacher_models:
+        raise ValueError(f"{' and '.join(given)} each say who teaches: remove all but one.")
 
 
 def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -> None:
@@ -84,7 +94,7 @@ def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -
     attention = model.attn_implementation
     options = {"model_revision": "revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
     config.model_init_kwargs = _joined(model, options, "model_init_kwargs", config)
-    if config.teacher_model_name_or_path is not None:
+    if config.teacher_model_kind is None:
         options = {"teacher_dtype": "dtype", "teacher_attn_implementation": "attn_implementation"}
         loading = _joined(extra, options, "teacher_model_init_kwargs", config)
         if config.teacher_server_url is None:
@@ -109,8 +119,7 @@ def _joined(group: Any, options: Mapping[str, str], of_model: str, config: OPSDC
 
 def evaluate(trainer: OPSDTrainer) -> None:
     """Prints how many held-out problems the student gets right now. Collective."""
-    with trainer.student_for_generation() as student:  # gathered, if it is split over the processes
-        share = accuracy(student, trainer.processing_class, held_out())
+    share = trainer.evaluate(prompts_with_answers(held_out()))["eval_rewards/right/mean"]
     trainer.accelerator.print(f"step {trainer.state.global_step}: {result(share)}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from arithmetic.task import draw, prompts
+from arithmetic.task import draw, prompts, prompts_with_answers
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 from score import held_out
@@ -21,7 +21,7 @@ FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "cs
 
 def arithmetic() -> Splits:
     """The built-in task: problems to train on, and those that `score.py` evaluates."""
-    return {"train": prompts(draw(2**14)), "test": prompts(held_out())}
+    return {"train": prompts(draw(2**14)), "test": prompts_with_answers(held_out())}
 
 
 def loaded(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:

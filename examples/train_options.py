@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -29,6 +31,7 @@ DTYPES = ["auto", "bfloat16", "float16", "float32"]
 
 
 _STUDENT = "it is called `model_name_or_path`"
+_TEACHER = "it is called `teacher_model_name_or_path`, and `teacher_models` for several"
 _DATASET = "it is called `dataset_name`, the name or path of a dataset"
 _PEFT = "set `use_peft`, and `lora_r`, `lora_alpha`, `lora_target_modules`"
 _QUANTIZED = "set `load_in_4bit` or `load_in_8bit`"
@@ -36,7 +39,8 @@ _QUANTIZED = "set `load_in_4bit` or `load_in_8bit`"
 HERE = {
     **dict.fromkeys(("model", "model_path", "base_model", "student", "student_model"), _STUDENT),
     "student_model_name_or_path": _STUDENT,
-    **dict.fromkeys(("teacher", "teacher_model", "teacher_path"), "it is called `teacher_model_name_or_path`"),
+    **dict.fromkeys(("teacher", "teacher_model", "teacher_path"), _TEACHER),
+    **dict.fromkeys(("teachers", "teacher_model_names_or_paths"), "it is called `teacher_models`"),
     **dict.fromkeys(("dataset", "train_dataset", "data", "data_path", "train_file", "data_files"), _DATASET),
     "eval_dataset": "`dataset_test_split` names the split that `eval_strategy` evaluates",
     "torch_dtype": "it is called `dtype`; that of the teacher is `teacher_dtype`",
@@ -60,6 +64,13 @@ class ExtraArguments:
         default=None,
         metadata={"choices": list(TASKS), "help": "Train on a built-in task, with its models, data and options."},
     )
+    teacher_models: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Several teachers, names to paths or ids, as a mapping or JSON; the column `teacher` names the one "
+            "that reads a row."
+        },
+    )
     teacher_dtype: str = field(
         default="auto",
         metadata={"choices": DTYPES, "help": "dtype of the teacher's weights; 'auto' is that of its checkpoint."},
@@ -68,6 +79,19 @@ class ExtraArguments:
         default=None,
         metadata={"help": "Attention implementation of the teacher. If not set, `attn_implementation`."},
     )
+
+    def __post_init__(self) -> None:
+        if isinstance(given := self.teacher_models, str):
+            with suppress(ValueError):
+                self.teacher_models = json.loads(given)
+        if self.teacher_models is None:
+            return
+        named = self.teacher_models.items() if isinstance(self.teacher_models, dict) else [(None, None)]
+        if not named or not all(isinstance(one, str) for pair in named for one in pair):
+            raise ValueError(
+                f"`teacher_models={given!r}`: expected names and paths or ids, for instance "
+                '\'{"math": "Qwen/Qwen2.5-Math-1.5B-Instruct", "code": "Qwen/Qwen2.5-Coder-1.5B-Instruct"}\'.'
+            )
 
 
 GROUPS = (ExtraArguments, ScriptArguments, OPSDConfig, ModelConfig, DatasetMixtureConfig)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from arithmetic import ADDER, STUDENT, SUBTRACTER
 from arithmetic.evaluate import accuracy
-from arithmetic.task import Problem, draw, prompts
+from arithmetic.task import Problem, draw, prompts_with_answers, right
+from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDConfig, OPSDTrainer
@@ -23,6 +24,10 @@ def teacher_of(problem: Problem) -> str:
     return "sums" if problem.sign == "+" else "differences"
 
 
+def rows(problems: list[Problem]) -> Dataset:
+    return prompts_with_answers(problems).add_column("teacher", list(map(teacher_of, problems)))
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     parser = argparse.ArgumentParser(description="On-policy distillation from two teachers.")
     parser.add_argument("--output", type=Path, default=Path("out/two"))
@@ -30,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     parser.add_argument("--held-out", type=int, default=400, help="problems to measure accuracy on")
     options = parser.parse_args(arguments)
 
-    problems = draw(64 * options.steps)
+    held_out = draw(options.held_out, held_out=True)
+    domains = {name: [one for one in held_out if teacher_of(one) == name] for name in TEACHERS}
     config = OPSDConfig(
         output_dir=str(options.output),
         divergence="forward_kl",
@@ -39,10 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
         max_completion_length=40,
         top_p=0.6,
         learning_rate=1e-3,  # for a model this small; 1e-6 to 1e-5 for a real one
-        lr_scheduler_type="linear",
         warmup_steps=10,
         adam_beta2=0.98,
         logging_steps=20,
+        per_device_eval_batch_size=200,
+        eval_temperature=0.0,  # greedy
         save_strategy="no",
         report_to="none",
     )
@@ -50,21 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
         model=STUDENT,
         teacher_model=TEACHERS,
         args=config,
-        train_dataset=prompts(problems).add_column("teacher", [teacher_of(problem) for problem in problems]),
+        train_dataset=rows(draw(64 * options.steps)),
+        eval_dataset={name: rows(some) for name, some in domains.items()},
+        reward_funcs=right,
     )
-    models = {name: AutoModelForCausalLM.from_pretrained(path) for name, path in TEACHERS.items()}
-    models["student before"] = AutoModelForCausalLM.from_pretrained(STUDENT)
-
-    trainer.train()
-
-    models["student after"] = trainer.model
-    held_out = draw(options.held_out, held_out=True)
-    domains = {name: [problem for problem in held_out if teacher_of(problem) == name] for name in TEACHERS}
-    print(f"{'accuracy':16}" + "".join(f"{name:>14}" for name in domains))
     table = {}
-    for who, model in models.items():
-        table[who] = {name: accuracy(model, trainer.processing_class, rows) for name, rows in domains.items()}
-        print(f"{who:16}" + "".join(f"{share:14.3f}" for share in table[who].values()))
+    for name, path in TEACHERS.items():
+        model = AutoModelForCausalLM.from_pretrained(path)
+        table[name] = {domain: accuracy(model, trainer.processing_class, some) for domain, some in domains.items()}
+    figures = {"student before": trainer.evaluate()}
+    trainer.train()
+    figures["student after"] = trainer.evaluate()
+    table |= {who: {name: one[f"eval_{name}_rewards/right/mean"] for name in domains} for who, one in figures.items()}
+    print(f"{'accuracy':16}" + "".join(f"{domain:>14}" for domain in domains))
+    for who, shares in table.items():
+        print(f"{who:16}" + "".join(f"{share:14.3f}" for share in shares.values()))
     return table
 
 

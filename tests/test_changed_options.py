@@ -280,7 +280,8 @@ def test_options_that_are_read_at_construction_only_are_those_that_may_not_chang
     reads, kept = _Recording.reads, trainer._read_once.names
     monkeypatch.setattr(_Recording, "reads", None)
     declared = {*DistillationConfig.__annotations__, *OPSDConfig.__annotations__} & _NAMES
-    elsewhere = {"ds3_gather_for_generation", "resume_with_changes", "vllm_sync_check", "remove_unused_columns"}
+    elsewhere = {"ds3_gather_for_generation", "resume_with_changes", "vllm_sync_check"}
+    elsewhere |= {"remove_unused_columns", "eval_temperature"}
     assert declared - reads - elsewhere <= kept
     proved = {"padding_free", "pad_to_multiple_of"}  # read for each pass, as the models were examined with them
     proved |= {"overlap", "deterministic"}  # read in each step, as other options and methods were checked with them

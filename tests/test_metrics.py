@@ -338,3 +338,15 @@ def test_predict_for_the_figures_alone_has_no_texts(make_trainer):
 def test_predict_of_several_datasets_says_what_to_do(make_trainer):
     with pytest.raises(TypeError, match=r"`test_dataset` is a dict: .* call `predict` once for each"):
         make_trainer().predict({"a": tiny.rows(2)})
+
+
+def test_steps_after_the_last_log_are_in_the_summary_although_an_evaluation_came_between(make_trainer):
+    options = {"max_steps": 3, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
+    for given in ({}, {**options, "eval_dataset": tiny.rows(2)}):
+        trainer = make_trainer(**{**options, "eval_strategy": "no", **given})
+        trainer.train()
+        *_, summary = trainer.state.log_history
+        assert summary["step"] == 3
+        assert {"train_runtime", "divergence/mean", "completions/mean_length", "time/complete"} <= set(summary)
+        assert not trainer.model.training or not given
+        assert not trainer._metrics["train"]

@@ -160,6 +160,8 @@ class Described:
                 _listed(sampling) if options.do_sample else "greedy",
                 _listed({name: value for name, value in others.items() if name not in (*_SAMPLING, "do_sample")}),
             ]
+            if (evaluated := self.trainer.args.eval_temperature) is not None:
+                shown.append(f"in evaluations {f'temperature {evaluated:g}' if evaluated else 'greedy'}")
         if self.trainer.tools:
             shown.append(f"with the tools {', '.join(tool.__name__ for tool in self.trainer.tools)}")
         return ", ".join(filter(None, shown))

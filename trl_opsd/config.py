@@ -76,6 +76,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
             Softmax temperature of the student in the loss. When `None`, `temperature`, that of the completions.
         teacher_temperature (`float`, *optional*):
             Softmax temperature of the teacher in the loss. When `None`, `temperature`.
+        eval_temperature (`float`, *optional*):
+            Temperature that completions of evaluations and predictions are sampled at; 0 is greedy decoding. When
+            `None`, that of the training. The loss keeps its own.
         position_discount (`float`, *optional*, defaults to `1.0`):
             In training, the weight of each completion token relative to the one before it, in (0, 1]. A `weigh` of your
             own gets such weights from `super().weigh(...)`.
@@ -230,6 +233,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     vllm_importance_sampling_clip_max: float | None = 3.0
     student_temperature: float | None = None
     teacher_temperature: float | None = None
+    eval_temperature: float | None = None
     position_discount: float = 1.0
     token_selection: str | None = None
     token_fraction: float = 1.0

@@ -6,62 +6,54 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, ProgressCallback
+from transformers import ProgressCallback
 
-from arithmetic.evaluate import accuracy
-from arithmetic.task import Problem
+ACCURACY = "eval_rewards/right/mean"
+"""What evaluations with the reward [`task.right`] log."""
 
 
 class Report(ProgressCallback):
     """Replaces the default progress callback, which prints every metric of every log.
 
-    Args:
-        held_out (list of [`Problem`]):
-            Problems on which accuracy is measured.
-        every (`int`):
-            Optimizer steps between two measurements.
-
     Attributes:
-        accuracy (`dict[int, float]`): by optimizer step, the start included.
+        accuracy (`dict[int, float]`): by optimizer step, from the evaluations.
         divergence (`dict[int, float]`): by optimizer step, nats per token, the mean since the last log.
         completion_tokens (`int`): tokens the student has been trained on.
         train_seconds (`float`): as reported by the trainer, including measurements.
     """
 
-    def __init__(self, held_out: list[Problem], every: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.held_out = held_out
-        self.every = every
         self.accuracy: dict[int, float] = {}
         self.divergence: dict[int, float] = {}
         self.completion_tokens = 0
         self.train_seconds = 0.0
+        self._line = ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        self._measure(state, **kwargs)
-        self._write(f"{'step':>6}  {'divergence':>10}  {'accuracy':>8}  {'tokens':>8}  {'seconds/step':>12}")
-        self._write(f"{0:6d}  {'':>10}  {self.accuracy[0]:8.3f}  {0:8,d}")
+        self._write(f"{'step':>6}  {'divergence':>10}  {'tokens':>8}  {'seconds/step':>12}  {'accuracy':>8}")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_step_end(args, state, control, **kwargs)
-        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
-            self._measure(state, **kwargs)
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """No bar for an evaluation, which takes a second."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        logs = logs or {}
+        logs, step = logs or {}, state.global_step
         self.train_seconds = logs.get("train_runtime", self.train_seconds)
-        if "divergence/mean" not in logs:  # the summary at the end, unless steps were left since the last log
+        if ACCURACY in logs:
+            self.accuracy[step] = round(logs[ACCURACY], 6)
+            self._write(f"{self._line or f'{step:6d}':42}  {self.accuracy[step]:8.3f}")
+            self._line = ""
+        if "divergence/mean" not in logs:  # an evaluation; or the summary at the end, unless steps were left since then
             return
-        step, last = state.global_step, max(self.divergence, default=0)
+        last = max(self.divergence, default=0)
         completions = (step - last) * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.completion_tokens += round(completions * logs["completions/mean_length"])
         self.divergence[step] = logs["divergence/mean"]
-        measured = f"{self.accuracy[step]:8.3f}" if step in self.accuracy else " " * 8
-        line = f"{step:6d}  {self.divergence[step]:10.4f}  {measured}  {self.completion_tokens:8,d}"
-        self._write(f"{line}  {logs['step_time']:12.2f}" if "step_time" in logs else line)
+        line = f"{step:6d}  {self.divergence[step]:10.4f}  {self.completion_tokens:8,d}"
+        self._line = f"{line}  {logs['step_time']:12.2f}" if "step_time" in logs else line
 
-    def save(self, folder: str | Path, teacher_accuracy: float) -> dict[str, float]:
+    def save(self, folder: str | Path, teacher_accuracy: float, problems: int) -> dict[str, float]:
         """Writes `metrics.json` and `curves.png`, prints the table, and returns the metrics."""
         metrics = {
             "student_accuracy_before": self.accuracy[0],
@@ -73,11 +65,8 @@ class Report(ProgressCallback):
         }
         (Path(folder) / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
         self._draw(Path(folder) / "curves.png", metrics["teacher_accuracy"])
-        print(_table(metrics, len(self.held_out)))
+        print(_table(metrics, problems))
         return metrics
-
-    def _measure(self, state: Any, *, model: PreTrainedModel, processing_class: Any, **_: Any) -> None:
-        self.accuracy[state.global_step] = accuracy(model, processing_class, self.held_out)
 
     def _write(self, line: str) -> None:
         if self.training_bar is not None:

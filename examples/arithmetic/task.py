@@ -116,7 +116,21 @@ def prompts_with_solutions(problems: list[Problem]) -> Dataset:
     return prompts(problems).add_column("privileged_context", [problem.solution for problem in problems])
 
 
+def prompts_with_answers(problems: list[Problem]) -> Dataset:
+    """The same rows with the answer, which [`right`] needs."""
+    return prompts(problems).add_column("answer", [problem.answer for problem in problems])
+
+
 def is_right(problem: Problem, completion: str) -> bool:
     """Whether the number after the last `;` is the answer; the columns before it are not checked."""
-    _, found, answer = completion.rpartition(";")
-    return bool(found) and answer.strip() == str(problem.answer)
+    return _has_answer(completion, problem.answer)
+
+
+def right(completions: list[list[dict[str, str]]], answer: list[int], **_: object) -> list[float]:
+    """A reward as TRL's trainers call it: 1 for each completion with the right answer, else 0."""
+    return [float(_has_answer(messages[-1]["content"], one)) for messages, one in zip(completions, answer, strict=True)]
+
+
+def _has_answer(completion: str, answer: int) -> bool:
+    _, found, written = completion.rpartition(";")
+    return bool(found) and written.strip() == str(answer)

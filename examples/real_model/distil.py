@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value
 from peft import LoraConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -33,6 +33,12 @@ from real_model.rules import RULES, Rule
 
 from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
 
+TOKENS = 32
+"""The longest answer."""
+
+MESSAGES = List({"role": Value("string"), "content": Value("string")})
+FEATURES = Features({"prompt": MESSAGES, "teacher_prompt": MESSAGES, "known": List(Value("string"))})
+
 MODULES = (argparse, inspect, json, math, string, time)
 """Modules of Python whose documentation is the ordinary text."""
 
@@ -40,27 +46,18 @@ MODULES = (argparse, inspect, json, math, string, time)
 def rows(rule: Rule, asked: Sequence[str]) -> Dataset:
     """The question for the student, and the same after examples for the teacher."""
     prompts = [[{"role": "user", "content": one}] for one in asked]
-    return Dataset.from_dict({"prompt": prompts, "teacher_prompt": [rule.teacher_prompt(one) for one in asked]})
+    known = [FACTS.get(one) for one in asked]
+    given = {"prompt": prompts, "teacher_prompt": [rule.teacher_prompt(one) for one in asked], "known": known}
+    return Dataset.from_dict(given, features=FEATURES)
 
 
-def written(trainer: OPSDTrainer, prompts: Sequence[Any], tokens: int) -> list[str]:
-    """Greedy answers."""
-    model, tokenizer = trainer.model, trainer.processing_class
-    was_training = model.training
-    model.eval()
-    found = []
-    for start in range(0, len(prompts), 40):
-        inputs = tokenizer.apply_chat_template(
-            list(prompts[start : start + 40]),
-            add_generation_prompt=True,
-            padding=True,
-            return_tensors="pt",
-            return_dict=True,
-        ).to(model.device)
-        ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
-        found += tokenizer.batch_decode(ids[:, inputs["input_ids"].size(1) :], skip_special_tokens=True)
-    model.train(was_training)
-    return found
+def knows(completions: list[Any], known: list[list[str] | None], **_: Any) -> list[float | None]:
+    """A reward as TRL's trainers call it: 1 for each answer with one of the words that are known, of those to facts."""
+    answers = (completion[0]["content"].lower() for completion in completions)
+    return [
+        None if words is None else float(any(word.lower() in answer for word in words))
+        for words, answer in zip(known, answers, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -75,17 +72,12 @@ def loss_on_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
 def measured(trainer: OPSDTrainer, rule: Rule, asked: Sequence[str]) -> dict[str, Any]:
     """Which share of held-out answers follows the rule, and what the model can do elsewhere."""
-    answers = written(trainer, [[{"role": "user", "content": one}] for one in asked], 32)
-    facts = written(trainer, [[{"role": "user", "content": one}] for one in FACTS], 32)
-    known = [
-        any(word.lower() in text.lower() for word in ([words] if isinstance(words, str) else words))
-        for words, text in zip(FACTS.values(), facts, strict=True)
-    ]
+    answers, facts = (trainer.predict(rows(rule, some)) for some in (asked, list(FACTS)))
     return {
-        "follows": sum(map(rule.follows, answers)) / len(answers),
-        "facts": sum(known),
+        "follows": answers.metrics["test_rewards/follows/mean"],
+        "facts": facts.metrics["test_rewards/knows/mean"],
         "text_loss": loss_on_text(trainer.model, trainer.processing_class),
-        "samples": answers[:3],
+        "samples": answers.texts[:3],
     }
 
 
@@ -108,7 +100,8 @@ def build(args: argparse.Namespace) -> tuple[OPSDTrainer, Rule]:
             max_steps=args.steps,
             per_device_train_batch_size=8,
             per_device_eval_batch_size=40,
-            max_completion_length=24,
+            max_completion_length=TOKENS,
+            eval_temperature=0.0,  # greedy
             model_init_kwargs={"dtype": "bfloat16"},
             gradient_checkpointing=False,
             eval_strategy="steps",
@@ -123,7 +116,7 @@ def build(args: argparse.Namespace) -> tuple[OPSDTrainer, Rule]:
         train_dataset=rows(rule, questions()),
         eval_dataset=rows(rule, questions(held_out=True)[::5]),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
-        reward_funcs=follows,
+        reward_funcs=[follows, knows],
         rollout=None if args.use_vllm else HFRollout(),
     )
     return trainer, rule
@@ -144,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
     trainer, rule = build(args)
     asked = questions(held_out=True)[: args.held_out]
-    of_teacher = written(trainer, [rule.teacher_prompt(one) for one in asked], 32)
+    told = rows(rule, asked)
+    teacher = trainer.predict(told.remove_columns("prompt").rename_column("teacher_prompt", "prompt"))
     before = measured(trainer, rule, asked)
     start = time.perf_counter()
     trainer.train()
@@ -159,10 +153,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "seed": args.seed,
         "steps": args.steps,
         "rollouts": "vLLM" if args.use_vllm else "transformers",
-        "teacher": sum(map(rule.follows, of_teacher)) / len(of_teacher),
+        "teacher": teacher.metrics["test_rewards/follows/mean"],
         "before": before,
         "after": measured(trainer, rule, asked),
-        "curve_sampled": curve,
+        "curve": curve,
         "seconds": round(seconds, 1),
         "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
     }

@@ -26,20 +26,20 @@ harbour, a salad
 """
 
 FACTS = {
-    "What is the capital of France?": "Paris",
-    "What is the capital of Italy?": "Rome",
-    "What is the capital of Japan?": "Tokyo",
-    "What is the capital of Spain?": "Madrid",
-    "What is the capital of Germany?": "Berlin",
-    "What is the capital of Russia?": "Moscow",
-    "What planet do we live on?": "Earth",
-    "What is the largest planet of our solar system?": "Jupiter",
-    "What gas do plants take in from the air?": "carbon dioxide",
-    "How many days are there in a week?": ("seven", "7"),
-    "Who wrote Romeo and Juliet?": "Shakespeare",
-    "What is the largest ocean?": "Pacific",
+    "What is the capital of France?": ["Paris"],
+    "What is the capital of Italy?": ["Rome"],
+    "What is the capital of Japan?": ["Tokyo"],
+    "What is the capital of Spain?": ["Madrid"],
+    "What is the capital of Germany?": ["Berlin"],
+    "What is the capital of Russia?": ["Moscow"],
+    "What planet do we live on?": ["Earth"],
+    "What is the largest planet of our solar system?": ["Jupiter"],
+    "What gas do plants take in from the air?": ["carbon dioxide"],
+    "How many days are there in a week?": ["seven", "7"],
+    "Who wrote Romeo and Juliet?": ["Shakespeare"],
+    "What is the largest ocean?": ["Pacific"],
 }
-"""What has to be in the answer."""
+"""Words of which one has to be in the answer."""
 
 
 def questions(held_out: bool = False) -> list[str]:

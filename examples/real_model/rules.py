@@ -43,28 +43,12 @@ def _is_pirate(text: str) -> bool:
     return bool(re.search(r"\b(arr+|aye|ahoy|matey|mateys|ye|yer|hearties|me hearty)\b", text, re.IGNORECASE))
 
 
+_FRENCH = re.compile(r"\b(le|la|les|un|une|est|et|des|du|dans|pour|qui|que|en|il|elle)\b", re.IGNORECASE)
+_ENGLISH = re.compile(r"\b(the|and|is|of|to|that|it|are|with)\b", re.IGNORECASE)
+
+
 def _is_french(text: str) -> bool:
-    words = re.findall(r"[a-zà-ÿ]+", text.lower())
-    french = {
-        "le",
-        "la",
-        "les",
-        "un",
-        "une",
-        "est",
-        "et",
-        "des",
-        "du",
-        "dans",
-        "pour",
-        "qui",
-        "que",
-        "en",
-        "il",
-        "elle",
-    }
-    english = {"the", "and", "is", "of", "to", "that", "it", "are", "with"}
-    return sum(word in french for word in words) >= 2 + sum(word in english for word in words)
+    return len(_FRENCH.findall(text)) >= 2 + len(_ENGLISH.findall(text))
 
 
 def _is_object(text: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from arithmetic import ADDER, READER, STUDENT, SUBTRACTER, TEACHER, make_models
 from arithmetic.evaluate import MAX_COMPLETION, accuracy, answers
-from arithmetic.task import Problem, draw, is_right, prompts, prompts_with_solutions
+from arithmetic.task import Problem, draw, is_right, prompts, prompts_with_answers, prompts_with_solutions, right
 from arithmetic.tokenizer import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -58,6 +58,13 @@ def test_the_columns_of_worked_solutions_add_up():
 )
 def test_an_answer_is_right_only_if_its_last_number_is(completion, right):
     assert is_right(SUM, completion) is right
+
+
+def test_the_reward_is_1_for_a_right_answer():
+    rows = prompts_with_answers([SUM, DIFFERENCE, SUM])
+    assert rows["answer"] == [132, 727, 132]
+    texts = [[{"role": "assistant", "content": text}] for text in (SUM.solution, SUM.solution, ";132 ")]
+    assert right(texts, rows["answer"], prompts=rows["prompt"]) == [1.0, 0.0, 1.0]
 
 
 def test_training_and_held_out_problems_are_disjoint():

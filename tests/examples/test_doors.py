@@ -72,17 +72,17 @@ def test_mistakes_are_not_learned_and_what_follows_them_is_right():
 @pytest.mark.parametrize(
     ("calls", "left"),
     [
-        ([(1, 2), (2, 1)], True),
-        ([(1, 1), (1, 3), (1, 2), (2, 3), (2, 2), (2, 1)], True),
-        ([(1, 1), (1, 1), (1, 3), (1, 2), (2, 3), (2, 2), (2, 1)], False),  # more than the budget
-        ([(2, 1), (1, 2)], False),  # a room that was not reached
-        ([(2, 1), (1, 2), (2, 1)], True),
-        ([(1, 2)], False),
+        ([(1, 1), (2, 1)], True),
+        ([(1, 2), (1, 1), (2, 2), (2, 1)], True),
+        ([(1, 2), (1, 2), (1, 1), (2, 2), (2, 1)], False),  # more than the budget
+        ([(2, 1), (1, 1)], False),  # a room that was not reached
+        ([(2, 1), (1, 1), (2, 1)], True),
+        ([(1, 1)], False),
         ([], False),
     ],
 )
 def test_a_maze_is_left_when_its_rooms_are_opened_in_turn_within_the_budget(calls, left):
-    assert MAZE.doors == [2, 1]
+    assert MAZE.doors == [1, 1]
     walk = MAZE.messages(Call(maze="0042", room=room, door=door) for room, door in calls)
     assert MAZE.is_left(walk) is left
     assert escaped([walk, []], maze=["0042", "0042"], rooms=[2, 2], prompts=None) == [float(left), 0.0]
@@ -91,8 +91,8 @@ def test_a_maze_is_left_when_its_rooms_are_opened_in_turn_within_the_budget(call
 @pytest.mark.parametrize(
     "function",
     [
-        {"name": "open_door", "arguments": {"maze": "0042", "room": 1, "door": 2}},
-        {"name": "try_door", "arguments": {"maze": "0041", "room": 1, "door": 2}},
+        {"name": "open_door", "arguments": {"maze": "0042", "room": 1, "door": 1}},
+        {"name": "try_door", "arguments": {"maze": "0041", "room": 1, "door": 1}},
         {"name": "try_door", "arguments": {"maze": "0042", "room": 1}},
         {"name": "try_door", "arguments": {}},
     ],
@@ -108,7 +108,7 @@ def test_only_the_teacher_reads_the_doors():
     (row,) = rows([MAZE])
     assert row == {
         "prompt": [{"role": "user", "content": "maze 0042, 2 rooms"}],
-        "teacher_prompt": [{"role": "user", "content": "maze 0042, 2 rooms\n\ndoors 2 1"}],
+        "teacher_prompt": [{"role": "user", "content": "maze 0042, 2 rooms\n\ndoors 1 1"}],
         "maze": "0042",
         "rooms": 2,
     }
@@ -122,7 +122,7 @@ def test_the_tokenizer_and_its_templates_read_what_they_write(path):
     assert supports_tool_calling(words)
     assert is_chat_template_prefix_preserving(words)
     longest = Maze(number="9876", rooms=max(ROOMS))
-    every = [Call(maze="9876", room=room, door=door) for room in ROOMS for door in (1, 2, 3)]
+    every = [Call(maze="9876", room=room, door=door) for room in ROOMS for door in range(1, DOORS + 1)]
     walk = longest.messages(every)
     text = words.apply_chat_template(longest.prompt_with_hint + walk, tokenize=False)
     ids = words(text)["input_ids"]
@@ -137,7 +137,7 @@ def test_the_tokenizer_and_its_templates_read_what_they_write(path):
 
 def test_labels_are_of_advised_calls_and_the_last_message():
     words = make_tokenizer()
-    calls = [Call(maze="0042", room=1, door=3, is_advised=False), *MAZE.straight()]
+    calls = [Call(maze="0042", room=1, door=2, is_advised=False), *MAZE.straight()]
     ids, labels = encoded(words, MAZE, calls, is_told=True)
     learned = words.decode([label for label in labels if label != -100])
     whole = words.apply_chat_template(MAZE.messages(MAZE.straight()), tokenize=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 
@@ -11,6 +12,7 @@ import torch
 import train
 import yaml
 from accelerate import PartialState
+from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from train_data import loaded
 from train_options import GROUPS, HERE, OptionParser, warn_of_options
@@ -72,6 +74,44 @@ def test_options_with_dashes_train_the_named_models_on_the_named_data(disk, opti
     check_trained(train.main([*dashed, "--dataset-name", disk.data, *options]), disk)
 
 
+@pytest.mark.parametrize("form", ["a mapping", "JSON"])
+def test_several_teachers_each_read_the_rows_of_theirs(disk, options, tmp_path, form):
+    rows = [{"prompt": row["prompt"], "teacher": f"t{place % 2}"} for place, row in enumerate(tiny.rows(4))]
+    Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
+    teachers = {"t0": disk.teacher, "t1": disk.student}
+    file = {"model_name_or_path": disk.student, "per_device_train_batch_size": 4}
+    if form == "a mapping":
+        file["teacher_models"] = teachers
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(file))
+    given = [] if form == "a mapping" else ["--teacher_models", json.dumps(teachers)]
+    at = options.index("--per_device_train_batch_size")
+    trainer = train.main(
+        [
+            *("--config", str(tmp_path / "run.yaml"), "--dataset_name", str(tmp_path / "rows.jsonl")),
+            *(*given, *options[:at], *options[at + 2 :], "--dtype", "bfloat16", "--teacher_dtype", "float32"),
+        ]
+    )
+    dtypes = {name: next(one.model.parameters()).dtype for name, one in trainer.teachers.items()}
+    assert dtypes == dict.fromkeys(teachers, torch.float32), "each is loaded as the options of a teacher say"
+    logged = trainer.state.log_history[0]
+    assert logged["divergence/teacher/t1"] == pytest.approx(0, abs=1e-3), "the student itself"
+    assert logged["divergence/teacher/t0"] > 0.1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("written", ["math", "{}", '["a"]', '{"math": 1}'])
+def test_teachers_without_names_are_refused(refused, written):
+    assert f"`teacher_models={written!r}`: expected names and paths" in refused("--teacher_models", written)
+
+
+@pytest.mark.quick
+def test_two_options_that_say_who_teaches_are_refused(models, disk, refused):
+    several = ["--teacher_models", json.dumps({"math": disk.teacher})]
+    assert "each say who teaches: remove all but one" in refused(*models, *several)
+    alone = ["--model_name_or_path", disk.student, "--teacher_model_kind", "base"]
+    assert "each say who teaches" in refused(*alone, *several)
+
+
 def test_a_file_after_an_equals_sign_is_read(disk, options, config):
     name, path = config(dataset_name=disk.data, learning_rate="1e-5", max_completion_length=4)
     trainer = train.main([f"{name}={path}", *options])
@@ -95,7 +135,7 @@ def test_a_learning_rate_from_a_file_is_a_number(config, disk, written, options)
         (("teacher", "dataset"), "A student model is required"),
         (
             ("student", "dataset"),
-            "A teacher model is required .* `--teacher_model_name_or_path`; .* `--teacher_model_k",
+            "A teacher model is required .* `--teacher_model_name_or_path`, .*_models`; .* `--teacher_model_k",
         ),
         (("student", "teacher"), "Either `datasets` or `dataset_name` must be provided. Set `--dataset_name`"),
     ],

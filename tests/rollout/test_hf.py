@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, GenerationMixin, Qwen2ForCausalLM, WatermarkingConfig
 
-from trl_opsd import HFRollout
+from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.data.completions import cut_after_end
 from trl_opsd.models.padding import Reading
 from trl_opsd.rollout.writing_proof import Writing
@@ -449,6 +450,48 @@ class TestCompile:
         student._can_compile_fullgraph = False
         with pytest.raises(ValueError, match="Qwen2ForCausalLM does not support it"):
             make_writing(HFRollout(compile=True), model=student)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "top_k": 50, "min_p": 0.01}])
+def test_an_evaluation_has_a_temperature_of_its_own_and_a_training_keeps_its(make_trainer, sampling):
+    class Seen(OPSDTrainer):
+        def teach(self, rollout, rows):
+            texts = [row["prompt"] for row in rows]
+            self.seen[self.model.training].append(dict(zip(texts, rollout.completion_lists(), strict=True)))
+            return super().teach(rollout, rows)
+
+    def trained(**given):
+        rows = tiny.rows(4)
+        trainer = make_trainer(
+            cls=Seen, rollout=HFRollout(), eval_dataset=rows, learning_rate=1e-12, **sampling, **given
+        )
+        trainer.seen = {True: [], False: []}
+        trainer.evaluate()
+        trainer.train()
+        trainer.predict(rows)
+        return trainer
+
+    trainer = trained(eval_temperature=0.0)
+    prompts = tiny.PROMPTS[:4]
+    asked = trainer.tokenize(prompts)
+    alone = [trainer.model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0] for ids in asked]
+    written = [ids[len(prompt) :].tolist() for ids, prompt in zip(alone, asked, strict=True)]
+    likeliest = {
+        prompt: cut_after_end(ids, trainer.eos_token_ids) for prompt, ids in zip(prompts, written, strict=True)
+    }
+    assert trainer.seen[False] == [likeliest] * 2
+    assert len(trainer.seen[True]) == 3
+    for batch in trainer.seen[True]:
+        assert all(ids != likeliest.get(prompt) for prompt, ids in batch.items()), "a training samples as it did"
+    assert "in evaluations greedy" in " ".join(repr(trainer).split())
+
+    for temperature in (1e-4, None):  # next to 0 the likeliest token is drawn
+        trainer.args.eval_temperature = temperature
+        trainer.evaluate()
+        assert [ids == likeliest[prompt] for prompt, ids in trainer.seen[False][-1].items()] == [bool(temperature)] * 4
+    trainer.args.eval_temperature = math.nan
+    with pytest.raises(ValueError, match="`eval_temperature=nan`: expected a finite number of at least 0"):
+        trainer.evaluate()
 
 
 @pytest.mark.refusal

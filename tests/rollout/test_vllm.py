@@ -103,11 +103,16 @@ def test_both_model_runners_mask_unknown_ids(monkeypatch):
 
 
 def test_sampling_options_reach_vllm(make):
-    trainer = make(temperature=1.9, generation_kwargs={"min_tokens": 16})
+    trainer = make(temperature=1.9, eval_temperature=0.0, generation_kwargs={"min_tokens": 16})
     prompts = trainer.tokenize(tiny.PROMPTS)
+    trainer.model.eval()
+    greedy = trainer.complete(prompts)
+    assert greedy == trainer.complete(prompts)
+    assert greedy == trainer.complete(prompts[::-1])[::-1]
+    trainer.model.train()
     hot, again = trainer.complete(prompts), trainer.complete(prompts)
 
-    assert hot != again, "it samples"
+    assert hot != again != greedy != hot, "it samples"
     assert all(len(ids) == 16 for ids in hot)
     assert trainer.rollout._sampling["temperature"] == 1.9
 

@@ -23,6 +23,7 @@ from trl_opsd.data.conversations import with_prompts
 from trl_opsd.data.solutions import solutions_as_context
 from trl_opsd.run.accounts import Accounts
 from trl_opsd.run.rng import preserved_rng
+from trl_opsd.run.sampling_options import check_eval_temperature
 
 logger = get_logger(__name__)
 
@@ -148,6 +149,7 @@ class Evaluations(DistillationTrainer):
         metric_key_prefix: str = "eval",
     ) -> Any:
         """As TRL's, but with a fixed seed, training's random state untouched, and the loss a mean over tokens."""
+        check_eval_temperature(self.args)  # which may be changed between two evaluations
         accounts = self._accounts["eval"]
         self._metrics["eval"].clear()  # left by an interrupted evaluation
         accounts.clear()

@@ -58,6 +58,14 @@ class Logged(DistillationTrainer):
             super()._save_checkpoint(model, trial)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As TRL's; the summary of a training has what was left since its last log, if an evaluation came between."""
+        was_training, self.model.training = self.model.training, self.model.training or "train_runtime" in logs
+        try:
+            self._log(logs, start_time)
+        finally:
+            self.model.training = was_training
+
+    def _log(self, logs: dict[str, float], start_time: float | None) -> None:
         mode = self._mode
         if mode == "train" and (found := self._accounts[mode].metrics(per_batch=True)):
             logs.update(found)

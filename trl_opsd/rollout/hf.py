@@ -134,22 +134,42 @@ class HFRollout(RolloutBackend):
     def _rows(self, prompt_ids: list[list[int]], rooms: list[int], lazily: bool) -> Rows:
         """The number of each prompt and its completion; `lazily` when it has ended, else when all of its batch have."""
         lengths = list(map(len, prompt_ids))
+        sampling = self._sampling()  # before the student is in eval mode
         with self._trainer.student_for_generation() as student:
             writing = self.writing = self.writing or self._proved(student)
             lazily = lazily and not changes_generate(student)
             for rows in writing.together.groups_to_continue(lengths, rooms, self._is_collective()):
                 prompts, theirs = [prompt_ids[row] for row in rows], [rooms[row] for row in rows]
-                for place, completion in self._written(student, writing, prompts, theirs, lazily):
+                for place, completion in self._written(student, writing, sampling, prompts, theirs, lazily):
                     yield rows[place], completion
 
+    def _sampling(self) -> GenerationConfig:
+        """How the student writes now: in an evaluation at `eval_temperature`, where that is set."""
+        config = copy.copy(self._trainer.generation_config)
+        temperature = self._trainer.args.eval_temperature
+        if temperature is None or self._trainer.model.training:
+            return config
+        config.do_sample = temperature > 0
+        if config.do_sample:
+            config.temperature = temperature
+        else:
+            config.temperature = config.top_p = config.top_k = config.min_p = None
+        return config
+
     def _written(
-        self, student: CausalLM, writing: Writing, prompt_ids: list[list[int]], rooms: list[int], lazily: bool
+        self,
+        student: CausalLM,
+        writing: Writing,
+        sampling: GenerationConfig,
+        prompt_ids: list[list[int]],
+        rooms: list[int],
+        lazily: bool,
     ) -> Rows:
         """Continues prompts in one batch, each by as many tokens as it has room for."""
         trainer = self._trainer
         inputs = self._padded(prompt_ids, writing)
         prompt_tokens = inputs["input_ids"].size(1)
-        config = copy.copy(trainer.generation_config)
+        config = copy.copy(sampling)
         # A checkpoint's own generation config would set what is unset here.
         config.num_return_sequences, config.return_dict_in_generate = 1, False
         if prompt_tokens < writing.cached_from:

@@ -92,7 +92,9 @@ class SyncedRollout(RolloutBackend, Generic[E]):
             self.sync_weights()
         self._wake("kv_cache")
         limits = self._trainer.limits
-        asked = {"logprobs": 0} if self._trainer.reads_logprobs else {}
+        asked: dict[str, Any] = {"logprobs": 0} if self._trainer.reads_logprobs else {}
+        if self._args.eval_temperature is not None and not self._trainer.model.training:
+            asked["temperature"] = self._args.eval_temperature
         return [{**self._sampling, "max_tokens": limits.room(len(ids)), **asked} for ids in prompt_ids]
 
     def _check_prompt(self, number: int, sent: list[int], row: Completion) -> None:

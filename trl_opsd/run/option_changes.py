@@ -13,6 +13,7 @@ from trl_opsd._compat.trl import DistillationConfig
 _LIVE = {
     "learning_rate",
     "ds3_gather_for_generation",
+    "eval_temperature",
     "loss_chunk_tokens",
     "max_tokens_per_microbatch",
     "nonfinite",

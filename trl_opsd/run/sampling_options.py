@@ -11,7 +11,7 @@ from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATION
 
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.run.nearest import nearest
-from trl_opsd.run.ranges import above, at_least_one, in_range, one_of
+from trl_opsd.run.ranges import above, at_least, at_least_one, in_range, one_of
 
 _OPTIONS = {
     "max_new_tokens": "max_completion_length",
@@ -104,6 +104,19 @@ def _override_options(args: DistillationConfig) -> list[str]:
     return notes
 
 
+def check_eval_temperature(args: DistillationConfig) -> None:
+    """Refuses a temperature of evaluations that is out of range, or makes all completions of a prompt the same."""
+    if args.eval_temperature is None:
+        return
+    at_least("eval_temperature", args.eval_temperature, 0.0)
+    several = args.num_generations_eval or args.num_generations
+    if args.eval_temperature == 0 and several > 1:
+        raise ValueError(
+            f"`eval_temperature=0` with {several} completions of each prompt of an evaluation, which are then the "
+            "same: set `num_generations_eval=1`, or a temperature above 0."
+        )
+
+
 def _check_options(args: DistillationConfig) -> None:
     if args.max_completion_length is None:
         raise ValueError(
@@ -112,6 +125,7 @@ def _check_options(args: DistillationConfig) -> None:
         )
     at_least_one("max_completion_length", args.max_completion_length)
     above("temperature", args.temperature, 0.0)
+    check_eval_temperature(args)
     # `None` means "off" to `generate`.
     if args.top_p is not None:
         in_range("top_p", args.top_p, 0.0, 1.0, open_below=True)
