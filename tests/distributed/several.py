@@ -18,6 +18,7 @@ from typing import Any
 
 import forks
 import fsdp_on_cpu
+import pandas
 import tiny
 import torch
 from accelerate.utils import gather_object
@@ -179,7 +180,9 @@ def evaluated(folder: Path, **options: Any) -> dict[str, Any]:
     logs = [trainer.evaluate()]
     predictions = trainer.predict(make_rows(options.get("kind", "map"))).predictions
     texts = WORDS.batch_decode([[one for one in row if one >= 0] for row in predictions], skip_special_tokens=True)
-    return {**found(trainer, logs), "predicted": texts}
+    saved = Path(trainer.args.output_dir) / "completions" / "test_00000.parquet"
+    table = json.loads(pandas.read_parquet(saved).to_json(orient="split")) if trainer.log_completions else None
+    return {**found(trainer, logs), "predicted": texts, "saved": table}
 
 
 SAVES = {"save_strategy": "steps", "save_steps": 1}
@@ -208,8 +211,8 @@ BY_TEACHER: dict[str, Any] = {**OFF_POLICY, "seq_kd": True, "top_k": 1}
 EVALUATIONS: dict[str, dict[str, Any]] = {
     "map": {"num_generations_eval": 2},
     "stream, as in training": {"kind": "stream"},
-    "rewards": {"num_generations_eval": 1, "rewarded": True},
-    "rewards of a stream": {"num_generations_eval": 1, "rewarded": True, "kind": "stream"},
+    "rewards": {"num_generations_eval": 1, "rewarded": True, "log_completions": True},
+    "rewards of a stream": {"num_generations_eval": 1, "rewarded": True, "kind": "stream", "log_completions": True},
 }
 
 

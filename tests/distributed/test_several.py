@@ -167,6 +167,12 @@ def test_an_evaluation_rewards_each_row_once(results, name, processes):
     (logs,) = found["logs"]
     assert logs["eval_rewards/worth/mean"] == pytest.approx(float(values.mean()))
     assert logs["eval_rewards/worth/std"] == pytest.approx(float(values.std()))
+    table = found["saved"]
+    assert table["columns"] == ["step", "prompt", "completion", "worth", "second"]
+    assert [line[2] for line in table["data"]] == found["predicted"], "each row once, in its order"
+    assert [line[3] for line in table["data"]] == pytest.approx(values.tolist())
+    asked = [prompt.partition("=")[0] for _, prompt, *_ in table["data"]]
+    assert [text.partition(".")[0] for text in found["predicted"]] == [prompt.split()[-1] for prompt in asked]
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -9,10 +9,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from pandas import DataFrame
 from torch import Tensor
 
 from trl_opsd._compat.trl import DistillationTrainer, nanstd, parse_response
@@ -39,6 +43,21 @@ SEAMS: dict[str, tuple[str, ...]] = {
 """Overridden methods of TRL's trainer, with their parameters; a test compares them with the installed ones."""
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Rows of an evaluation, each once, in the order in which they were completed.
+
+    Attributes:
+        rewards (`list[torch.Tensor]`): [*, F] each.
+        prompts (`list[str]`): what the student has read; with the completions, collected for `log_completions` only.
+        completions (`list[str]`): what it has written.
+    """
+
+    rewards: list[Tensor] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
+    completions: list[str] = field(default_factory=list)
+
+
 class Rewarded(DistillationTrainer):
     """A trainer that calls reward functions: in evaluations always, in training where their rewards are learned from.
 
@@ -54,8 +73,8 @@ class Rewarded(DistillationTrainer):
     """What is called; `None` without `reward_funcs`."""
     _conversations: list[Any] | None = None
     """The completions of a batch with the answers of tools, as messages."""
-    _evaluated_rewards: list[Tensor] | None = None
-    """[*, F] each, of an evaluation that is under way: the rewards of its rows, each row once."""
+    _evaluated: Evaluated | None = None
+    """Of an evaluation that is under way."""
 
     # ---- The rows of a batch ------------------------------------------------------------------------------------
 
@@ -69,15 +88,25 @@ class Rewarded(DistillationTrainer):
                 The dataset rows, aligned with it.
         """
         is_learned = self.model.training and self.args.reward_weight > 0
-        if self._rewards is None or not (is_learned or self._evaluated_rewards is not None):
+        if self._rewards is None or not (is_learned or self._evaluated is not None):
             return
         with self.phase("reward"):
             rewards_BF = self._rewards_of(self._rewards, batch, rows)
             if not is_learned:
-                assert self._evaluated_rewards is not None, "an evaluation is under way"
-                self._evaluated_rewards.append(self.gather_distinct_rows(rewards_BF).cpu())
+                assert self._evaluated is not None, "an evaluation is under way"
+                self._note_evaluated(self._evaluated, self.gather_distinct_rows(rewards_BF).cpu(), batch)
                 return
             self._tell_advantages(self._rewards, self.accelerator.gather(rewards_BF).cpu(), rows)
+
+    def _note_evaluated(self, evaluated: Evaluated, rewards_RF: Tensor, batch: Mapping[str, Any]) -> None:
+        """Collects the rewards of a batch, and its texts where they are saved. Collective."""
+        evaluated.rewards.append(rewards_RF)
+        if self.log_completions:
+            rollout = Rollout.unpack(batch)
+            lists = {"prompts": rollout.prompt_lists(), "completions": rollout.completion_lists()}
+            for name, ids in lists.items():
+                texts = gather_object(self.processing_class.batch_decode(ids, skip_special_tokens=True))
+                getattr(evaluated, name).extend(texts[: len(rewards_RF)])  # the others fill the last batch
 
     def _tell_advantages(self, rewards: Rewards, rewards_RF: Tensor, rows: Sequence[Request]) -> None:
         """Tells the rows of this process what they are worth beside the others of their prompts, and logs it."""
@@ -157,19 +186,39 @@ class Rewarded(DistillationTrainer):
 
     # ---- The log ------------------------------------------------------------------------------------------------
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', and records the rewards of all rows together."""
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """As transformers', and records the rewards of all rows together; saves them beside what was written."""
+        loop = partial(
+            super().evaluation_loop, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
         if self._rewards is None:
-            return super().evaluation_loop(*args, **kwargs)
-        found: list[Tensor] = []
-        self._evaluated_rewards = found
+            return loop()
+        found = self._evaluated = Evaluated()
         try:
-            output = super().evaluation_loop(*args, **kwargs)
+            output = loop()
         finally:
-            self._evaluated_rewards = None
-        if found:
-            self._record_rewards(self._rewards, torch.cat(found))
+            self._evaluated = None
+        if found.rewards:
+            rewards_RF = torch.cat(found.rewards)
+            self._record_rewards(self._rewards, rewards_RF)
+            if self.log_completions and self.accelerator.is_main_process:
+                self._save_samples(self._rewards, found, rewards_RF, metric_key_prefix)
         return output
+
+    def _save_samples(self, rewards: Rewards, found: Evaluated, rewards_RF: Tensor, prefix: str) -> None:
+        """Writes a table of an evaluation, one line a row, beside those that TRL writes of trainings."""
+        folder, step = Path(self.args.output_dir) / "completions", self.state.global_step
+        folder.mkdir(parents=True, exist_ok=True)
+        table = {"step": step, "prompt": found.prompts, "completion": found.completions}
+        scores = {name: rewards_RF[:, at].tolist() for at, name in enumerate(rewards.functions)}
+        DataFrame({**table, **scores}).to_parquet(folder / f"{prefix}_{step:05d}.parquet")
 
     def _record_rewards(self, rewards: Rewards, rewards_RF: Tensor) -> None:
         named = {f"rewards/{name}": rewards_RF[:, at] for at, name in enumerate(rewards.functions)}

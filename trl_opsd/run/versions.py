@@ -6,6 +6,7 @@ To silence it: `logging.getLogger("trl_opsd.run.versions").setLevel("ERROR")`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from accelerate.logging import get_logger
@@ -44,7 +45,9 @@ def warn_of_newer() -> None:
         )
 
 
+@cache
 def _installed() -> dict[str, str]:
+    """By distribution; read once, which takes milliseconds."""
     found = {}
     for name in TESTED:
         try:

