@@ -1,7 +1,7 @@
 """Measures one optimizer step with `bf16=True`, and the dtype in which each phase multiplies.
 
     python benchmarks/bf16.py                                                 # 135M parameters, on any device
-    accelerate launch --config_file examples/accelerate_configs/zero3.yaml benchmarks/bf16.py
+    accelerate launch --config_file trl_opsd/accelerate_configs/zero3.yaml benchmarks/bf16.py
 
 Student and teacher have the shape of SmolLM2-135M and different random weights; completions are given.
 """

@@ -16,7 +16,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from deepspeed.comm.torch import build_shm_op
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-CONFIGS = Path(__file__).resolve().parent.parent / "examples" / "accelerate_configs"
+CONFIGS = Path(__file__).resolve().parent.parent / "trl_opsd" / "accelerate_configs"
 PROCESSES = 2
 
 
@@ -25,7 +25,7 @@ def launch(strategy: str, function: Callable[..., Any], *args: Any, processes: i
 
     Args:
         strategy (`str`):
-            A file of `examples/accelerate_configs` for the CPU, or "ddp": that is how `torchrun` starts processes, as
+            A file of `trl_opsd/accelerate_configs` for the CPU, or "ddp": that is how `torchrun` starts processes, as
             accelerate has no file for it that works on a CPU.
         function (`Callable`):
             Runs in every process.

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-CONFIGS = TESTS.parent / "examples" / "accelerate_configs"
+CONFIGS = TESTS.parent / "trl_opsd" / "accelerate_configs"
 SECONDS = 300
 """Time limit of a launch; generous, for a busy machine."""
 
 
 def launch(strategy: str, script: Path, *arguments: object, status: int = 0, **environment: str) -> str:
-    """Runs a script under `examples/accelerate_configs/<strategy>_cpu.yaml`.
+    """Runs a script under `trl_opsd/accelerate_configs/<strategy>_cpu.yaml`.
 
     Returns:
         `str`: What was printed on stderr.

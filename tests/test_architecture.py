@@ -33,6 +33,8 @@ FLOORS = {
     "writing": 9,
     "trainer": 10,
     "__init__": 11,
+    "cli": 12,
+    "__main__": 13,
 }
 """A file imports its own package and lower floors only. The key is the file, or the folder it lies in."""
 

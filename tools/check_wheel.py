@@ -28,6 +28,8 @@ import trl_opsd
 assert pathlib.Path(trl_opsd.__file__).is_relative_to(sys.prefix), trl_opsd.__file__
 for name in trl_opsd.__all__:
     getattr(trl_opsd, name)
+from importlib.resources import files
+assert (files("trl_opsd") / "accelerate_configs" / "zero3.yaml").is_file()
 print("imported from the wheel:", *trl_opsd.__all__)
 """
 
@@ -67,12 +69,11 @@ def build(folder: Path) -> Path:
 def compare_contents(wheel: Path) -> tuple[set[str], set[str]]:
     """What the wheel lacks, and what it holds besides the package and its metadata."""
     held = set(zipfile.ZipFile(wheel).namelist())
-    package = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "trl_opsd").rglob("*.py")}
+    inside = [path for kind in ("*.py", "*.yaml", "py.typed") for path in (REPOSITORY / "trl_opsd").rglob(kind)]
+    package = {str(path.relative_to(REPOSITORY)) for path in inside}
     metadata = {name for name in held if name.partition("/")[0].endswith(".dist-info")}
     licences = {name for name in metadata if name.endswith("/LICENSE")}
-    return (package | {"trl_opsd/py.typed"} | (set() if licences else {"LICENSE"})) - held, (
-        held - metadata - package - {"trl_opsd/py.typed"}
-    )
+    return (package | (set() if licences else {"LICENSE"})) - held, held - metadata - package
 
 
 def run(*command: object, at: str | Path, quiet: bool = False) -> None:

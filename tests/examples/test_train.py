@@ -21,10 +21,11 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+import trl_opsd
 from trl_opsd import OPSDConfig
 from trl_opsd.run.launch_file import check_nested_keys
 
-CONFIGS = Path(train.__file__).parent / "accelerate_configs"
+CONFIGS = Path(trl_opsd.__file__).parent / "accelerate_configs"
 STRATEGIES = {
     "single": ("NO", 1),
     "ddp": ("MULTI_GPU", 8),

@@ -14,10 +14,12 @@ import yaml
 from accelerate import PartialState
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-from train_data import loaded
-from train_options import GROUPS, HERE, OptionParser, warn_of_options
 from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ScriptArguments
+
+from trl_opsd.cli.train.data import loaded
+from trl_opsd.cli.train.effects import warn_of_options
+from trl_opsd.cli.train.options import GROUPS, HERE, OptionParser
 
 
 @pytest.fixture
@@ -347,7 +349,7 @@ def test_options_without_effect_beside_the_others_are_named(case, caplog):
     PartialState()  # which the config makes; the logger asks it for the process
     given, message = VOID[case]
     teacher = [] if "--teacher_model_kind" in given else ["--teacher_model_name_or_path", "teacher"]
-    warn_of_options(*OptionParser().parse_args_and_config(["--model_name_or_path", "student", *teacher, *given]))
+    warn_of_options(OptionParser(train.TASKS).given(["--model_name_or_path", "student", *teacher, *given]))
     (said,) = (record.getMessage() for record in caplog.records if "without effect" in record.getMessage())
     assert f"Options without effect: {message}" in said
 
@@ -363,7 +365,7 @@ def test_options_without_effect_beside_the_others_are_named(case, caplog):
 )
 def test_options_that_have_an_effect_are_not_named(given, caplog):
     models = ["--model_name_or_path", "student", "--teacher_model_name_or_path", "teacher"]
-    warn_of_options(*OptionParser().parse_args_and_config([*models, *given]))
+    warn_of_options(OptionParser().given([*models, *given]))
     assert "without effect" not in caplog.text
 
 

@@ -69,7 +69,7 @@ def _check_sequences(sizes: ParallelismConfig, args: Any, processes: int) -> Non
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
         raise ValueError(
             f"{asked} in a launch without DeepSpeed, whose Ulysses divides the rows: launch with `distributed_type: "
-            "DEEPSPEED` (`examples/accelerate_configs/sp.yaml`), or remove it."
+            "DEEPSPEED` (`trl_opsd/accelerate_configs/sp.yaml`), or remove it."
         )
     if processes % sizes.sp_size or sizes.data_parallel_size not in (1, processes // sizes.sp_size):
         raise ValueError(
@@ -94,7 +94,7 @@ def _check_replicas(replicas: int, shards: int, processes: int) -> None:
             raise ValueError(
                 f"`parallelism_config`: `dp_shard_size={shards}` in a launch without FSDP, where nothing would be "
                 "sharded: launch with `distributed_type: FSDP` and `fsdp_version: 2` "
-                "(`examples/accelerate_configs/hsdp.yaml`), or remove it; DeepSpeed shards by its `zero_stage`."
+                "(`trl_opsd/accelerate_configs/hsdp.yaml`), or remove it; DeepSpeed shards by its `zero_stage`."
             )
     elif shards == 1 or replicas * shards != processes:
         raise ValueError(

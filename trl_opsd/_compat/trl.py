@@ -1,10 +1,21 @@
 """The names that this package imports from TRL; no other file imports it."""
 
-from trl import DistillationConfig, DistillationTrainer
+from trl import (
+    DatasetMixtureConfig,
+    DistillationConfig,
+    DistillationTrainer,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_dataset,
+    get_peft_config,
+    get_quantization_config,
+)
 from trl.chat_template_utils import parse_response
 from trl.data_utils import apply_chat_template
 from trl.generation.vllm_client import VLLMClient
 from trl.models.utils import unwrap_model_for_generation
+from trl.scripts.utils import DatasetConfig
 from trl.trainer import distillation_trainer
 from trl.trainer.utils import (
     create_model_from_path,
@@ -18,14 +29,22 @@ from trl.trainer.utils import (
 )
 
 __all__ = [
+    "DatasetConfig",
+    "DatasetMixtureConfig",
     "DistillationConfig",
     "DistillationTrainer",
+    "ModelConfig",
+    "ScriptArguments",
+    "TrlParser",
     "VLLMClient",
     "apply_chat_template",
     "create_model_from_path",
     "distillation_trainer",
     "get_callable_name",
     "get_config_model_id",
+    "get_dataset",
+    "get_peft_config",
+    "get_quantization_config",
     "is_async_callable",
     "maybe_gather_lm_head_ctx",
     "nanstd",

@@ -1,4 +1,4 @@
-"""The options of `train.py`, from the command line and a YAML file; refuses unknown ones, with the nearest names."""
+"""The options of a training, from the command line and a YAML file; refuses unknown ones, with the nearest names."""
 
 from __future__ import annotations
 
@@ -6,26 +6,20 @@ import json
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
-from accelerate.logging import get_logger
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
-from trl.scripts.utils import DatasetConfig
 
-from trl_opsd import OPSDConfig
+from trl_opsd._compat.trl import DatasetConfig, DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+from trl_opsd.cli.train.tasks import Tasks
+from trl_opsd.config import OPSDConfig
 from trl_opsd.run.failure import ends_first, share_tracebacks
 from trl_opsd.run.foreign_options import OPTIONS, known_elsewhere
 from trl_opsd.run.nearest import nearest
-
-logger = get_logger(__name__)
-
-TASKS = {"arithmetic": Path(__file__).parent / "arithmetic.yaml"}
-"""The built-in tasks, and a file with the options of each."""
 
 DTYPES = ["auto", "bfloat16", "float16", "float32"]
 
@@ -60,10 +54,6 @@ HERE = {
 class ExtraArguments:
     """What TRL's configs have no options for."""
 
-    task: str | None = field(
-        default=None,
-        metadata={"choices": list(TASKS), "help": "Train on a built-in task, with its models, data and options."},
-    )
     teacher_models: dict | str | None = field(
         default=None,
         metadata={
@@ -78,6 +68,13 @@ class ExtraArguments:
     teacher_attn_implementation: str | None = field(
         default=None,
         metadata={"help": "Attention implementation of the teacher. If not set, `attn_implementation`."},
+    )
+    dry_run: bool = field(
+        default=False,
+        metadata={
+            "help": "Go through every check, one generation batch and one optimizer step, say what was seen, and save "
+            "nothing."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -94,73 +91,81 @@ class ExtraArguments:
             )
 
 
+_FILE = "--config FILE reads any of these options from a YAML file; the command line goes before it."
+_LAUNCHED = (
+    " Options of `accelerate launch` may stand among them, also in the file; --accelerate_config takes a file or the "
+    "name of one of this package: zero3, fsdp2, ddp."
+)
+
 GROUPS = (ExtraArguments, ScriptArguments, OPSDConfig, ModelConfig, DatasetMixtureConfig)
 """The dataclasses whose fields are the options."""
 
 
-_DATA = ("dataset_name", "dataset_config", "dataset_streaming")
-_MIXTURE = ("datasets", "streaming", "test_split_size")
-_LORA = (*(one.name for one in fields(ModelConfig) if one.name.startswith("lora_")), "use_rslora", "use_dora")
-_4_BIT = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
-_OF_TEACHER = ("teacher_dtype", "teacher_attn_implementation")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """The options of a run."""
 
-
-def warn_of_options(
-    extra: ExtraArguments,
-    script: ScriptArguments,
-    config: OPSDConfig,
-    model: ModelConfig,
-    mixture: DatasetMixtureConfig,
-) -> None:
-    """Says which options of the script are set and have no effect; `OPSDTrainer` says so of those of its config."""
-    unread: list[tuple[Any, Sequence[str], str]] = [(script, ["ignore_bias_buffers"], "this trainer has no use for it")]
-    if not model.use_peft:
-        unread.append((model, _LORA, "`use_peft` is not set"))
-    if not model.load_in_4bit:
-        unread.append((model, _4_BIT, "`load_in_4bit` is not set"))
-    if config.teacher_model_kind is not None:
-        unread.append((extra, _OF_TEACHER, "the student is its own teacher"))
-    if config.eval_strategy == "no":
-        unread.append((script, ["dataset_test_split"], "`eval_strategy` is not set"))
-    if extra.task:
-        unread += [
-            (group, names, "the task has a dataset of its own")
-            for group, names in ((script, _DATA), (mixture, _MIXTURE))
-        ]
-    elif mixture.datasets:
-        unread.append((script, _DATA, "`datasets` is loaded"))
-    found = [
-        f"`{name}={getattr(group, name)!r}`, because {reason}"
-        for group, names, reason in unread
-        for name in names
-        if getattr(group, name) != getattr(type(group), name, [])  # a list has its default in a factory
-    ]
-    if found:
-        logger.warning(f"Options without effect: {'; '.join(found)}.")
+    extra: ExtraArguments
+    """What TRL has no options for."""
+    script: ScriptArguments
+    """One dataset."""
+    config: OPSDConfig
+    """The training."""
+    model: ModelConfig
+    """The student, how it is loaded, and its adapter."""
+    mixture: DatasetMixtureConfig
+    """Several datasets."""
+    task: str | None
+    """The built-in task, if one is named."""
 
 
 class OptionParser(TrlParser):
     """TRL's parser, which ends the program on an option that it does not know, also on one in the YAML file.
 
     Abbreviations of options are unknown. In a launch of several processes, help and errors are printed once.
+
+    Args:
+        tasks (`Mapping[str, Task]`, *optional*):
+            The built-in tasks by name.
+        launch_options (`Collection[str]`, *optional*):
+            What the YAML file may also have, for whoever launches the training.
+        parser (`Any`):
+            What argparse takes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tasks: Tasks | None = None, launch_options: Collection[str] = (), **parser: Any) -> None:
+        self.tasks, self._elsewhere = tasks or {}, launch_options
         super().__init__(
-            GROUPS,
+            [*GROUPS, *([_task_group(list(self.tasks))] if self.tasks else [])],
             allow_abbrev=False,
-            usage="%(prog)s [--config FILE] [--task TASK] [--OPTION VALUE ...]",
-            description="--config FILE reads any of these options from a YAML file; the command line goes before it.",
+            usage=f"%(prog)s [--config FILE]{' [--task TASK]' if self.tasks else ''} [--OPTION VALUE ...]",
+            description=f"{_FILE}{_LAUNCHED if launch_options else ''}",
+            **parser,
         )
-        self._file = ""
 
-    def parse_args_and_config(self, args: Iterable[str]) -> tuple[Any, ...]:
-        """One object for each of `GROUPS`.
-
-        The command line goes before the file of `--config`, that before the options of a built-in task, and those
-        before the defaults.
+    def given(self, args: Iterable[str]) -> Given:
+        """The options of a run: the command line goes before the file of `--config`, that before the options of a
+        built-in task, and those before the defaults.
         """
         share_tracebacks()
+        groups = super().parse_args_and_config(self._with_defaults(args))
+        names = ("extra", "script", "config", "model", "mixture")
+        task = groups[len(names)].task if self.tasks else None
+        return Given(**dict(zip(names, groups, strict=False)), task=task)
+
+    def check(self, args: Iterable[str]) -> None:
+        """Ends the program on a name or a kind of value that is wrong, without making a config, which would start what
+        a training needs.
+        """
+        given = self._with_defaults(args)
+        if "--config" in given:
+            at = given.index("--config")
+            self.set_defaults_with_config(**self._read(given[at + 1]))
+            given = [*given[:at], *given[at + 2 :]]
+        self.parse_args(given)
+
+    def _with_defaults(self, args: Iterable[str]) -> list[str]:
+        """The arguments, with `--config FILE` in two, when the file has been checked and the task's options are set."""
         own = ArgumentParser(add_help=False, allow_abbrev=False)
         own.error = self.error  # type: ignore[method-assign]
         own.add_argument("--config", action="append", default=[])
@@ -169,9 +174,9 @@ class OptionParser(TrlParser):
         if len(given.config) > 1:
             self.error(f"--config is given {len(given.config)} times, but only one file is read")
         config = self._read(given.config[0]) if given.config else {}
-        if (task := given.task or config.get("task")) in TASKS:
-            self.set_defaults_with_config(**yaml.safe_load(TASKS[task].read_text(encoding="utf-8")))
-        return super().parse_args_and_config(_split(args, "--config"))
+        if task := self.tasks.get(str(given.task or config.get("task"))):
+            self.set_defaults_with_config(**yaml.safe_load(task.options.read_text(encoding="utf-8")))
+        return _split(args, "--config")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
@@ -182,8 +187,9 @@ class OptionParser(TrlParser):
 
     def set_defaults_with_config(self, **config: Any) -> list[str]:
         """Numbers are set as they are written, so that they are converted as on the command line."""
+        ours = {name: value for name, value in config.items() if name not in self._elsewhere}
         return super().set_defaults_with_config(
-            **{name: str(value) if type(value) in (int, float) else value for name, value in config.items()}
+            **{name: str(value) if type(value) in (int, float) else value for name, value in ours.items()}
         )
 
     def print_help(self, file: Any = None) -> None:
@@ -203,9 +209,10 @@ class OptionParser(TrlParser):
             self.error(f"--config {path}: {error}")
         if not isinstance(config, dict):
             self.error(f"--config {path}: expected a mapping of options to values, got {type(config).__name__}")
-        hints = {name: hint for group in GROUPS for name, hint in get_type_hints(group).items()}
+        hints = {name: hint for group in self.dataclass_types for name, hint in get_type_hints(group).items()}
         allowed = {action.dest: action.choices for action in self._actions}
-        options = {str(name): value for name, value in config.items() if name != "env"}
+        passed = {"env", *self._elsewhere}
+        options = {str(name): value for name, value in config.items() if name not in passed}
         problems = [
             _problem(name, value, hints[name], allowed[name]) for name, value in options.items() if name in allowed
         ]
@@ -218,6 +225,12 @@ class OptionParser(TrlParser):
         if found := [problem for problem in problems if problem]:
             self.error(f"--config {path}: {'; '.join(found)}")
         return config
+
+
+def _task_group(names: list[str]) -> type:
+    """A dataclass with the option that names a built-in task."""
+    told = {"choices": names, "help": "Train on a built-in task, with its models, data and options."}
+    return make_dataclass("TaskArguments", [("task", str | None, field(default=None, metadata=told))])
 
 
 def _split(args: Sequence[str], option: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Loads the dataset of `train.py` as TRL's scripts do, from the Hub or from files; knows no models."""
+"""Loads the dataset of a training script as TRL's scripts do, from the Hub or from files; knows no models."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from arithmetic.task import draw, prompts, prompts_with_answers
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
-from score import held_out
-from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
+
+from trl_opsd._compat.trl import DatasetMixtureConfig, ScriptArguments, get_dataset
 
 Splits = Mapping[str, Dataset | IterableDataset]
 
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 """How a single file is loaded, by its suffix."""
-
-
-def arithmetic() -> Splits:
-    """The built-in task: problems to train on, and those that `score.py` evaluates."""
-    return {"train": prompts(draw(2**14)), "test": prompts_with_answers(held_out())}
 
 
 def loaded(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
@@ -33,7 +27,7 @@ def loaded(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
     if not (mixture.datasets or script.dataset_name):
         raise ValueError(
             "Either `datasets` or `dataset_name` must be provided. Set `--dataset_name` to the name or path of a "
-            "dataset, list several as `datasets` in the file of `--config`, or train on a built-in task with `--task`."
+            "dataset, or list several as `datasets` in the file of `--config`."
         )
     if mixture.datasets:
         with _explained("datasets", [one.path for one in mixture.datasets]):

@@ -1,0 +1,179 @@
+"""`trl-opsd train` launches what its user asked for and refuses what nothing knows; a dry run leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import yaml
+from datasets import Dataset
+
+import trl_opsd
+from trl_opsd.cli.train import launch, script
+from trl_opsd.cli.train.options import OptionParser
+
+ROOT = Path(trl_opsd.__file__).resolve().parent
+CONFIGS = ROOT / "accelerate_configs"
+LAUNCHED = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory):
+    """Arguments for a student, a teacher and rows, all on disk."""
+    folder, words = tmp_path_factory.mktemp("disk"), tiny.tokenizer()
+    for name, model in {"student": tiny.qwen2(32, seed=0), "teacher": tiny.qwen2(48, seed=1)}.items():
+        model.save_pretrained(folder / name)
+        words.save_pretrained(folder / name)
+    tiny.rows(16).to_json(folder / "rows.jsonl")
+    models = ["--model_name_or_path", folder / "student", "--teacher_model_name_or_path", folder / "teacher"]
+    return [*map(str, models), "--dataset_name", str(folder / "rows.jsonl")]
+
+
+def options(folder, **given):
+    """Options of a short run, as on a command line."""
+    named = tiny.options(folder, **{"max_steps": 3, "max_completion_length": 8, **given})
+    return [part for name, value in named.items() for part in (f"--{name}", str(value))]
+
+
+def command(*arguments, **environment):
+    """Runs the installed command as a shell would, outside of any launch."""
+    own = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    path = os.pathsep.join([str(ROOT.parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "trl_opsd", *map(str, arguments)],
+        env={**own, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.quick
+def test_the_list_of_commands_is_printed_without_importing_torch():
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "trl_opsd", "--help"],
+        env={**os.environ, "PYTHONPATH": str(ROOT.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "train" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "typer" in imported
+    assert not imported & {"torch", "transformers", "trl", "accelerate"}
+
+
+SEPARATED = {
+    "nothing": (["--max_steps", "2"], [], ["--max_steps", "2"]),
+    "a number": (["--num_processes", "2", "--max_steps", "2"], ["--num_processes", "2"], ["--max_steps", "2"]),
+    "after it": (["--max_steps", "2", "--num_processes", "2"], ["--num_processes", "2"], ["--max_steps", "2"]),
+    "dashes": (["--num-processes=2", "--max-steps=2"], ["--num-processes=2"], ["--max-steps=2"]),
+    "a flag": (["--cpu", "--bf16", "false"], ["--cpu"], ["--bf16", "false"]),
+    "what both have": (["--gradient_accumulation_steps", "2"], [], ["--gradient_accumulation_steps", "2"]),
+    "a file of ours": (
+        ["--accelerate_config", "zero3", "--seed", "1"],
+        ["--config_file", str(CONFIGS / "zero3.yaml")],
+        ["--seed", "1"],
+    ),
+    "unknown": (["--learning_rat", "1"], [], ["--learning_rat", "1"]),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", SEPARATED)
+def test_options_of_accelerate_are_separated_from_those_of_the_training(case):
+    given, launcher, ours = SEPARATED[case]
+    assert launch.separated(given, OptionParser()) == (launcher, ours)
+
+
+def test_a_path_of_an_accelerate_file_is_taken(tmp_path):
+    (tmp_path / "mine.yaml").write_text("num_processes: 2")
+    given = ["--accelerate_config", str(tmp_path / "mine.yaml")]
+    assert launch.separated(given, OptionParser())[0] == ["--config_file", str(tmp_path / "mine.yaml")]
+
+
+def test_launch_options_in_the_file_go_to_accelerate_and_the_command_line_before_them(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"accelerate_config": "ddp", "num_processes": 4, "cpu": True, "max_steps": 7}))
+    parser = OptionParser(launch_options=launch.launch_options())
+    launcher, ours = launch.separated(["--config", str(file), "--num_processes", "2"], parser)
+    assert launcher == ["--config_file", str(CONFIGS / "ddp.yaml"), "--cpu", "--num_processes", "2"]
+    parser.check(ours)
+    assert parser.given([*ours, "--output_dir", str(tmp_path), "--use_cpu"]).config.max_steps == 7
+
+
+REFUSED = {
+    "no such option": (["--learning_rat", "1"], "unknown option '--learning_rat', did you mean '--learning_rate'?"),
+    "no such file": (["--accelerate_config", "zero4"], "--accelerate_config zero4: expected a file, or one of ddp, "),
+    "a kind of value": (["--max_steps", "many"], "invalid int value: 'many'"),
+    "a kind of value of theirs": (["--num_processes", "two"], "argument --num_processes/--num-processes: invalid int"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_mistake_ends_the_command_before_anything_is_launched(case, capsys, monkeypatch):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launch, "launch_command", lambda _: pytest.fail("launched"))
+    given, message = REFUSED[case]
+    with pytest.raises(SystemExit) as ended:
+        launch.run([*given, "--num_machines", "1"], "trl-opsd train")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.startswith("trl-opsd train: error: ")
+
+
+def test_every_shipped_accelerate_file_can_be_named():
+    for file in CONFIGS.iterdir():
+        assert launch.separated(["--accelerate_config", file.stem], OptionParser())[0] == ["--config_file", str(file)]
+
+
+@pytest.mark.distributed
+def test_a_training_is_launched_on_two_processes_and_saved(disk, tmp_path):
+    done = command("train", "--accelerate_config", "zero3_cpu", *disk, *options(tmp_path / "out", max_steps=1))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "processes       2, DeepSpeed ZeRO-3" in done.stdout + done.stderr
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["hidden_size"] == 32
+
+
+def test_a_dry_run_takes_one_step_and_leaves_nothing(disk, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = options(tmp_path / "out", save_strategy="steps", save_steps=1, log_completions=True, max_steps=3)
+    splits = [
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        "1",
+        "--dataset_test_split",
+        "train",
+        "--eval_on_start",
+        "true",
+    ]
+    trainer = script.main([*disk, *given, *splits, "--dry_run"])
+    assert trainer.state.global_step == 1
+    assert list(tmp_path.iterdir()) == []
+    said = capsys.readouterr().out
+    logged = trainer.state.log_history[0]
+    assert f"divergence    {logged['divergence/mean']:.4g} nats per token" in said
+    assert f"loss {logged['loss']:.4g}" in said
+    assert "the whole run 3 steps" in said
+    assert not any(name.startswith("eval_") for row in trainer.state.log_history for name in row)
+    start = tiny.qwen2(32, seed=0)
+    moved = [not torch.equal(one, was) for one, was in zip(trainer.model.parameters(), start.parameters(), strict=True)]
+    assert any(moved), "the step was taken"
+
+
+def test_a_dry_run_refuses_what_a_run_would(disk, tmp_path):
+    with pytest.raises(ValueError, match="`max_completion_length"):
+        script.main([*disk, *options(tmp_path, max_completion_length=0), "--dry_run"])
+    Dataset.from_list([{"prompt": ""}] * 4).to_json(tmp_path / "rows.jsonl")
+    at = disk.index("--dataset_name")
+    with pytest.raises(ValueError, match="prompt in row 0 of train_dataset is empty"):
+        script.main([*disk[:at], "--dataset_name", str(tmp_path / "rows.jsonl"), *options(tmp_path), "--dry_run"])

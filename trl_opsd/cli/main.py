@@ -1,0 +1,43 @@
+"""The command line `trl-opsd`: which commands there are. What each does is imported only when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import trl_opsd
+from trl_opsd.cli.train.command import train
+
+app = typer.Typer(
+    name="trl-opsd",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="On-policy distillation for the Hugging Face ecosystem: train, and what belongs around it.",
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(trl_opsd.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """What stands before a command."""
+
+
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)(train)
+
+
+def main() -> None:
+    """Runs the command line of this process, and ends it."""
+    app(prog_name="trl-opsd")

@@ -1,0 +1,1 @@
+"""The training script behind `trl-opsd train`: its options, its data, one run of it, and how it is launched."""

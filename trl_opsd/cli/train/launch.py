@@ -1,0 +1,137 @@
+"""Starts a training script in as many processes as `accelerate launch` is told to; knows nothing of what it trains."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import SUPPRESS, ArgumentError, ArgumentParser
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+import yaml
+from accelerate.commands.config import default_config_file
+from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from trl_opsd.cli.train.options import GROUPS, OptionParser
+from trl_opsd.run.nearest import nearest
+
+_CONFIG = "accelerate_config"
+_OF_A_PROCESS = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
+"""What launchers set for the processes that they start; the second is set by `accelerate launch` alone, always."""
+_NOT_HERE = {"help", "module", "no_python", "env", "vm", "tpu_use_cluster"}
+"""Options of `accelerate launch` that say what is launched, or that mean something else in the file of a training."""
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started this process."""
+    return any(name in os.environ for name in _OF_A_PROCESS)
+
+
+def run(arguments: Sequence[str], prog: str) -> None:
+    """Trains as the arguments say, in this process if that is enough, or else in those of a launch.
+
+    Args:
+        arguments (`Sequence[str]`):
+            Options of the training, and among them options of `accelerate launch`, where a training has none of that
+            name; `--accelerate_config` names one of its files.
+        prog (`str`):
+            The command, for messages.
+
+    Raises:
+        SystemExit: An option does not exist or has a wrong kind of value.
+    """
+    parser = OptionParser(prog=prog, launch_options=launch_options())
+    if is_launched():
+        _train(arguments, parser)
+        return
+    launcher, script = separated(arguments, parser)
+    if launcher or torch.accelerator.device_count() > 1 or Path(default_config_file).is_file():
+        parser.check(script)
+        command = [*launcher, "--module", "trl_opsd", "train", *script]
+        try:
+            launch_command(launch_command_parser().parse_args(command))
+        except ChildFailedError as error:  # the process that failed has printed why
+            sys.exit(max(1, *(failure.exitcode for failure in error.failures.values())))
+    else:
+        _train(script, parser)
+
+
+def _train(arguments: Sequence[str], parser: OptionParser) -> None:
+    from trl_opsd.cli.train.script import end, main  # which imports the trainer
+
+    end(main(arguments, parser))
+
+
+def launch_options() -> set[str]:
+    """The options of `accelerate launch` that a training has none of, and `accelerate_config`."""
+    ours = {one.name for group in GROUPS for one in fields(group)}
+    theirs = {action.dest for action in launch_command_parser()._actions if action.option_strings}
+    return {_CONFIG} | theirs - ours - _NOT_HERE
+
+
+def separated(arguments: Sequence[str], parser: OptionParser) -> tuple[list[str], list[str]]:
+    """The arguments for `accelerate launch`, and those for the training, each in their order.
+
+    Args:
+        arguments (`Sequence[str]`):
+            Both.
+        parser (`OptionParser`):
+            Ends the program on a mistake.
+    """
+    own = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+    own.error = parser.error  # type: ignore[method-assign]
+    allowed = launch_options()
+    own.add_argument(f"--{_CONFIG}")
+    for action in launch_command_parser()._actions:
+        if action.dest in allowed:
+            own._add_action(action)
+            action.default = SUPPRESS
+    found, script = own.parse_known_args(list(arguments))
+    in_file = _in_file(script, allowed - vars(found).keys())
+    launcher = [*in_file, *_without(list(arguments), script)]
+    while f"--{_CONFIG}" in launcher:
+        at = launcher.index(f"--{_CONFIG}")
+        launcher[at : at + 2] = ["--config_file", _accelerate_file(launcher[at + 1], parser)]
+    return launcher, script
+
+
+def _without(arguments: Sequence[str], part: Sequence[str]) -> list[str]:
+    """Arguments without some of them, which are in the same order."""
+    ahead = list(part)
+    return [one for one in arguments if not (ahead and ahead[0] == one and ahead.pop(0))]
+
+
+def _in_file(script: Sequence[str], allowed: set[str]) -> list[str]:
+    """The launch options in the YAML file of a training; whether it can be read is found when the others are."""
+    own = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    own.add_argument("--config")
+    try:
+        options = yaml.safe_load(Path(own.parse_known_args(script)[0].config).read_text(encoding="utf-8"))
+    except (ArgumentError, TypeError, OSError, UnicodeDecodeError, yaml.YAMLError):
+        return []
+    named = options.items() if isinstance(options, dict) else ()
+    return [part for name, value in named if name in allowed for part in _written(name, value)]
+
+
+def _written(name: str, value: object) -> list[str]:
+    """An option of a file as on a command line."""
+    if value is None or value is False:
+        return []
+    return [f"--{name}"] if value is True else [f"--{name}", str(value)]
+
+
+def _accelerate_file(given: str, parser: OptionParser) -> str:
+    """The path of an accelerate file: a path, or the name of one in this package."""
+    if Path(given).is_file():
+        return given
+    folder = files("trl_opsd") / "accelerate_configs"
+    names = sorted(one.name.removesuffix(".yaml") for one in folder.iterdir())
+    if given in names:
+        return str(folder / f"{given}.yaml")
+    close = nearest(given, names)
+    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    parser.error(f"--{_CONFIG} {given}: expected a file, or one of {', '.join(names)}.{hint}")

@@ -1,0 +1,149 @@
+"""Trains as the options say: loads models and data, and resumes and saves. What runs in each process of a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from trl_opsd._compat.trl import ModelConfig, get_peft_config, get_quantization_config
+from trl_opsd.cli.train.data import loaded, split
+from trl_opsd.cli.train.dry_run import dry
+from trl_opsd.cli.train.effects import warn_of_options
+from trl_opsd.cli.train.options import ExtraArguments, Given, OptionParser
+from trl_opsd.cli.train.tasks import Task
+from trl_opsd.config import OPSDConfig
+from trl_opsd.trainer import OPSDTrainer
+
+
+def main(arguments: Sequence[str], parser: OptionParser | None = None) -> OPSDTrainer:
+    """Trains a student as the arguments of a command line say.
+
+    Args:
+        arguments (`Sequence[str]`):
+            Names and values of options: fields of [`OPSDConfig`], of TRL's `ScriptArguments`, `ModelConfig` and
+            `DatasetMixtureConfig`, and of [`ExtraArguments`].
+        parser (`OptionParser`, *optional*):
+            Reads them; one with built-in tasks for a script that has any.
+
+    Returns:
+        [`OPSDTrainer`]: The trainer, after training.
+
+    Raises:
+        SystemExit: An option does not exist or has a wrong kind of value.
+        ValueError: The options contradict each other, or name what is not there.
+    """
+    if not torch.accelerator.is_available():  # without it, DeepSpeed on a CPU counts one process where there are two
+        arguments = [*arguments, "--use_cpu"]
+    parser = parser or OptionParser()
+    given = parser.given(arguments)
+    task = parser.tasks[given.task] if given.task else None
+    if task:
+        _take(task, given)
+    _check_models(given, list(parser.tasks))
+    warn_of_options(given)
+    set_loading(given.extra, given.config, given.model)
+    with dry(given.config) if given.extra.dry_run else nullcontext() as dry_run:
+        trainer = _built(given, task)
+        if dry_run is not None:
+            dry_run.of(trainer)
+        else:
+            _train(trainer, task)
+    return trainer
+
+
+def end(trainer: OPSDTrainer) -> None:
+    """What a script does last: waits for the others, because if one process exits first, the others fail."""
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+
+
+def _take(task: Task, given: Given) -> None:
+    """Names the models of a task where no others are named."""
+    if given.script.dataset_name or given.mixture.datasets:
+        raise ValueError(f"`task={given.task!r}` has a dataset of its own: remove it, or the other dataset.")
+    given.model.model_name_or_path = given.model.model_name_or_path or task.student
+    if given.config.teacher_model_kind is None and given.extra.teacher_models is None:
+        given.config.teacher_model_name_or_path = given.config.teacher_model_name_or_path or task.teacher
+
+
+def _built(given: Given, task: Task | None) -> OPSDTrainer:
+    data = task.data() if task else loaded(given.script, given.mixture)
+    script, evaluated = given.script, given.config.eval_strategy != "no"
+    return OPSDTrainer(
+        model=given.model.model_name_or_path,
+        teacher_model=given.extra.teacher_models,
+        args=given.config,
+        train_dataset=split(data, "dataset_train_split", script.dataset_train_split),
+        eval_dataset=split(data, "dataset_test_split", script.dataset_test_split) if evaluated else None,
+        quantization_config=get_quantization_config(given.model),
+        peft_config=get_peft_config(given.model),
+        reward_funcs=task.rewards if task else None,
+    )
+
+
+def _train(trainer: OPSDTrainer, task: Task | None) -> None:
+    if task:
+        task.evaluate(trainer)
+    resume = trainer.args.resume_from_checkpoint  # a string on the command line
+    trainer.train(resume_from_checkpoint={"true": True, "false": False}.get(str(resume).lower(), resume))
+    trainer.save_model()
+    if task:
+        task.evaluate(trainer)
+
+
+def _check_models(given: Given, tasks: Sequence[str]) -> None:
+    """Refuses a run without a student or without a teacher, before anything is loaded."""
+    extra, config, model = given.extra, given.config, given.model
+    if model.model_name_or_path is None:
+        raise ValueError(
+            "A student model is required for distillation training. Set it with `--model_name_or_path`"
+            f"{f'; or train on a built-in task, with `--task {tasks[0]}`' if tasks else ''}."
+        )
+    options = {
+        "teacher_model_name_or_path": config.teacher_model_name_or_path,
+        "teacher_models": extra.teacher_models,
+        "teacher_model_kind": config.teacher_model_kind,
+    }
+    named = [f"`{name}={value!r}`" for name, value in options.items() if value is not None]
+    if not named:
+        raise ValueError(
+            "A teacher model is required for distillation training. Set it with `--teacher_model_name_or_path`, "
+            "several with `--teacher_models`; or let the student teach itself, with `--teacher_model_kind`."
+        )
+    if len(named) > 1 and extra.teacher_models:
+        raise ValueError(f"{' and '.join(named)} each say who teaches: remove all but one.")
+
+
+def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -> None:
+    """Says in the config how to load each model; what its `*_init_kwargs` already say goes before a default.
+
+    Raises:
+        ValueError: An option that is set says something else.
+    """
+    attention = model.attn_implementation
+    options = {"model_revision": "revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
+    config.model_init_kwargs = _joined(model, options, "model_init_kwargs", config)
+    if config.teacher_model_kind is None:
+        options = {"teacher_dtype": "dtype", "teacher_attn_implementation": "attn_implementation"}
+        loading = _joined(extra, options, "teacher_model_init_kwargs", config)
+        if config.teacher_server_url is None:
+            loading["attn_implementation"] = loading["attn_implementation"] or attention
+        else:  # the server has loaded it: what is set is refused
+            loading = {name: value for name, value in loading.items() if value not in (None, "auto")}
+        config.teacher_model_init_kwargs = loading
+
+
+def _joined(group: Any, options: Mapping[str, str], of_model: str, config: OPSDConfig) -> dict[str, Any]:
+    """How to load a model, as `options` of a group and the dict `of_model` say; `options` has the names in that."""
+    given = getattr(config, of_model) or {}
+    for option, name in options.items():
+        value = getattr(group, option)
+        if name in given and value not in (given[name], getattr(type(group), option)):
+            raise ValueError(
+                f"`{option}={value!r}` and `{of_model}={{{name!r}: {given[name]!r}}}` are two values for one thing: "
+                "remove one of them."
+            )
+    return {**{name: getattr(group, option) for option, name in options.items()}, **given}
