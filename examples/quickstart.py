@@ -11,9 +11,8 @@ from pathlib import Path
 
 from arithmetic import STUDENT, TEACHER
 from arithmetic.evaluate import accuracy
-from arithmetic.report import Report
+from arithmetic.summary import summarize
 from arithmetic.task import draw, prompts, prompts_with_answers, right
-from transformers import ProgressCallback
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 
@@ -54,15 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         eval_dataset=prompts_with_answers(held_out),
         reward_funcs=right,  # as TRL's `GRPOTrainer` takes them; here for evaluations alone
     )
-    report = Report()
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(report)
-
     trainer.train()
 
     trainer.save_model(str(options.output / "student"))  # loads with `AutoModelForCausalLM.from_pretrained`
     teacher_accuracy = accuracy(trainer.teacher.model, trainer.processing_class, held_out)
-    return report.save(options.output, teacher_accuracy, len(held_out))
+    return summarize(trainer, teacher_accuracy, len(held_out))
 
 
 if __name__ == "__main__":

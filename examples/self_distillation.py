@@ -11,10 +11,9 @@ from pathlib import Path
 
 from arithmetic import READER
 from arithmetic.evaluate import accuracy
-from arithmetic.report import Report
+from arithmetic.summary import summarize
 from arithmetic.task import draw, prompts_with_solutions, right
 from peft import LoraConfig
-from transformers import ProgressCallback
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 
@@ -59,16 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         reward_funcs=right,
         peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"),
     )
-    report = Report()
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(report)
-
     trainer.train()
 
     trainer.save_model(str(options.output / "adapter"))
     with trainer.model.disable_adapter():
         teacher_accuracy = accuracy(trainer.model, trainer.processing_class, held_out, show_solution=True)
-    return report.save(options.output, teacher_accuracy, len(held_out))
+    return summarize(trainer, teacher_accuracy, len(held_out))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import tiny
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard, RepoUrl
 from peft import LoraConfig
 
-from trl_opsd import FrozenTeacher, Teacher
+from trl_opsd import FrozenTeacher, HFRollout, Teacher
 
 GKD, OPSD = "2306.13649", "2601.18734"
 
@@ -125,3 +128,58 @@ def test_a_checkpoint_leaves_the_card_beside_it(make_trainer, tmp_path):
     card = ModelCard.load(tmp_path / "README.md")
     assert f"# Model Card for {tmp_path.name}\n" in card.text
     assert "- Objective: `GeneralizedJSD(beta=0.5)` at temperature 1," in card.text
+    assert "- Steps: 1 of 2 prompts each: 2 per device x 1 processes x 1 accumulation steps; 1 are done" in card.text
+
+
+def brief(completions, **_):
+    return [float(len(one) < 5) for one in completions]
+
+
+def test_the_card_has_settings_and_the_first_and_last_figures(make_trainer):
+    trainer = make_trainer(
+        max_steps=3, logging_steps=1, learning_rate=1e-3, reward_funcs=brief, rollout=HFRollout(),
+        eval_dataset={"sums": tiny.rows(2), "a|b": tiny.rows(2)}, eval_strategy="steps", eval_steps=1,
+    )  # fmt: skip
+    assert "| first | last |" not in card_of(trainer).text, "there is nothing to show yet"
+    trainer.train()
+    card = card_of(trainer)
+    assert "- Completions: by transformers, at most " in card.text
+    assert "- Optimizer: AdamW, learning rate 0.001\n" in card.text
+    assert "- Rewards: brief, in evaluations only\n" in card.text
+    logs = [log["divergence/mean"] for log in trainer.state.log_history if "divergence/mean" in log]
+    rewards = [log["eval_sums_rewards/brief/mean"] for log in trainer.state.log_history if "eval_sums_reward" in log]
+    assert f"| `divergence/mean` | {logs[0]:.4g} (step 1) | {logs[-1]:.4g} (step 3) |" in card.text
+    assert f"| `eval_sums_rewards/brief/mean` | {rewards[0]:.4g} (step 1) | {rewards[-1]:.4g} (step 3) |" in card.text
+    assert "| `eval_a/b_divergence/mean` |" in card.text
+
+
+class LocalHub(HfApi):
+    """The Hub's client, whose repositories are folders."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def create_repo(self, repo_id, **_):
+        (self.folder / repo_id).mkdir(parents=True, exist_ok=True)
+        return RepoUrl(f"https://huggingface.co/{repo_id}")
+
+    def upload_folder(self, *, repo_id, folder_path, **_):
+        shutil.copytree(folder_path, self.folder / repo_id, dirs_exist_ok=True)
+
+
+def test_what_is_pushed_has_the_whole_card(make_trainer, tmp_path, monkeypatch):
+    hub = LocalHub(tmp_path / "hub")
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    trainer = make_trainer(
+        max_steps=1, logging_steps=1, output_dir=str(tmp_path / "run"), push_to_hub=True, hub_model_id="me/mine"
+    )
+    trainer.train()
+    trainer.push_to_hub()
+    card = ModelCard.load(hub.folder / "me/mine/README.md")
+    assert "None" not in card.text
+    assert "# Model Card for mine" in card.text
+    assert 'model="me/mine"' in card.text
+    assert "| `divergence/mean` |" in card.text
+    assert {"trl", "opsd"} <= set(card.data.tags)
+    assert (hub.folder / "me/mine/model.safetensors").exists()

@@ -103,6 +103,11 @@ class Described:
             return None
         return "\n".join(_filled([(_OF_TEACHER, self._shown(self.first_made, "`teacher_prompt_fn`"))]))
 
+    def settings(self) -> dict[str, str]:
+        """How it trains, for a model card: the entries that name no folder and show no row."""
+        told = ("steps", "completions", "rewards", "optimizer")
+        return {name: " ".join(said.split()) for name, said in self._parts() if name in told}
+
     def _parts(self) -> Iterator[tuple[str, str]]:
         args = self.trainer.args
         yield "student", self._student()

@@ -280,6 +280,10 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         self.restore_launch()
         return self._described.text()
 
+    @property
+    def settings(self) -> Mapping[str, str]:
+        return self._described.settings()
+
     def _announced(self) -> str:
         counted = self.dropped_prompts.copy()
         text = self._described.text(reads_stream=True)

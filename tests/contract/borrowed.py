@@ -188,6 +188,7 @@ OWNERS = (
             "train": "",
             "train_dataset": "",
             "training_step": "",
+            "save_model": "at the end of `trl-opsd train`",
         },
     ),
     Owner(
@@ -260,6 +261,7 @@ OWNERS = (
             "_VALID_DICT_FIELDS": "options that may come as JSON",
             "generation_kwargs": "loses what is an option, which is set instead",
             "model_init_kwargs": "asks for safetensors while TRL loads the student",
+            "teacher_model_init_kwargs": "joined with the options of the command line",
             "use_vllm": "hidden while TRL would build an engine of its own",
             "vllm_server_host": "loopback by default",
         },
@@ -277,6 +279,10 @@ OWNERS = (
             "ddp_find_unused_parameters": "set for a student of which some weights get no gradient",
             "device": "the CPU without a number",
             "enable_jit_checkpoint": "hidden while transformers would begin to listen for a SIGTERM",
+            "eval_on_start": "off in a dry run",
+            "output_dir": "a folder that is removed, in a dry run",
+            "push_to_hub": "off in a dry run",
+            "report_to": "nothing, in a dry run",
             "to_dict": "a divergence in words",
         },
     ),
@@ -305,6 +311,14 @@ OWNERS = (
         kind="bars",
         where=("transformers/trainer_callback.py:ProgressCallback",),
         names={"prediction_bar": "closed after a training that failed", "training_bar": "the same"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("argparse/argparse.py:_ActionsContainer",),
+        names={
+            "_actions": "the options of `accelerate launch`, and of a training",
+            "_add_action": "an option of `accelerate launch` in a parser of ours",
+        },
     ),
     Owner(
         kind=ANYWHERE,

@@ -6,8 +6,9 @@ TRL's names the base model only if that is on the Hub (else "None"), no teacher,
 from __future__ import annotations
 
 import os
+import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ _OWN = {
 }
 """What each `teacher_model_kind` is; all of them read more than the student."""
 
+_FIGURES = re.compile(r"(.+_)?(divergence|rewards/.+)/mean")
+"""Names in the log that the card shows, also of evaluations."""
 _BASE, _PROCEDURE, _UNNAMED = "This model is a fine-tuned version of [", "## Training procedure", 'model="None"'
 """What is completed in TRL's card: the beginnings of two lines, and a part of another."""
 
@@ -64,6 +67,11 @@ class Cards(DistillationTrainer):
     @property
     def temperatures(self) -> tuple[float, float]:
         """Softmax temperatures of the student and of the teacher in the loss."""
+        raise NotImplementedError
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """How it is trained, in words by topic; without names of folders, and without data."""
         raise NotImplementedError
 
     @property
@@ -90,7 +98,7 @@ class Cards(DistillationTrainer):
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Writes `README.md` to `output_dir`: TRL's card, with base model, teachers and objective.
+        """Writes `README.md` to `output_dir`: TRL's card, with base model, teachers, objective, settings and figures.
 
         Args:
             model_name (`str`, *optional*):
@@ -123,6 +131,8 @@ class Cards(DistillationTrainer):
                 for name, one in self.teachers.items()
             ),
             f"- Objective: `{self.divergence!r}` at {self._at}{shape_in_words(self.args)}, over {self._source}",
+            *(f"- {topic.capitalize()}: {said}" for topic, said in self.settings.items()),
+            *figures(self.state.log_history),
         ]
 
     def _taught_by(self, teacher: Any) -> str:
@@ -136,6 +146,23 @@ class Cards(DistillationTrainer):
         if args.teacher_model_kind == "ema":
             said += f" (`teacher_update_rate={args.teacher_update_rate:g}`)"
         return f"{said}, which read context that the student did not"
+
+
+def figures(logs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The first and the last value of divergences and rewards, as the lines of a table; none before the first log.
+
+    Args:
+        logs (`Sequence[Mapping[str, Any]]`):
+            `trainer.state.log_history`.
+    """
+    names = dict.fromkeys(name for log in logs for name in log if _FIGURES.fullmatch(name))
+    found = {name: [(log[name], log["step"]) for log in logs if name in log] for name in names}
+    rows = [_row(name.replace("|", "/"), values[0], values[-1]) for name, values in found.items()]
+    return ["", "| | first | last |", "|---|---|---|", *rows] if rows else []
+
+
+def _row(name: str, *found: tuple[float, int]) -> str:
+    return f"| `{name}` | {' | '.join(f'{value:.4g} (step {step})' for value, step in found)} |"
 
 
 def _path(model: Any) -> str:

@@ -13,6 +13,7 @@ from trl_opsd.run.accounts import Accounts
 from trl_opsd.run.memory import explained
 from trl_opsd.run.metrics import recorded
 from trl_opsd.run.nonfinite import StepGuard
+from trl_opsd.run.progress import replace_default
 from trl_opsd.run.watchdog import Watchdog
 
 __all__ = ["SEAMS", "Logged"]
@@ -32,6 +33,7 @@ class Logged(DistillationTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._shown = replace_default(self.callback_handler)
         self._watchdog = Watchdog(self.args.phase_timeout, self.accelerator.process_index)
         self._accounts = {mode: Accounts(self._watched) for mode in ("train", "eval")}
 
@@ -78,7 +80,7 @@ class Logged(DistillationTrainer):
 
     @contextmanager
     def _watched(self, phase: str) -> Iterator[None]:
-        with explained(phase, partial(self.footprint, phase)), self._watchdog(phase):
+        with explained(phase, partial(self.footprint, phase)), self._watchdog(phase), self._shown(phase):
             yield
 
     @property

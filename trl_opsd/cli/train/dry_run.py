@@ -27,7 +27,7 @@ def dry(config: OPSDConfig) -> Iterator[DryRun]:
     """
     with TemporaryDirectory(prefix="trl_opsd-dry-run-") as folder:
         config.output_dir, config.report_to, config.push_to_hub = folder, [], False
-        config.logging_first_step, config.eval_on_start, config.resume_from_checkpoint = True, False, None
+        config.eval_on_start = False
         yield DryRun()
 
 

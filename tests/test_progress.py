@@ -1,0 +1,111 @@
+"""What a training shows while it runs: rows of figures, not a dict of everything, and a bar in a terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+import tiny
+from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
+
+from trl_opsd.run import progress
+from trl_opsd.run.progress import Progress, Rows
+
+COLUMNS = ["step", "divergence", "length", "tokens/s", "s/step", "write", "teach", "learn", "GiB"]
+
+
+def rewarded(completions, **_):
+    return [1.0] * len(completions)
+
+
+def lines(capsys) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if not line.startswith("warning")]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("quiet", [False, True], ids=["with bars", "disable_tqdm"])
+def test_a_training_prints_one_row_for_each_log(make_trainer, capsys, quiet):
+    trainer = make_trainer(
+        max_steps=3, logging_steps=1, disable_tqdm=quiet, eval_dataset=tiny.rows(2), eval_strategy="steps",
+        eval_steps=3, reward_funcs=rewarded,
+    )  # fmt: skip
+    capsys.readouterr()
+    trainer.train()
+    header, first, _, third, again, evaluated, last = [one for one in lines(capsys) if "OPSDTrainer" not in one][-7:]
+    assert header.split() == COLUMNS
+    logged = trainer.state.log_history
+    assert first.split()[0] == "1/3"
+    assert float(first.split()[1]) == pytest.approx(logged[0]["divergence/mean"], rel=1e-3)
+    assert float(third.split()[-2]) == pytest.approx(logged[2]["time/compare"], abs=0.006)
+    assert again.split() == [*COLUMNS[:2], "reward", *COLUMNS[2:]]
+    assert evaluated.split()[:3] == ["eval", f"{logged[3]['eval_divergence/mean']:#.4g}", "1.000"]
+    assert re.fullmatch(r"3 steps in \d+\.\d s", last)
+    assert max(map(len, (header, again, evaluated))) <= 80, "fits a terminal"
+
+
+def test_nothing_is_shown_once_the_default_is_removed(make_trainer, capsys):
+    for kind, quiet in ((ProgressCallback, False), (PrinterCallback, True)):
+        trainer = make_trainer(max_steps=1, logging_steps=1, disable_tqdm=quiet)
+        trainer.remove_callback(kind)
+        capsys.readouterr()
+        trainer.train()
+        assert not [line for line in lines(capsys) if "divergence" in line or "'loss'" in line]
+
+
+def test_callbacks_of_a_user_stay(make_trainer):
+    mine = ProgressCallback()
+    trainer = make_trainer(callbacks=[mine], disable_tqdm=False)
+    found = [one for one in trainer.callback_handler.callbacks if isinstance(one, ProgressCallback)]
+    assert [type(one) for one in found] == [ProgressCallback, Progress]
+    assert found[0] is mine
+
+
+def test_other_processes_show_nothing(capsys):
+    shown, state, control = Progress(), TrainerState(is_world_process_zero=False, max_steps=2), TrainerControl()
+    shown.on_train_begin(None, state, control)
+    shown.on_log(None, state, control, logs={"loss": 1.0, "divergence/mean": 1.0})
+    with shown.during("teach"):
+        pass
+    shown.on_train_end(None, state, control)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_bar_names_the_phase_that_runs_in_a_terminal_only(monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr("sys.stderr", stream)
+        shown, state, control = Progress(), TrainerState(max_steps=2), TrainerControl()
+        shown.on_train_begin(None, state, control)
+        with shown.during("teach"), shown.during("mine"):
+            pass
+        shown.on_train_end(None, state, control)
+        drawn = stream.getvalue()
+        assert ("teacher reads" in drawn) == ("mine" in drawn) == stream.isatty()
+        assert drawn or not stream.isatty()
+
+
+def test_an_evaluation_by_another_name_has_its_own_row():
+    rows = Rows(peak=lambda: 0.0)
+    logs = {"eval_maths_divergence/mean": 0.5, "eval_maths_reward": 0.25, "eval_maths_runtime": 1.0}
+    header, row = rows.of(logs, 3, 9)
+    assert header.split() == ["step", "divergence", "reward"]
+    assert row.split() == ["eval_maths", "0.5000", "0.250"]
+    assert rows.of({"test_divergence/mean": 1e-7, "test_runtime": 1.0}, 3, 9)[0].split() == ["test", "1.000e-07"]
+
+
+def test_a_loss_without_tokens_leaves_its_cells_empty():
+    rows = Rows(peak=lambda: 3 * 2.0**30)
+    assert [line.split() for line in rows.of({"loss": 0.0, "step_time": 0.1}, 1, 9)] == [
+        ["step", "s/step", "GiB"],
+        ["1/9", "0.10", "3.0"],
+    ]
+    assert rows.of({"train_runtime": 3700.0, "train_loss": 1.0}, 9, 9) == ["9 steps in 1 h 1 min"]
+
+
+def test_memory_is_that_of_the_process_without_an_accelerator(monkeypatch):
+    monkeypatch.setattr(progress.torch.accelerator, "is_available", lambda: False)
+    assert 2**26 < progress.peak_bytes() < 2**38

@@ -1,0 +1,33 @@
+"""Drops what libraries log when they are merely imported, about devices and kernels that this process may never use.
+
+TRL imports vLLM and DeepSpeed where they are installed, whether or not a training asks for them.
+"""
+
+from __future__ import annotations
+
+import logging
+
+_NOISE = {
+    "vllm.triton_utils.importing": "Triton is installed",
+    "DeepSpeed": "Setting accelerator to CPU",
+}
+"""Loggers, and how the message begins that is dropped."""
+
+
+def drop_import_noise() -> None:
+    """Filters these messages, and no other of their loggers. Called again it does nothing."""
+    for name, start in _NOISE.items():
+        logger = logging.getLogger(name)
+        if not any(isinstance(one, _NotAbout) for one in logger.filters):
+            logger.addFilter(_NotAbout(start))
+
+
+class _NotAbout(logging.Filter):
+    """Passes all messages but those that begin with a text."""
+
+    def __init__(self, start: str) -> None:
+        super().__init__()
+        self._start = start
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(self._start)

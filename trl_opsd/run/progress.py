@@ -1,0 +1,216 @@
+"""Shows a training to the person who started it: a bar with the phase that runs, and a row of figures for each log."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import has_length
+
+__all__ = ["Progress", "Rows", "replace_default"]
+
+_PHASES = {
+    "complete": "completions",
+    "sync": "weights to the engine",
+    "reward": "rewards",
+    "teach": "teacher reads",
+    "compare": "student learns",
+    "save": "checkpoint",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    title: str
+    width: int
+    form: str
+    of: tuple[str, ...]
+    """Names in a log, of which the first that is there is shown."""
+
+    def cell(self, values: Mapping[str, Any]) -> str:
+        return next((format(values[name], self.form) for name in self.of if name in values), "")
+
+
+_COLUMNS = (
+    _Column("divergence", 10, "#.4g", ("divergence/mean",)),
+    _Column("reward", 6, ".3f", ("reward",)),
+    _Column("length", 6, ".1f", ("completions/mean_length",)),
+    _Column("tokens/s", 8, ",.0f", ("tokens_per_second",)),
+    _Column("s/step", 6, ".2f", ("step_time",)),
+    _Column("write", 5, ".2f", ("time/complete",)),
+    _Column("teach", 5, ".2f", ("time/teach",)),
+    _Column("learn", 5, ".2f", ("time/compare",)),
+    _Column("GiB", 3, ".1f", ("peak",)),
+)
+_LABEL = 8
+
+
+class Rows:
+    """Turns logs into rows of a table; a row is preceded by the header where a column is new.
+
+    Example:
+
+    ```python
+    >>> rows = Rows(peak=lambda: 2.0 * 2**30)
+    >>> for line in rows.of({"loss": 0.3, "divergence/mean": 0.25, "step_time": 0.5}, 20, 320):
+    ...     print(line)
+        step  divergence  s/step  GiB
+      20/320      0.2500    0.50  2.0
+
+    ```
+    """
+
+    def __init__(self, peak: Callable[[], float] | None = None) -> None:
+        self._peak = peak or peak_bytes
+        self._shown: set[str] = set()
+
+    def of(self, logs: Mapping[str, Any], step: int, steps: int) -> list[str]:
+        """The lines for a log of a training, of an evaluation, or at the end.
+
+        Args:
+            logs (`Mapping[str, Any]`):
+                What was logged.
+            step (`int`), steps (`int`):
+                Optimizer steps done, and of the whole run.
+        """
+        if "train_runtime" in logs:
+            return [f"{step} steps in {in_words(logs['train_runtime'])}"]
+        if (prefix := _evaluated(logs)) is None:
+            return self._row(f"{step}/{steps}", {**logs, "peak": self._peak() / 2**30})
+        start = prefix + "_"
+        return self._row(
+            prefix, {name.removeprefix(start): one for name, one in logs.items() if name.startswith(start)}
+        )
+
+    def _row(self, label: str, values: Mapping[str, Any]) -> list[str]:
+        cells = {one.title: found for one in _COLUMNS if (found := one.cell(values))}
+        new = cells.keys() - self._shown
+        self._shown |= new
+        header = [self._line("step", {title: title for title in self._shown})] if new else []
+        return [*header, self._line(label, cells)]
+
+    def _line(self, label: str, cells: Mapping[str, str]) -> str:
+        shown = [f"{cells.get(one.title, ''):>{one.width}}" for one in _COLUMNS if one.title in self._shown]
+        return "  ".join([f"{label:>{_LABEL}}", *shown]).rstrip()
+
+
+def _evaluated(logs: Mapping[str, Any]) -> str | None:
+    """What the names of an evaluation's metrics begin with; `None` for a log of a training."""
+    return next((name.removesuffix("_runtime") for name in logs if name.endswith("_runtime")), None)
+
+
+def in_words(seconds: float) -> str:
+    """A duration.
+
+    Example:
+
+    ```python
+    >>> in_words(7.25), in_words(147), in_words(9000)
+    ('7.2 s', '2 min 27 s', '2 h 30 min')
+
+    ```
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def peak_bytes() -> float:
+    """The most memory that was in use so far: of the accelerator by this process, without one of the process itself."""
+    if torch.accelerator.is_available():
+        return float(torch.accelerator.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Progress(ProgressCallback):
+    """A bar that says which phase runs, where there is a terminal or a notebook to draw it in, and the rows.
+
+    A subclass of transformers' own, so that what removes that one removes this one.
+    """
+
+    training_bar: Any
+    prediction_bar: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows = Rows()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begins the bar, in the main process."""
+        if state.is_world_process_zero:
+            self.training_bar = tqdm(total=state.max_steps, dynamic_ncols=True, disable=None, unit="step")
+        self.current_step = 0
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Begins the bar of an evaluation, or moves it on, in the main process."""
+        if state.is_world_process_zero and has_length(eval_dataloader):
+            if self.prediction_bar is None:
+                leave = self.training_bar is None
+                self.prediction_bar = tqdm(total=len(eval_dataloader), leave=leave, dynamic_ncols=True, disable=None)
+            self.prediction_bar.update(1)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Writes the rows of a log above the bar."""
+        if state.is_world_process_zero:
+            for line in self._rows.of(logs or {}, state.global_step, state.max_steps):
+                tqdm.write(line)
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Shows the name of a phase beside the bar for its duration."""
+        if self.training_bar is None:
+            yield
+            return
+        self.training_bar.set_postfix_str(_PHASES.get(phase, phase))
+        try:
+            yield
+        finally:
+            self.training_bar.set_postfix_str("", refresh=False)
+
+
+class _Printed(PrinterCallback):
+    """The rows without a bar, for `disable_tqdm=True`."""
+
+    def __init__(self) -> None:
+        self._rows = Rows()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Prints the rows of a log."""
+        if state.is_world_process_zero:
+            for line in self._rows.of(logs or {}, state.global_step, state.max_steps):
+                print(line, flush=True)
+
+
+def replace_default(handler: CallbackHandler) -> Callable[[str], AbstractContextManager[None]]:
+    """Puts [`Progress`], or the rows alone, in the place of transformers' own default; a user's callbacks stay.
+
+    Args:
+        handler ([`~transformers.trainer_callback.CallbackHandler`]):
+            Of a trainer that has just been built, to which the default is added after those of the user.
+
+    Returns:
+        `Callable`: takes the name of a phase and returns a context manager to enter for its duration.
+    """
+    for place in reversed(range(len(handler.callbacks))):
+        kind = type(handler.callbacks[place])
+        if kind is DEFAULT_PROGRESS_CALLBACK:
+            handler.callbacks[place] = shown = Progress()
+            return shown.during
+        if kind is PrinterCallback:
+            handler.callbacks[place] = _Printed()
+            break
+    return lambda _: nullcontext()
