@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import trl_opsd
+from trl_opsd.cli.doctor.command import doctor
 from trl_opsd.cli.train.command import train
 
 app = typer.Typer(
@@ -36,6 +37,7 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,
 )(train)
+app.command()(doctor)
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ def newer_than_tested(installed: Mapping[str, str]) -> list[str]:
 
 def warn_of_newer() -> None:
     """Warns once about installed libraries that are newer than the newest tested version."""
-    if newer := newer_than_tested(_installed()):
+    if newer := newer_than_tested(installed_versions()):
         logger.warning_once(
             f"Newer than what trl_opsd was tested with: {', '.join(newer)}. If something fails unexpectedly, try the "
             "tested versions first."
@@ -46,7 +46,7 @@ def warn_of_newer() -> None:
 
 
 @cache
-def _installed() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """By distribution; read once, which takes milliseconds."""
     found = {}
     for name in TESTED:

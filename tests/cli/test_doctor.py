@@ -1,0 +1,269 @@
+"""`trl-opsd doctor` passes healthy pairs of many families, and names what is wrong with another, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from trl_opsd import RolloutBackend
+from trl_opsd.cli.doctor import engines, examined
+from trl_opsd.cli.doctor.pair import Pair, Side, load_pair, shrunk
+from trl_opsd.cli.main import app
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FAMILIES = {"qwen2": tiny.qwen2, "llama": tiny.llama, "gemma2": tiny.gemma2, "gpt2": tiny.gpt2}
+
+
+def words(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    found = tiny.tokenizer()
+    found.chat_template = template
+    return found
+
+
+def pair(student=None, teacher=None, of_student=None, of_teacher=None) -> Pair:
+    student, teacher = student or tiny.qwen2(32), teacher or tiny.qwen2(48, seed=1)
+    return Pair(
+        Side("student", student.eval(), of_student or words()), Side("teacher", teacher.eval(), of_teacher or words())
+    )
+
+
+def verdicts(found) -> dict[str, list[str]]:
+    return {kind: [one.name for one in found if one.verdict == kind] for kind in ("failed", "warning", "skipped")}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_healthy_pair_passes_every_check(family):
+    found = examined.examine(pair(FAMILIES[family](32), FAMILIES[family](48, seed=1)))
+    assert verdicts(found) == {"failed": [], "warning": [], "skipped": []}, [
+        one for one in found if one.verdict != "ok"
+    ]
+    said = {one.name: one.said for one in found}
+    assert said["vocabularies"] == "Both heads have 259 rows."
+    assert said["end token"] == "'<|im_end|>', id 2."
+    assert "'<|im_start|>assistant\\n'" in said["chat template"]
+    assert int(said["transformers writes"].split()[0]) > 3
+
+
+def test_a_model_that_teaches_itself_is_compared_with_what_it_says_to_more_context():
+    found = examined.examine(Pair(*(Side("mine", tiny.qwen2(32).eval(), words()) for _ in range(2))))
+    assert verdicts(found)["failed"] == [], found
+    said = next(one.said for one in found if one.name == "loss")
+    assert float(said.split("forward_kl ")[1].split(",")[0]) > 1e-3
+
+
+def permuted() -> Pair:
+    swapped = json.loads(words().backend_tokenizer.to_str())
+    table = swapped["model"]["vocab"]
+    first, second = [token for token, number in table.items() if number in (100, 101)]
+    table[first], table[second] = table[second], table[first]
+    from tokenizers import Tokenizer
+
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(swapped)), eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    other.chat_template = TEMPLATE
+    return pair(of_teacher=other)
+
+
+def too_small() -> Pair:
+    return pair(teacher=tiny.qwen2(48, seed=1, vocab_size=200))
+
+
+def odd_logits() -> Pair:
+    made = pair()
+    head = made.teacher.model.lm_head
+    head.register_forward_hook(lambda _, __, logits: logits.sin())
+    return made
+
+
+def nan_weights() -> Pair:
+    made = pair()
+    torch.nn.init.constant_(made.teacher.model.model.layers[0].mlp.up_proj.weight, float("nan"))
+    return made
+
+
+def ignores_its_input() -> Pair:
+    made = pair()
+    table = made.teacher.model.model.embed_tokens.weight
+    with torch.no_grad():
+        table.copy_(table[5].clone().expand_as(table))
+    return made
+
+
+def no_generation_prompt() -> Pair:
+    return pair(
+        of_student=words(TEMPLATE.partition("{% if add")[0]), of_teacher=words(TEMPLATE.partition("{% if add")[0])
+    )
+
+
+def no_end_token() -> Pair:
+    made = pair()
+    made.student.tokenizer.eos_token = None
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "failing", "said"),
+    [
+        (permuted, "tokenizers", "id 100 is"),
+        (too_small, "vocabularies", "The head of the teacher has 200 rows, but the tokenizer has 259 tokens"),
+        (odd_logits, "teacher's head", "does not compute its logits as"),
+        (nan_weights, "teacher's head", "NaN"),
+        (ignores_its_input, "teacher reads", "has the same hidden state at all"),
+        (no_generation_prompt, "chat template", "writes no generation prompt"),
+        (no_end_token, "end token", "The end token None"),
+    ],
+)
+def test_what_is_broken_fails_and_nothing_else(make, failing, said):
+    found = examined.examine(make())
+    of = verdicts(found)
+    assert of["failed"] == [failing], found
+    assert of["warning"] == []
+    assert said in next(one.said for one in found if one.name == failing)
+    needs = {one.name: one.needs for one in examined.CHECKS}
+    for name in of["skipped"]:
+        assert {failing, *of["skipped"]} & set(needs[name]), f"{name} has nothing to do with {failing}"
+
+
+class Stale(RolloutBackend):
+    """Writes what another model finds likeliest."""
+
+    def bind(self, trainer):
+        self.tokens, self.model = trainer.args.max_completion_length, tiny.qwen2(32, seed=7)
+
+    def complete(self, prompt_ids, step):
+        return [
+            self.model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False, eos_token_id=None)[
+                0, len(ids) :
+            ].tolist()
+            for ids in prompt_ids
+        ]
+
+
+def test_an_engine_with_other_weights_is_found():
+    with pytest.raises(ValueError, match=r"Stale has written a token that is [\d.]+ nats less likely"):
+        engines.reproduces(pair(), rollout=Stale())
+
+
+def test_a_teacher_that_draws_random_numbers_is_found():
+    made = pair()
+    layer = made.teacher.model.model.layers[1].mlp
+    layer.register_forward_hook(lambda _, __, out: out + 0.01 * torch.rand_like(out))
+    found = {one.name: one for one in examined.examine(made)}
+    assert [one.name for one in found.values() if one.verdict == "failed"] == ["teacher repeats"]
+    assert "draws random numbers" in found["teacher repeats"].said
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (None, "has no chat template"),
+        (TEMPLATE.replace("<|im_end|>", "\n"), "in which there is no end token (<|im_end|>)"),
+    ],
+)
+def test_a_template_that_works_and_may_not_be_meant_is_a_warning(template, said):
+    found = examined.examine(pair(of_student=words(template), of_teacher=words(template)))
+    assert verdicts(found) == {"failed": [], "warning": ["chat template"], "skipped": []}
+    assert said in next(one.said for one in found if one.verdict == "warning")
+
+
+def test_padded_heads_are_compared_up_to_the_tokenizers_last_token():
+    found = examined.examine(pair(teacher=tiny.qwen2(48, seed=1, vocab_size=320)))
+    assert verdicts(found)["failed"] == [], found
+    assert "Heads of 259 and 320 rows; the 259 ids" in next(one.said for one in found if one.name == "vocabularies")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name, model in (("student", tiny.qwen2(32)), ("teacher", tiny.qwen2(48, seed=1))):
+        model.save_pretrained(tmp_path / name)
+        words().save_pretrained(tmp_path / name)
+    return tmp_path
+
+
+def doctor(*arguments):
+    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+
+
+@pytest.mark.quick
+def test_the_command_prints_a_table_and_a_verdict(folders):
+    done = doctor(folders / "student", folders / "teacher")
+    assert done.exit_code == 0, done.output
+    assert "Ready: 17 of 17 checks passed" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "tokenizers ..." in done.stderr
+
+
+def test_the_command_prints_json_alone_and_fails_with_a_broken_model(folders):
+    broken = nan_weights().teacher.model
+    broken.save_pretrained(folders / "teacher")
+    done = doctor(folders / "student", folders / "teacher", "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert found["ready"] is False
+    assert found["verdict"].startswith("Not ready: 1 of 17 checks failed (teacher's head)")
+    assert [one["name"] for one in found["checks"] if one["verdict"] == "failed"] == ["teacher's head"]
+
+
+def test_tiny_keeps_heads_and_tokenizers_and_reads_no_weights(folders):
+    deep = tiny.qwen2(32, num_hidden_layers=6, intermediate_size=700)
+    deep.config.save_pretrained(folders / "student")
+    (folders / "student" / "model.safetensors").unlink()
+    found = load_pair(str(folders / "student"), str(folders / "teacher"), tiny=True)
+    assert len(found.student.model.model.layers) == 2
+    assert found.student.model.lm_head.weight.shape == deep.lm_head.weight.shape
+    assert found.student.model.config.intermediate_size == 256
+    done = doctor(folders / "student", folders / "teacher", "--tiny")
+    assert done.exit_code == 0, done.output
+    assert "2 random layers" in " ".join(done.stdout.split())
+
+
+def test_a_tiny_model_keeps_layers_of_both_kinds():
+    config = shrunk(tiny.gemma2(num_hidden_layers=6).config)
+    assert config.layer_types == ["sliding_attention", "full_attention"]
+    assert AutoModelForCausalLM.from_config(config).config.final_logit_softcapping == 5.0
+
+
+@pytest.mark.parametrize(
+    ("lines", "verdict", "said"),
+    [
+        ({"divergence": "jsd", "max_steps": 5}, "ok", "All are known"),
+        ({"learning_rte": 1e-3}, "failed", "learning_rate"),
+        ({"divergence": "forward_kl", "teacher_update_rate": 0.2}, "warning", "teacher_update_rate"),
+        ({"teacher_model_name_or_path": "another"}, "warning", "names the teacher 'another'"),
+    ],
+)
+def test_the_settings_of_a_file_are_examined(folders, lines, verdict, said):
+    file = folders / "run.yaml"
+    file.write_text("".join(f"{name}: {value}\n" for name, value in {**lines, "output_dir": folders}.items()))
+    found = examined.examine(load_pair(str(folders / "student"), str(folders / "teacher")), str(file))
+    one = next(one for one in found if one.name == "settings")
+    assert (one.verdict, said in one.said) == (verdict, True), one
+
+
+def test_a_missing_model_is_bad_usage(folders):
+    done = doctor(folders / "nowhere", folders / "teacher")
+    assert done.exit_code == 2
+    assert "trl-opsd doctor: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_checks_go_on_after_one_that_raises_anything(monkeypatch):
+    def broken(_):
+        raise RuntimeError("no such kernel")
+
+    first, *others = examined.CHECKS
+    monkeypatch.setattr(examined, "CHECKS", (replace(first, run=broken), *others))
+    found = examined.examine(pair())
+    assert (found[0].verdict, found[0].said) == ("failed", "no such kernel")
+    assert len(found) == len(others) + 2

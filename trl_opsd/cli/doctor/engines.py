@@ -1,0 +1,94 @@
+"""Checks that an engine writes what the student expects, token by token, in a trainer as a training builds it."""
+
+from __future__ import annotations
+
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from trl_opsd.cli.doctor.models import states, texts
+from trl_opsd.cli.doctor.pair import Pair, Side
+from trl_opsd.config import OPSDConfig
+from trl_opsd.models.head import logits_of
+from trl_opsd.rollout import RolloutBackend
+from trl_opsd.trainer import OPSDTrainer
+from trl_opsd.types import OutputHead, Rollout
+
+TOKENS = 16
+"""Most tokens of a completion."""
+_TIE = 0.02
+"""Nats by which a token that was written may be less likely than the likeliest: other kernels round otherwise."""
+
+
+def with_transformers(pair: Pair) -> str:
+    """`generate` of transformers."""
+    return reproduces(pair)
+
+
+def with_vllm(pair: Pair) -> str:
+    """vLLM in this process, with the weights that the trainer sends it."""
+    return reproduces(pair, use_vllm=True, vllm_mode="colocate")
+
+
+def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any) -> str:
+    """Writes the likeliest token at each place, and asks the student whether it is.
+
+    Args:
+        pair ([`Pair`]):
+            The models.
+        rollout ([`RolloutBackend`], *optional*):
+            One's own.
+        **options (`Any`):
+            Of the training.
+
+    Raises:
+        ValueError: A token is less likely by the student's own logits than another, by more than rounding.
+    """
+    tokenizer = pair.student.tokenizer
+    asked = [prompt for prompt, _ in texts(tokenizer)]
+    with TemporaryDirectory() as folder:
+        config = OPSDConfig(
+            output_dir=folder, max_completion_length=TOKENS, top_k=1, report_to="none", bf16=False, max_steps=1,
+            per_device_train_batch_size=len(asked), use_cpu=pair.device.type == "cpu", **options,
+        )  # fmt: skip
+        trainer = OPSDTrainer(
+            model=pair.student.model,
+            teacher_model=pair.teacher.model,
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": tokenizer.batch_decode(asked)}),
+            processing_class=tokenizer,
+            rollout=rollout,
+        )
+        try:
+            with trainer.rollout.session():
+                answered = trainer.rollout.complete(asked, 0)
+        finally:
+            trainer.rollout.close()
+    gap = max(_shortfall(pair.student, *row) for row in zip(asked, answered, strict=True))
+    if not gap < _TIE:
+        raise ValueError(
+            f"{trainer.rollout} has written a token that is {gap:.3g} nats less likely than the likeliest one by the "
+            "student's own logits, although it was to write the likeliest: it has other weights than the student, or "
+            "computes something else."
+        )
+    return f"{sum(map(len, answered))} tokens, each the student's likeliest ({max(gap, 0.0):.1g} nats short at most)."
+
+
+@torch.no_grad()
+def _shortfall(student: Side, prompt: list[int], completion: list[int]) -> float:
+    """The most, in nats, by which a token of a completion is less likely than another in its place."""
+    if not completion:
+        return 0.0
+    device = student.model.device
+    ids, answer = torch.tensor([prompt], device=device), torch.tensor([completion], device=device)
+    row = Rollout(
+        prompt_ids=ids,
+        prompt_mask=torch.ones_like(ids),
+        completion_ids=answer,
+        completion_mask=torch.ones_like(answer),
+        weights=torch.ones(answer.shape, device=device),
+    )
+    log_CV = logits_of(states(student, row)[0], OutputHead.of(student.model)).log_softmax(-1)
+    return float((log_CV.amax(-1) - log_CV.gather(-1, answer[0, :, None]).squeeze(-1)).max())

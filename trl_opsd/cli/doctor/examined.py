@@ -1,0 +1,96 @@
+"""Runs the checks one after another, and goes on after one that fails."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Literal
+
+from trl_opsd.cli.doctor import engines, installed, losses, models, tokens
+from trl_opsd.cli.doctor.pair import Pair
+from trl_opsd.cli.doctor.verdicts import Doubt, NotApplicable
+
+Verdict = Literal["ok", "warning", "failed", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check has found."""
+
+    name: str
+    verdict: Verdict
+    said: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check of a pair: says what it has seen, or raises."""
+
+    name: str
+    run: Callable[[Pair], str]
+    needs: tuple[str, ...] = ()
+    """Checks without which this one would only repeat what they have found."""
+
+
+_BOTH = ("student's head", "teacher's head", "student's padding", "teacher's padding")
+_TOKENS = ("tokenizers", "vocabularies", "end token")
+
+CHECKS = (
+    Check("tokenizers", tokens.same_ids),
+    Check("vocabularies", tokens.same_sizes, ("tokenizers",)),
+    Check("end token", tokens.end_token),
+    Check("chat template", tokens.template),
+    Check("student's head", models.student_head),
+    Check("teacher repeats", models.repeats),
+    Check("teacher's head", models.teacher_head, ("teacher repeats",)),
+    Check("student's padding", models.student_padding, ("student's head",)),
+    Check("teacher's padding", models.teacher_padding, ("teacher's head",)),
+    Check("student's gradients", models.gradients, ("student's head",)),
+    Check("teacher reads", models.depends_on_input, ("vocabularies", "teacher's head", "teacher's padding")),
+    Check("teacher = student", losses.zero_with_itself, ("student's head", "student's padding")),
+    Check("loss", losses.equals_reference, (*_BOTH, "vocabularies")),
+    Check("micro-batches", losses.same_in_parts, (*_BOTH, "vocabularies")),
+    Check("bfloat16", losses.half_precision, (*_BOTH, "vocabularies")),
+    Check("transformers writes", engines.with_transformers, (*_BOTH, *_TOKENS, "teacher reads")),
+)
+
+
+def examine(pair: Pair, config: str | None = None, vllm: bool = False) -> list[Finding]:
+    """All findings, in the order of the checks; each is named on stderr while it runs.
+
+    Args:
+        pair ([`Pair`]):
+            The models.
+        config (`str`, *optional*):
+            A file with settings.
+        vllm (`bool`, *optional*, defaults to `False`):
+            Whether to start vLLM.
+    """
+    writes = Check("vLLM writes", engines.with_vllm, CHECKS[-1].needs)
+    settings = Check("settings", partial(installed.settings, file=config)) if config else None
+    last = (writes if vllm else None, settings, Check("versions", lambda _: installed.versions()))
+    found: list[Finding] = []
+    for check in (*CHECKS, *filter(None, last)):
+        print(f"{check.name} ...", file=sys.stderr, flush=True)
+        found.append(_found(check, pair, found))
+    return found
+
+
+def _found(check: Check, pair: Pair, before: list[Finding]) -> Finding:
+    lacking = [one.name for one in before if one.name in check.needs and one.verdict in ("failed", "skipped")]
+    if lacking:
+        return Finding(check.name, "skipped", f"Needs: {', '.join(lacking)}.", 0.0)
+    start, verdict = perf_counter(), "ok"
+    try:
+        said = check.run(pair)
+    except Doubt as doubt:
+        verdict, said = "warning", str(doubt)
+    except NotApplicable as reason:
+        verdict, said = "skipped", str(reason)
+    except Exception as error:  # whatever a model or an engine raises is a finding
+        verdict, said = "failed", str(error) or type(error).__name__
+    return Finding(check.name, verdict, " ".join(said.split()), round(perf_counter() - start, 2))  # type: ignore[arg-type]
