@@ -8,6 +8,7 @@ import typer
 
 import trl_opsd
 from trl_opsd.cli.doctor.command import doctor
+from trl_opsd.cli.plan.command import plan
 from trl_opsd.cli.train.command import train
 
 app = typer.Typer(
@@ -38,6 +39,7 @@ app.command(
     add_help_option=False,
 )(train)
 app.command()(doctor)
+app.command()(plan)
 
 
 def main() -> None:

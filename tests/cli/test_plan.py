@@ -1,0 +1,170 @@
+"""`trl-opsd plan` counts what published models have, predicts what was measured here, and prints options that exist."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+from typer.testing import CliRunner
+
+from trl_opsd.cli.main import app
+from trl_opsd.cli.plan.memory import Choice, Load, phases, tracer
+from trl_opsd.cli.plan.search import SHARE, best, considered
+from trl_opsd.cli.plan.seconds import Rates, seconds
+from trl_opsd.cli.plan.shapes import shape_of
+from trl_opsd.cli.train.options import OptionParser
+
+SHAPES = Path(__file__).with_name("shapes")
+LOAD = Load(gpus=1, batch=8, prompt=512, length=512, half=True, checkpointing=True)
+
+
+def of(name: str):
+    return shape_of(str(SHAPES / f"qwen2.5-{name}.json"))
+
+
+def planned(*arguments, student="0.5b", teacher="7b"):
+    models = [str(SHAPES / f"qwen2.5-{name}.json") for name in (student, teacher)]
+    return CliRunner().invoke(app, ["plan", *models, *map(str, arguments)])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "parameters", "beside_embeddings"),
+    [("0.5b", 0.49, 0.36), ("1.5b", 1.54, 1.31), ("7b", 7.61, 6.53), ("32b", 32.5, 31.0), ("72b", 72.7, 70.0)],
+)
+def test_parameters_are_those_that_are_published(name, parameters, beside_embeddings):
+    """Figures of the models' cards, in billions."""
+    shape = of(name)
+    assert shape.parameters / 1e9 == pytest.approx(parameters, rel=0.01)
+    assert (shape.parameters - shape.head - shape.embeddings) / 1e9 == pytest.approx(beside_embeddings, rel=0.02)
+
+
+@pytest.mark.parametrize(("rows", "prompt", "length", "checkpointing"), [(4, 64, 192, 0), (4, 64, 192, 1)])
+def test_the_peak_of_learning_is_predicted_within_15_percent(rows, prompt, length, checkpointing):
+    """`benchmarks/plan.py` has larger ones. Measured in a process of its own, by its resident memory."""
+    models = [str(SHAPES / f"measured-{role}.json") for role in ("student", "teacher")]
+    numbers = map(str, (rows, prompt, length, checkpointing))
+    program = [sys.executable, str(Path(__file__).with_name("learning_pass.py")), *models, *numbers]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    student, teacher = map(shape_of, models)
+    load = Load(1, rows, prompt, length, False, bool(checkpointing))
+    parts = phases(student, teacher, load, Choice("single", "none", rows), tracer(student, load))["student learns"]
+    assert sum(parts.values()) == pytest.approx(int(done.stdout), rel=0.15)
+
+
+def test_more_of_anything_takes_no_less_and_more_devices_take_no_more():
+    student, teacher = of("0.5b"), of("7b")
+
+    def peak(load: Load, sharding: str = "single", kept: str = "none", micro: int = 2) -> dict[str, int]:
+        found = phases(student, teacher, load, Choice(sharding, kept, micro), tracer(student, load))
+        return {phase: sum(parts.values()) for phase, parts in found.items()}
+
+    small = replace(LOAD, batch=2, prompt=64, length=64)
+    for grown in ({"length": 128}, {"prompt": 128}, {"batch": 4}):
+        more = peak(replace(small, **grown))
+        assert all(more[phase] >= size for phase, size in peak(small).items()), grown
+    for sharding in ("zero2", "zero3"):
+        sizes = [peak(replace(small, gpus=gpus), sharding) for gpus in (1, 2, 8)]
+        for fewer, many in pairwise(sizes):
+            assert all(many[phase] <= fewer[phase] for phase in many)
+    of_teacher = [peak(small, kept=kept)["student learns"] for kept in ("none", "stream")]
+    assert of_teacher[0] - of_teacher[1] == 2 * (teacher.parameters - teacher.head)
+    assert peak(replace(small, lora=16))["student learns"] < peak(small)["student learns"]
+
+
+def test_zero3_divides_weights_gradients_and_optimizer():
+    student, teacher, load = of("7b"), of("7b"), replace(LOAD, gpus=8, batch=1, prompt=16, length=16)
+    parts = phases(student, teacher, load, Choice("zero3", "zero3", 1), tracer(student, load))["student learns"]
+    count = student.parameters
+    assert [parts[name] for name in ("weights", "gradients", "optimizer")] == [count // 4, count // 2, 12 * count // 8]
+
+
+def test_the_best_placement_fits_and_those_before_it_do_not():
+    plans = considered(of("7b"), of("72b"), replace(LOAD, gpus=8, batch=2), 80e9, 2000e9)
+    found = best(plans)
+    assert (found.choice.sharding, found.fits) == ("zero2", True), found.choice
+    assert found.peak[1] <= SHARE * 80e9
+    before = [plan for plan in plans[: plans.index(found)] if plan.choice.teacher != "served"]
+    assert before
+    assert not any(plan.fits for plan in before)
+    assert {plan.choice.micro for plan in before} == {1}, "not with one row either"
+
+
+def test_a_teacher_that_is_the_student_without_its_adapter_takes_nothing():
+    student, load = of("7b"), replace(LOAD, batch=2, lora=16)
+    (plan,) = considered(student, student, load, 80e9, None, shares_weights=True)
+    assert (plan.choice.teacher, plan.fits) == ("itself", True)
+    learns = plan.phases["student learns"]
+    assert learns["teacher between readings"] == plan.phases["teacher reads"]["teacher while it reads"] == 0
+    trained = 16 * student.linear
+    assert learns["weights"] == 2 * student.parameters + 4 * trained
+    assert learns["optimizer"] == 8 * trained
+    assert 0.03e9 < trained < 0.05e9, "peft counts 40.4 million for rank 16 on Qwen2.5-7B"
+
+
+def test_seconds_follow_the_rates():
+    shapes, choice = (of("0.5b"), of("7b")), Choice("single", "stream", 8)
+    usual, slow = Rates(), Rates(flops=40e12, memory=200e9, link=0.32e9)
+    found, slower = (seconds(*shapes, LOAD, choice, rates) for rates in (usual, slow))
+    assert found["rollout"] > 512 * 2 * shapes[0].parameters / usual.memory, "each token reads all weights"
+    for phase in ("rollout", "student learns"):
+        assert slower[phase] == pytest.approx(10 * found[phase])
+    assert slower["teacher reads"] == pytest.approx(2 * shapes[1].parameters / slow.link), "the link is the bottleneck"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("--gpu-memory", 24), ("--gpus", 8), ("--lora", 16), ("--no-bf16",)],
+    ids=["80 GB", "24 GB", "8 devices", "LoRA", "float32"],
+)
+def test_the_printed_options_are_those_of_a_training(arguments, tmp_path):
+    done = planned(*arguments, "--batch", 2, "--prompt", 64, "--length", 64)
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.stdout.partition("Fits.")[0].splitlines())) <= 80
+    options = yaml.safe_load(
+        done.stdout.partition("num_processes" if "--gpus" in arguments else "config")[2].split("\n\n", 1)[1]
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**options, "output_dir": str(tmp_path), "bf16": False}))
+    given = OptionParser().given(["--config", str(file)])
+    assert given.config.max_completion_length == 64
+    assert given.config.per_device_train_batch_size * given.config.gradient_accumulation_steps == 2
+    assert given.config.teacher_offload == options["teacher_offload"]
+    assert given.model.use_peft == ("--lora" in arguments)
+
+
+def test_what_does_not_fit_says_why():
+    done = planned("--gpu-memory", 8, "--batch", 1, "--prompt", 64, "--length", 64, student="7b", teacher="72b")
+    assert done.exit_code == 1
+    said = " ".join(done.stdout.split())
+    assert "Does not fit, in any placement. In the phase `student learns` one device would hold" in said
+    assert "the largest part is `optimizer` with 60.9 GB." in said
+    found = json.loads(
+        planned("--gpu-memory", 8, "--batch", 1, "--length", 64, "--json", student="7b", teacher="72b").stdout
+    )
+    assert (found["fits"], found["reason"] is not None) == (False, True)
+    assert {one["fits"] for one in found["placements"]} == {False}
+
+
+@pytest.mark.parametrize("family", [tiny.llama, tiny.gemma2, tiny.gpt2])
+def test_other_families_are_planned(family, tmp_path):
+    family(32).config.save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, ["plan", str(tmp_path), str(tmp_path), "--json", "--batch", "1"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    model = family(32)
+    assert found["phases"]["student learns"]["weights"] == 4 * sum(one.numel() for one in model.parameters())
+
+
+def test_no_config_is_bad_usage(tmp_path):
+    done = CliRunner().invoke(app, ["plan", str(tmp_path), str(tmp_path)])
+    assert done.exit_code == 2
+    assert "has no model config that can be read" in " ".join(done.stderr.split())

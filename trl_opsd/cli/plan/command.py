@@ -1,0 +1,51 @@
+"""The function behind `trl-opsd plan`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def plan(
+    student: Annotated[str, typer.Argument(help="Folder, config.json or Hub id of the student.")],
+    teacher: Annotated[str, typer.Argument(help="The same of the teacher; the student's, if it teaches itself.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Devices.")] = 1,
+    gpu_memory: Annotated[float, typer.Option(min=0.001, help="Memory of each, in GB of 1e9 bytes.")] = 80.0,
+    host_memory: Annotated[float | None, typer.Option(min=0.001, help="Memory of the machine, in GB.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of an optimizer step on each device.")] = 8,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a completion.")] = 512,
+    lora: Annotated[int | None, typer.Option(min=1, help="Rank of an adapter on all linear layers.")] = None,
+    bf16: Annotated[bool, typer.Option(help="Compute in bfloat16; otherwise float32.")] = True,
+    checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing.")] = True,
+    tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that a device reaches.")] = 400.0,
+    bandwidth: Annotated[float, typer.Option(min=0.001, help="GB/s that it reads of its memory.")] = 2000.0,
+    link: Annotated[float, typer.Option(min=0.001, help="GB/s from the machine's memory to a device.")] = 32.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
+) -> None:
+    """Says whether a training fits, with which options, and what is too large, from the configs of both models.
+
+    AdamW; completions by transformers. No weights are read. All numbers are estimates.
+
+    Exit status: 0 if it fits, 1 if it does not, 2 for bad usage.
+    """
+    from trl_opsd.cli.plan.memory import Load
+    from trl_opsd.cli.plan.search import best, considered
+    from trl_opsd.cli.plan.seconds import Rates
+    from trl_opsd.cli.plan.shapes import shape_of
+    from trl_opsd.cli.plan.shown import Asked, document, show
+
+    try:
+        shapes = shape_of(student), shape_of(teacher)
+    except ValueError as error:
+        typer.echo(f"trl-opsd plan: {error}", err=True)
+        raise typer.Exit(2) from None
+    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora)
+    rates = Rates(tflops * 1e12, bandwidth * 1e9, link * 1e9)
+    asked = Asked((student, teacher), shapes, load, rates, gpu_memory * 1e9)
+    host = None if host_memory is None else host_memory * 1e9
+    plans = considered(*shapes, load, asked.memory, host, asked.shares_weights)
+    found = best(plans)
+    print(document(found, plans, asked)) if as_json else show(found, plans, asked)
+    raise typer.Exit(0 if found.fits else 1)

@@ -1,0 +1,159 @@
+"""Bytes by part and phase of one device, for a placement of student and teacher. Estimates, unless a test says more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from trl_opsd.cli.plan.shapes import Shape
+from trl_opsd.cli.plan.traced import traced_activations
+from trl_opsd.losses.likeliest import EVERY
+from trl_opsd.losses.streamed import _GROUP_TILES, _STRIDE_ELEMENTS, TILE_BYTES
+from trl_opsd.run.kept import CACHE_BYTES
+from trl_opsd.teacher.forward import PASS_BYTES
+
+_RANKED_COPIES = 4
+"""Of one token in 16, to rank the vocabulary: the logits of both models, and two for the student's normaliser."""
+
+Parts = dict[str, int]
+"""Bytes by part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is trained on: rows of an optimizer step on one device, and their tokens."""
+
+    gpus: int
+    batch: int
+    prompt: int
+    length: int
+    half: bool
+    checkpointing: bool
+    lora: int | None = None
+    """Rank of an adapter on all linear layers; `None` where all weights are trained."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in products, and in a teacher's weights and states."""
+        return 2 if self.half else 4
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A placement."""
+
+    sharding: str
+    """`"single"`, `"ddp"`, `"zero2"`, `"zero3"` or `"zero3_offload"`: the name of an accelerate file."""
+    teacher: str
+    """A value of `teacher_offload`, `"served"`, or `"itself"`: the student without its adapter."""
+    micro: int
+    """Rows that the student learns from at once."""
+
+
+def phases(
+    student: Shape, teacher: Shape, load: Load, choice: Choice, activations: Callable[..., int]
+) -> dict[str, Parts]:
+    """Bytes by phase and part on one device; `activations(rows, products)` are those of a training pass."""
+    weights, gradients, optimizer, gathered = states(student, load, choice)
+    row, itemsize = load.prompt + load.length, load.itemsize
+    teaching = reading(teacher, choice.teacher, load)
+    between = {"teacher between readings": resident(teacher, choice.teacher, itemsize)}
+    always = {"weights": weights, "optimizer": optimizer}
+    whole = choice.sharding in ("single", "ddp")
+    copies = student.parameters * 2 if load.half and whole and load.lora is None else 0
+    signal = load.batch * load.length * teacher.width * itemsize
+    targets = {"targets": signal if signal <= CACHE_BYTES else choice.micro * load.length * teacher.width * itemsize}
+    rollout = {
+        **always,
+        "gathered or cast weights": copies or (gathered and student.parameters * itemsize),
+        **between,
+        "KV cache": load.batch * row * student.pair * itemsize,
+        "activations": load.batch * (load.prompt * student.width * itemsize * 8 + student.vocabulary * 12),
+    }
+    teach = {**always, "teacher while it reads": teaching, "activations": passes(teacher, load), **targets}
+    products = ("autocast" if copies else "bfloat16") if load.half else "float32"
+    tile, head = loss(student, teacher, choice.micro * load.length, itemsize, load.lora is None)
+    learn = {
+        **always,
+        "gradients": gradients,
+        "gathered or cast weights": gathered,
+        **between,
+        "activations": activations(choice.micro, products),
+        "loss tile": tile,
+        "gradient of the head": head,
+        **targets,
+    }
+    return {"rollout": rollout, "teacher reads": teach, "student learns": learn}
+
+
+def states(student: Shape, load: Load, choice: Choice) -> tuple[int, int, int, int]:
+    """Weights, gradients, optimizer and gathered weights of the student, in bytes.
+
+    An adapter is trained in float32, on weights that are frozen in half precision.
+    DeepSpeed keeps weights in half precision, gradients in both, and float32 weights and Adam's moments in its
+    optimizer, by its own estimator; of ZeRO-3, four bytes for each number of the largest gathered weight are live.
+    """
+    count, gpus = student.parameters, load.gpus
+    trained = count if load.lora is None else load.lora * student.linear
+    frozen = (2 if load.half else 4) * (count if load.lora else 0)
+    if choice.sharding in ("single", "ddp"):
+        return frozen + 4 * trained, (8 if choice.sharding == "ddp" else 4) * trained, 8 * trained, 0
+    if choice.sharding == "zero2":
+        return frozen + 2 * trained, 2 * trained + 4 * trained // gpus, 12 * trained // gpus, 0
+    gathered = 4 * max(student.layer, student.head)
+    if choice.sharding == "zero3":
+        return (frozen + 2 * trained) // gpus, 4 * trained // gpus, 12 * trained // gpus, gathered
+    return 0, 0, 0, gathered
+
+
+def resident(teacher: Shape, kept: str, itemsize: int) -> int:
+    """Bytes of a teacher that stay on the device between readings."""
+    return {"none": itemsize * teacher.parameters, "zero3": 0, "itself": 0}.get(kept, itemsize * teacher.head)
+
+
+def reading(teacher: Shape, kept: str, load: Load) -> int:
+    """The same while it reads."""
+    numbers = {
+        "stream": teacher.head + 2 * teacher.layer,
+        "itself": 0,
+        "zero3": max(3 * teacher.layer, teacher.head),
+        "served": teacher.head,
+    }
+    return load.itemsize * numbers.get(kept, teacher.parameters)
+
+
+def passes(teacher: Shape, load: Load) -> int:
+    """Activations of the teacher's largest pass: at least one row, and what fits its budget beyond that."""
+    row = load.prompt + load.length
+    of_row = row * (teacher.half_bytes_per_token + row) * load.itemsize // 2
+    return max(of_row, min(PASS_BYTES, load.batch * of_row))
+
+
+def loss(student: Shape, teacher: Shape, tokens: int, itemsize: int, learns_head: bool = True) -> tuple[int, int]:
+    """Tiles of logits, and the gradients of head and hidden states in float32, of `tokens` read at once."""
+    vocabulary = min(student.vocabulary, teacher.vocabulary)
+    stride = -(-vocabulary // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
+    low = itemsize < 4
+    of_token = stride * (8 + (_GROUP_TILES * itemsize if low else 0))
+    tile = max(1, min(tokens, TILE_BYTES // of_token))
+    group = min(tokens, tile * _GROUP_TILES) * stride * itemsize if low else 0
+    ranked = _RANKED_COPIES * -(-tile // EVERY) * stride * 4
+    return tile * stride * 8 + group + ranked, 4 * (student.head * learns_head + tokens * student.width)
+
+
+def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> int:
+    """Bytes in the memory of a machine that holds all devices: what is offloaded, by all of its processes."""
+    kept = load.itemsize * teacher.parameters
+    of_teacher = {"cpu": kept * load.gpus, "stream": kept * load.gpus, "zero3": kept}.get(choice.teacher, 0)
+    return of_teacher + (18 * student.parameters if choice.sharding == "zero3_offload" else 0)
+
+
+def tracer(student: Shape, load: Load) -> Callable[..., int]:
+    """Activations by rows and products, each traced once."""
+
+    @cache
+    def activations(rows: int, products: str) -> int:
+        return traced_activations(student.config, rows, load.prompt + load.length, products, load.checkpointing)
+
+    return activations

@@ -1,0 +1,98 @@
+"""Looks for the placement that fits with the least traffic, and says of the best one what is too large."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from trl_opsd.cli.plan.memory import Choice, Load, Parts, host_bytes, phases, tracer
+from trl_opsd.cli.plan.shapes import Shape
+
+SHARE = 0.9
+"""Share of a device that is planned with; the rest is left to the CUDA context, buffers and fragmentation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A placement, what it takes, and whether that is there."""
+
+    choice: Choice
+    phases: dict[str, Parts]
+    host: int
+    fits: bool
+
+    @property
+    def peak(self) -> tuple[str, int]:
+        """The phase that takes most, and its bytes on one device."""
+        name = max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+        return name, sum(self.phases[name].values())
+
+    @property
+    def largest(self) -> tuple[str, int]:
+        """The largest part of that phase."""
+        parts = self.phases[self.peak[0]]
+        name = max(parts, key=lambda part: parts[part])
+        return name, parts[name]
+
+
+def placements(load: Load, host: float | None, shares_weights: bool) -> Iterator[tuple[str, str]]:
+    """All ways to place a launch, those with less traffic first; to offload the student takes a known host memory.
+
+    Args:
+        load ([`Load`]):
+            What is trained on.
+        host (`float`, *optional*):
+            Bytes of the machine.
+        shares_weights (`bool`):
+            Whether the teacher is the student without its adapter.
+    """
+    shardings = ["single"] if load.gpus == 1 else ["ddp", "zero2", "zero3"]
+    for sharding in [*shardings, *(["zero3_offload"] if host is not None else [])]:
+        kept = ["none", "cpu", "stream", *(["zero3"] if sharding.startswith("zero3") else []), "served"]
+        yield from ((sharding, teacher) for teacher in (["itself"] if shares_weights else kept))
+
+
+def divisors(batch: int) -> list[int]:
+    """Those of the rows of a step, the largest first: micro-batches that divide it evenly."""
+    return [rows for rows in range(batch, 0, -1) if batch % rows == 0]
+
+
+def considered(
+    student: Shape, teacher: Shape, load: Load, memory: float, host: float | None, shares_weights: bool = False
+) -> list[Plan]:
+    """A plan for each placement, with the largest micro-batch that fits, or that of one row.
+
+    Args:
+        student, teacher ([`Shape`]):
+            The models.
+        load ([`Load`]):
+            What is trained on.
+        memory (`float`):
+            Bytes of each device.
+        host (`float`, *optional*):
+            Bytes of the machine; `None` if they are not known, and taken as enough for an offloaded teacher.
+        shares_weights (`bool`, *optional*, defaults to `False`):
+            Whether the teacher is the student without its adapter.
+    """
+    activations = tracer(student, load)
+
+    def plan(choice: Choice) -> Plan:
+        needed = host_bytes(student, teacher, load, choice)
+        parts = phases(student, teacher, load, choice, activations)
+        peak = max(sum(of_phase.values()) for of_phase in parts.values())
+        return Plan(choice, parts, needed, peak <= SHARE * memory and (host is None or needed <= SHARE * host))
+
+    found = []
+    for sharding, kept in placements(load, host, shares_weights):
+        plans = (plan(Choice(sharding, kept, rows)) for rows in divisors(load.batch))
+        last = next(plans)
+        while not last.fits and (smaller := next(plans, None)) is not None:
+            last = smaller
+        found.append(last)
+    return found
+
+
+def best(plans: Sequence[Plan]) -> Plan:
+    """The first that fits without a server of the teacher, or with one, or else the smallest."""
+    here = [plan for plan in plans if plan.choice.teacher != "served"]
+    return next((plan for plan in [*here, *plans] if plan.fits), None) or min(here, key=lambda plan: plan.peak[1])

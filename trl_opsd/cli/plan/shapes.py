@@ -1,0 +1,102 @@
+"""What the plan has to know of a model: counted on the meta device, from a config, without its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from trl_opsd.teacher.forward import bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model by its numbers; all of them are parameters, and not bytes, unless it is said."""
+
+    config: PretrainedConfig
+    parameters: int
+    head: int
+    layer: int
+    """Of the largest layer."""
+    embeddings: int
+    """Of input embeddings that are not tied to the head."""
+    vocabulary: int
+    width: int
+    linear: int
+    """Inputs and outputs of all linear layers but the head: what a LoRA adapter of rank 1 has."""
+    pair: int
+    """Numbers in the key-value cache of one token."""
+    half_bytes_per_token: int
+    """Bytes of the activations of a token that is read without a graph in half precision, without the mask."""
+
+
+def load_config(source: str) -> PretrainedConfig:
+    """The config in a local folder, a `config.json` file, or of an id of the Hub.
+
+    Raises:
+        ValueError: There is none, or it cannot be read.
+    """
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(Path(source) if Path(source).exists() else source)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{source!r} has no model config that can be read ({reason}): pass a folder with a `config.json`, the file "
+            "itself, or an id of the Hub."
+        ) from None
+    return config
+
+
+def shape_of(source: str) -> Shape:
+    """Counts the parameters of a causal language model on the meta device.
+
+    Raises:
+        ValueError: The source has no config of a causal language model.
+    """
+    config = load_config(source)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except (ValueError, AttributeError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{source!r}: no causal language model can be built from its config ({reason[:200]})."
+        ) from None
+    head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    return Shape(
+        config=config,
+        parameters=_count(model),
+        head=head.numel(),
+        layer=max((_count(layer) for layer in _layers(model)), default=_count(model)),
+        embeddings=0 if embeddings is head else embeddings.numel(),
+        vocabulary=head.size(0),
+        width=head.size(1),
+        linear=sum(
+            one.in_features + one.out_features
+            for one in model.modules()
+            if isinstance(one, nn.Linear) and one is not model.get_output_embeddings()
+        ),
+        pair=_pair(config),
+        half_bytes_per_token=bytes_per_token(model, 0),
+    )
+
+
+def _count(module: nn.Module) -> int:
+    return sum(one.numel() for one in module.parameters())
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    lists = (list(module) for module in model.modules() if isinstance(module, nn.ModuleList))
+    return max(lists, key=lambda layers: sum(map(_count, layers)), default=[])
+
+
+def _pair(config: PretrainedConfig) -> int:
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 0) or 0
+    if not heads:
+        return 0
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return int(text.num_hidden_layers * 2 * (getattr(text, "num_key_value_heads", None) or heads) * size)

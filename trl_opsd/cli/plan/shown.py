@@ -1,0 +1,164 @@
+"""Writes a plan: bytes by part and phase, seconds, other placements, why it does not fit, and the options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from trl_opsd.cli.plan.memory import Load
+from trl_opsd.cli.plan.search import SHARE, Plan
+from trl_opsd.cli.plan.seconds import Rates, seconds
+from trl_opsd.cli.plan.shapes import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a plan was asked for."""
+
+    sources: tuple[str, str]
+    """Student and teacher, as they were named."""
+    shapes: tuple[Shape, Shape]
+    load: Load
+    rates: Rates
+    memory: float
+    """Bytes of each device."""
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the teacher is the student without its adapter."""
+        return self.load.lora is not None and self.sources[0] == self.sources[1]
+
+
+def options(plan: Plan, asked: Asked) -> dict[str, Any]:
+    """A plan as the options of `trl-opsd train`."""
+    load, choice = asked.load, plan.choice
+    found: dict[str, Any] = {
+        "model_name_or_path": asked.sources[0],
+        "dtype": "bfloat16" if load.lora and load.half else "float32",
+        "per_device_train_batch_size": choice.micro,
+        "gradient_accumulation_steps": load.batch // choice.micro,
+        "max_completion_length": load.length,
+        "gradient_checkpointing": load.checkpointing,
+        "bf16": load.half,
+    }
+    if load.lora:
+        found |= {"use_peft": True, "lora_r": load.lora, "lora_target_modules": ["all-linear"]}
+    if choice.teacher == "itself":
+        return {**found, "teacher_model_kind": "base"}
+    if choice.teacher == "served":
+        return {**found, "teacher_server_url": "http://127.0.0.1:8000"}
+    teacher = {"teacher_model_name_or_path": asked.sources[1], "teacher_dtype": "bfloat16" if load.half else "float32"}
+    return {**found, **teacher, "teacher_offload": choice.teacher}
+
+
+def command(plan: Plan, gpus: int) -> str:
+    """The command that launches a plan."""
+    return (
+        f"trl-opsd train --config run.yaml --accelerate_config {plan.choice.sharding}"
+        f"{f' --num_processes {gpus}' if gpus > 1 else ''}"
+    )
+
+
+def document(plan: Plan, plans: Sequence[Plan], asked: Asked) -> str:
+    """A plan as JSON; all bytes are those of one device."""
+    found = {
+        "fits": plan.fits,
+        "estimate": True,
+        "sharding": plan.choice.sharding,
+        "teacher": plan.choice.teacher,
+        "command": command(plan, asked.load.gpus),
+        "memory": int(asked.memory),
+        "usable": int(SHARE * asked.memory),
+        "phases": plan.phases,
+        "seconds": _seconds(plan, asked),
+        "host": plan.host,
+        "reason": None if plan.fits else reason(plan, asked.memory),
+        "options": options(plan, asked),
+        "placements": [
+            {
+                "sharding": one.choice.sharding,
+                "teacher": one.choice.teacher,
+                "micro_batch": one.choice.micro,
+                "peak": one.peak[1],
+                "host": one.host,
+                "fits": one.fits,
+            }
+            for one in plans
+        ],
+    }
+    return json.dumps(found, indent=2)
+
+
+def reason(plan: Plan, memory: float) -> str:
+    """Why a plan does not fit, in a sentence."""
+    phase, peak = plan.peak
+    part, size = plan.largest
+    if peak <= SHARE * memory:
+        return f"What is offloaded takes {plan.host / 1e9:.1f} GB of the machine's memory, which is more than it has."
+    return (
+        f"In the phase `{phase}` one device would hold {peak / 1e9:.1f} GB, of which {SHARE * memory / 1e9:.1f} GB are "
+        f"there; the largest part is `{part}` with {size / 1e9:.1f} GB."
+    )
+
+
+def show(plan: Plan, plans: Sequence[Plan], asked: Asked) -> None:
+    """Prints a plan for a person."""
+    console = Console(highlight=False)
+    console.print(_parts(plan, asked))
+    rates = asked.rates
+    console.print(
+        f"Estimates, in GB of 1e9 bytes on each of {asked.load.gpus} device(s) of {asked.memory / 1e9:.0f} GB, of "
+        f"which {SHARE:.0%} are planned with. Seconds at {rates.flops / 1e12:.0f} TFLOP/s, {rates.memory / 1e9:.0f} "
+        f"GB/s of memory and {rates.link / 1e9:.0f} GB/s from the machine, without traffic between devices.\n"
+    )
+    console.print(_placements(plans))
+    if not plan.fits:
+        console.print(f"\nDoes not fit, in any placement. {reason(plan, asked.memory)} {_REMEDY}")
+        return
+    console.print(
+        f"\nFits. With these options in run.yaml: [bold]{command(plan, asked.load.gpus)}[/]\n", soft_wrap=True
+    )
+    console.print(yaml.safe_dump(options(plan, asked), sort_keys=False), markup=False, soft_wrap=True)
+
+
+_REMEDY = (
+    "Try more or larger devices, an adapter (`--lora 16`), fewer rows, fewer tokens, or `--host-memory` for a student "
+    "whose weights are offloaded."
+)
+
+
+def _parts(plan: Plan, asked: Asked) -> Table:
+    choice = plan.choice
+    table = Table(title=f"{choice.sharding}, teacher: {choice.teacher}, micro-batch: {choice.micro}", box=None)
+    table.add_column("part")
+    for phase in plan.phases:
+        table.add_column(phase, justify="right")
+    for name in dict.fromkeys(name for parts in plan.phases.values() for name in parts):
+        table.add_row(name, *(f"{parts[name] / 1e9:.2f}" if name in parts else "" for parts in plan.phases.values()))
+    table.add_row("sum", *(f"{sum(parts.values()) / 1e9:.2f}" for parts in plan.phases.values()), style="bold")
+    table.add_row("seconds", *(f"{value:.2f}" for value in _seconds(plan, asked).values()))
+    return table
+
+
+def _placements(plans: Sequence[Plan]) -> Table:
+    table = Table(title="Placements", box=None)
+    for title, side in (("sharding", "left"), ("teacher", "left"), ("micro-batch", "right"), ("peak GB", "right")):
+        table.add_column(title, justify=side)  # type: ignore[arg-type]
+    table.add_column("in")
+    table.add_column("machine GB", justify="right")
+    table.add_column("fits")
+    for one in plans:
+        phase, peak = one.peak
+        row = (one.choice.sharding, one.choice.teacher, str(one.choice.micro), f"{peak / 1e9:.1f}", phase)
+        table.add_row(*row, f"{one.host / 1e9:.0f}", "yes" if one.fits else "no")
+    return table
+
+
+def _seconds(plan: Plan, asked: Asked) -> dict[str, float]:
+    return seconds(*asked.shapes, asked.load, plan.choice, asked.rates)
