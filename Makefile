@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick real test-sglang test-latest test-lowest check lint types spelling floors wheel format lock clean
+.PHONY: help venv demo test quick real test-sglang test-latest test-lowest check lint types spelling floors wheel docs format lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,7 +52,7 @@ test-sglang: venv ## test with a real SGLang server; builds an environment for i
 	$(BIN)/python tools/sglang_env.py .sglang
 	$(BIN)/pytest -m sglang tests/rollout/test_sglang_server.py -s
 
-check: lint types spelling floors wheel ## everything but the tests
+check: lint types spelling floors wheel docs ## everything but the tests
 
 lint: venv ## ruff, rules and format
 	$(BIN)/ruff check --output-format concise
@@ -71,6 +71,14 @@ floors: venv ## which file may import which, and that the environment is whole
 wheel: venv ## build the wheel, install it into a clean environment, import it there
 	$(BIN)/python tools/check_wheel.py
 
+docs: .docs/.made ## build the documentation as a site in build/site, strictly
+	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --quiet
+
+.docs/.made: requirements/docs.txt
+	"$(PYTHON)" -m venv --clear .docs
+	.docs/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/docs.txt
+	touch $@
+
 test-latest: venv ## test the wheel beside the newest libraries, and beside the newest that vLLM goes with
 	$(BIN)/python tools/check_versions.py latest
 
@@ -84,6 +92,6 @@ format: venv ## let ruff repair and format
 lock: ## resolve requirements/direct.txt into requirements/lock.txt
 	"$(PYTHON)" tools/lock.py
 
-clean: ## remove .venv, .sglang, builds and caches
-	rm -rf .venv .sglang .real build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .docs, .sglang, builds and caches
+	rm -rf .venv .docs .sglang .real build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,7 @@ import pytest
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from trl_opsd import OPSDConfig
+from trl_opsd.run.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -63,6 +64,28 @@ def test_every_page_can_be_reached_from_the_readme():
         pages = {(page.parent / link).resolve() for link in links if link.endswith(".md") and ":" not in link}
         to_read += pages - seen - set(to_read)
     assert {page for page in PAGES if page not in seen} == set()
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    shown = re.findall(r"([\w/]+\.md)$", text.partition("\nnav:")[2], flags=re.MULTILINE)
+    assert sorted(shown) == sorted({"index.md" if page.name == "README.md" else page.name for page in PAGES})
+
+
+@pytest.mark.parametrize("name", ["troubleshooting.md", "migration.md"])
+def test_options_and_metrics_that_a_page_recommends_exist(name):
+    """Those of others stand in the first column of a table; what is no option and no metric is listed here."""
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    if name == "migration.md":
+        text = "\n".join(line.split("|")[2] for line in text.splitlines() if line.count("|") > 2)
+    columns = {"prompt", "completion", "privileged_context", "teacher_prompt"}
+    phases = {"complete", "teach", "compare", "sync", "write", "learn", "doctor"}
+    of_trl = {"completions/mean_length", "completions/clipped_ratio"}
+    known = {one.name for one in dataclasses.fields(OPSDConfig)} | {*METRICS} | columns | phases | of_trl
+    named = re.findall(r"`([a-z_0-9]+(?:/[a-z_0-9]+)?)(?:=[^`]*)?`", text)
+    assert len(named) > 20
+    unknown = {one for one in named if one.removeprefix("eval_") not in known and one not in known}
+    assert unknown <= {"reward_funcs"}, "an argument of the trainer"
 
 
 def test_a_broken_link_and_a_broken_anchor_are_found(tmp_path):

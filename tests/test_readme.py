@@ -24,7 +24,7 @@ def snippets(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-SNIPPETS = snippets("README.md")
+SNIPPETS = [*snippets("README.md"), *snippets("docs/start.md")]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
 @pytest.mark.usefixtures("hub")
-def test_a_snippet_of_the_readme_runs(snippet):
+def test_a_snippet_for_a_beginning_runs(snippet):
     names: dict[str, Any] = {}
     exec(snippet, names)
     if "trainer" in names:
@@ -55,8 +55,8 @@ def tiny_config(config: type, *given: Any, **options: Any) -> Any:
     return config(*given, **{**options, **small})
 
 
-def test_the_readme_has_the_snippets_this_file_runs():
-    assert len(SNIPPETS) == 3
+def test_readme_and_start_have_the_snippets_this_file_runs():
+    assert (len(snippets("README.md")), len(SNIPPETS)) == (1, 3)
 
 
 @pytest.mark.usefixtures("hub")

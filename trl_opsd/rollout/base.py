@@ -61,7 +61,9 @@ class RolloutBackend(ABC):
         write apart leaves the student in evaluation mode: it may not be used, and torch's random numbers not be drawn.
 
         Args:
-            prompt_ids, step:
+            prompt_ids (`list[list[int]]`):
+                As for `complete`.
+            step (`int`):
                 As for `complete`.
 
         Returns:

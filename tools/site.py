@@ -1,0 +1,37 @@
+"""Hooks of the documentation's site: README and its neighbours become pages, and links that leave the pages plain text.
+
+`tests/test_docs.py` checks those links in the repository, where they lead somewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {"README.md": "index.md", "CHANGELOG.md": "", "SECURITY.md": "", "CONTRIBUTING.md": ""}
+"""Files beside `docs` that are pages, and their other names there."""
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages that are no files of `docs`."""
+    for name, other in PAGES.items():
+        text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+        files.append(File.generated(config, other or name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Points links at pages, and leaves the text of those to other files of the repository."""
+
+    def target(found: re.Match[str]) -> str:
+        text, path, anchor = found.group(1), found.group(2), found.group(3) or ""
+        name = path.removeprefix("../")
+        name = PAGES.get(name) or name
+        return f"[{text}]({name}{anchor})" if files.get_file_from_path(name) else text
+
+    return _LINK.sub(target, markdown)
