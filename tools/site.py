@@ -35,3 +35,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"[{text}]({name}{anchor})" if files.get_file_from_path(name) else text
 
     return _LINK.sub(target, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Writes the types of docstrings, which are in the notation of TRL and transformers, as plain names."""
+    return _CODE.sub(lambda found: f"<code>{_plain(found.group(1))}</code>", _LINKED.sub(r"<code>\1</code>", html))
+
+
+_LINKED = re.compile(r"\[<code>~?(?:[\w.]+\.)?(\w+)</code>\]")
+_CODE = re.compile(r"<code>([^<]*`[^<]*)</code>")
+
+
+def _plain(types: str) -> str:
+    """`[`~a.b.C`] or `str`, *optional*` as `C or str, optional`."""
+    names = re.sub(r"\[`~?(?:[\w.]+\.)?(\w+)`\]", r"\1", types)
+    return names.replace("`", "").replace("*optional*", "optional").replace("*", "")
