@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         eval_temperature=0.0,  # greedy
         save_strategy="no",
         report_to="none",
+        report=True,  # report.html: curves, and completions with each token's divergence
     )
     trainer = OPSDTrainer(
         model=STUDENT,

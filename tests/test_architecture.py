@@ -22,6 +22,7 @@ FLOORS = {
     "run": 2,
     "models": 3,
     "config": 4,
+    "report": 4,
     "host": 5,
     "loop": 6,
     "teacher": 6,

@@ -125,6 +125,7 @@ class Counting(FixedRollout):
         ("bf16", True, "build the trainer"),
         ("phase_timeout", 1.0, "build the trainer"),
         ("report_to", ["tensorboard"], "build the trainer"),
+        ("report", True, "build the trainer"),
     ],
 )
 def test_an_option_changed_when_it_has_been_read_is_refused(make_trainer, name, value, remedy):
@@ -286,7 +287,7 @@ def test_options_that_are_read_at_construction_only_are_those_that_may_not_chang
     proved = {"padding_free", "pad_to_multiple_of"}  # read for each pass, as the models were examined with them
     proved |= {"overlap", "deterministic"}  # read in each step, as other options and methods were checked with them
     proved |= {"num_generations_eval"}  # read for each evaluation
-    assert reads & kept <= {*fingerprint.OPTIONS, *fingerprint.EMA_OPTIONS, "report_to", *proved}
+    assert reads & kept <= {*fingerprint.OPTIONS, *fingerprint.EMA_OPTIONS, "report_to", "report", *proved}
 
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "num_iterations", "warmup_ratio", "max_prompt_length"])

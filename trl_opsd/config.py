@@ -189,6 +189,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
         phase_timeout (`float`, *optional*):
             Seconds after which a phase of training (`complete`, `sync`, `reward`, `teach`, `compare` or `save`) is
             reported on stderr with the stacks of all threads. The run continues.
+        report (`bool`, *optional*, defaults to `False`):
+            Whether to record samples of completions, with what student and teacher say about each token, and to write
+            `report.html` to `output_dir` when the training ends. Needs vl-convert-python; see `docs/report.md`.
         vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
             What is sent to vLLM after a student with a LoRA adapter has been updated: `"adapter"` sends the adapter
             alone, from memory, `"full"` all weights with the adapter merged, `"auto"` the adapter where vLLM supports
@@ -267,6 +270,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     nonfinite_skip_limit: int = 10
     collapse_guard: str | None = "warn"
     phase_timeout: float | None = None
+    report: bool = False
     vllm_weight_sync: str = "auto"
     vllm_sync_check: str = "every"
     sglang_server_url: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.loop.overlap import check_methods
+from trl_opsd.loop.recording import Recording
 from trl_opsd.loop.verbs import check_verbs
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.proof import prove_divergence
@@ -28,6 +30,7 @@ from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.head import whole_head
 from trl_opsd.models.model_checks import check_student
 from trl_opsd.models.trainable import check_trainable
+from trl_opsd.report.samples import samples_of
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.synced import SyncedRollout
@@ -215,6 +218,9 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         self.is_built = True
         self.remember_launch()
         self.args.accept_changes()
+        self._recording = Recording(self.args.output_dir) if self.args.report else None
+        if self._recording is not None:
+            self.add_callback(self._recording)
         self.add_callback(Banner(self._announced, lambda: self._described.later()))
 
     @classmethod
@@ -238,7 +244,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         mine = shares(self.teachers.heads, targets, rollout.weights, selection)
         hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
         with whole_head(student) as head, self.teachers.whole_heads() as teacher_heads:
-            return compared(
+            parts = compared(
                 hidden_BCH,
                 head,
                 teacher_heads,
@@ -252,6 +258,20 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
                 kl_clip=self.args.kl_clip,
                 criterion=None if selection is None else selection.criterion,
             )
+            if self._recording is not None and rollout.begins_at is None:
+                sampled = partial(samples_of, hidden_BCH, head, teacher_heads, rollout, targets, **self._sampling)
+                self._recording.note(self.state, self.model.training, rollout.prompt_lists, sampled)
+        return parts
+
+    @property
+    def _sampling(self) -> dict[str, Any]:
+        return {
+            "divergence": self.divergence,
+            "temperatures": self.temperatures,
+            "vocabulary": self._vocabulary,
+            "tokenizer": self.processing_class,
+            "names": list(self.teachers),
+        }
 
     # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------
 

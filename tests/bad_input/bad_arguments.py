@@ -286,6 +286,12 @@ PACKAGES = [
         "transformers.integrations.integration_utils.is_wandb_available",
         report_to="wandb",
     ),
+    absent(
+        "what draws a report",
+        "`report=True`: `pip install vl-convert-python`",
+        "trl_opsd.arguments.packages.find_spec",
+        report=True,
+    ),
     untouched("package missing", "no such logger", "Did you mean 'wandb'", report_to=["wandbb"]),
     untouched("package missing", "malformed arguments", "with `optim_args='lr'` cannot be used", optim_args="lr"),
 ]

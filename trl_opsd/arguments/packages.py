@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from transformers import Trainer
@@ -37,6 +38,8 @@ def check_packages(args: OPSDConfig, train_dataset: Any, optimizers: tuple[Any, 
             raise ValueError(
                 f"`report_to={name!r}`: its package is not installed or is switched off: install or remove it."
             )
+    if args.report and not find_spec("vl_convert"):
+        raise ValueError("`report=True`: `pip install vl-convert-python`, which draws the curves, or remove it.")
     if train_dataset is None:
         return
     if args.use_liger_kernel and not is_liger_kernel_available():

@@ -9,6 +9,7 @@ import typer
 import trl_opsd
 from trl_opsd.cli.doctor.command import doctor
 from trl_opsd.cli.plan.command import plan
+from trl_opsd.cli.report.command import report
 from trl_opsd.cli.train.command import train
 
 app = typer.Typer(
@@ -40,6 +41,7 @@ app.command(
 )(train)
 app.command()(doctor)
 app.command()(plan)
+app.command()(report)
 
 
 def main() -> None:

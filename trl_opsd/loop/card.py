@@ -21,6 +21,7 @@ from trl_opsd._compat.sharding import class_of
 from trl_opsd._compat.trl import DistillationTrainer, get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence
+from trl_opsd.report.files import PAGE
 from trl_opsd.run.objective_options import shape_in_words, temperatures_in_words
 
 __all__ = ["SEAMS", "Cards"]
@@ -132,6 +133,7 @@ class Cards(DistillationTrainer):
             ),
             f"- Objective: `{self.divergence!r}` at {self._at}{shape_in_words(self.args)}, over {self._source}",
             *(f"- {topic.capitalize()}: {said}" for topic, said in self.settings.items()),
+            *([f"- Curves and completions: [{PAGE}]({PAGE})"] if self.args.report else []),
             *figures(self.state.log_history),
         ]
 

@@ -16,7 +16,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import has_length
 
-__all__ = ["Progress", "Rows", "replace_default"]
+__all__ = ["Progress", "Rows", "evaluated", "replace_default"]
 
 _PHASES = {
     "complete": "completions",
@@ -84,7 +84,7 @@ class Rows:
         """
         if "train_runtime" in logs:
             return [f"{step} steps in {in_words(logs['train_runtime'])}"]
-        if (prefix := _evaluated(logs)) is None:
+        if (prefix := evaluated(logs)) is None:
             return self._row(f"{step}/{steps}", {**logs, "peak": self._peak() / 2**30})
         start = prefix + "_"
         return self._row(
@@ -103,7 +103,7 @@ class Rows:
         return "  ".join([f"{label:>{_LABEL}}", *shown]).rstrip()
 
 
-def _evaluated(logs: Mapping[str, Any]) -> str | None:
+def evaluated(logs: Mapping[str, Any]) -> str | None:
     """What the names of an evaluation's metrics begin with; `None` for a log of a training."""
     return next((name.removesuffix("_runtime") for name in logs if name.endswith("_runtime")), None)
 

@@ -1,0 +1,170 @@
+"""What `report=True` records is what the loss compares, and nothing else about a training changes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+
+from trl_opsd import FixedRollout
+from trl_opsd.report.files import log_of, recorded_in
+from trl_opsd.report.samples import TOKENS
+
+pytest.importorskip("vl_convert")
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "eval_dataset": tiny.rows(4)}
+
+
+def dense(trainer, prompt: str, answer: list[int], temperature: float):
+    """Log-probabilities of both models at each token of a completion, by their own forward passes. [n, V]"""
+    ids = trainer.processing_class(prompt)["input_ids"]
+    read = torch.tensor([[*ids, *answer]])
+    return [
+        model(read).logits[0, len(ids) - 1 : -1].float().div(temperature).log_softmax(-1)
+        for model in (trainer.model.eval(), trainer.teacher.model)
+    ]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "sampled_reverse_kl"])
+def test_every_token_has_the_numbers_of_both_models(make_trainer, tmp_path, divergence):
+    given = {"temperature": 1.0 if "sampled" in divergence else 0.7, "beta": 0.5 if divergence == "jsd" else 1.0}
+    trainer = make_trainer(report=True, divergence=divergence, eval_dataset=tiny.rows(8), **given)
+    words, answers = trainer.processing_class, tiny.recorded(trainer.processing_class)
+    trainer.evaluate()
+    [found] = recorded_in(tmp_path)
+    assert (found.step, found.split) == (0, "eval")
+    assert len({one.prompt for one in found.samples} & set(tiny.PROMPTS)) == 4
+    for sample in found.samples:
+        answer = answers[tuple(words(sample.prompt)["input_ids"])]
+        assert "".join(one.text for one in sample.tokens) == words.decode(answer)
+        assert not sample.is_cut
+        with torch.no_grad():
+            student_nV, teacher_nV = dense(trainer, sample.prompt, answer, trainer.temperature)
+        for place, (token, id_) in enumerate(zip(sample.tokens, answer, strict=True)):
+            p, q = student_nV[place].exp(), teacher_nV[place].exp()
+            expected = {
+                "forward_kl": (q * (q.log() - p.log())).sum(),
+                "reverse_kl": (p * (p.log() - q.log())).sum(),
+                "sampled_reverse_kl": (p * (p.log() - q.log())).sum(),
+                "jsd": sum((one * (one.log() - ((p + q) / 2).log())).sum() for one in (p, q)) / 2,
+            }[divergence]
+            assert token.divergence == pytest.approx(expected.item(), rel=2e-3, abs=1e-5)
+            assert token.student == pytest.approx(p[id_].item(), rel=2e-3)
+            assert token.teacher == pytest.approx(q[id_].item(), rel=2e-3)
+            best = q.topk(5)
+            assert [share for _, share in token.choices] == pytest.approx(best.values.tolist(), rel=2e-3)
+            first = words.decode([best.indices[0].item()])
+            assert token.choices[0][0].strip() == first.strip()
+
+
+@pytest.mark.quick
+def test_a_training_is_the_same_with_and_without(make_trainer, tmp_path):
+    def trained(report: bool):
+        trainer = make_trainer(
+            report=report,
+            logging_steps=1,
+            gradient_accumulation_steps=2,
+            output_dir=str(tmp_path / str(report)),
+            **EVALUATES,
+        )
+        trainer.train()
+        return trainer
+
+    plain, recorded = trained(False), trained(True)
+    for one, other in zip(plain.model.parameters(), recorded.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    losses = [[log["loss"] for log in one.state.log_history if "loss" in log] for one in (plain, recorded)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3
+    assert not list((tmp_path / "False").glob("report*"))
+
+    found = recorded_in(tmp_path / "True")
+    seen = [(one.split, one.step) for one in found]
+    assert seen == [("eval", 0), ("train", 0), ("eval", 2), ("train", 2), ("eval", 3)]
+    prompts = [[sample.prompt for sample in one.samples] for one in found if one.split == "eval"]
+    assert prompts[0] == prompts[1] == prompts[2]
+    assert len(prompts[0]) == 4
+    assert log_of(tmp_path / "True") == json.loads(json.dumps(recorded.state.log_history))
+    page = (tmp_path / "True" / "report.html").read_text()
+    assert page.count("<figure>") >= 5
+    of_ends = [one for one in found if (one.split, one.step) != ("eval", 2)]
+    assert page.count('class="tokens"') == sum(len(one.samples) for one in of_ends)
+
+
+def test_a_resumed_run_keeps_what_it_had_and_a_new_one_begins_anew(make_trainer, tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+    make_trainer(report=True, max_steps=4, **saves).train()
+    assert [one.step for one in recorded_in(tmp_path)] == [0, 3]
+    make_trainer(report=True, max_steps=4, **saves).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [one.step for one in recorded_in(tmp_path)] == [0, 2, 3], "what came after step 2 is of the other course"
+    assert [log["step"] for log in log_of(tmp_path) if "loss" in log] == [1, 2, 3, 4]
+    make_trainer(report=True, max_steps=2).train()
+    assert [one.step for one in recorded_in(tmp_path)] == [0, 1]
+    assert [log["step"] for log in json.loads((tmp_path / "report/trainer_state.json").read_text())["log_history"]][
+        -1
+    ] == 2
+
+
+def test_several_datasets_and_predictions_are_told_apart(make_trainer, tmp_path):
+    trainer = make_trainer(report=True, eval_dataset={"even": tiny.rows(2), "odd": tiny.rows(4)})
+    trainer.predict(tiny.rows(8).select([5, 6]))
+    trainer.evaluate()
+    seen = [(one.split, {sample.prompt for sample in one.samples}) for one in recorded_in(tmp_path)]
+    assert seen == [("eval_even", set(tiny.PROMPTS[:2])), ("eval_odd", set(tiny.PROMPTS[:4]))]
+
+
+def test_what_only_the_teacher_reads_is_never_written(make_trainer, tmp_path):
+    rows = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": ["the secret is 7"] * 8})
+    trainer = make_trainer(
+        report=True, teacher_model=None, teacher_model_kind="live", train_dataset=rows, eval_dataset=rows, max_steps=1
+    )
+    trainer.evaluate()
+    trainer.train()
+    found = recorded_in(tmp_path)
+    assert found
+    assert any(token.divergence > 0 for one in found[-1].samples for token in one.tokens)
+    for file in [*(tmp_path / "report").iterdir(), tmp_path / "report.html"]:
+        assert "secret" not in file.read_text(), file.name
+
+
+def test_several_teachers_are_named_and_each_row_has_its_own(make_trainer, tmp_path):
+    rows = Dataset.from_dict({"prompt": tiny.PROMPTS[:2], "teacher": ["b", "a"]})
+    teachers = {"a": tiny.qwen2(48, seed=1), "b": tiny.qwen2(32, seed=0)}  # b is the student as it begins
+    trainer = make_trainer(report=True, teacher_model=teachers, train_dataset=rows, eval_dataset=rows)
+    trainer.evaluate()
+    [found] = recorded_in(tmp_path)
+    by_prompt = {one.prompt: one for one in found.samples}
+    assert [by_prompt[prompt].teacher for prompt in tiny.PROMPTS[:2]] == ["b", "a"]
+    same, other = ([token.divergence for token in by_prompt[prompt].tokens] for prompt in tiny.PROMPTS[:2])
+    assert max(same) < 1e-5 < min(other)
+
+
+def test_tokens_without_weight_have_no_numbers_and_long_completions_are_cut(make_trainer, tmp_path):
+    long = [5 + place % 90 for place in range(TOKENS + 20)]
+    rollout = FixedRollout(dict.fromkeys(tiny.recorded(tiny.tokenizer()), long))
+    trainer = make_trainer(report=True, eval_dataset=tiny.rows(1), max_completion_length=TOKENS + 20, rollout=rollout)
+    weigh = trainer.weigh
+
+    def odd(rollout, rows, targets):
+        weights = weigh(rollout, rows, targets)
+        weights[:, 1::2] = 0
+        return weights
+
+    trainer.weigh = odd
+    trainer.evaluate()
+    [found] = recorded_in(tmp_path)
+    [sample] = found.samples
+    assert sample.is_cut
+    assert len(sample.tokens) == TOKENS
+    assert all((token.divergence is None) == (place % 2 == 1) for place, token in enumerate(sample.tokens))
+
+
+def test_a_record_that_cannot_be_written_costs_no_step(make_trainer, tmp_path, caplog):
+    (tmp_path / "report").write_text("a file is in the way")
+    trainer = make_trainer(report=True, logging_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert caplog.text.count("the rest of this training is not recorded") == 1

@@ -1,0 +1,131 @@
+"""Records what a report is made of while a trainer trains and evaluates, and writes it at the end.
+
+A record that cannot be written costs the report, never the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+from zlib import crc32
+
+from accelerate.logging import get_logger
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trl_opsd.report.files import Recorded, append, keep_until, state_file
+from trl_opsd.report.page import write
+from trl_opsd.report.samples import Sample
+from trl_opsd.run.progress import evaluated
+
+__all__ = ["Recording"]
+
+logger = get_logger(__name__)
+
+_TRAIN = "train"
+_ROWS = 4
+"""Completions of an evaluation, or of a step, that are kept."""
+
+
+@final
+class Recording(TrainerCallback):
+    """Keeps samples of the first and the last step of a training and of each evaluation, in the main process.
+
+    Of the rows of an evaluation those whose prompts have the lowest checksums: the same ones each time, in whatever
+    order rows are dealt to micro-batches.
+
+    Args:
+        folder (`str`):
+            `output_dir`.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._run = Path(folder)
+        self._works = True
+        self._evaluation: dict[int, Sample] = {}
+        self._trained_at: int | None = None
+
+    def note(
+        self,
+        state: TrainerState,
+        is_training: bool,
+        prompts: Callable[[], list[list[int]]],
+        samples: Callable[[list[int]], Sequence[Sample]],
+    ) -> None:
+        """Takes samples of a micro-batch, if it has any that are kept; otherwise they are not made.
+
+        Args:
+            state ([`~transformers.TrainerState`]):
+                Of the trainer.
+            is_training (`bool`):
+                Whether the batch is learned, not evaluated.
+            prompts (`Callable`):
+                Returns the token ids of the prompts of its rows.
+            samples (`Callable`):
+                Makes the samples of rows, by their numbers.
+        """
+        if not (self._works and state.is_world_process_zero):
+            return
+        if not is_training:
+            self._evaluation = _lowest(self._evaluation, prompts(), samples)
+            return
+        step = state.global_step
+        if step != self._trained_at and (self._trained_at is None or step == state.max_steps - 1):
+            self._trained_at = step
+            self._write(step, _TRAIN, _lowest({}, prompts(), samples))
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._works, self._trained_at, self._evaluation = True, None, {}
+        if state.is_world_process_zero:
+            self._try(keep_until, self._run, state.global_step)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        samples, self._evaluation = self._evaluation, {}
+        if samples:
+            self._write(state.global_step, evaluated(metrics or {}) or "eval", samples)
+        self._keep_log(state)
+
+    def on_predict(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._evaluation = {}
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._keep_log(state)
+        if state.is_world_process_zero and self._works:
+            self._try(write, self._run, state.log_history)
+
+    def _write(self, step: int, split: str, samples: Mapping[int, Sample]) -> None:
+        self._try(append, self._run, Recorded(step, split, tuple(samples.values())))
+
+    def _keep_log(self, state: TrainerState) -> None:
+        if state.is_world_process_zero and self._works:
+            self._try(_save, state, state_file(self._run))
+
+    def _try(self, do: Callable[..., Any], *given: Any) -> None:
+        try:
+            do(*given)
+        except (OSError, ValueError, ImportError) as error:
+            self._works = False
+            logger.warning(f"`report=True`: the rest of this training is not recorded: {error}")
+
+
+def _lowest(
+    kept: Mapping[int, Sample], prompts: Sequence[Sequence[int]], samples: Callable[[list[int]], Sequence[Sample]]
+) -> dict[int, Sample]:
+    """The samples with the lowest checksums of their prompts, of those kept and of more rows."""
+    rows = {crc32(repr(ids).encode()): row for row, ids in enumerate(prompts)}
+    lowest = sorted({*kept, *rows})[:_ROWS]
+    new = [key for key in lowest if key not in kept]
+    made = dict(zip(new, samples([rows[key] for key in new]), strict=True)) if new else {}
+    return {key: made[key] if key in made else kept[key] for key in lowest}
+
+
+def _save(state: TrainerState, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    state.save_to_json(str(file))

@@ -1,0 +1,152 @@
+"""The files of a report in the folder of a run: samples as JSON lines, and the log as transformers writes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers.trainer import TRAINER_STATE_NAME
+
+from trl_opsd.report.samples import Sample, Token
+from trl_opsd.run.checkpoint import newest_complete
+from trl_opsd.run.strict_json import loads
+
+__all__ = ["PAGE", "Recorded", "append", "keep_until", "log_of", "recorded_in", "state_file"]
+
+FOLDER = "report"
+"""In the folder of a run, what is recorded while it trains."""
+PAGE = "report.html"
+"""Beside it, the page."""
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Samples of one batch."""
+
+    step: int
+    """Optimizer steps that were done."""
+    split: str
+    """`"train"`, or what the metrics of an evaluation begin with."""
+    samples: tuple[Sample, ...]
+
+
+def state_file(run: Path) -> Path:
+    """Where the log of a run is kept, also of one that saves no checkpoints."""
+    return run / FOLDER / TRAINER_STATE_NAME
+
+
+def _samples_file(run: Path) -> Path:
+    return run / FOLDER / "samples.jsonl"
+
+
+def append(run: Path, recorded: Recorded) -> None:
+    """Adds a line. What is not finite is written as `null`."""
+    file = _samples_file(run)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(_line(recorded))
+
+
+def _line(recorded: Recorded) -> str:
+    return json.dumps(_finite(asdict(recorded)), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def keep_until(run: Path, step: int) -> None:
+    """Removes what was recorded after a step: the run goes on from there. After step 0, everything."""
+    state_file(run).unlink(missing_ok=True)
+    file = _samples_file(run)
+    if file.exists():
+        kept = [one for one in recorded_in(run) if one.step <= step] if step else []
+        file.write_text("".join(map(_line, kept)), encoding="utf-8")
+
+
+def recorded_in(run: Path) -> list[Recorded]:
+    """What was recorded, in its order; nothing where nothing was.
+
+    Raises:
+        ValueError: A line is damaged; the message has its number. A last line that a killed run has not ended is left
+            out.
+    """
+    file = _samples_file(run)
+    if not file.exists():
+        return []
+    *lines, rest = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    del rest  # empty, or a line that was not written to its end
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(_recorded(loads(line)))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"Line {number} of {file} is not what a run has recorded there: {error}") from error
+    return found
+
+
+def _recorded(value: Any) -> Recorded:
+    return Recorded(
+        step=_a(int, value["step"]),
+        split=_a(str, value["split"]),
+        samples=tuple(
+            Sample(
+                prompt=_a(str, one["prompt"]),
+                teacher=None if one["teacher"] is None else _a(str, one["teacher"]),
+                tokens=tuple(map(_token, one["tokens"])),
+                is_cut=_a(bool, one["is_cut"]),
+            )
+            for one in value["samples"]
+        ),
+    )
+
+
+def _token(value: Any) -> Token:
+    numbers = (value[name] for name in ("divergence", "student", "teacher"))
+    nats, student, teacher = (None if number is None else float(_a((int, float), number)) for number in numbers)
+    choices = tuple((_a(str, text), float(p or 0)) for text, p in value["choices"])
+    return Token(_a(str, value["text"]), nats, student, teacher, choices)
+
+
+def _a(kind: Any, value: Value) -> Value:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is no {getattr(kind, '__name__', 'number')}")
+    return value
+
+
+def _finite(value: Any) -> Any:
+    """A value with four digits of each number, and `None` for what is not finite."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if abs(value) < float("inf") else None
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def log_of(run: Path) -> list[dict[str, Any]]:
+    """`log_history` of a run: of its recording or a checkpoint, whichever is of the later step; of a checkpoint if it
+    is one; empty if there is none.
+
+    Raises:
+        ValueError: A file is damaged.
+    """
+    newest, _ = newest_complete(run)
+    files = [state_file(run), run / TRAINER_STATE_NAME, *([newest / TRAINER_STATE_NAME] if newest else [])]
+    states = [_state(file) for file in files if file.exists()]
+    return max(states, key=_step, default={"log_history": []})["log_history"]
+
+
+def _step(state: Any) -> int:
+    step: int = state["global_step"]
+    return step
+
+
+def _state(file: Path) -> Any:
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))  # transformers writes NaN
+        entries = state["log_history"]
+        if not (isinstance(state["global_step"], int) and all(isinstance(one["step"], int) for one in entries)):
+            raise ValueError("its steps are no numbers")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{file} is not a `TrainerState` of transformers: {error}") from error
+    return state

@@ -1,0 +1,118 @@
+"""Writes the report of a run: one HTML page that needs nothing else and asks no one for anything."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+from trl_opsd.report.curves import charts, facts, picture
+from trl_opsd.report.files import PAGE, Recorded, log_of, recorded_in
+from trl_opsd.report.samples import Sample
+
+__all__ = ["page", "write"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """The first and the last samples of a dataset, side by side."""
+
+    name: str
+    first: int
+    last: int | None
+    """Steps; `None` where there is only one."""
+    pairs: list[tuple[Sample | None, Sample | None]]
+
+
+def write(run: Path, log: Sequence[Mapping[str, Any]] | None = None, to: Path | None = None) -> Path:
+    """Writes the report of a run.
+
+    Args:
+        run (`Path`):
+            Its `output_dir`, or a checkpoint.
+        log (`Sequence[Mapping[str, Any]]`, *optional*):
+            `log_history`. When `None`, that of the folder.
+        to (`Path`, *optional*):
+            The file; `report.html` in the folder by default.
+
+    Returns:
+        `Path`: The file.
+
+    Raises:
+        ValueError: There is nothing to report, or a file is damaged.
+        ImportError: vl-convert-python is not installed.
+        OSError: The file cannot be written.
+    """
+    file = to or run / PAGE
+    text = page(run.resolve().name, log_of(run) if log is None else log, recorded_in(run))
+    part = file.with_name(file.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, file)
+    return file
+
+
+def page(name: str, log: Sequence[Mapping[str, Any]], recorded: Sequence[Recorded]) -> str:
+    """The page, as HTML.
+
+    Args:
+        name (`str`):
+            Of the run.
+        log (`Sequence[Mapping[str, Any]]`):
+            `log_history`, a dict for each log.
+        recorded (`Sequence[Recorded]`):
+            Samples, in the order of their steps.
+
+    Raises:
+        ValueError: There is neither.
+        ImportError: vl-convert-python is not installed.
+    """
+    if not (log or recorded):
+        raise ValueError("there is no log and no sample yet")
+    splits = _splits(recorded)
+    shown = [one for split in splits for pair in split.pairs for one in pair if one is not None]
+    environment = Environment(
+        loader=PackageLoader("trl_opsd.report", "template"),
+        autoescape=select_autoescape(default=True),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html").render(
+        name=name,
+        facts=facts(log),
+        charts=[(one, "data:image/svg+xml;base64," + _encoded(picture(one))) for one in charts(log)],
+        splits=splits,
+        top=_top(shown),
+        has_teachers=any(one.teacher for one in shown),
+    )
+
+
+def _encoded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _splits(recorded: Sequence[Recorded]) -> list[_Split]:
+    """Evaluations first: the same prompts, before and after."""
+    names = sorted(dict.fromkeys(one.split for one in recorded), key=lambda name: name == "train")
+    found = []
+    for name in names:
+        theirs = [one for one in recorded if one.split == name]
+        first, last = theirs[0], theirs[-1]
+        if first.step == last.step:
+            found.append(_Split(name, last.step, None, [(one, None) for one in last.samples]))
+        else:
+            after = {one.prompt: one for one in last.samples}
+            pairs = [(one, after.pop(one.prompt, None)) for one in first.samples]
+            found.append(_Split(name, first.step, last.step, [*pairs, *((None, one) for one in after.values())]))
+    return found
+
+
+def _top(samples: Sequence[Sample]) -> float:
+    """The divergence with the full colour: that of one token in twenty, so that one of them does not pale the rest."""
+    values = sorted(abs(token.divergence) for one in samples for token in one.tokens if token.divergence is not None)
+    return max(values[int(0.95 * (len(values) - 1))], 1e-6) if values else 1.0

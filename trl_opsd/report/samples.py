@@ -1,0 +1,167 @@
+"""Completions of which each token is known by how much the teacher disagrees, and what it would have written.
+
+B rows · C completion tokens · n tokens of a row in the loss · V vocabulary size · H hidden size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_opsd.losses import Divergence, ReverseKL, SampledReverseKL, streamed_divergence
+from trl_opsd.models.head import logits_of
+from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
+
+__all__ = ["Sample", "Token", "samples_of"]
+
+TOKENS = 200
+"""Tokens of a completion that are."""
+PROMPT = 1000
+"""Characters of a prompt that are; of a longer one, its beginning and its end."""
+CHOICES = 5
+"""The teacher's likeliest tokens that are named at each position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token of a completion, and what both models say about it; no numbers where it is not in the loss."""
+
+    text: str
+    """As it adds to the text; empty for a token that is only a part of a character."""
+    divergence: float | None = None
+    """In nats."""
+    student: float | None = None
+    """Probability that the student gives to it."""
+    teacher: float | None = None
+    """Probability that the teacher gives to it."""
+    choices: tuple[tuple[str, float], ...] = ()
+    """The teacher's likeliest tokens here, with their probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A prompt as the student has read it, and the beginning of its completion."""
+
+    prompt: str
+    teacher: str | None
+    """The name of the row's teacher, where there are several."""
+    tokens: tuple[Token, ...]
+    is_cut: bool
+    """Whether the completion goes on."""
+
+
+@torch.no_grad()
+def samples_of(
+    hidden_BCH: Tensor,
+    head: OutputHead,
+    teacher_heads: Sequence[OutputHead],
+    rollout: Rollout,
+    targets: TeacherTargets,
+    rows: Sequence[int],
+    *,
+    divergence: Divergence,
+    temperatures: tuple[float, float],
+    vocabulary: int | None,
+    tokenizer: Any,
+    names: Sequence[str],
+) -> list[Sample]:
+    """Some rows of a batch, with the distributions that its loss compares. Waits for the device.
+
+    Args:
+        hidden_BCH (`torch.Tensor`):
+            [B, C, H], the student's last hidden states at the positions that predict the completion.
+        head ([`~types.OutputHead`]), teacher_heads (`Sequence[OutputHead]`):
+            The student's, and those of all teachers in their order.
+        rollout ([`~types.Rollout`]), targets ([`~types.TeacherTargets`]):
+            The B rows, and what their teachers say.
+        rows (`Sequence[int]`):
+            The numbers of those that are looked at.
+        divergence ([`~losses.Divergence`]):
+            The objective. One of sampled tokens says little of a single one: the reverse KL stands for it.
+        temperatures (`tuple[float, float]`):
+            Of the student's distributions, and of the teachers'.
+        vocabulary (`int`, *optional*):
+            Size of the shared vocabulary, where the heads differ in size.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Turns ids into text.
+        names (`Sequence[str]`):
+            Of the teachers, in their order.
+    """
+    measure = ReverseKL() if isinstance(divergence, SampledReverseKL) else divergence
+    prompts, completions = rollout.prompt_lists(), rollout.completion_lists()
+    found = []
+    for row in rows:
+        number = 0 if targets.teacher is None else int(targets.teacher[row])
+        places_n = rollout.weights[row, :TOKENS].nonzero().squeeze(1).cpu()
+        teacher_head = teacher_heads[number]
+        student = LazyLogits(
+            hidden_BCH[row].detach().index_select(0, places_n.to(hidden_BCH.device)).to(head.weight.device),
+            head,
+            temperatures[0],
+        )
+        teacher = LazyLogits(targets.of(row, places_n).to(teacher_head.weight.device), teacher_head, temperatures[1])
+        ids_n = rollout.completion_ids[row].index_select(0, places_n.to(rollout.completion_ids.device)).cpu()
+        values: dict[int, Any] = {}
+        if len(places_n):
+            nats_n = streamed_divergence(student, teacher, measure, vocabulary=vocabulary).divergence.tolist()
+            of_student_n, _, _ = _said(student, vocabulary, ids_n)
+            of_teacher_n, best_nK, ids_nK = _said(teacher, vocabulary, ids_n)
+            columns = (nats_n, of_student_n, of_teacher_n, ids_nK, best_nK)
+            values = dict(zip(places_n.tolist(), zip(*columns, strict=True), strict=True))
+        # Places are among all columns of the batch; a row of several turns has masked ones between.
+        shown = rollout.completion_mask[row, :TOKENS].nonzero().squeeze(1).tolist()
+        written = rollout.completion_ids[row, shown].tolist()
+        found.append(
+            Sample(
+                prompt=_middle_cut(tokenizer.decode(prompts[row])),
+                teacher=names[number] if len(names) > 1 else None,
+                tokens=tuple(_tokens(shown, written, values, prompts[row][-1:], tokenizer)),
+                is_cut=len(completions[row]) > len(written),
+            )
+        )
+    return found
+
+
+def _said(logits: LazyLogits, vocabulary: int | None, ids_n: Tensor) -> tuple[list[float], Any, Any]:
+    """What a model gives to tokens: their probabilities, and the largest ones at each position with their ids."""
+    logits_nV = logits_of(logits.hidden, logits.head)[:, :vocabulary] / logits.temperature
+    probabilities_nV = logits_nV.softmax(-1)
+    of_ids_n = probabilities_nV.gather(1, ids_n.to(probabilities_nV.device)[:, None]).squeeze(1)
+    best = probabilities_nV.topk(min(CHOICES, probabilities_nV.size(1)), dim=1)
+    return of_ids_n.tolist(), best.values.tolist(), best.indices.tolist()
+
+
+def _tokens(
+    places: Sequence[int], ids: Sequence[int], values: dict[int, Any], before: list[int], tokenizer: Any
+) -> Iterator[Token]:
+    for place, text, last in zip(places, _pieces(ids, tokenizer.decode), [*before[-1:], *ids], strict=False):
+        if place not in values:
+            yield Token(text)
+            continue
+        nats, student, teacher, best, probabilities = values[place]
+        named = tuple((_after(last, one, tokenizer.decode), p) for one, p in zip(best, probabilities, strict=True))
+        yield Token(text, nats, student, teacher, named)
+
+
+def _pieces(ids: Sequence[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
+    """What each token adds to the text; of a character of several tokens, all with the last one."""
+    done = ""
+    for end in range(1, len(ids) + 1):
+        text = decode(list(ids[:end])).rstrip("\N{REPLACEMENT CHARACTER}")
+        yield text[len(done) :]
+        done = text if len(text) > len(done) else done
+
+
+def _after(last: int, token: int, decode: Callable[[list[int]], str]) -> str:
+    """A token as it stands after another: many tokenizers decode a first one without the space before it."""
+    before, both = decode([last]), decode([last, token])
+    return both[len(before) :] if both.startswith(before) and len(both) > len(before) else decode([token])
+
+
+def _middle_cut(text: str) -> str:
+    half = PROMPT // 2
+    return text if len(text) <= PROMPT else f"{text[:half]} … {text[-half:]}"
