@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from trl_opsd import FixedRollout
 from trl_opsd.report.files import log_of, recorded_in
-from trl_opsd.report.samples import TOKENS
+from trl_opsd.report.samples import CHUNK, TOKENS
 
 pytest.importorskip("vl_convert")
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "eval_dataset": tiny.rows(4)}
@@ -159,6 +159,13 @@ def test_tokens_without_weight_have_no_numbers_and_long_completions_are_cut(make
     [sample] = found.samples
     assert sample.is_cut
     assert len(sample.tokens) == TOKENS
+    with torch.no_grad():
+        student_nV, teacher_nV = dense(trainer, sample.prompt, long, trainer.temperature)
+    for place in (0, 2 * CHUNK, TOKENS - 2):  # of several chunks
+        token = sample.tokens[place]
+        assert token.student == pytest.approx(student_nV[place, long[place]].exp().item(), rel=2e-3)
+        assert token.teacher == pytest.approx(teacher_nV[place, long[place]].exp().item(), rel=2e-3)
+        assert token.choices[0][1] == pytest.approx(teacher_nV[place].exp().max().item(), rel=2e-3)
     assert all((token.divergence is None) == (place % 2 == 1) for place, token in enumerate(sample.tokens))
 
 

@@ -22,6 +22,8 @@ TOKENS = 200
 """Tokens of a completion that are."""
 PROMPT = 1000
 """Characters of a prompt that are; of a longer one, its beginning and its end."""
+CHUNK = 32
+"""Tokens whose logits exist at once: a training that only just fits still does."""
 CHOICES = 5
 """The teacher's likeliest tokens that are named at each position."""
 
@@ -107,7 +109,8 @@ def samples_of(
         ids_n = rollout.completion_ids[row].index_select(0, places_n.to(rollout.completion_ids.device)).cpu()
         values: dict[int, Any] = {}
         if len(places_n):
-            nats_n = streamed_divergence(student, teacher, measure, vocabulary=vocabulary).divergence.tolist()
+            compared = streamed_divergence(student, teacher, measure, chunk_tokens=CHUNK, vocabulary=vocabulary)
+            nats_n = compared.divergence.tolist()
             of_student_n, _, _ = _said(student, vocabulary, ids_n)
             of_teacher_n, best_nK, ids_nK = _said(teacher, vocabulary, ids_n)
             columns = (nats_n, of_student_n, of_teacher_n, ids_nK, best_nK)
@@ -126,13 +129,16 @@ def samples_of(
     return found
 
 
-def _said(logits: LazyLogits, vocabulary: int | None, ids_n: Tensor) -> tuple[list[float], Any, Any]:
+def _said(logits: LazyLogits, vocabulary: int | None, ids_n: Tensor) -> tuple[list[Any], list[Any], list[Any]]:
     """What a model gives to tokens: their probabilities, and the largest ones at each position with their ids."""
-    logits_nV = logits_of(logits.hidden, logits.head)[:, :vocabulary] / logits.temperature
-    probabilities_nV = logits_nV.softmax(-1)
-    of_ids_n = probabilities_nV.gather(1, ids_n.to(probabilities_nV.device)[:, None]).squeeze(1)
-    best = probabilities_nV.topk(min(CHOICES, probabilities_nV.size(1)), dim=1)
-    return of_ids_n.tolist(), best.values.tolist(), best.indices.tolist()
+    given, largest, which = [], [], []
+    for hidden_cH, ids_c in zip(logits.hidden.split(CHUNK), ids_n.split(CHUNK), strict=True):
+        probabilities_cV = (logits_of(hidden_cH, logits.head)[:, :vocabulary] / logits.temperature).softmax(-1)
+        given += probabilities_cV.gather(1, ids_c.to(probabilities_cV.device)[:, None]).squeeze(1).tolist()
+        best = probabilities_cV.topk(min(CHOICES, probabilities_cV.size(1)), dim=1)
+        largest += best.values.tolist()
+        which += best.indices.tolist()
+    return given, largest, which
 
 
 def _tokens(
