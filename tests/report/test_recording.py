@@ -108,6 +108,18 @@ def test_a_resumed_run_keeps_what_it_had_and_a_new_one_begins_anew(make_trainer,
     ] == 2
 
 
+def test_an_evaluation_before_a_training_belongs_to_it_and_a_second_training_begins_anew(make_trainer, tmp_path):
+    make_trainer(report=True, max_steps=1).train()
+    trainer = make_trainer(report=True, eval_dataset=tiny.rows(2))
+    trainer.evaluate()
+    trainer.train()
+    trainer.evaluate()
+    seen = [("eval", 0), ("train", 0), ("train", 2), ("eval", 3)]
+    assert [(one.split, one.step) for one in recorded_in(tmp_path)] == seen
+    trainer.train()
+    assert [(one.split, one.step) for one in recorded_in(tmp_path)] == [("train", 0), ("train", 2)]
+
+
 def test_several_datasets_and_predictions_are_told_apart(make_trainer, tmp_path):
     trainer = make_trainer(report=True, eval_dataset={"even": tiny.rows(2), "odd": tiny.rows(4)})
     trainer.predict(tiny.rows(8).select([5, 6]))

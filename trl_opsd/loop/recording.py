@@ -44,6 +44,7 @@ class Recording(TrainerCallback):
         self._works = True
         self._evaluation: dict[int, Sample] = {}
         self._trained_at: int | None = None
+        self._before: list[Recorded] = []  # of evaluations before a training, which belong to it
 
     def note(
         self,
@@ -72,12 +73,16 @@ class Recording(TrainerCallback):
         step = state.global_step
         if step != self._trained_at and (self._trained_at is None or step == state.max_steps - 1):
             self._trained_at = step
-            self._write(step, _TRAIN, _lowest({}, prompts(), samples))
+            recorded = Recorded(step, _TRAIN, tuple(_lowest({}, prompts(), samples).values()))
+            self._try(append, self._run, recorded)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._works, self._trained_at, self._evaluation = True, None, {}
+        before, self._before = self._before, []
         if state.is_world_process_zero:
             self._try(keep_until, self._run, state.global_step)
+            for one in before if state.global_step == 0 else ():
+                self._try(append, self._run, one)
 
     def on_evaluate(
         self,
@@ -89,7 +94,10 @@ class Recording(TrainerCallback):
     ) -> None:
         samples, self._evaluation = self._evaluation, {}
         if samples:
-            self._write(state.global_step, evaluated(metrics or {}) or "eval", samples)
+            recorded = Recorded(state.global_step, evaluated(metrics or {}) or "eval", tuple(samples.values()))
+            self._try(append, self._run, recorded)
+            if state.max_steps == 0:  # no training has begun
+                self._before.append(recorded)
         self._keep_log(state)
 
     def on_predict(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -99,9 +107,6 @@ class Recording(TrainerCallback):
         self._keep_log(state)
         if state.is_world_process_zero and self._works:
             self._try(write, self._run, state.log_history)
-
-    def _write(self, step: int, split: str, samples: Mapping[int, Sample]) -> None:
-        self._try(append, self._run, Recorded(step, split, tuple(samples.values())))
 
     def _keep_log(self, state: TrainerState) -> None:
         if state.is_world_process_zero and self._works:
