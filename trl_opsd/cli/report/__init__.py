@@ -1,1 +1,1 @@
-"""The command `trl-opsd plan`: which parts of a training need how much memory, from the configs of its models alone."""
+"""The command `trl-opsd report`: the page of a run, from what is in its folder."""
