@@ -30,6 +30,7 @@ for name in trl_opsd.__all__:
     getattr(trl_opsd, name)
 from importlib.resources import files
 assert (files("trl_opsd") / "accelerate_configs" / "zero3.yaml").is_file()
+assert (files("trl_opsd") / "report" / "template" / "page.html").is_file()
 print("imported from the wheel:", *trl_opsd.__all__)
 """
 
@@ -69,7 +70,8 @@ def build(folder: Path) -> Path:
 def compare_contents(wheel: Path) -> tuple[set[str], set[str]]:
     """What the wheel lacks, and what it holds besides the package and its metadata."""
     held = set(zipfile.ZipFile(wheel).namelist())
-    inside = [path for kind in ("*.py", "*.yaml", "py.typed") for path in (REPOSITORY / "trl_opsd").rglob(kind)]
+    kinds = ("*.py", "*.yaml", "template/*", "py.typed")
+    inside = [path for kind in kinds for path in (REPOSITORY / "trl_opsd").rglob(kind)]
     package = {str(path.relative_to(REPOSITORY)) for path in inside}
     metadata = {name for name in held if name.partition("/")[0].endswith(".dist-info")}
     licences = {name for name in metadata if name.endswith("/LICENSE")}
