@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick real test-sglang test-latest test-lowest check lint types spelling floors wheel docs format lock clean
+.PHONY: help venv demo test quick real trackers test-sglang test-latest test-lowest check lint types spelling floors wheel docs format lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,15 @@ quick: venv ## run the most telling tests, about a minute on two cores; for use 
 
 real: .real/smollm2/config.json ## test with a pretrained model of 135M parameters, from a package of the index; minutes
 	SMOLLM2=.real/smollm2 $(BIN)/pytest -m real tests/examples/test_smollm2.py -s
+
+.trackers/.made: requirements/trackers.txt | venv
+	rm -rf .trackers
+	$(PIP) install -q --no-deps --target .trackers -r requirements/trackers.txt
+	touch $@
+
+trackers: .trackers/.made ## test with trackio, TensorBoard and W&B, which are installed apart; a minute
+	rm -rf build/trackio
+	PYTHONPATH=.trackers TRACKIO_DIR=build/trackio $(BIN)/pytest -m trackers tests/report/test_trackers.py
 
 test-sglang: venv ## test with a real SGLang server; builds an environment for it in .sglang, 2 GB
 	$(BIN)/python tools/sglang_env.py .sglang
@@ -92,6 +101,6 @@ format: venv ## let ruff repair and format
 lock: ## resolve requirements/direct.txt into requirements/lock.txt
 	"$(PYTHON)" tools/lock.py
 
-clean: ## remove .venv, .docs, .sglang, builds and caches
-	rm -rf .venv .docs .sglang .real build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .docs, .sglang, .real, .trackers, builds and caches
+	rm -rf .venv .docs .sglang .real .trackers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -191,7 +191,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
             reported on stderr with the stacks of all threads. The run continues.
         report (`bool`, *optional*, defaults to `False`):
             Whether to record samples of completions, with what student and teacher say about each token, and to write
-            `report.html` to `output_dir` when the training ends. Needs vl-convert-python; see `docs/report.md`.
+            `report.html` to `output_dir` when the training ends. With `report_to="trackio"` the samples are also traces
+            there. Needs vl-convert-python; see `docs/report.md`.
         vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
             What is sent to vLLM after a student with a LoRA adapter has been updated: `"adapter"` sends the adapter
             alone, from memory, `"full"` all weights with the adapter merged, `"auto"` the adapter where vLLM supports

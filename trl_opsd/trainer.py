@@ -218,7 +218,8 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         self.is_built = True
         self.remember_launch()
         self.args.accept_changes()
-        self._recording = Recording(self.args.output_dir) if self.args.report else None
+        is_traced = "trackio" in self.args.report_to
+        self._recording = Recording(self.args.output_dir, is_traced) if self.args.report else None
         if self._recording is not None:
             self.add_callback(self._recording)
         self.add_callback(Banner(self._announced, lambda: self._described.later()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from zlib import crc32
 
 import pytest
 import tiny
@@ -11,6 +12,7 @@ from datasets import Dataset
 
 from trl_opsd import FixedRollout
 from trl_opsd.report.files import log_of, recorded_in
+from trl_opsd.report.page import write
 from trl_opsd.report.samples import CHUNK, TOKENS
 
 pytest.importorskip("vl_convert")
@@ -31,12 +33,14 @@ def dense(trainer, prompt: str, answer: list[int], temperature: float):
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "sampled_reverse_kl"])
 def test_every_token_has_the_numbers_of_both_models(make_trainer, tmp_path, divergence):
     given = {"temperature": 1.0 if "sampled" in divergence else 0.7, "beta": 0.5 if divergence == "jsd" else 1.0}
+    given["per_device_eval_batch_size"] = 3
     trainer = make_trainer(report=True, divergence=divergence, eval_dataset=tiny.rows(8), **given)
     words, answers = trainer.processing_class, tiny.recorded(trainer.processing_class)
     trainer.evaluate()
     [found] = recorded_in(tmp_path)
     assert (found.step, found.split) == (0, "eval")
-    assert len({one.prompt for one in found.samples} & set(tiny.PROMPTS)) == 4
+    by_checksum = sorted(tiny.PROMPTS, key=lambda prompt: crc32(repr(words(prompt)["input_ids"]).encode()))
+    assert [one.prompt for one in found.samples] == by_checksum[:4], "of all three batches"
     for sample in found.samples:
         answer = answers[tuple(words(sample.prompt)["input_ids"])]
         assert "".join(one.text for one in sample.tokens) == words.decode(answer)
@@ -118,6 +122,15 @@ def test_an_evaluation_before_a_training_belongs_to_it_and_a_second_training_beg
     assert [(one.split, one.step) for one in recorded_in(tmp_path)] == seen
     trainer.train()
     assert [(one.split, one.step) for one in recorded_in(tmp_path)] == [("train", 0), ("train", 2)]
+
+
+def test_an_evaluation_alone_leaves_the_report_of_a_training_as_it_was(make_trainer, tmp_path):
+    make_trainer(report=True, logging_steps=1, **EVALUATES).train()
+    log, page = log_of(tmp_path), (tmp_path / "report.html").read_text()
+    assert max(one["step"] for one in log) == 3
+    make_trainer(report=True, eval_dataset=tiny.rows(4)).evaluate()
+    assert log_of(tmp_path) == log
+    assert write(tmp_path).read_text() == page
 
 
 def test_several_datasets_and_predictions_are_told_apart(make_trainer, tmp_path):

@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl_opsd.report.files import Recorded, append, keep_until, state_file
 from trl_opsd.report.page import write
 from trl_opsd.report.samples import Sample
+from trl_opsd.report.traces import log_traces
 from trl_opsd.run.progress import evaluated
 
 __all__ = ["Recording"]
@@ -37,10 +38,12 @@ class Recording(TrainerCallback):
     Args:
         folder (`str`):
             `output_dir`.
+        is_traced (`bool`):
+            Whether samples are also logged to the run that trackio has open.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._run = Path(folder)
+    def __init__(self, folder: str, is_traced: bool) -> None:
+        self._run, self._is_traced = Path(folder), is_traced
         self._works = True
         self._evaluation: dict[int, Sample] = {}
         self._trained_at: int | None = None
@@ -73,8 +76,7 @@ class Recording(TrainerCallback):
         step = state.global_step
         if step != self._trained_at and (self._trained_at is None or step == state.max_steps - 1):
             self._trained_at = step
-            recorded = Recorded(step, _TRAIN, tuple(_lowest({}, prompts(), samples).values()))
-            self._try(append, self._run, recorded)
+            self._keep(Recorded(step, _TRAIN, tuple(_lowest({}, prompts(), samples).values())))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._works, self._trained_at, self._evaluation = True, None, {}
@@ -95,10 +97,11 @@ class Recording(TrainerCallback):
         samples, self._evaluation = self._evaluation, {}
         if samples:
             recorded = Recorded(state.global_step, evaluated(metrics or {}) or "eval", tuple(samples.values()))
-            self._try(append, self._run, recorded)
-            if state.max_steps == 0:  # no training has begun
+            self._keep(recorded)
+            if not _has_begun(state):
                 self._before.append(recorded)
-        self._keep_log(state)
+        if _has_begun(state):
+            self._keep_log(state)
 
     def on_predict(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._evaluation = {}
@@ -107,6 +110,15 @@ class Recording(TrainerCallback):
         self._keep_log(state)
         if state.is_world_process_zero and self._works:
             self._try(write, self._run, state.log_history)
+
+    def _keep(self, recorded: Recorded) -> None:
+        self._try(append, self._run, recorded)
+        if self._is_traced:
+            try:
+                log_traces(recorded)
+            except (ImportError, RuntimeError) as error:
+                self._is_traced = False
+                logger.warning(f"`report=True`: samples are no traces of trackio: {error}")
 
     def _keep_log(self, state: TrainerState) -> None:
         if state.is_world_process_zero and self._works:
@@ -118,6 +130,11 @@ class Recording(TrainerCallback):
         except (OSError, ValueError, ImportError) as error:
             self._works = False
             logger.warning(f"`report=True`: the rest of this training is not recorded: {error}")
+
+
+def _has_begun(state: TrainerState) -> bool:
+    """Whether this trainer has trained; the log of an evaluation alone must not replace that of an earlier training."""
+    return state.max_steps > 0
 
 
 def _lowest(

@@ -86,7 +86,7 @@ def charts(log: Sequence[Mapping[str, Any]]) -> list[Chart]:
             split = _split(entry)
             if split and not group.of_evaluations:
                 continue
-            for name, value in entry.items():
+            for name, value in sorted(entry.items()):  # a log that was read again has another order
                 short = name.removeprefix(f"{split}_") if split else name
                 match = re.fullmatch(group.pattern, short)
                 if match and _is_number(value) and (not split or short != name):

@@ -65,7 +65,7 @@ def page(name: str, log: Sequence[Mapping[str, Any]], recorded: Sequence[Recorde
         log (`Sequence[Mapping[str, Any]]`):
             `log_history`, a dict for each log.
         recorded (`Sequence[Recorded]`):
-            Samples, in the order of their steps.
+            Samples, in any order.
 
     Raises:
         ValueError: There is neither.
@@ -102,7 +102,7 @@ def _splits(recorded: Sequence[Recorded]) -> list[_Split]:
     found = []
     for name in names:
         theirs = [one for one in recorded if one.split == name]
-        first, last = theirs[0], theirs[-1]
+        first, last = min(theirs, key=_step), max(reversed(theirs), key=_step)
         if first.step == last.step:
             found.append(_Split(name, last.step, None, [(one, None) for one in last.samples]))
         else:
@@ -110,6 +110,10 @@ def _splits(recorded: Sequence[Recorded]) -> list[_Split]:
             pairs = [(one, after.pop(one.prompt, None)) for one in first.samples]
             found.append(_Split(name, first.step, last.step, [*pairs, *((None, one) for one in after.values())]))
     return found
+
+
+def _step(recorded: Recorded) -> int:
+    return recorded.step
 
 
 def _top(samples: Sequence[Sample]) -> float:

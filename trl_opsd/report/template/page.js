@@ -1,3 +1,4 @@
+// Shows what both models say of the token under the pointer or the focus, and takes a keyboard through the tokens.
 "use strict";
 (() => {
   const panel = document.getElementById("detail");
