@@ -60,7 +60,7 @@ def test_the_peak_of_learning_is_predicted_within_15_percent(rows, prompt, lengt
 
 
 def test_more_of_anything_takes_no_less_and_more_devices_take_no_more():
-    student, teacher = of("0.5b"), of("7b")
+    student, teacher = (shape_of(str(SHAPES / f"measured-{role}.json")) for role in ("student", "teacher"))
 
     def peak(load: Load, sharding: str = "single", kept: str = "none", micro: int = 2) -> dict[str, int]:
         found = phases(student, teacher, load, Choice(sharding, kept, micro), tracer(student, load))

@@ -181,8 +181,10 @@ def evaluated(folder: Path, **options: Any) -> dict[str, Any]:
     predictions = trainer.predict(make_rows(options.get("kind", "map"))).predictions
     texts = WORDS.batch_decode([[one for one in row if one >= 0] for row in predictions], skip_special_tokens=True)
     saved = Path(trainer.args.output_dir) / "completions" / "test_00000.parquet"
-    table = json.loads(pandas.read_parquet(saved).to_json(orient="split")) if trainer.log_completions else None
-    return {**found(trainer, logs), "predicted": texts, "saved": table}
+    results = {**found(trainer, logs), "predicted": texts, "saved": None}
+    if trainer.log_completions and trainer.is_world_process_zero():  # which has written it
+        results["saved"] = json.loads(pandas.read_parquet(saved).to_json(orient="split"))
+    return results
 
 
 SAVES = {"save_strategy": "steps", "save_steps": 1}

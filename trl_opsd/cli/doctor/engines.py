@@ -45,6 +45,7 @@ def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any
 
     Raises:
         ValueError: A token is less likely by the student's own logits than another, by more than rounding.
+        SyncError: The engine's log-probabilities of a text are not the student's.
     """
     tokenizer = pair.student.tokenizer
     asked = [prompt for prompt, _ in texts(tokenizer)]
@@ -53,7 +54,7 @@ def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any
             output_dir=folder, max_completion_length=TOKENS, top_k=1, report_to="none", bf16=False, max_steps=1,
             per_device_train_batch_size=len(asked), use_cpu=pair.device.type == "cpu", **options,
         )  # fmt: skip
-        trainer = OPSDTrainer(
+        trainer = _Noting(
             model=pair.student.model,
             teacher_model=pair.teacher.model,
             args=config,
@@ -73,7 +74,21 @@ def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any
             "student's own logits, although it was to write the likeliest: it has other weights than the student, or "
             "computes something else."
         )
-    return f"{sum(map(len, answered))} tokens, each the student's likeliest ({max(gap, 0.0):.1g} nats short at most)."
+    said = f"{sum(map(len, answered))} tokens, each the student's likeliest ({max(gap, 0.0):.1g} nats short at most)"
+    told = trainer.noted.get("rollout/logprob_gap")
+    return f"{said}." if told is None else f"{said}; its log-probabilities are the student's, {told:.1g} nats apart."
+
+
+class _Noting(OPSDTrainer):
+    """Keeps the last of each number that is recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.noted: dict[str, float] = {}
+        super().__init__(*args, **kwargs)
+
+    def record(self, name: str, value: float) -> None:
+        self.noted[name] = float(value)
+        super().record(name, value)
 
 
 @torch.no_grad()

@@ -1,0 +1,43 @@
+"""`trl-opsd doctor --vllm` passes a vLLM that has the student's weights, and fails one that has not got them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import tiny
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm_lab import student
+
+from trl_opsd._compat.vllm.engine import VLLMEngine
+from trl_opsd.cli.doctor import examined
+from trl_opsd.cli.doctor.pair import Pair, Side
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("engines_are_shared")]
+
+
+def examine(model) -> dict:
+    words = tiny.tokenizer()
+    pair = Pair(Side("student", model, words), Side("teacher", tiny.qwen2(48, seed=1).eval(), words))
+    return {one.name: one for one in examined.examine(pair, vllm=True)}
+
+
+def test_a_stale_engine_fails_one_check_and_a_fresh_one_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(VLLMEngine, "close", lambda self: None)  # the second has what the first has left
+    model = student(tmp_path).eval()
+    found = examine(model)
+    assert [one for one in found.values() if one.verdict != "ok"] == []
+    tokens, apart = re.search(r"^(\d+) tokens.* ([\d.e+-]+) nats apart", found["vLLM writes"].said).groups()
+    assert int(tokens) > 3
+    assert float(apart) < 1e-3
+
+    with torch.no_grad():  # a hundredth part of each weight, which changes hardly any of its likeliest tokens
+        for part in model.parameters():
+            part.add_(0.01 * part.std() * torch.randn(part.shape, generator=torch.Generator().manual_seed(0)))
+    monkeypatch.setattr(VLLMEngine, "load", lambda self, weights: [None for _ in weights] and None)
+    found = examine(model)
+    assert [one.name for one in found.values() if one.verdict != "ok"] == ["vLLM writes"]
+    assert "It looks stale" in found["vLLM writes"].said
