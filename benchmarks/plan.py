@@ -1,40 +1,108 @@
-"""Compares the memory that `trl-opsd plan` predicts with what was resident while a student learned on a CPU.
+"""Compares the memory that `trl-opsd plan` predicts with what trainings on a CPU held, by phase.
 
 python benchmarks/plan.py
 """
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from trl_opsd.cli.plan.memory import Choice, Load, phases, tracer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trl_opsd.cli.plan.memory import BUCKETS, Choice, Load, phases, tracer
 from trl_opsd.cli.plan.shapes import shape_of
 
-CLI = Path(__file__).resolve().parent.parent / "tests" / "cli"
-CASES = ((1, 16, 16, 0), (4, 64, 192, 0), (4, 64, 192, 1), (8, 128, 384, 0), (8, 128, 384, 1))
-"""Rows, tokens of prompt and completion, and whether gradient checkpointing is on."""
+ROOT = Path(__file__).resolve().parent.parent
+CLI = ROOT / "tests" / "cli"
+
+CASES = (
+    ("single", "none", 4, 64, 192, 0),
+    ("single", "none", 4, 64, 192, 1),
+    ("single", "none", 8, 128, 384, 0),
+    ("ddp", "none", 4, 64, 192, 0),
+    ("zero2", "none", 4, 64, 192, 0),
+    ("zero3", "none", 4, 64, 192, 0),
+    ("zero3", "zero3", 4, 64, 192, 0),
+)
+"""Sharding, `teacher_offload`, rows, tokens of prompt and completion, and whether gradient checkpointing is on."""
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""Of a training beside it whose peak is taken off: of libraries, and of processes that talk."""
+
+
+def saved(folder: Path, **changes: int) -> list[str]:
+    """Saves a random student and a random teacher, and returns their folders."""
+    sys.path.append(str(CLI.parent))
+    import tiny
+
+    folders = []
+    for role in ("student", "teacher"):
+        config = AutoConfig.from_pretrained(CLI / "shapes" / f"measured-{role}.json")
+        config.update({**changes, "layer_types": ["full_attention"] * changes["num_hidden_layers"]} if changes else {})
+        model = AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(folder / role)
+        tiny.tokenizer().save_pretrained(folder / role)
+        folders.append(str(folder / role))
+    return folders
+
+
+def measured(models: list[str], sharding: str, *numbers: object) -> dict[str, int]:
+    """Peaks by phase of a training, in bytes, of the process that held most."""
+    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0"]
+    if sharding.startswith("zero"):
+        launcher[2:5] = ["--config_file", str(ROOT / "trl_opsd" / "accelerate_configs" / f"{sharding}_cpu.yaml")]
+    with TemporaryDirectory() as folder:
+        subprocess.run(
+            [
+                *[sys.executable, *(launcher if sharding != "single" else [])],
+                *[str(CLI / "training_peak.py"), folder, *models, *map(str, numbers)],
+            ],
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{CLI.parent}:{CLI}", "OMP_NUM_THREADS": "1"},
+            check=True,
+            capture_output=True,
+        )
+        peaks = [json.loads(file.read_text()) for file in Path(folder).glob("peak-*.json")]
+    return {phase: max(one[phase] for one in peaks) for phase in peaks[0]}
+
+
+def predicted(models: list[str], sharding: str, teacher: str, rows: int, *numbers: int) -> dict[str, int]:
+    """The same by the plan, where buckets are as large as what is written to them: the rest is never resident."""
+    student, of_teacher = map(shape_of, models)
+    load = Load(1 if sharding == "single" else 2, rows, *numbers[:2], half=False, checkpointing=bool(numbers[2]))
+    found = phases(student, of_teacher, load, Choice(sharding, teacher, rows), tracer(student, load))
+    whole = load.itemsize * 500_000_000
+    for parts in found.values():
+        if parts.get(BUCKETS):
+            parts[BUCKETS] -= whole - load.itemsize * student.parameters
+    return {phase: sum(parts.values()) for phase, parts in found.items()}
+
+
+def compared(*case: object) -> dict[str, tuple[int, int]]:
+    """Bytes by phase, as predicted and as measured, beyond those of a training of small models."""
+    with TemporaryDirectory() as folder:
+        large, small = saved(Path(folder, "large")), saved(Path(folder, "small"), **SMALL)
+        of_large, of_small = measured(large, *case), measured(small, *case)
+        by_plan, of_small_by_plan = predicted(large, *case), predicted(small, *case)
+    return {
+        phase: (size - of_small_by_plan[phase], of_large[phase] - of_small[phase]) for phase, size in by_plan.items()
+    }
 
 
 def main() -> None:
     """Prints a row for each case."""
-    models = [str(CLI / "shapes" / f"measured-{role}.json") for role in ("student", "teacher")]
-    student, teacher = map(shape_of, models)
-    print("| rows | prompt | completion | checkpointing | predicted, MB | measured, MB | ratio |")
-    print("|---|---|---|---|---|---|---|")
-    for rows, prompt, length, checkpointing in CASES:
-        load = Load(1, rows, prompt, length, False, bool(checkpointing))
-        parts = phases(student, teacher, load, Choice("single", "none", rows), tracer(student, load))["student learns"]
-        numbers = map(str, (rows, prompt, length, checkpointing))
-        program = [sys.executable, str(CLI / "learning_pass.py"), *models, *numbers]
-        measured = int(subprocess.run(program, capture_output=True, text=True, check=True).stdout)
-        predicted = sum(parts.values())
-        print(
-            f"| {rows} | {prompt} | {length} | {'yes' if checkpointing else 'no'} | {predicted / 1e6:.0f} | "
-            f"{measured / 1e6:.0f} | {predicted / measured:.2f} |",
-            flush=True,
-        )
+    print(
+        "| sharding | teacher | rows | prompt | completion | checkpointing | rollout | teacher reads | student learns |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for case in CASES:
+        found = compared(*case)
+        cells = [f"{plan / 1e6:.0f} / {peak / 1e6:.0f} = {plan / peak:.2f}" for plan, peak in found.values()]
+        print(f"| {' | '.join(map(str, (*case[:5], 'yes' if case[5] else 'no', *cells)))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -120,6 +120,12 @@ def measured(trainer: OPSDTrainer, rule: str, count: int) -> dict[str, Any]:
     }
 
 
+def fast_dtype() -> str:
+    """`"bfloat16"` on a GPU and on a processor with AVX-512; without, products in it take eight times as long."""
+    is_fast = torch.cuda.is_available() or torch.cpu.get_capabilities().get("avx512_f")
+    return "bfloat16" if is_fast else "float32"
+
+
 def build(asked: argparse.Namespace, rule: str, seed: int, folder: Path) -> OPSDTrainer:
     """The trainer of an adapter; its evaluations save completions in the folder."""
     cpu = {} if torch.cuda.is_available() else {"bf16": False}
@@ -137,7 +143,7 @@ def build(asked: argparse.Namespace, rule: str, seed: int, folder: Path) -> OPSD
             per_device_eval_batch_size=100,
             max_completion_length=TOKENS,
             eval_temperature=0.0,  # greedy
-            model_init_kwargs={"dtype": "bfloat16"},
+            model_init_kwargs={"dtype": fast_dtype()},
             gradient_checkpointing=False,
             eval_strategy="steps",
             eval_steps=max(asked.steps // 3, 1),

@@ -13,6 +13,11 @@ from trl_opsd.losses.streamed import _GROUP_TILES, _STRIDE_ELEMENTS, TILE_BYTES
 from trl_opsd.run.kept import CACHE_BYTES
 from trl_opsd.teacher.forward import PASS_BYTES
 
+BUCKETS = "DeepSpeed's buckets"
+_BUCKET, _LIVE = 500_000_000, 1_000_000_000
+"""Defaults of DeepSpeed, in numbers: `reduce_bucket_size`, and `stage3_max_live_parameters`, up to which weights stay
+gathered for the backward pass."""
+
 _RANKED_COPIES = 4
 """Of one token in 16, to rank the vocabulary: the logits of both models, and two for the student's normaliser."""
 
@@ -60,6 +65,9 @@ def phases(
     teaching = reading(teacher, choice.teacher, load)
     between = {"teacher between readings": resident(teacher, choice.teacher, itemsize)}
     always = {"weights": weights, "optimizer": optimizer}
+    kept, reduced = buckets(student, load, choice.sharding)
+    if choice.sharding.startswith("zero3"):  # which never frees them
+        always |= {"gradients": gradients, BUCKETS: kept}
     whole = choice.sharding in ("single", "ddp")
     copies = student.parameters * 2 if load.half and whole and load.lora is None else 0
     signal = load.batch * load.length * teacher.width * itemsize
@@ -78,6 +86,7 @@ def phases(
         **always,
         "gradients": gradients,
         "gathered or cast weights": gathered,
+        BUCKETS: kept + reduced,
         **between,
         "activations": activations(choice.micro, products),
         "loss tile": tile,
@@ -91,20 +100,34 @@ def states(student: Shape, load: Load, choice: Choice) -> tuple[int, int, int, i
     """Weights, gradients, optimizer and gathered weights of the student, in bytes.
 
     An adapter is trained in float32, on weights that are frozen in half precision.
-    DeepSpeed keeps weights in half precision, gradients in both, and float32 weights and Adam's moments in its
-    optimizer, by its own estimator; of ZeRO-3, four bytes for each number of the largest gathered weight are live.
+    DeepSpeed keeps weights as products take them, gradients so and in float32, and float32 weights and Adam's moments
+    in its optimizer.
     """
     count, gpus = student.parameters, load.gpus
     trained = count if load.lora is None else load.lora * student.linear
     frozen = (2 if load.half else 4) * (count if load.lora else 0)
     if choice.sharding in ("single", "ddp"):
         return frozen + 4 * trained, (8 if choice.sharding == "ddp" else 4) * trained, 8 * trained, 0
+    working = load.itemsize * trained
     if choice.sharding == "zero2":
-        return frozen + 2 * trained, 2 * trained + 4 * trained // gpus, 12 * trained // gpus, 0
-    gathered = 4 * max(student.layer, student.head)
+        return frozen + working, working + 4 * trained // gpus, 12 * trained // gpus, 0
+    gathered = load.itemsize * min(count, _LIVE + max(student.layer, student.head))
     if choice.sharding == "zero3":
-        return (frozen + 2 * trained) // gpus, 4 * trained // gpus, 12 * trained // gpus, gathered
+        return (frozen + working) // gpus, 4 * trained // gpus, 12 * trained // gpus, gathered
     return 0, 0, 0, gathered
+
+
+def buckets(student: Shape, load: Load, sharding: str) -> tuple[int, int]:
+    """Bytes in which DeepSpeed collects gradients: those that ZeRO-3 keeps, and those of a backward pass besides, which
+    with ZeRO-3 are a copy in the order of the processes, and its share that comes back.
+    """
+    trained = student.parameters if load.lora is None else load.lora * student.linear
+    if sharding == "zero2":
+        return 0, load.itemsize * _BUCKET
+    if not sharding.startswith("zero3"):
+        return 0, 0
+    reduced = load.itemsize * min(trained, _BUCKET)
+    return load.itemsize * _BUCKET, reduced + reduced // load.gpus
 
 
 def resident(teacher: Shape, kept: str, itemsize: int) -> int:
