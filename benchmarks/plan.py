@@ -95,14 +95,12 @@ def compared(*case: object) -> dict[str, tuple[int, int]]:
 
 def main() -> None:
     """Prints a row for each case."""
-    print(
-        "| sharding | teacher | rows | prompt | completion | checkpointing | rollout | teacher reads | student learns |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| training: rows x (prompt + completion) | rollout | teacher reads | student learns |\n|---|---|---|---|")
     for case in CASES:
-        found = compared(*case)
-        cells = [f"{plan / 1e6:.0f} / {peak / 1e6:.0f} = {plan / peak:.2f}" for plan, peak in found.values()]
-        print(f"| {' | '.join(map(str, (*case[:5], 'yes' if case[5] else 'no', *cells)))} |", flush=True)
+        cells = [f"{plan / 1e6:.0f} / {peak / 1e6:.0f} = {plan / peak:.2f}" for plan, peak in compared(*case).values()]
+        sharding, teacher, rows, prompt, length, checkpointing = case
+        training = f"`{sharding}`, teacher `{teacher}`, {rows} x ({prompt} + {length}){', recomputed' * checkpointing}"
+        print(f"| {' | '.join((training, *cells))} |", flush=True)
 
 
 if __name__ == "__main__":
