@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
+import vision_language
 
+import trl_opsd
 from trl_opsd import FixedRollout
+from trl_opsd.models.key_value_cache import cached_per_token
 from trl_opsd.run.memory import ADVICE, explained
 
 ABSURD = 2**60
@@ -83,6 +89,53 @@ def test_an_engine_that_runs_out_of_memory_at_start_gets_advice(make_trainer, er
     [note] = raised.value.__notes__
     assert note.startswith("Out of memory in phase 'start'")
     assert "`vllm_gpu_memory_utilization`" in note
+
+
+def test_each_phase_that_is_entered_has_advice():
+    source = Path(trl_opsd.__file__).parent
+    called = [
+        node.args[0].value
+        for file in source.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute | ast.Name)
+        and (node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id) in ("phase", "explained")
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+    ]
+    assert {"complete", "reward", "teach", "sync", "step", "start"} <= set(called) <= ADVICE.keys()
+
+
+def test_a_reward_model_that_runs_out_of_memory_is_explained(make_trainer):
+    trainer = make_trainer(
+        reward_funcs=allocate_for_rewards, eval_dataset=tiny.rows(4), reward_weight=0.1, num_generations=2
+    )
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as raised:
+        trainer.train()
+    [note] = [line for line in raised.value.__notes__ if line.startswith("Out of memory in phase 'reward'")]
+    assert "a smaller reward model" in note
+
+
+def allocate_for_rewards(completions, **_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_a_note_that_cannot_be_written_leaves_the_error_as_it_is():
+    def fails():
+        raise RuntimeError("'head_dim' is a per-layer attribute")
+
+    with pytest.raises(MemoryError, match="the first") as raised, explained("complete", fails):
+        raise MemoryError("the first")
+    assert "Options that reduce it" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma3"])
+def test_the_cache_of_a_model_whose_layers_differ_is_estimated(family):
+    config = vision_language.model(family, 32, 0).config
+    text = config.get_text_config()
+    each = [text.per_layer_config[layer] for layer in range(text.num_hidden_layers)]
+    heads = [getattr(one, "num_key_value_heads", None) or one.num_attention_heads for one in each]
+    assert cached_per_token(config) == sum(2 * n * one.head_dim for n, one in zip(heads, each, strict=True)) > 0
 
 
 def test_other_errors_get_no_note_on_memory(make_trainer):

@@ -13,6 +13,7 @@ from trl_opsd._compat.sharding import whole_numel
 from trl_opsd.host import Host
 from trl_opsd.losses.streamed import TILE_BYTES
 from trl_opsd.models.head import shape_of
+from trl_opsd.models.key_value_cache import cached_per_token
 from trl_opsd.types import OutputHead
 
 _LOGITS = 2 * 4
@@ -58,15 +59,10 @@ def _teachers(host: Host, teachers: Mapping[str, nn.Module | None]) -> dict[str,
 
 def _cache(host: Host) -> dict[str, int]:
     """The key-value cache of a transformer, where its config states the dimensions."""
-    config = host.model.config.get_text_config()
-    sizes = (getattr(config, name, None) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
-    heads, layers, width = (size if isinstance(size, int) else 0 for size in sizes)
-    if not heads:
+    if not (of_token := cached_per_token(host.model.config)):
         return {}
-    pairs = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or width // heads
     rows, tokens = _rows(host)
-    size = rows * tokens * layers * 2 * pairs * head_dim * host.model.dtype.itemsize
+    size = rows * tokens * of_token * host.model.dtype.itemsize
     return {f"the key-value cache of {rows} x {tokens} completion tokens, without prompts": size}
 
 

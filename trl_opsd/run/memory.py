@@ -23,6 +23,8 @@ ADVICE = {
     "complete": "`per_device_train_batch_size` x `gradient_accumulation_steps` (rows written together), "
     "`max_completion_length`, `teacher_offload`, `use_vllm=True`",
     "sync": "`vllm_weight_sync='adapter'` with LoRA, `vllm_gpu_memory_utilization`, `vllm_enable_sleep_mode=True`",
+    "reward": "a smaller reward model, or one that is passed in bfloat16, `per_device_train_batch_size` x "
+    "`gradient_accumulation_steps` and `per_device_eval_batch_size` (completions scored), `max_completion_length`",
     "teach": "`teacher_offload='cpu'` or 'stream', `teacher_cache_device='cpu'`, `per_device_train_batch_size` x "
     "`gradient_accumulation_steps` (rows read), `max_completion_length`",
     "compare": "`per_device_train_batch_size` (raise `gradient_accumulation_steps` instead), "
@@ -55,8 +57,16 @@ def explained(phase: str, parts: Callable[[], Mapping[str, int]]) -> Iterator[No
     except Exception as error:
         noted = any(line.startswith(_NOTE_PREFIX) for line in getattr(error, "__notes__", ()))
         if is_out_of_memory(error) and not noted:
-            error.add_note(_note(phase, parts()))
+            error.add_note(_note(phase, _held(parts)))
         raise
+
+
+def _held(parts: Callable[[], Mapping[str, int]]) -> Mapping[str, int]:
+    """What a phase holds; nothing if that cannot be computed, since a note must not take the place of its error."""
+    try:
+        return parts()
+    except Exception:
+        return {}
 
 
 def _note(phase: str, parts: Mapping[str, int]) -> str:
