@@ -51,8 +51,20 @@ def saved(folder: Path, **changes: int) -> list[str]:
     return folders
 
 
-def measured(models: list[str], sharding: str, *numbers: object) -> dict[str, int]:
-    """Peaks by phase of a training, in bytes, of the process that held most."""
+def measured(small: list[str], large: list[str], sharding: str, *numbers: object) -> dict[str, int]:
+    """Bytes by phase that a training takes beyond one of small models, of the process that took most.
+
+    Both run in the same processes, but for DeepSpeed, which keeps what the first has taken.
+    """
+    if sharding.startswith("zero"):
+        least, most = ([one for (one,) in trained(models, sharding, *numbers)] for models in (small, large))
+    else:
+        least, most = zip(*trained([*small, *large], sharding, *numbers), strict=True)
+    return {phase: max(one[phase] for one in most) - max(one[phase] for one in least) for phase in most[0]}
+
+
+def trained(models: list[str], sharding: str, *numbers: object) -> list[list[dict[str, int]]]:
+    """Peaks by phase of trainings one after the other, in bytes: for each process a list of them."""
     launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0"]
     if sharding.startswith("zero"):
         launcher[2:5] = ["--config_file", str(ROOT / "trl_opsd" / "accelerate_configs" / f"{sharding}_cpu.yaml")]
@@ -60,14 +72,13 @@ def measured(models: list[str], sharding: str, *numbers: object) -> dict[str, in
         subprocess.run(
             [
                 *[sys.executable, *(launcher if sharding != "single" else [])],
-                *[str(CLI / "training_peak.py"), folder, *models, *map(str, numbers)],
+                *[str(CLI / "training_peak.py"), folder, *map(str, numbers), *models],
             ],
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{CLI.parent}:{CLI}", "OMP_NUM_THREADS": "1"},
             check=True,
             capture_output=True,
         )
-        peaks = [json.loads(file.read_text()) for file in Path(folder).glob("peak-*.json")]
-    return {phase: max(one[phase] for one in peaks) for phase in peaks[0]}
+        return [json.loads(file.read_text()) for file in Path(folder).glob("peak-*.json")]
 
 
 def predicted(models: list[str], sharding: str, teacher: str, rows: int, *numbers: int) -> dict[str, int]:
@@ -86,11 +97,9 @@ def compared(*case: object) -> dict[str, tuple[int, int]]:
     """Bytes by phase, as predicted and as measured, beyond those of a training of small models."""
     with TemporaryDirectory() as folder:
         large, small = saved(Path(folder, "large")), saved(Path(folder, "small"), **SMALL)
-        of_large, of_small = measured(large, *case), measured(small, *case)
-        by_plan, of_small_by_plan = predicted(large, *case), predicted(small, *case)
-    return {
-        phase: (size - of_small_by_plan[phase], of_large[phase] - of_small[phase]) for phase, size in by_plan.items()
-    }
+        beyond = measured(small, large, *case)
+        by_plan, of_small = predicted(large, *case), predicted(small, *case)
+    return {phase: (size - of_small[phase], beyond[phase]) for phase, size in by_plan.items()}
 
 
 def main() -> None:

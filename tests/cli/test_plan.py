@@ -5,28 +5,40 @@ from __future__ import annotations
 import importlib
 import json
 from dataclasses import replace
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import tiny
+import torch
+import vision_language
 import yaml
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from trl_opsd.cli.main import app
-from trl_opsd.cli.plan.memory import Choice, Load, phases, tracer
+from trl_opsd.cli.plan.memory import Choice, Load, engine_bytes, phases, tracer
 from trl_opsd.cli.plan.search import SHARE, best, considered
 from trl_opsd.cli.plan.seconds import Rates, seconds
 from trl_opsd.cli.plan.shapes import shape_of
+from trl_opsd.cli.plan.shown import Asked, options
 from trl_opsd.cli.train.options import OptionParser
+from trl_opsd.models.key_value_cache import cached_numbers, cached_per_token
 
 SHAPES = Path(__file__).with_name("shapes")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SMALL = {"llama": tiny.llama, "gemma2": tiny.gemma2, "gpt2": tiny.gpt2}
+OF_TOYS = ("deepseek_v3", "gemma3n_text", "gpt_oss", "mamba", "qwen3_moe", "qwen3_next")
 LOAD = Load(gpus=1, batch=8, prompt=512, length=512, half=True, checkpointing=True)
 
 
 def of(name: str):
     return shape_of(str(SHAPES / f"qwen2.5-{name}.json"))
+
+
+_SHORT = ("--batch", 1, "--prompt", 16, "--length", 16)
 
 
 def planned(*arguments, student="0.5b", teacher="7b"):
@@ -120,23 +132,68 @@ def test_seconds_follow_the_rates():
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("--gpu-memory", 24), ("--gpus", 8), ("--lora", 16), ("--no-bf16",)],
-    ids=["80 GB", "24 GB", "8 devices", "LoRA", "float32"],
+    [(), ("--gpu-memory", 24), ("--gpus", 8), ("--lora", 16), ("--no-bf16",), ("--engine", "vllm")],
+    ids=["80 GB", "24 GB", "8 devices", "LoRA", "float32", "vLLM"],
 )
 def test_the_printed_options_are_those_of_a_training(arguments, tmp_path):
     done = planned(*arguments, "--batch", 2, "--prompt", 64, "--length", 64)
     assert done.exit_code == 0, done.output
-    assert max(map(len, done.stdout.partition("Fits.")[0].splitlines())) <= 80
-    options = yaml.safe_load(
-        done.stdout.partition("num_processes" if "--gpus" in arguments else "config")[2].split("\n\n", 1)[1]
-    )
+    table, _, told = done.stdout.partition("\nFits, with micro-batches of 256 tokens; ")
+    assert max(map(len, table.splitlines())) <= 80
+    first, text, *rest = told.split("\n\n")
+    command, written = first.rpartition("run.yaml: ")[2], yaml.safe_load(text)
+    if "--gpus" in arguments:
+        assert command == "trl-opsd train --config run.yaml --accelerate_config ddp --num_processes 8"
+        assert yaml.safe_load(rest[1]) == {**yaml.safe_load(packaged("ddp")), "num_processes": 8}
+    else:
+        assert command == "trl-opsd train --config run.yaml --accelerate_config single"
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump({**options, "output_dir": str(tmp_path), "bf16": False}))
+    file.write_text(yaml.safe_dump({**written, "output_dir": str(tmp_path), "bf16": False}))
     given = OptionParser().given(["--config", str(file)])
     assert given.config.max_completion_length == 64
     assert given.config.per_device_train_batch_size * given.config.gradient_accumulation_steps == 2
-    assert given.config.teacher_offload == options["teacher_offload"]
+    assert given.config.teacher_offload == written["teacher_offload"]
     assert given.model.use_peft == ("--lora" in arguments)
+    assert given.config.use_vllm == ("--engine" in arguments)
+
+
+def packaged(name: str) -> str:
+    return (files("trl_opsd") / "accelerate_configs" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("lora", "resting"), [(None, 0), (16, 2)])
+def test_an_engine_takes_its_share_in_every_phase_unless_it_sleeps(lora, resting):
+    student, teacher = (shape_of(str(SHAPES / f"measured-{role}.json")) for role in ("student", "teacher"))
+    load = replace(LOAD, batch=2, prompt=64, length=64, lora=lora)
+    given = (student, teacher, load, 80e9, None)
+    without = {(one.choice.sharding, one.choice.teacher): one for one in considered(*given)}
+    plans = considered(*given, engine="vllm")
+    assert [one.choice.engine for one in plans[:4]] == ["vllm", "vllm, sleeping"] * 2
+    assert len(plans) == 2 * len(without)
+    needed = engine_bytes(student, load)
+    assert needed > 2 * student.parameters + 2 * 2 * student.cached(128), "weights, and keys and values of 2 rows"
+    for one in plans:
+        assert needed <= one.engine_share * 80e9 < needed + 0.05 * 80e9
+        held = [parts.get("engine", 0) for parts in one.phases.values()]
+        share = int(one.engine_share * 80e9)
+        assert held == ([share, 0, 0] if one.choice.sleeps else [share] * 3)
+        other = without[one.choice.sharding, one.choice.teacher]
+        learns, alone = one.phases["student learns"], other.phases["student learns"]
+        assert sum(learns.values()) == sum(alone.values()) + held[2]
+        assert "KV cache" not in one.phases["rollout"]
+        assert one.host - other.host == (resting * student.parameters if one.choice.sleeps else 0)
+        told = options(one, Asked(("a", "b"), (student, student), load, Rates(), 80e9))
+        assert told["vllm_gpu_memory_utilization"] == one.engine_share
+        assert told.get("vllm_enable_sleep_mode", False) is one.choice.sleeps
+    apart = considered(*given, engine="server")
+    assert {one.phases["rollout"]["engine"] for one in apart} == {0}
+
+
+def test_a_student_that_is_offloaded_is_launched_on_the_devices_there_are():
+    found = json.loads(planned(*_SHORT, "--gpu-memory", 24, "--host-memory", 999, "--json", student="7b").stdout)
+    assert found["sharding"] == "zero3_offload"
+    assert found["command"].endswith("--accelerate_config zero3_offload --num_processes 1")
+    assert yaml.safe_load(found["accelerate_file"])["num_processes"] == 1
 
 
 def test_what_does_not_fit_says_why():
@@ -152,14 +209,45 @@ def test_what_does_not_fit_says_why():
     assert {one["fits"] for one in found["placements"]} == {False}
 
 
-@pytest.mark.parametrize("family", [tiny.llama, tiny.gemma2, tiny.gpt2])
-def test_other_families_are_planned(family, tmp_path):
-    family(32).config.save_pretrained(tmp_path)
-    done = CliRunner().invoke(app, ["plan", str(tmp_path), str(tmp_path), "--json", "--batch", "1"])
+@pytest.mark.parametrize("family", [*SMALL, *OF_TOYS, "gemma3", "gemma4", "qwen3_vl"])
+def test_other_families_are_planned(family, tmp_path, monkeypatch):
+    """Mixtures of experts, layers of several kinds, states instead of a cache, and models that also see."""
+    monkeypatch.syspath_prepend(BENCHMARKS.with_name("tools"))
+    if family in SMALL:
+        model = SMALL[family](32)
+    elif family in OF_TOYS:
+        model = importlib.import_module("toys").toy(family, 259)
+    else:
+        model = vision_language.model(family, 32, 0)
+    model.config.save_pretrained(tmp_path)
+    document = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**document, "architectures": [type(model).__name__]}))
+    load = ["--json", "--batch", "1", "--prompt", "16", "--length", "16", "--no-bf16"]
+    done = CliRunner().invoke(app, ["plan", str(tmp_path), str(tmp_path), *load])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    model = family(32)
-    assert found["phases"]["student learns"]["weights"] == 4 * sum(one.numel() for one in model.parameters())
+    parts = json.loads(done.stdout)["phases"]
+    assert parts["student learns"]["weights"] == 4 * sum(one.numel() for one in model.parameters())
+    assert 0 < parts["student learns"]["activations"] < 1e8
+    with torch.no_grad():
+        cache = model.eval()(input_ids=torch.arange(3, 35)[None], use_cache=True)
+    kept = getattr(cache, "past_key_values", None)
+    if family != "mamba":
+        held = sum(one.nbytes for one in tree_leaves([vars(layer) for layer in kept.layers]) if is_kept(one))
+        assert parts["rollout"]["KV cache"] == held > 0
+
+
+def is_kept(value) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 1
+
+
+def test_a_window_bounds_the_cache():
+    config = tiny.gemma2(32, sliding_window=16).config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    numbers = [cached_numbers(model, tokens) for tokens in (16, 64)]
+    assert config.layer_types == ["sliding_attention", "full_attention"]
+    assert cached_per_token(config) * 64 > numbers[1] > numbers[0]
+    assert numbers[1] - numbers[0] <= 48 * cached_per_token(config) // 2
 
 
 def test_no_config_is_bad_usage(tmp_path):

@@ -1,13 +1,14 @@
 """Trains three steps on a CPU and writes how much memory each process held at most in each phase of the last step.
 
-Launched by accelerate, or not. Arguments: folder for results, folder of the student, folder of the teacher,
-`teacher_offload`, rows, prompt tokens, completion tokens, checkpointing (0 or 1). Writes `peak-RANK.json`: bytes by
-phase.
+Launched by accelerate, or not. Arguments: folder for results, `teacher_offload`, rows, tokens of prompt and completion,
+checkpointing (0 or 1), then the folders of a student and its teacher, or of several such pairs, which are trained one
+after the other. Writes `peak-RANK.json`: bytes by phase of each training.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import sys
@@ -64,7 +65,7 @@ class Measured(OPSDTrainer):
         return super().training_step(*args, **kwargs)
 
 
-def main(folder: str, student: str, teacher: str, offload: str, *numbers: str) -> None:
+def peaks(folder: str, student: str, teacher: str, offload: str, *numbers: str) -> dict[str, int]:
     """The teacher is in the memory of the process wherever it is placed: there is no other device."""
     rows, prompt, length, checkpointing = map(int, numbers)
     config = OPSDConfig(
@@ -82,7 +83,16 @@ def main(folder: str, student: str, teacher: str, offload: str, *numbers: str) -
     trainer.train()
     trainer.taken("student learns")
     assert trainer.state.log_history[0]["completions/mean_length"] > 0.9 * length
-    Path(folder, f"peak-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(trainer.peaks))
+    return trainer.peaks
+
+
+def main(folder: str, *arguments: str) -> None:
+    """Measures all pairs of models."""
+    options, models, found = arguments[:5], arguments[5:], []
+    for pair in zip(models[::2], models[1::2], strict=True):
+        found.append(peaks(folder, *pair, *options))
+        gc.collect()
+    Path(folder, f"peak-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

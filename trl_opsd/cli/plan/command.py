@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from functools import partial
 from typing import Annotated
 
 import typer
+
+
+class Engine(StrEnum):
+    """What writes completions."""
+
+    transformers = "transformers"
+    vllm = "vllm"
+    server = "server"
 
 
 def plan(
@@ -16,6 +26,9 @@ def plan(
     batch: Annotated[int, typer.Option(min=1, help="Rows of an optimizer step on each device.")] = 8,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a completion.")] = 512,
+    engine: Annotated[
+        Engine, typer.Option(help="What writes: transformers, vllm in the same process, or a vLLM server apart.")
+    ] = Engine.transformers,
     lora: Annotated[int | None, typer.Option(min=1, help="Rank of an adapter on all linear layers.")] = None,
     bf16: Annotated[bool, typer.Option(help="Compute in bfloat16; otherwise float32.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing.")] = True,
@@ -26,11 +39,11 @@ def plan(
 ) -> None:
     """Says whether a training fits, with which options, and what is too large, from the configs of both models.
 
-    AdamW; completions by transformers. No weights are read. All numbers are estimates.
+    With AdamW. No weights are read. All numbers are estimates.
 
     Exit status: 0 if it fits, 1 if it does not, 2 for bad usage.
     """
-    from trl_opsd.cli.plan.memory import Load
+    from trl_opsd.cli.plan.memory import Load, tracer
     from trl_opsd.cli.plan.search import best, considered
     from trl_opsd.cli.plan.seconds import Rates
     from trl_opsd.cli.plan.shapes import shape_of
@@ -45,7 +58,14 @@ def plan(
     rates = Rates(tflops * 1e12, bandwidth * 1e9, link * 1e9)
     asked = Asked((student, teacher), shapes, load, rates, gpu_memory * 1e9)
     host = None if host_memory is None else host_memory * 1e9
-    plans = considered(*shapes, load, asked.memory, host, asked.shares_weights)
+    search = partial(considered, *shapes, load, asked.memory, host, asked.shares_weights)
+    activations = tracer(shapes[0], load)
+    plans = search(engine.value, activations)
     found = best(plans)
-    print(document(found, plans, asked)) if as_json else show(found, plans, asked)
+    if as_json:
+        print(document(found, plans, asked))
+    else:
+        show(found, plans, asked)
+        if found.fits and engine is Engine.transformers and best(search("vllm", activations)).fits:
+            print("vLLM in the same process would fit, too: --engine vllm.")
     raise typer.Exit(0 if found.fits else 1)

@@ -18,11 +18,19 @@ _BUCKET, _LIVE = 500_000_000, 1_000_000_000
 """Defaults of DeepSpeed, in numbers: `reduce_bucket_size`, and `stage3_max_live_parameters`, up to which weights stay
 gathered for the backward pass."""
 
+_BATCHED_TOKENS, _OWN = 4096, 2_000_000_000
+"""Of an engine: the most tokens that it reads at once, and bytes of CUDA graphs and workspace, an assumption."""
+_SENT = 256_000_000
+"""Bytes of weights that are gathered at once to be sent to it."""
+
 _RANKED_COPIES = 4
 """Of one token in 16, to rank the vocabulary: the logits of both models, and two for the student's normaliser."""
 
 Parts = dict[str, int]
 """Bytes by part."""
+
+TRANSFORMERS, AWAKE, ASLEEP, SERVER = "transformers", "vllm", "vllm, sleeping", "server"
+"""What writes completions: transformers, vLLM in the same process, without and with sleep mode, or apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +62,32 @@ class Choice:
     """A value of `teacher_offload`, `"served"`, or `"itself"`: the student without its adapter."""
     micro: int
     """Rows that the student learns from at once."""
+    engine: str = TRANSFORMERS
+    """What writes."""
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether an engine leaves the device while the student is trained."""
+        return self.engine == ASLEEP
 
 
 def phases(
-    student: Shape, teacher: Shape, load: Load, choice: Choice, activations: Callable[..., int]
+    student: Shape, teacher: Shape, load: Load, choice: Choice, activations: Callable[..., int], engine: int = 0
 ) -> dict[str, Parts]:
-    """Bytes by phase and part on one device; `activations(rows, products)` are those of a training pass."""
+    """Bytes by phase and part on one device.
+
+    Args:
+        student, teacher ([`Shape`]):
+            The models.
+        load ([`Load`]):
+            What is trained on.
+        choice ([`Choice`]):
+            A placement.
+        activations (`Callable`):
+            `activations(rows, products)` are those of a training pass.
+        engine (`int`, *optional*, defaults to 0):
+            What one in the same process takes while it is awake.
+    """
     weights, gradients, optimizer, gathered = states(student, load, choice)
     row, itemsize = load.prompt + load.length, load.itemsize
     teaching = reading(teacher, choice.teacher, load)
@@ -72,18 +100,21 @@ def phases(
     copies = student.parameters * 2 if load.half and whole and load.lora is None else 0
     signal = load.batch * load.length * teacher.width * itemsize
     targets = {"targets": signal if signal <= CACHE_BYTES else choice.micro * load.length * teacher.width * itemsize}
-    rollout = {
-        **always,
+    awake = {} if choice.sleeps or not engine else {"engine": engine}
+    writing = {
         "gathered or cast weights": copies or (gathered and student.parameters * itemsize),
-        **between,
-        "KV cache": load.batch * row * student.pair * itemsize,
+        "KV cache": load.batch * student.cached(row) * itemsize,
         "activations": load.batch * (load.prompt * student.width * itemsize * 8 + student.vocabulary * 12),
     }
-    teach = {**always, "teacher while it reads": teaching, "activations": passes(teacher, load), **targets}
+    if choice.engine != TRANSFORMERS:  # which is sent the weights, piece by piece
+        writing = {"gathered or cast weights": min(_SENT, itemsize * student.parameters), "engine": engine}
+    rollout = {**always, **between, **writing}
+    teach = {**always, **awake, "teacher while it reads": teaching, "activations": passes(teacher, load), **targets}
     products = ("autocast" if copies else "bfloat16") if load.half else "float32"
     tile, head = loss(student, teacher, choice.micro * load.length, itemsize, load.lora is None)
     learn = {
         **always,
+        **awake,
         "gradients": gradients,
         "gathered or cast weights": gathered,
         BUCKETS: kept + reduced,
@@ -155,21 +186,41 @@ def passes(teacher: Shape, load: Load) -> int:
 
 def loss(student: Shape, teacher: Shape, tokens: int, itemsize: int, learns_head: bool = True) -> tuple[int, int]:
     """Tiles of logits, and the gradients of head and hidden states in float32, of `tokens` read at once."""
-    vocabulary = min(student.vocabulary, teacher.vocabulary)
-    stride = -(-vocabulary // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
-    low = itemsize < 4
-    of_token = stride * (8 + (_GROUP_TILES * itemsize if low else 0))
-    tile = max(1, min(tokens, TILE_BYTES // of_token))
-    group = min(tokens, tile * _GROUP_TILES) * stride * itemsize if low else 0
+    tile, stride = loss_tile(student, teacher, tokens, itemsize), _stride(student, teacher)
+    group = min(tokens, tile * _GROUP_TILES) * stride * itemsize if itemsize < 4 else 0
     ranked = _RANKED_COPIES * -(-tile // EVERY) * stride * 4
     return tile * stride * 8 + group + ranked, 4 * (student.head * learns_head + tokens * student.width)
+
+
+def loss_tile(student: Shape, teacher: Shape, tokens: int, itemsize: int) -> int:
+    """Tokens whose logits the loss forms at once, of `tokens` that are read at once."""
+    of_token = _stride(student, teacher) * (8 + (_GROUP_TILES * itemsize if itemsize < 4 else 0))
+    return max(1, min(tokens, TILE_BYTES // of_token))
+
+
+def _stride(student: Shape, teacher: Shape) -> int:
+    """Logits of a token with those that pad it."""
+    return -(-min(student.vocabulary, teacher.vocabulary) // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
+
+
+def engine_bytes(student: Shape, load: Load) -> int:
+    """What an engine in the same process needs to write all rows at once: weights, keys and values, and activations.
+
+    It writes to half precision or float32, as products are computed, and keeps the rows of a step at their full length.
+    """
+    row, itemsize = load.prompt + load.length, load.itemsize
+    of_token = student.half_bytes_per_token * itemsize // 2
+    logits = load.batch * student.vocabulary * 12
+    held = itemsize * student.parameters + load.batch * student.cached(row) * itemsize
+    return held + _BATCHED_TOKENS * of_token + logits + _OWN
 
 
 def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> int:
     """Bytes in the memory of a machine that holds all devices: what is offloaded, by all of its processes."""
     kept = load.itemsize * teacher.parameters
     of_teacher = {"cpu": kept * load.gpus, "stream": kept * load.gpus, "zero3": kept}.get(choice.teacher, 0)
-    return of_teacher + (18 * student.parameters if choice.sharding == "zero3_offload" else 0)
+    of_engine = load.itemsize * student.parameters * load.gpus if choice.sleeps and load.lora else 0
+    return of_teacher + of_engine + (18 * student.parameters if choice.sharding == "zero3_offload" else 0)
 
 
 def tracer(student: Shape, load: Load) -> Callable[..., int]:

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from trl_opsd.cli.plan.memory import Choice, Load, Parts, host_bytes, phases, tracer
+from trl_opsd.cli.plan.memory import (
+    ASLEEP,
+    AWAKE,
+    SERVER,
+    TRANSFORMERS,
+    Choice,
+    Load,
+    Parts,
+    engine_bytes,
+    host_bytes,
+    phases,
+    tracer,
+)
 from trl_opsd.cli.plan.shapes import Shape
 
 SHARE = 0.9
 """Share of a device that is planned with; the rest is left to the CUDA context, buffers and fragmentation."""
+
+ENGINES = {"transformers": (TRANSFORMERS,), "vllm": (AWAKE, ASLEEP), "server": (SERVER,)}
+"""What may write, by its name on the command line, those with less traffic first."""
+_STEP = 0.05
+"""Of the share of a device that an engine is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +38,8 @@ class Plan:
     phases: dict[str, Parts]
     host: int
     fits: bool
+    engine_share: float = 0.0
+    """Of a device, for an engine in the same process."""
 
     @property
     def peak(self) -> tuple[str, int]:
@@ -58,7 +78,14 @@ def divisors(batch: int) -> list[int]:
 
 
 def considered(
-    student: Shape, teacher: Shape, load: Load, memory: float, host: float | None, shares_weights: bool = False
+    student: Shape,
+    teacher: Shape,
+    load: Load,
+    memory: float,
+    host: float | None,
+    shares_weights: bool = False,
+    engine: str = "transformers",
+    activations: Callable[..., int] | None = None,
 ) -> list[Plan]:
     """A plan for each placement, with the largest micro-batch that fits, or that of one row.
 
@@ -73,23 +100,35 @@ def considered(
             Bytes of the machine; `None` if they are not known, and taken as enough for an offloaded teacher.
         shares_weights (`bool`, *optional*, defaults to `False`):
             Whether the teacher is the student without its adapter.
+        engine (`str`, *optional*, defaults to `"transformers"`):
+            A key of [`ENGINES`].
+        activations (`Callable`, *optional*):
+            A [`tracer`] of this student and load that has traced some already.
     """
-    activations = tracer(student, load)
+    traced = activations or tracer(student, load)
+    share = engine_share(student, load, memory) if engine == "vllm" else 0.0
 
     def plan(choice: Choice) -> Plan:
         needed = host_bytes(student, teacher, load, choice)
-        parts = phases(student, teacher, load, choice, activations)
+        parts = phases(student, teacher, load, choice, traced, int(share * memory))
         peak = max(sum(of_phase.values()) for of_phase in parts.values())
-        return Plan(choice, parts, needed, peak <= SHARE * memory and (host is None or needed <= SHARE * host))
+        fits = peak <= SHARE * memory and (host is None or needed <= SHARE * host)
+        return Plan(choice, parts, needed, fits, share)
 
     found = []
     for sharding, kept in placements(load, host, shares_weights):
-        plans = (plan(Choice(sharding, kept, rows)) for rows in divisors(load.batch))
-        last = next(plans)
-        while not last.fits and (smaller := next(plans, None)) is not None:
-            last = smaller
-        found.append(last)
+        for writes in ENGINES[engine]:
+            plans = (plan(Choice(sharding, kept, rows, writes)) for rows in divisors(load.batch))
+            last = next(plans)
+            while not last.fits and (smaller := next(plans, None)) is not None:
+                last = smaller
+            found.append(last)
     return found
+
+
+def engine_share(student: Shape, load: Load, memory: float) -> float:
+    """The share of a device that an engine needs, a multiple of 0.05, or more than 1 if it does not fit."""
+    return round(math.ceil(engine_bytes(student, load) / memory / _STEP) * _STEP, 2)
 
 
 def best(plans: Sequence[Plan]) -> Plan:

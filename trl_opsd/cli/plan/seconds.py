@@ -32,7 +32,7 @@ def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice, rates: R
     """
     itemsize, rows = load.itemsize, load.batch
     tokens = rows * (load.prompt + load.length)
-    cache = rows * (load.prompt + load.length / 2) * student.pair * itemsize
+    cache = rows * student.cached(load.prompt + load.length // 2) * itemsize
     writing = load.length * (itemsize * student.parameters + cache) / rates.memory
     passes = (6 if load.lora is None else 4) + (2 if load.checkpointing else 0)
     heads = 2 * rows * load.length * (3 * student.head + teacher.head)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
+from trl_opsd.models.key_value_cache import cached_numbers
+from trl_opsd.models.unloaded import without_weights
 from trl_opsd.teacher.forward import bytes_per_token
 
 
@@ -27,8 +31,8 @@ class Shape:
     width: int
     linear: int
     """Inputs and outputs of all linear layers but the head: what a LoRA adapter of rank 1 has."""
-    pair: int
-    """Numbers in the key-value cache of one token."""
+    cached: Callable[[int], int]
+    """Numbers in the key-value cache of a row, by its tokens."""
     half_bytes_per_token: int
     """Bytes of the activations of a token that is read without a graph in half precision, without the mask."""
 
@@ -59,7 +63,7 @@ def shape_of(source: str) -> Shape:
     config = load_config(source)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model = without_weights(config, torch.bfloat16)
     except (ValueError, AttributeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
@@ -79,7 +83,7 @@ def shape_of(source: str) -> Shape:
             for one in model.modules()
             if isinstance(one, nn.Linear) and one is not model.get_output_embeddings()
         ),
-        pair=_pair(config),
+        cached=cache(partial(cached_numbers, model)),
         half_bytes_per_token=bytes_per_token(model, 0),
     )
 
@@ -91,12 +95,3 @@ def _count(module: nn.Module) -> int:
 def _layers(model: nn.Module) -> list[nn.Module]:
     lists = (list(module) for module in model.modules() if isinstance(module, nn.ModuleList))
     return max(lists, key=lambda layers: sum(map(_count, layers)), default=[])
-
-
-def _pair(config: PretrainedConfig) -> int:
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", 0) or 0
-    if not heads:
-        return 0
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return int(text.num_hidden_layers * 2 * (getattr(text, "num_key_value_heads", None) or heads) * size)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 import yaml
 from rich.console import Console
 from rich.table import Table
 
-from trl_opsd.cli.plan.memory import Load
+from trl_opsd.cli.plan.memory import SERVER, TRANSFORMERS, Load, loss_tile
 from trl_opsd.cli.plan.search import SHARE, Plan
 from trl_opsd.cli.plan.seconds import Rates, seconds
 from trl_opsd.cli.plan.shapes import Shape
@@ -46,22 +48,41 @@ def options(plan: Plan, asked: Asked) -> dict[str, Any]:
         "max_completion_length": load.length,
         "gradient_checkpointing": load.checkpointing,
         "bf16": load.half,
+        **_of_engine(plan, load),
     }
     if load.lora:
         found |= {"use_peft": True, "lora_r": load.lora, "lora_target_modules": ["all-linear"]}
     if choice.teacher == "itself":
         return {**found, "teacher_model_kind": "base"}
     if choice.teacher == "served":
-        return {**found, "teacher_server_url": "http://127.0.0.1:8000"}
+        return {**found, "teacher_server_url": f"http://127.0.0.1:{8001 if choice.engine == SERVER else 8000}"}
     teacher = {"teacher_model_name_or_path": asked.sources[1], "teacher_dtype": "bfloat16" if load.half else "float32"}
     return {**found, **teacher, "teacher_offload": choice.teacher}
+
+
+def _of_engine(plan: Plan, load: Load) -> dict[str, Any]:
+    if plan.choice.engine == TRANSFORMERS:
+        return {}
+    found = {"use_vllm": True, "vllm_max_model_length": load.prompt + load.length}
+    if plan.choice.engine == SERVER:
+        return {**found, "vllm_mode": "server"}
+    asleep = {"vllm_enable_sleep_mode": True} if plan.choice.sleeps else {}
+    return {**found, "vllm_gpu_memory_utilization": plan.engine_share, **asleep}
+
+
+def accelerate_file(plan: Plan, gpus: int) -> str:
+    """The accelerate file of a plan, for its number of devices; empty for a training in one process."""
+    if plan.choice.sharding == "single":
+        return ""
+    text = (files("trl_opsd") / "accelerate_configs" / f"{plan.choice.sharding}.yaml").read_text(encoding="utf-8")
+    return re.sub(r"(?m)^num_processes: .*$", f"num_processes: {gpus}", text)
 
 
 def command(plan: Plan, gpus: int) -> str:
     """The command that launches a plan."""
     return (
         f"trl-opsd train --config run.yaml --accelerate_config {plan.choice.sharding}"
-        f"{f' --num_processes {gpus}' if gpus > 1 else ''}"
+        f"{'' if plan.choice.sharding == 'single' else f' --num_processes {gpus}'}"
     )
 
 
@@ -72,6 +93,7 @@ def document(plan: Plan, plans: Sequence[Plan], asked: Asked) -> str:
         "estimate": True,
         "sharding": plan.choice.sharding,
         "teacher": plan.choice.teacher,
+        "engine": plan.choice.engine,
         "command": command(plan, asked.load.gpus),
         "memory": int(asked.memory),
         "usable": int(SHARE * asked.memory),
@@ -80,10 +102,12 @@ def document(plan: Plan, plans: Sequence[Plan], asked: Asked) -> str:
         "host": plan.host,
         "reason": None if plan.fits else reason(plan, asked.memory),
         "options": options(plan, asked),
+        "accelerate_file": accelerate_file(plan, asked.load.gpus),
         "placements": [
             {
                 "sharding": one.choice.sharding,
                 "teacher": one.choice.teacher,
+                "engine": one.choice.engine,
                 "micro_batch": one.choice.micro,
                 "peak": one.peak[1],
                 "host": one.host,
@@ -121,10 +145,18 @@ def show(plan: Plan, plans: Sequence[Plan], asked: Asked) -> None:
     if not plan.fits:
         console.print(f"\nDoes not fit, in any placement. {reason(plan, asked.memory)} {_REMEDY}")
         return
+    load, choice = asked.load, plan.choice
+    tokens = choice.micro * (load.prompt + load.length)
+    tile = loss_tile(*asked.shapes, choice.micro * load.length, load.itemsize)
     console.print(
-        f"\nFits. With these options in run.yaml: [bold]{command(plan, asked.load.gpus)}[/]\n", soft_wrap=True
+        f"\nFits, with micro-batches of {tokens:,} tokens; the loss forms logits of {tile:,} tokens at once. With "
+        f"these options and a `dataset_name` in run.yaml: [bold]{command(plan, load.gpus)}[/]\n",
+        soft_wrap=True,
     )
     console.print(yaml.safe_dump(options(plan, asked), sort_keys=False), markup=False, soft_wrap=True)
+    if text := accelerate_file(plan, load.gpus):
+        console.print(f"The accelerate file `{choice.sharding}`, which is a part of this package:\n")
+        console.print(text, markup=False, soft_wrap=True)
 
 
 _REMEDY = (
@@ -135,11 +167,12 @@ _REMEDY = (
 
 def _parts(plan: Plan, asked: Asked) -> Table:
     choice = plan.choice
-    table = Table(title=f"{choice.sharding}, teacher: {choice.teacher}, micro-batch: {choice.micro}", box=None)
+    title = f"{choice.sharding}, teacher: {choice.teacher}, engine: {choice.engine}, micro-batch: {choice.micro}"
+    table = Table(title=title, box=None)
     table.add_column("part")
     for phase in plan.phases:
         table.add_column(phase, justify="right")
-    for name in dict.fromkeys(name for parts in plan.phases.values() for name in parts):
+    for name in dict.fromkeys(name for parts in plan.phases.values() for name, size in parts.items() if size):
         table.add_row(name, *(f"{parts[name] / 1e9:.2f}" if name in parts else "" for parts in plan.phases.values()))
     table.add_row("sum", *(f"{sum(parts.values()) / 1e9:.2f}" for parts in plan.phases.values()), style="bold")
     table.add_row("seconds", *(f"{value:.2f}" for value in _seconds(plan, asked).values()))
@@ -148,14 +181,16 @@ def _parts(plan: Plan, asked: Asked) -> Table:
 
 def _placements(plans: Sequence[Plan]) -> Table:
     table = Table(title="Placements", box=None)
-    for title, side in (("sharding", "left"), ("teacher", "left"), ("micro-batch", "right"), ("peak GB", "right")):
+    sides = {"sharding": "left", "teacher": "left", "engine": "left", "rows": "right", "GB": "right"}
+    for title, side in sides.items():
         table.add_column(title, justify=side)  # type: ignore[arg-type]
     table.add_column("in")
-    table.add_column("machine GB", justify="right")
+    table.add_column("host GB", justify="right")
     table.add_column("fits")
     for one in plans:
         phase, peak = one.peak
-        row = (one.choice.sharding, one.choice.teacher, str(one.choice.micro), f"{peak / 1e9:.1f}", phase)
+        choice = one.choice
+        row = (choice.sharding, choice.teacher, choice.engine, str(choice.micro), f"{peak / 1e9:.1f}", phase)
         table.add_row(*row, f"{one.host / 1e9:.0f}", "yes" if one.fits else "no")
     return table
 

@@ -13,9 +13,24 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from trl_opsd.models.backbone import hidden_states
+from trl_opsd.models.head import model_shape
+from trl_opsd.models.unloaded import without_weights
+from trl_opsd.teacher.forward import bytes_per_token
+
+
+def _grouped_product(first: Tensor, second: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """The shape of the products of a mixture of experts; torch knows it for bfloat16 alone."""
+    if second.dim() == 3:
+        return first.new_empty(*first.shape[:-1], second.size(-1))
+    assert offsets is not None, "two matrices are multiplied group by group"
+    return first.new_empty(offsets.size(0), first.size(0), second.size(1))
+
+
+_SHAPES = {"aten._grouped_mm.default": _grouped_product}
+"""By name, operations whose result is not computed but made, as its values are not needed."""
 
 
 class _Live(TorchDispatchMode):
@@ -28,7 +43,7 @@ class _Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Counts what the operation returns."""
-        result = function(*args, **(kwargs or {}))
+        result = _SHAPES.get(str(function), function)(*args, **(kwargs or {}))
         for one in tree_leaves(result):
             if isinstance(one, Tensor):
                 self._count(one)
@@ -52,8 +67,9 @@ class _Live(TorchDispatchMode):
 def traced_activations(config: PretrainedConfig, rows: int, tokens: int, products: str, checkpointing: bool) -> int:
     """Peak bytes of activations of a training pass, beside weights and gradients, which exist already.
 
-    Includes copies of weights that autocast makes, the gradient of the largest weight before it is added, and what the
-    backward pass holds for a moment; the head is not applied.
+    They are estimated from widths where a family reads values while it runs, and cannot be traced. Includes copies of
+    weights that autocast makes, the gradient of the largest weight before it is added, and what the backward pass holds
+    for a moment; the head is not applied.
 
     Args:
         config ([`~transformers.PretrainedConfig`]):
@@ -68,8 +84,25 @@ def traced_activations(config: PretrainedConfig, rows: int, tokens: int, product
             Whether each layer keeps its input only.
     """
     dtype = torch.bfloat16 if products == "bfloat16" else torch.float32
+    with torch.device("meta"):
+        model = without_weights(config, dtype).train()
+    try:
+        return _traced(model, rows, tokens, products, checkpointing)
+    except Exception:  # whatever a family raises
+        return _estimated(model, rows * tokens, checkpointing)
+
+
+def _estimated(model: PreTrainedModel, tokens: int, checkpointing: bool) -> int:
+    """What each layer keeps, or its inputs and what one layer keeps, twice for that one's gradients."""
+    layer = bytes_per_token(model, 0)
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None) or 1
+    inputs = model_shape(model)[1] * model.dtype.itemsize
+    return int(tokens * (layers * (inputs if checkpointing else layer) + 2 * layer))
+
+
+def _traced(model: PreTrainedModel, rows: int, tokens: int, products: str, checkpointing: bool) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        model.to_empty(device="cpu")
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         parameters = list(model.parameters())
