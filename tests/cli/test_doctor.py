@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
+import vision_language
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from trl_opsd import RolloutBackend
 from trl_opsd.cli.doctor import engines, examined
 from trl_opsd.cli.doctor.pair import Pair, Side, load_pair, shrunk
+from trl_opsd.cli.doctor.settings import read_settings
 from trl_opsd.cli.main import app
+from trl_opsd.models.unloaded import without_weights
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
@@ -246,9 +252,98 @@ def test_a_tiny_model_keeps_layers_of_both_kinds():
 def test_the_settings_of_a_file_are_examined(folders, lines, verdict, said):
     file = folders / "run.yaml"
     file.write_text("".join(f"{name}: {value}\n" for name, value in {**lines, "output_dir": folders}.items()))
-    found = examined.examine(load_pair(str(folders / "student"), str(folders / "teacher")), str(file))
+    try:
+        settings = read_settings(str(file))
+    except ValueError as error:
+        settings = error
+    found = examined.examine(load_pair(str(folders / "student"), str(folders / "teacher")), settings)
     one = next(one for one in found if one.name == "settings")
     assert (one.verdict, said in one.said) == (verdict, True), one
+
+
+def test_the_file_names_the_models_and_how_they_are_loaded(folders):
+    file = folders / "run.yaml"
+    options = {
+        "model_name_or_path": f"{folders / 'student'}", "teacher_model_name_or_path": f"{folders / 'teacher'}",
+        "attn_implementation": "eager", "output_dir": f"{folders}", "model_init_kwargs": {"local_files_only": True},
+    }  # fmt: skip
+    file.write_text(json.dumps(options))
+    settings = read_settings(str(file))
+    assert [one.get("attn_implementation") for one in settings.loading] == ["eager", "eager"]
+    assert [one.get("local_files_only") for one in settings.loading] == [True, None]
+    found = load_pair(*settings.models, loading=settings.loading)
+    assert [one.model.config._attn_implementation for one in (found.student, found.teacher)] == ["eager", "eager"]
+    done = doctor("--config", file)
+    assert done.exit_code == 0, done.output
+    assert "Ready: 18 of 18 checks passed" in done.stdout
+
+    del options["teacher_model_name_or_path"]
+    file.write_text(json.dumps({**options, "teacher_model_kind": "live"}))
+    assert read_settings(str(file)).models == (options["model_name_or_path"],) * 2
+    file.write_text(json.dumps({"output_dir": f"{folders}"}))
+    done = doctor("--config", file)
+    assert done.exit_code == 2
+    assert "expected STUDENT and TEACHER, or a --config FILE that names both" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_multimodal_checkpoints_are_examined_as_a_training_loads_them(family, tmp_path):
+    model = vision_language.model(family, 32, 0)
+    model.save_pretrained(tmp_path)
+    words().save_pretrained(tmp_path)
+    for is_tiny in (False, True):
+        found = load_pair(str(tmp_path), str(tmp_path), tiny=is_tiny)
+        assert [type(one.model) for one in (found.student, found.teacher)] == [type(model)] * 2
+        assert len(found.student.tokenizer.get_vocab()) == tiny.VOCABULARY
+        of = verdicts(checks := examined.examine(found))
+        assert (of["failed"], of["skipped"]) == ([], []), checks
+        said = {one.name: one.said for one in checks if one.verdict == "warning"}
+        assert list(said) == ["student's gradients"]
+        assert "visual" in said["student's gradients"] or "vision" in said["student's gradients"]
+
+
+def test_a_teacher_without_a_tokenizer_is_a_doubt(folders):
+    for file in (folders / "teacher").glob("*token*"):
+        file.unlink()
+    done = doctor(folders / "student", folders / "teacher", "--json")
+    odd = {one["name"]: one["said"] for one in json.loads(done.stdout)["checks"] if one["verdict"] != "ok"}
+    assert (done.exit_code, list(odd)) == (0, ["tokenizers"])
+    assert "has no tokenizer to compare" in odd["tokenizers"]
+
+
+def test_models_that_agree_leave_only_rounding_which_is_no_failure():
+    student = tiny.qwen2(32)
+    found = {one.name: one for one in examined.examine(pair(student, copy.deepcopy(student)))}
+    assert found["loss"].verdict == "ok"
+    assert float(found["loss"].said.split("forward_kl ")[1].split(",")[0]) < 1e-6
+
+
+def test_too_little_memory_is_said_with_the_way_out(folders, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 28.0 GiB.")
+
+    monkeypatch.setattr("trl_opsd.cli.doctor.pair.create_model_from_path", full)
+    done = doctor(folders / "student", folders / "teacher")
+    assert done.exit_code == 2
+    assert "Tried to allocate 28.0 GiB. Both are loaded in float32, 4 bytes a parameter; --tiny" in done.stderr
+
+
+def test_an_adapter_alone_is_named_as_what_it_is(folders):
+    (folders / "student" / "config.json").unlink()
+    (folders / "student" / "adapter_config.json").write_text("{}")
+    done = doctor(folders / "student", folders / "teacher")
+    assert done.exit_code == 2
+    assert "It has an adapter alone: load its base model" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text", "mamba"])
+def test_tiny_models_of_families_whose_layers_differ_are_built(family, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    config = importlib.import_module("toys").config_of(family, 259)
+    assert config.num_hidden_layers == 4
+    made = without_weights(shrunk(config), torch.float32)
+    assert made.config.num_hidden_layers == 2
+    assert torch.isfinite(made(input_ids=torch.arange(3, 9)[None]).logits).all()
 
 
 def test_a_missing_model_is_bad_usage(folders):

@@ -1,4 +1,4 @@
-"""Loads and checks the tokenizer of a student, also inside a multimodal processor."""
+"""Loads and checks the tokenizer of a model, also inside a multimodal processor."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+from accelerate.logging import get_logger
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import cached_file
 
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.models.model_checks import naming_trust
+
+logger = get_logger(__name__)
 
 
 def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remote_code: bool) -> Any:
@@ -37,14 +41,37 @@ def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remo
         if trust_remote_code
         else naming_trust(f"The tokenizer of the student ({path})", "trust_remote_code", tokenizer_of=path)
     )
+    options = {
+        "revision": loading.get("revision") if isinstance(student, str) else None,
+        "truncation_side": "left",
+        "padding_side": "left",
+        "trust_remote_code": trust_remote_code,
+    }
     with trust:
-        return AutoProcessor.from_pretrained(
-            path,
-            revision=loading.get("revision") if isinstance(student, str) else None,
-            truncation_side="left",
-            padding_side="left",
-            trust_remote_code=trust_remote_code,
-        )
+        try:
+            return AutoProcessor.from_pretrained(path, **options)
+        except (ImportError, OSError) as error:  # of a part that reads images, which nobody needs here
+            if not has_tokenizer(path, {"revision": options["revision"]}):
+                raise
+            logger.warning(
+                f"The processor of {path} cannot be loaded ({str(error).strip().splitlines()[0]}), so its tokenizer "
+                "alone is used, and saved with the model. If packages are missing, they are often pillow and "
+                "torchvision."
+            )
+            return AutoTokenizer.from_pretrained(path, **options)
+
+
+def has_tokenizer(path: str, place: Mapping[str, Any]) -> bool:
+    """Whether a path or model id has tokenizer files, without which `AutoTokenizer` builds an empty tokenizer.
+
+    Args:
+        path (`str`):
+            Of a model.
+        place (`Mapping[str, Any]`):
+            Options that say where it is.
+    """
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    return any(cached_file(path, name, **place, **quiet) for name in ("tokenizer_config.json", "tokenizer.json"))
 
 
 def text_tokenizer(processing_class: Any) -> Any:

@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 from accelerate.logging import get_logger
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import cached_file
 
 from trl_opsd._compat.peft import is_peft, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.vocabulary import check_token_maps
 from trl_opsd.models.model_checks import naming_trust
+from trl_opsd.models.processing import has_tokenizer
 from trl_opsd.run.server_urls import ONLY
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
@@ -187,7 +187,7 @@ def check_tokenizers(
 def _tokenizer_beside(path: str, args: OPSDConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside the weights that will be loaded from a path or model id, or `None` if there is none."""
     options = location(args)
-    if not _has_tokenizer(path, {name: value for name, value in options.items() if name != "trust_remote_code"}):
+    if not has_tokenizer(path, {name: value for name, value in options.items() if name != "trust_remote_code"}):
         logger.warning(f"{path} has no tokenizer; the student's is assumed.")
         return None
     code = naming_trust(f"The tokenizer of the teacher ({path})", "teacher_trust_remote_code", tokenizer_of=path)
@@ -206,7 +206,7 @@ def _tokenizer_kept(source: str, name: str, args: OPSDConfig) -> PreTrainedToken
     """The tokenizer that a loaded teacher was saved with, if it can be read here and without the network."""
     here = {"local_files_only": True}
     try:
-        found = _has_tokenizer(source, here)
+        found = has_tokenizer(source, here)
     except (OSError, ValueError):  # neither a folder nor the form of a model id
         found = False
     if not found:
@@ -222,9 +222,3 @@ def _tokenizer_kept(source: str, name: str, args: OPSDConfig) -> PreTrainedToken
         )
         return None
     return tokenizer
-
-
-def _has_tokenizer(path: str, place: Mapping[str, Any]) -> bool:
-    """Without tokenizer files `AutoTokenizer` builds an empty tokenizer of the model's family."""
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    return any(cached_file(path, name, **place, **quiet) for name in ("tokenizer_config.json", "tokenizer.json"))

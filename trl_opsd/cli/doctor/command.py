@@ -9,10 +9,15 @@ import typer
 
 
 def doctor(
-    student: Annotated[str, typer.Argument(help="Folder or Hub id of the student.")],
-    teacher: Annotated[str, typer.Argument(help="The same of the teacher; the student's, if it teaches itself.")],
+    student: Annotated[
+        str | None, typer.Argument(help="Folder or Hub id of the student; left out, that of `--config`.")
+    ] = None,
+    teacher: Annotated[
+        str | None, typer.Argument(help="The same of the teacher; the student's, if it teaches itself.")
+    ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="YAML file of `trl-opsd train`, whose settings are examined too.")
+        Path | None,
+        typer.Option(help="YAML file of `trl-opsd train`: says how to load the models, and is examined too."),
     ] = None,
     tiny: Annotated[
         bool, typer.Option("--tiny", help="Two small random layers in place of each model's own; heads stay as large.")
@@ -32,14 +37,32 @@ def doctor(
 
     from trl_opsd.cli.doctor.examined import examine
     from trl_opsd.cli.doctor.pair import load_pair
+    from trl_opsd.cli.doctor.settings import Settings, read_settings
     from trl_opsd.cli.doctor.shown import document, show
+    from trl_opsd.run.memory import is_out_of_memory
 
     with redirect_stdout(sys.stderr):  # what libraries print is not part of the answer
+        settings: Settings | ValueError | None = None
         try:
-            pair = load_pair(student, teacher, tiny)
-        except (OSError, ValueError, KeyError) as error:
-            typer.echo(f"trl-opsd doctor: {error}", err=True)
-            raise typer.Exit(2) from None
-        findings = examine(pair, None if config is None else str(config), vllm)
+            settings = None if config is None else read_settings(str(config))
+        except ValueError as error:
+            settings = error
+        named = settings.models if isinstance(settings, Settings) else (None, None)
+        models = student or named[0], teacher or named[1]
+        if None in models:
+            why = f" {settings}" if isinstance(settings, ValueError) else ""
+            raise _ended(f"expected STUDENT and TEACHER, or a --config FILE that names both.{why}")
+        try:
+            loading = settings.loading if isinstance(settings, Settings) else ({}, {})
+            pair = load_pair(*models, tiny, loading)  # type: ignore[arg-type]
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, MemoryError) as error:
+            more = " Both are loaded in float32, 4 bytes a parameter; --tiny needs little." * is_out_of_memory(error)
+            raise _ended(f"{error}{more}") from None
+        findings = examine(pair, settings, vllm)
     print(document(pair, findings)) if as_json else show(pair, findings)
     raise typer.Exit(int(any(one.verdict == "failed" for one in findings)))
+
+
+def _ended(why: str) -> typer.Exit:
+    typer.echo(f"trl-opsd doctor: {why}", err=True)
+    return typer.Exit(2)

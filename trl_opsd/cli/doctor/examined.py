@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Literal
 
 from trl_opsd.cli.doctor import engines, installed, losses, models, tokens
 from trl_opsd.cli.doctor.pair import Pair
+from trl_opsd.cli.doctor.settings import Settings, judged
 from trl_opsd.cli.doctor.verdicts import Doubt, NotApplicable
 
 Verdict = Literal["ok", "warning", "failed", "skipped"]
@@ -59,25 +59,28 @@ CHECKS = (
 )
 
 
-def examine(pair: Pair, config: str | None = None, vllm: bool = False) -> list[Finding]:
+def examine(pair: Pair, settings: Settings | ValueError | None = None, vllm: bool = False) -> list[Finding]:
     """All findings, in the order of the checks; each is named on stderr while it runs.
 
     Args:
         pair ([`Pair`]):
             The models.
-        config (`str`, *optional*):
-            A file with settings.
+        settings ([`Settings`] or `ValueError`, *optional*):
+            Of a training, or why they cannot be read.
         vllm (`bool`, *optional*, defaults to `False`):
             Whether to start vLLM.
     """
     writes = Check("vLLM writes", engines.with_vllm, CHECKS[-1].needs)
-    settings = Check("settings", partial(installed.settings, file=config)) if config else None
-    last = (writes if vllm else None, settings, Check("versions", lambda _: installed.versions()))
+    asked = [*([writes] if vllm else []), *([_of_settings(settings)] if settings else [])]
     found: list[Finding] = []
-    for check in (*CHECKS, *filter(None, last)):
+    for check in (*CHECKS, *asked, Check("versions", lambda _: installed.versions())):
         print(f"{check.name} ...", file=sys.stderr, flush=True)
         found.append(_found(check, pair, found))
     return found
+
+
+def _of_settings(settings: Settings | ValueError) -> Check:
+    return Check("settings", lambda pair: judged(settings, pair.student.source, pair.teacher.source))
 
 
 def _found(check: Check, pair: Pair, before: list[Finding]) -> Finding:

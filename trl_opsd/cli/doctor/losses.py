@@ -24,6 +24,8 @@ from trl_opsd.types import LazyLogits, OutputHead, PerToken, Rollout
 _NAMES = ("forward_kl", "reverse_kl", "jsd")
 _ROUNDING = 1e-4
 """Largest difference, relative to the largest value, that the order of sums in float32 accounts for."""
+_NOTHING = 0.1
+"""Largest value below which a difference is not relative to it: models that agree leave nothing but rounding."""
 
 
 def zero_with_itself(pair: Pair) -> str:
@@ -72,7 +74,7 @@ def same_in_parts(pair: Pair) -> str:
         found.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
     model.zero_grad()
     together, added_up = found
-    norm = sum(float(one.square().sum()) for one in together.values()) ** 0.5
+    norm = max(sum(float(one.square().sum()) for one in together.values()) ** 0.5, _ROUNDING)
     gap = sum(float((together[name] - added_up[name]).square().sum()) for name in together) ** 0.5 / norm
     if not gap < 10 * _ROUNDING:
         raise ValueError(f"The gradient of a batch and that of its rows, added up, differ by {gap:.2g} of its norm.")
@@ -137,7 +139,7 @@ def _value_and_gradient(
 
 
 def _gap(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=_NOTHING))
 
 
 def _alone(rollout: Rollout, row: int) -> Rollout:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from accelerate import PartialState
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
+
+from trl_opsd._compat.trl import create_model_from_path
+from trl_opsd.models.model_checks import LOCATION_OPTIONS, language_config
+from trl_opsd.models.processing import has_tokenizer, loaded_processing_class, text_tokenizer
+from trl_opsd.models.unloaded import without_weights
 
 LAYERS = 2
 """Layers of a tiny model."""
-_NARROW = {"intermediate_size": 256, "moe_intermediate_size": 64, "num_experts": 4, "num_local_experts": 4}
+_MOST = {
+    **{"intermediate_size": 256, "moe_intermediate_size": 64, "num_experts": 4, "num_local_experts": 4},
+    **{"num_experts_per_tok": 2, "num_experts_per_token": 2, "num_kv_shared_layers": 0, "first_k_dense_replace": 1},
+}
 """The largest values that a tiny model has: sizes that neither its head nor its attention depends on."""
 
 
@@ -38,6 +41,8 @@ class Pair:
     student: Side
     teacher: Side
     tiny: bool = False
+    assumes_tokenizer: bool = False
+    """Whether the teacher has no tokenizer of its own."""
 
     @property
     def device(self) -> torch.device:
@@ -45,31 +50,58 @@ class Pair:
         return self.student.model.device
 
 
-def load_pair(student: str, teacher: str, tiny: bool = False) -> Pair:
-    """Loads both models in float32, onto the accelerator if there is one.
+def load_pair(
+    student: str, teacher: str, tiny: bool = False, loading: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {})
+) -> Pair:
+    """Loads both models in float32, onto the accelerator if there is one, and of the classes that a training loads.
 
     Args:
         student (`str`), teacher (`str`):
             Folders or ids of the Hub.
         tiny (`bool`, *optional*, defaults to `False`):
             Build random models of two layers from the configs; vocabulary, hidden size and head stay as they are.
+        loading (`tuple[Mapping, Mapping]`, *optional*):
+            Options of `from_pretrained` for each.
 
     Raises:
-        OSError: There is no model.
-        ValueError: It is no causal language model, or has no tokenizer.
+        OSError: A file is missing.
+        ValueError: There is no causal language model, or it has no tokenizer; the message says which.
     """
     logging.disable_progress_bar()
-    return Pair(_load(student, tiny, seed=0), _load(teacher, tiny, seed=1), tiny)
+    PartialState()  # which warnings need
+    of_student = _model(student, "student", tiny, loading[0])
+    tokenizer = text_tokenizer(loaded_processing_class(student, loading[0], _is_trusted(loading[0])))
+    of_teacher = _model(teacher, "teacher", tiny, loading[1])
+    theirs = None
+    if has_tokenizer(teacher, _place(loading[1])):
+        theirs = AutoTokenizer.from_pretrained(teacher, trust_remote_code=_is_trusted(loading[1]), **_place(loading[1]))
+    return Pair(
+        student=Side(student, of_student, tokenizer),
+        teacher=Side(teacher, of_teacher, tokenizer if theirs is None else theirs),
+        tiny=tiny,
+        assumes_tokenizer=theirs is None,
+    )
 
 
-def _load(source: str, tiny: bool, seed: int) -> Side:
+def _model(source: str, role: str, tiny: bool, loading: Mapping[str, Any]) -> PreTrainedModel:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    trust = "trust_remote_code" if role == "student" else "teacher_trust_remote_code"
+    language_config(source, role, loading, trust)
     if tiny:
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(shrunk(AutoConfig.from_pretrained(source)), dtype=torch.float32)
+        torch.manual_seed(("student", "teacher").index(role))
+        config = AutoConfig.from_pretrained(source, trust_remote_code=_is_trusted(loading), **_place(loading))
+        model = without_weights(shrunk(config), torch.float32)
     else:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    return Side(source, model.to(device).eval(), AutoTokenizer.from_pretrained(source))
+        model = create_model_from_path(source, dtype="float32", device_map=None, use_safetensors=True, **loading)
+    return model.to(device).eval()
+
+
+def _place(loading: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in loading.items() if name in LOCATION_OPTIONS}
+
+
+def _is_trusted(loading: Mapping[str, Any]) -> bool:
+    return bool(loading.get("trust_remote_code"))
 
 
 def shrunk(config: PretrainedConfig) -> PretrainedConfig:
@@ -80,13 +112,10 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
             Of any causal language model; of a multimodal one, the text part is changed.
     """
     text: Any = config.get_text_config()
-    for name, most in _NARROW.items():
+    for name, most in _MOST.items():
         if isinstance(value := getattr(text, name, None), int):
             setattr(text, name, min(value, most))
-    for name in ("num_experts_per_tok", "num_experts_per_token"):
-        if isinstance(value := getattr(text, name, None), int):
-            setattr(text, name, min(value, 2))
-    if isinstance(kinds := getattr(text, "layer_types", None), list):
+    if isinstance(kinds := vars(text).get("layer_types"), list):
         text.layer_types = kinds[:LAYERS] if len(set(kinds)) == 1 else _one_of_each(kinds)
     text.num_hidden_layers = LAYERS
     return config

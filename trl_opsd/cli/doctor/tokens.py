@@ -15,6 +15,8 @@ _ANSWER = {"role": "assistant", "content": "An answer."}
 
 def same_ids(pair: Pair) -> str:
     """Both tokenizers give every token the same id."""
+    if pair.assumes_tokenizer:
+        raise Doubt("The teacher has no tokenizer to compare: it is assumed to read the student's tokens.")
     check_token_maps(pair.student.tokenizer, pair.teacher.tokenizer)
     return f"The same {len(pair.student.tokenizer.get_vocab())} tokens, id by id."
 
