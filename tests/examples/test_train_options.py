@@ -411,6 +411,14 @@ def test_each_model_is_loaded_in_a_dtype_of_its_own(models, disk, options, given
     assert trainer.teacher.model.get_memory_footprint() == pytest.approx(size * teacher.itemsize, rel=0.01)
 
 
+@pytest.mark.parametrize(("given", "frozen"), [([], torch.bfloat16), (["--dtype", "float32"], torch.float32)])
+def test_weights_under_an_adapter_take_half_the_memory_unless_a_dtype_is_set(models, disk, options, given, frozen):
+    adapter = ["--use_peft", "True", "--lora_target_modules", "all-linear", "--learning_rate", "1e-3"]
+    trainer = train.main([*models, "--dataset_name", disk.data, *options, "--bf16", "True", *adapter, *given])
+    found = {(one.requires_grad, one.dtype) for one in trainer.model.parameters()}
+    assert found == {(False, frozen), (True, torch.float32)}
+
+
 def test_a_student_in_bfloat16_is_warned_of_at_a_rate_it_cannot_hold(models, disk, options):
     with pytest.warns(UserWarning, match="98% of the student's trained weights would not move .*`dtype='float32'`"):
         train.main([*models, "--dataset_name", disk.data, *options, "--dtype", "auto", "--learning_rate", "1e-6"])

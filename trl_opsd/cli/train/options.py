@@ -18,7 +18,8 @@ from trl_opsd._compat.trl import DatasetConfig, DatasetMixtureConfig, ModelConfi
 from trl_opsd.cli.train.tasks import Tasks
 from trl_opsd.config import OPSDConfig
 from trl_opsd.run.failure import ends_first, share_tracebacks
-from trl_opsd.run.foreign_options import OPTIONS, known_elsewhere
+from trl_opsd.run.foreign_names import OPTIONS
+from trl_opsd.run.foreign_options import known_elsewhere
 from trl_opsd.run.nearest import nearest
 
 DTYPES = ["auto", "bfloat16", "float16", "float32"]
@@ -141,6 +142,11 @@ class OptionParser(TrlParser):
             usage=f"%(prog)s [--config FILE]{' [--task TASK]' if self.tasks else ''} [--OPTION VALUE ...]",
             description=f"{_FILE}{_LAUNCHED if launch_options else ''}",
             **parser,
+        )
+        self.set_defaults(dtype=None)  # TRL's default would load in float32 what an adapter leaves frozen
+        next(one for one in self._actions if one.dest == "dtype").help = (
+            "dtype of the student's weights. If not set, float32, or bfloat16 for weights that only carry an adapter "
+            "and are computed in it."
         )
 
     def given(self, args: Iterable[str]) -> Given:

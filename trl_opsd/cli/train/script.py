@@ -130,7 +130,7 @@ def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -
         options = {"teacher_dtype": "dtype", "teacher_attn_implementation": "attn_implementation"}
         loading = _joined(extra, options, "teacher_model_init_kwargs", config)
         if config.teacher_server_url is None:
-            loading["attn_implementation"] = loading["attn_implementation"] or attention
+            loading["attn_implementation"] = loading.get("attn_implementation") or attention
         else:  # the server has loaded it: what is set is refused
             loading = {name: value for name, value in loading.items() if value not in (None, "auto")}
         config.teacher_model_init_kwargs = loading
@@ -139,11 +139,11 @@ def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -
 def _joined(group: Any, options: Mapping[str, str], of_model: str, config: OPSDConfig) -> dict[str, Any]:
     """How to load a model, as `options` of a group and the dict `of_model` say; `options` has the names in that."""
     given = getattr(config, of_model) or {}
-    for option, name in options.items():
-        value = getattr(group, option)
-        if name in given and value not in (given[name], getattr(type(group), option)):
+    asked = {name: (option, getattr(group, option)) for option, name in options.items()}
+    for name, (option, value) in asked.items():
+        if name in given and value not in (None, given[name], getattr(type(group), option)):
             raise ValueError(
                 f"`{option}={value!r}` and `{of_model}={{{name!r}: {given[name]!r}}}` are two values for one thing: "
                 "remove one of them."
             )
-    return {**{name: getattr(group, option) for option, name in options.items()}, **given}
+    return {**{name: value for name, (_, value) in asked.items() if value is not None}, **given}
