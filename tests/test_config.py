@@ -18,7 +18,7 @@ from transformers import HfArgumentParser, Qwen2ForCausalLM
 from trl import DistillationConfig
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.run.foreign_options import ARGUMENTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS
+from trl_opsd.run.foreign_names import ARGUMENTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
-from trl_opsd.run.foreign_options import TRAINER_ARGUMENTS, distinct_elsewhere
+from trl_opsd.run.foreign_names import TRAINER_ARGUMENTS
+from trl_opsd.run.foreign_options import distinct_elsewhere
 from trl_opsd.run.nearest import misspelt
 from trl_opsd.run.option_changes import ReadOnce
 from trl_opsd.run.ranges import above, in_range

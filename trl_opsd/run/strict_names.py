@@ -1,4 +1,4 @@
-"""Makes a class explain a keyword argument it does not know; the names themselves are in `foreign_options.py`."""
+"""Makes a class explain a keyword argument it does not know; those of other trainers are in `foreign_names.py`."""
 
 from __future__ import annotations
 
