@@ -15,6 +15,7 @@ from pretended import pretended
 from transformers import AutoModelForCausalLM
 
 import trl_opsd
+from trl_opsd.cli.doctor.settings import judged, read_settings
 
 ROOT = Path(__file__).parent.parent
 WIDTHS = {"Qwen2.5-0.5B-Instruct": 32, "Qwen2.5-1.5B-Instruct": 48, "Qwen2.5-7B-Instruct": 64, "Qwen3-1.7B": 32}
@@ -56,7 +57,19 @@ def tiny_config(config: type, *given: Any, **options: Any) -> Any:
 
 
 def test_readme_and_start_have_the_snippets_this_file_runs():
-    assert (len(snippets("README.md")), len(SNIPPETS)) == (1, 3)
+    assert (len(snippets("README.md")), len(SNIPPETS)) == (1, 4)
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_training_in_a_file_is_one(tmp_path):
+    (text,) = re.findall(r"```yaml\n(# run.yaml.*?)```", (ROOT / "docs/start.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "run.yaml").write_text(f"{text}use_cpu: true\n")
+    settings = read_settings("run.yaml")
+    assert settings.models == ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct")
+    assert judged(settings, *settings.models) == "All are known, fit together and have an effect."
+    config = settings.given.config
+    assert (config.teacher_offload, config.use_vllm, config.learning_rate) == ("stream", True, 1e-5)
+    assert settings.given.script.dataset_name == "trl-lib/ultrafeedback-prompt"
 
 
 @pytest.mark.usefixtures("hub")

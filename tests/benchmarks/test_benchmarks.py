@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -128,7 +129,9 @@ def test_ragged_lengths_have_a_long_tail_and_the_mean_that_was_asked_for(monkeyp
 
 
 @pytest.mark.vllm
-def test_a_sync_takes_one_call_and_delivers_the_weights(run):
+def test_a_sync_takes_one_call_and_delivers_the_weights(run, monkeypatch):
+    engine = pytest.importorskip("trl_opsd._compat.vllm.engine")
+    monkeypatch.setattr(engine, "LLM", partial(engine.LLM, enforce_eager=True))  # compiling takes longer than all else
     shape = ("--hidden", 128, "--layers", 1, "--vocab", 128, "--rank", 4)
     benchmark, rows = run("sync", *shape, "--repeats", 1, "--device", "cpu")
     ours = {row["sent"]: row for row in rows if row["program"] == "ours"}

@@ -29,9 +29,13 @@ from transformers import (
 )
 
 from trl_opsd import HFRollout, OPSDTrainer
+from trl_opsd._compat.vllm import engine
 from trl_opsd._compat.vllm.engine import EngineOptions, VLLMEngine
 from trl_opsd.data.completions import cut_after_end
 from trl_opsd.rollout import vllm as backend
+
+# Compiling takes eight times as long as all else that an engine does here; `make real` starts one that does.
+engine.LLM = partial(engine.LLM, enforce_eager=True)
 
 _AT_ONCE = 3
 """Maximum number of running engines: each holds a GiB of cache, and test files run side by side."""
@@ -95,8 +99,11 @@ _ENGINES = _Engines()
 
 @contextmanager
 def shared_engines() -> Iterator[None]:
-    """Gives trainers a running engine of their kind, if there is one; closes all engines at the end."""
-    with pytest.MonkeyPatch.context() as patch:
+    """Gives trainers a running engine of their kind, if there is one; closes all engines at the end.
+
+    vLLM compiles its sampler, too; nothing is compiled meanwhile.
+    """
+    with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
         patch.setattr(backend, "VLLMEngine", _ENGINES)
         yield
     _ENGINES.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from peft import LoraConfig
 
 from trl_opsd import OPSDTrainer
 from trl_opsd._compat.sharding import is_split_model, trained_parameters
+from trl_opsd._compat.vllm import engine
 from trl_opsd.rollout import weight_sync
 from trl_opsd.run.errors import SyncError
 
@@ -31,6 +33,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
 
 def main(folder: Path, names: list[str]) -> None:
     weight_sync.BUCKET_BYTES = 2**15  # several buckets
+    engine.LLM = partial(engine.LLM, enforce_eager=True)  # compiling would take most of the time
     teacher = tiny.qwen2(48, seed=1)  # before there is a DeepSpeed config, so that it stays whole
     results: dict[str, Any] = {}
     for name in names:
