@@ -37,7 +37,7 @@ def doctor(
 
     from trl_opsd.cli.doctor.examined import examine
     from trl_opsd.cli.doctor.pair import load_pair
-    from trl_opsd.cli.doctor.settings import Settings, read_settings
+    from trl_opsd.cli.doctor.settings import Settings, collected, read_settings
     from trl_opsd.cli.doctor.shown import document, show
     from trl_opsd.run.memory import is_out_of_memory
 
@@ -58,7 +58,8 @@ def doctor(
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, MemoryError) as error:
             more = " Both are loaded in float32, 4 bytes a parameter; --tiny needs little." * is_out_of_memory(error)
             raise _ended(f"{error}{more}") from None
-        findings = examine(pair, settings, vllm)
+        with collected():  # what a trainer says of prompts that are not the user's
+            findings = examine(pair, settings, vllm)
     print(document(pair, findings)) if as_json else show(pair, findings)
     raise typer.Exit(int(any(one.verdict == "failed" for one in findings)))
 

@@ -57,7 +57,7 @@ def read_settings(file: str) -> Settings:
         ValueError: It cannot be read, or a setting does not exist or contradicts another.
     """
     parser = OptionParser(prog="trl-opsd train", launch_options=launch_options())
-    with _collected() as warned, redirect_stderr(io.StringIO()) as printed:
+    with collected() as warned, redirect_stderr(io.StringIO()) as printed:
         try:
             given = parser.given(["--config", file])
         except SystemExit:
@@ -91,7 +91,7 @@ def judged(settings: Settings | ValueError, student: str, teacher: str) -> str:
 
 
 @contextmanager
-def _collected() -> Iterator[list[str]]:
+def collected() -> Iterator[list[str]]:
     """The warnings of this package, which are not printed meanwhile."""
     found: list[str] = []
 

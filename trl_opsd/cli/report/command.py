@@ -25,7 +25,7 @@ def report(
             raise ValueError("there is no such folder")
         file = write(run, to=output)
     except ImportError:
-        typer.echo("trl-opsd report: charts need vl-convert-python: pip install 'trl_opsd[report]'", err=True)
+        typer.echo("trl-opsd report: charts need vl-convert-python: pip install vl-convert-python", err=True)
         raise typer.Exit(2) from None
     except (OSError, ValueError) as error:
         typer.echo(f"trl-opsd report: {run}: {error}", err=True)
