@@ -250,6 +250,13 @@ def test_a_window_bounds_the_cache():
     assert numbers[1] - numbers[0] <= 48 * cached_per_token(config) // 2
 
 
+def test_a_backbone_without_a_head_is_bad_usage(tmp_path):
+    tiny.qwen2(32).model.save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, ["plan", str(tmp_path), str(tmp_path)])
+    assert done.exit_code == 2
+    assert "is a Qwen2Model, which has no output head" in " ".join(done.stderr.split())
+
+
 def test_no_config_is_bad_usage(tmp_path):
     done = CliRunner().invoke(app, ["plan", str(tmp_path), str(tmp_path)])
     assert done.exit_code == 2

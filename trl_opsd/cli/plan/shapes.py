@@ -69,6 +69,11 @@ def shape_of(source: str) -> Shape:
         raise ValueError(
             f"{source!r}: no causal language model can be built from its config ({reason[:200]})."
         ) from None
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{source!r} is a {type(model).__name__}, which has no output head: pass a causal language model, as its "
+            "`architectures` name it."
+        )
     head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     return Shape(
         config=config,
