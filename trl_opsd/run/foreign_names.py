@@ -199,8 +199,6 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         "warmup_style": "it is called `lr_scheduler_type`",
         "lr_warmup_steps_ratio": "it is called `warmup_steps`, where a value below 1 is a share of all steps",
         "train_iters": "it is called `max_steps`",
-        "project_name": "it is called `project`",
-        "experiment_name": "it is called `run_name`",
         "logger": "it is called `report_to`",
         "default_local_dir": "it is called `output_dir`",
         "max_actor_ckpt_to_keep": "it is called `save_total_limit`",
