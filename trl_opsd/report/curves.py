@@ -158,14 +158,21 @@ def picture(chart: Chart) -> str:
     is_short = any(len(curve.points) < 2 for curve in chart.curves)
     scale = {"zero": False} if chart.title in ("Reward", "Learning rate") else {}
     title = {"labelColor": _GREY, "titleColor": _GREY, "gridColor": "#7f7f7f40", "domainColor": _GREY}
-    axis = {**title, "tickColor": _GREY, "titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 11}
+    axis = {
+        **title,
+        "tickColor": _GREY,
+        "titleFontWeight": "normal",
+        "labelFontSize": 11,
+        "titleFontSize": 11,
+        "titlePadding": 10,
+    }
     largest = max((abs(value["y"]) for value in values), default=0.0)
     y_axis = {"format": "~s" if largest >= 1000 else "~g" if largest >= 0.01 else ".1e", "tickCount": 5}
     spec = {
         "background": None,
         "width": 270,
         "height": 150,
-        "padding": 4,
+        "padding": {"left": 14, "right": 4, "top": 4, "bottom": 4},  # a page's font may be wider than that measured
         "data": {"values": values},
         "mark": {"type": "line", "strokeWidth": 1.8, "point": {"size": 20} if is_short else False},
         "encoding": {
@@ -180,7 +187,13 @@ def picture(chart: Chart) -> str:
             "view": {"stroke": None},
             "legend": {
                 **{"orient": "bottom", "direction": "vertical", "columns": 2, "labelColor": _GREY},
-                **{"labelFontSize": 11, "labelLimit": 150, "symbolStrokeWidth": 2, "symbolSize": 220},
+                **{
+                    "labelFontSize": 11,
+                    "labelLimit": 150,
+                    "symbolStrokeWidth": 2,
+                    "symbolSize": 220,
+                    "columnPadding": 24,
+                },
             },
         },
     }
