@@ -77,7 +77,7 @@ floors: venv ## which file may import which, and that the environment is whole
 	$(BIN)/pytest -q tests/test_architecture.py
 	$(BIN)/python tools/check_env.py
 
-wheel: venv ## build the wheel, install it into a clean environment, import it there
+wheel: venv ## build the wheel, import it, and train with it in an environment that has nothing but what pip installs
 	$(BIN)/python tools/check_wheel.py
 
 docs: .docs/.made ## build the documentation as a site in build/site, strictly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import re
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ FLOORS = {
 }
 """A file imports its own package and lower floors only. The key is the file, or the folder it lies in."""
 
-OPTIONAL = ("vllm", "deepspeed", "peft", "trl")
+OPTIONAL = ("vllm", "deepspeed", "peft", "trl", "aiohttp")
 """Each is imported by one file of `_compat/`, or by one folder of it."""
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
@@ -133,6 +134,25 @@ def test_optional_libraries_are_imported_in_one_place(library):
     places = {file.parts[:2] for file in importers}
     assert len(places) == 1, importers or f"nothing imports {library}: take it out of OPTIONAL"
     assert {folder for folder, _ in places} == {"_compat"}, importers
+
+
+GUARDED = {"triton": "comes with a torch for CUDA", "trackio": "is asked for where `report_to` names it"}
+"""Libraries that are imported only where they are found."""
+SOLD_AS = {"yaml": "pyyaml", "vl_convert": "vl-convert-python"}
+"""Names on the index, where they differ."""
+
+
+def test_imported_libraries_are_declared():
+    config = configparser.ConfigParser()
+    config.read(ROOT.parent / "setup.cfg")
+    extras = config["options.extras_require"]
+    lines = [
+        config["options"]["install_requires"],
+        *(extras[name] for name in ("vllm", "deepspeed", "server", "report")),
+    ]
+    declared = {re.match(r"[\w-]+", line)[0] for line in "\n".join(lines).split()}
+    imported = {SOLD_AS.get(library, library) for file in FILES for library in libraries(file, read(file))}
+    assert imported - GUARDED.keys() == declared
 
 
 def test_the_drawing_in_the_design_shows_the_imports():

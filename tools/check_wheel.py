@@ -1,4 +1,8 @@
-"""Builds the wheel and imports it as a user would: first alone in an empty environment, then with the libraries."""
+"""Builds the wheel and uses it as users do: alone, beside the locked libraries, and as `pip` installs it today.
+
+The last is an empty environment with the newest of everything but torch (of which an index may serve a CPU build in the
+locked version alone), without extras: README's code trains there, on toys.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,27 @@ assert (files("trl_opsd") / "accelerate_configs" / "zero3.yaml").is_file()
 assert (files("trl_opsd") / "report" / "template" / "page.html").is_file()
 print("imported from the wheel:", *trl_opsd.__all__)
 """
+README = """
+import datasets, importlib.metadata, importlib.util, pathlib, re, sys
+sys.path.append(sys.argv[1] + "/tests")
+import tiny, trl_opsd
+for name, width in {"0.5B": 32, "1.5B": 48}.items():
+    tiny.qwen2(width).save_pretrained(f"Qwen/Qwen2.5-{name}-Instruct")
+    tiny.tokenizer().save_pretrained(f"Qwen/Qwen2.5-{name}-Instruct")
+datasets.load_dataset = lambda *_, **__: tiny.rows(16)
+config = trl_opsd.OPSDConfig
+small = {"max_steps": 2, "max_completion_length": 8, "logging_steps": 1, "use_cpu": True}
+trl_opsd.OPSDConfig = lambda **given: config(**given, **small)
+[code] = re.findall("```python\\n(.*?)```", pathlib.Path(sys.argv[1], "README.md").read_text(), flags=re.DOTALL)
+names = {}
+exec(code, names)
+losses = [row["loss"] for row in names["trainer"].state.log_history if "loss" in row]
+assert len(losses) == 2 and min(losses) > 0, losses
+assert not importlib.util.find_spec("aiohttp"), "an extra is installed: what a plain install lacks would not show"
+libraries = ("torch", "transformers", "trl", "peft", "datasets")
+versions = [f"{name} {importlib.metadata.version(name)}" for name in libraries]
+print("README's code trained with", *versions, "losses", *losses)
+"""
 
 
 def main() -> None:
@@ -51,6 +76,13 @@ def main() -> None:
         packages = next(clean.glob("lib/python*/site-packages"))
         (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
         run(python, "-I", "-c", WITH_LIBRARIES, at=folder)
+        plain = Path(folder, "plain")
+        venv.create(plain, with_pip=True)
+        pip = (plain / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
+        run(*pip, "install", "-q", "-r", REPOSITORY / "requirements" / "torch.txt", at=folder)
+        run(*pip, "install", "-q", wheel, at=folder)
+        run(plain / "bin" / "trl-opsd", "--help", at=folder, quiet=True)
+        run(plain / "bin" / "python", "-I", "-c", README, REPOSITORY, at=folder)
 
 
 def build(folder: Path) -> Path:

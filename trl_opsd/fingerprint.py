@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,8 +20,8 @@ from trl_opsd.losses.divergence import describe
 from trl_opsd.models.head import model_shape, shape_of
 from trl_opsd.models.samples import Samples, digest, sample, sampled
 from trl_opsd.run.ranges import one_of
+from trl_opsd.run.server_urls import server_urls
 from trl_opsd.teacher import FrozenTeacher, Teacher
-from trl_opsd.teacher.served import ServedTeacher
 
 logger = get_logger(__name__)
 
@@ -111,7 +111,8 @@ class Identity:
     def set_teachers(self, teachers: Mapping[str, Teacher]) -> None:
         """Adds the teachers, once they are loaded."""
         self._teachers, kind = teachers, self._args.teacher_model_kind
-        self._of_teachers = digest_teachers(teachers, kind)
+        served = server_urls("teacher_server_url", self._args.teacher_server_url)
+        self._of_teachers = digest_teachers(teachers, kind, served)
 
     def now(
         self, divergence: Divergence, rows: str, tools: Sequence[Any], chat_template: Any, rewards: Sequence[str]
@@ -202,13 +203,13 @@ def describe_teachers(teachers: Mapping[str, Teacher], kind: str | None) -> dict
     return described
 
 
-def digest_teachers(teachers: Mapping[str, Teacher], kind: str | None) -> dict[str, str]:
+def digest_teachers(teachers: Mapping[str, Teacher], kind: str | None, served: Collection[str]) -> dict[str, str]:
     """A digest of the weights of each teacher whose weights are its own and frozen, and of its head. Collective.
 
     Where its servers are is no part of it: a run may go on with others, or with the teacher in the process.
     """
     frozen = {name: one.model for name, one in teachers.items() if isinstance(one, FrozenTeacher) and kind != "ema"}
-    known = {name: one.head for name, one in teachers.items() if name in frozen or isinstance(one, ServedTeacher)}
+    known = {name: one.head for name, one in teachers.items() if name in frozen or name in served}
     heads = {f"head of {name}": digest({"head": sample(head.weight)}) for name, head in known.items()}
     return {**{name: digest(sampled(model)) for name, model in frozen.items()}, **heads}
 

@@ -14,6 +14,9 @@ URL = {"sglang_server_url": "http://127.0.0.1:30000"}
 OURS = ("trl_opsd._compat.vllm", "trl_opsd.rollout.vllm", "trl_opsd.rollout.sampling")
 """Prefixes of the modules imported when vLLM is chosen; the first checks on import that it is installed."""
 
+SERVERS = ("trl_opsd._compat.aiohttp", "trl_opsd.run.bounded_http", "trl_opsd.rollout.s", "trl_opsd.teacher.served")
+"""Prefixes of the modules imported when a server is chosen."""
+
 
 def installed(lab: Lab, version: str | None) -> None:
     """Makes this process find the given version of vLLM, or none, whatever is installed."""
@@ -39,6 +42,18 @@ def absent(mode: str) -> Case:
         lab.make(use_vllm=True, vllm_mode=mode, rollout=None)
 
     return Case("vLLM absent", mode, r'pip install "vllm[<>=,.\d]+"', provoke, before_loading=True)
+
+
+def without_aiohttp(**options: Any) -> Case:
+    def provoke(lab: Lab) -> None:
+        lab.patch.setitem(sys.modules, "aiohttp", None)
+        for name in [name for name in sys.modules if name.startswith(SERVERS)]:
+            lab.patch.delitem(sys.modules, name)
+        tiny.qwen2(48).save_pretrained(lab.folder / "teacher")
+        lab.make(rollout=None, teacher_model=str(lab.folder / "teacher"), **options)
+
+    (option,) = options
+    return Case("aiohttp absent", option, "need aiohttp, .*`pip install aiohttp`", provoke, before_loading=True)
 
 
 def unsupported(version: str) -> Case:
@@ -102,6 +117,8 @@ CASES: list[Case] = [
     option("at least", "`sglang_server_timeout=-1.0`", sglang_server_timeout=-1.0),
     absent("colocate"),
     absent("server"),
+    without_aiohttp(**URL),
+    without_aiohttp(teacher_server_url="http://127.0.0.1:8000"),
     unsupported("0.30.0"),
     unsupported("0.32.0"),
     without_a_checkpoint(""),

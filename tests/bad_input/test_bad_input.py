@@ -71,6 +71,7 @@ PHRASES = (
     "teacher_offload",
     "ds3_gather_for_generation",
     "vLLM absent",
+    "aiohttp absent",
     "vLLM of an unsupported version",
     "vLLM and a student without a checkpoint",
     "SGLang",

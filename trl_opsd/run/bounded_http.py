@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-import aiohttp
-
+from trl_opsd._compat.aiohttp import aiohttp
 from trl_opsd.run import strict_json
 from trl_opsd.run.errors import ServerError
 

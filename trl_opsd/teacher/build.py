@@ -32,7 +32,6 @@ from trl_opsd.teacher.origin import Origin
 from trl_opsd.teacher.own import OwnTeacher
 from trl_opsd.teacher.placement import Placement
 from trl_opsd.teacher.resident import Resident
-from trl_opsd.teacher.served import ServedTeacher
 from trl_opsd.teacher.served_checks import deadline
 from trl_opsd.teacher.sharded import Sharded
 from trl_opsd.teacher.teacher_checks import TeacherLike, check_own
@@ -205,6 +204,8 @@ def _frozen(model: CausalLM, args: OPSDConfig, device: torch.device, progress: b
 
 
 def _served(path: str, urls: Sequence[str], args: OPSDConfig, device: torch.device, progress: bool) -> Teacher:
+    from trl_opsd.teacher.served import ServedTeacher  # needs aiohttp, which may be absent where no server is used
+
     place = location(args)
     teacher = ServedTeacher(
         path,

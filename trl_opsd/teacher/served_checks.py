@@ -8,7 +8,6 @@ from typing import Any
 from trl_opsd.config import OPSDConfig
 from trl_opsd.run.server_urls import server_urls
 from trl_opsd.teacher.location import LOCATION_OPTIONS
-from trl_opsd.teacher.replicas import Replicas
 
 _OPTION = "teacher_server_url"
 
@@ -79,5 +78,9 @@ def check_up(args: OPSDConfig) -> None:
         ValueError: One is not up in time.
         ServerError: One is no server for a teacher.
     """
-    for urls in server_urls(_OPTION, args.teacher_server_url).values():
+    if not (served := server_urls(_OPTION, args.teacher_server_url)):
+        return
+    from trl_opsd.teacher.replicas import Replicas  # needs aiohttp, which may be absent where no server is used
+
+    for urls in served.values():
         Replicas(urls, deadline(args), args.teacher_server_timeout)

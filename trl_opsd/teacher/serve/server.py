@@ -14,8 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from aiohttp import web
-
+from trl_opsd._compat.aiohttp import web
 from trl_opsd.run.addresses import is_loopback
 from trl_opsd.run.server_tokens import TEACHER_TOKEN
 from trl_opsd.teacher.serve.protocol import Refusal, Served, Wanted, content_length, content_type, parse, parts

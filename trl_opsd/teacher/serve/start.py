@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from aiohttp import web
 from transformers import AutoConfig
 
+from trl_opsd._compat.aiohttp import web
 from trl_opsd.config import OPSDConfig
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.model_checks import language_config
