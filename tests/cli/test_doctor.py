@@ -353,6 +353,20 @@ def test_a_missing_model_is_bad_usage(folders):
     assert "Traceback" not in done.stderr
 
 
+def test_weights_that_a_checkpoint_lacks_are_named(folders):
+    for role in ("student", "teacher"):
+        made = tiny.qwen2(32 if role == "student" else 48)
+        whole = made.state_dict()
+        made.save_pretrained(
+            folders / role, state_dict={name: whole[name] for name in whole if "layers.1.mlp" not in name}
+        )
+        done = doctor(folders / "student", folders / "teacher")
+        made.save_pretrained(folders / role)
+        said = " ".join(done.stderr.split())
+        assert (done.exit_code, f"`{role}='{folders / role}'`: the checkpoint lacks" in said) == (2, True)
+        assert "model.layers.1.mlp.down_proj.weight, model.layers.1.mlp.gate_proj.weight, model.layers.1.mlp.up" in said
+
+
 def test_checks_go_on_after_one_that_raises_anything(monkeypatch):
     def broken(_):
         raise RuntimeError("no such kernel")
