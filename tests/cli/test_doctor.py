@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 import vision_language
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -67,13 +68,28 @@ def test_a_model_that_teaches_itself_is_compared_with_what_it_says_to_more_conte
     assert float(said.split("forward_kl ")[1].split(",")[0]) > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["words", "letters"])
+def test_a_vocabulary_without_english_is_as_healthy(kind):
+    known = [f"gene{number}" for number in range(40)] if kind == "words" else [*"ACDEFGHIKLMNPQRSTVWY"]  # amino acids
+    vocabulary = {token: place for place, token in enumerate(["<s>", "<|im_start|>", "<|im_end|>", "<unk>", *known])}
+    of_words = kind == "words"  # these make one token of all that is unknown; letters leave it out
+    backend = Tokenizer(models.WordLevel(vocabulary, "<unk>") if of_words else models.BPE(vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    domain = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>", pad_token="<|im_start|>"
+    )
+    domain.chat_template = TEMPLATE
+    sized = {"vocab_size": len(vocabulary)}
+    found = examined.examine(pair(tiny.qwen2(32, **sized), tiny.qwen2(48, seed=1, **sized), domain, domain))
+    assert verdicts(found) == {"failed": [], "warning": [], "skipped": []}, found
+
+
 def permuted() -> Pair:
     swapped = json.loads(words().backend_tokenizer.to_str())
     table = swapped["model"]["vocab"]
     first, second = [token for token, number in table.items() if number in (100, 101)]
     table[first], table[second] = table[second], table[first]
-    from tokenizers import Tokenizer
-
     other = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(swapped)), eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )

@@ -32,7 +32,11 @@ _ANSWER = "The answer."
 
 def added_at_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The token that a tokenizer writes after each text, if there is one, as those of T5 and BERT do."""
-    (bare,), (whole,) = tokenizer(["a"], add_special_tokens=False)["input_ids"], tokenizer(["a"])["input_ids"]
+    bare, text = tokenizer("a", add_special_tokens=False)["input_ids"], "a"
+    if not bare:  # a vocabulary without it
+        text = min(set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens))
+        bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole = tokenizer(text)["input_ids"]
     if whole == bare or whole[-len(bare) :] == bare:
         return None
     return str(tokenizer.convert_ids_to_tokens(whole[-1]))
