@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
 from inspect import signature
 from os.path import commonprefix
 from typing import Any
@@ -32,11 +33,11 @@ _ANSWER = "The answer."
 
 def added_at_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The token that a tokenizer writes after each text, if there is one, as those of T5 and BERT do."""
-    bare, text = tokenizer("a", add_special_tokens=False)["input_ids"], "a"
-    if not bare:  # a vocabulary without it
-        text = min(set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens))
-        bare = tokenizer(text, add_special_tokens=False)["input_ids"]
-    whole = tokenizer(text)["input_ids"]
+    read, text = partial(tokenizer, add_special_tokens=False), "a"
+    if not read(text)["input_ids"]:  # a vocabulary without letters
+        others = set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens)
+        text = next((one for one in others if read(one)["input_ids"]), text)
+    bare, whole = read(text)["input_ids"], tokenizer(text)["input_ids"]
     if whole == bare or whole[-len(bare) :] == bare:
         return None
     return str(tokenizer.convert_ids_to_tokens(whole[-1]))
