@@ -128,6 +128,11 @@ def no_generation_prompt() -> Pair:
     )
 
 
+def drops_the_last_message() -> Pair:
+    short = words(TEMPLATE.replace("in messages", "in messages[:-1]"))
+    return pair(of_student=short, of_teacher=short)
+
+
 def no_end_token() -> Pair:
     made = pair()
     made.student.tokenizer.eos_token = None
@@ -143,6 +148,11 @@ def no_end_token() -> Pair:
         (nan_weights, "teacher's head", "NaN"),
         (ignores_its_input, "teacher reads", "has the same hidden state at all"),
         (no_generation_prompt, "chat template", "writes no generation prompt"),
+        (
+            drops_the_last_message,
+            "chat template",
+            "A conversation: the chat template of the tokenizer leaves out message 3 of 3",
+        ),
         (no_end_token, "end token", "The end token None"),
     ],
 )

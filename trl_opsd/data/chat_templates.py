@@ -90,6 +90,36 @@ def check_parts(messages: Sequence[Mapping[str, Any]], text: str, where: str) ->
         )
 
 
+def check_that_all_is_read(messages: Sequence[Mapping[str, Any]], render: Callable[..., str], where: str) -> None:
+    """Refuses a chat template that leaves a message out; those of the assistant it may shorten.
+
+    Args:
+        messages (`Sequence[Mapping[str, Any]]`):
+            A conversation; its contents are replaced by words that no template changes.
+        render (`Callable`):
+            `render(messages)` applies the template.
+        where (`str`):
+            The conversation's name in messages.
+
+    Raises:
+        ValueError: A model would not see one of them.
+    """
+    words = [f"word{number}." for number in range(len(messages))]
+    marked = [
+        {**one, "content": [{"type": "text", "text": word}] if isinstance(one["content"], list) else word}
+        for one, word in zip(messages, words, strict=True)
+    ]
+    with suppress(TemplateError, TypeError):  # the reader names the row that a template refuses
+        text = render(marked)
+        for number, (one, word) in enumerate(zip(messages, words, strict=True), 1):
+            if one["role"] != "assistant" and word not in text:
+                raise ValueError(
+                    f"{where}: the chat template of the tokenizer leaves out message {number} of {len(words)}, of the "
+                    f"role {one['role']!r}, so that no model reads it: use the template that the model was trained "
+                    "with, or remove messages that this one is not made for."
+                )
+
+
 def warn_of_prompts(
     tokenizer: PreTrainedTokenizerBase, where: str, prompts: Sequence[Any], render: Callable[..., str]
 ) -> None:
@@ -156,17 +186,10 @@ def warn_of_ended_text(
 
 
 def _warn_of_template(where: str, prompts: Sequence[Any], render: Callable[..., str]) -> None:
-    texts = [render(messages) for messages in prompts]
-    for number, (messages, text) in enumerate(zip(prompts, texts, strict=True)):
-        check_parts(messages, text, f"The prompt in row {number} of {where}")
-    differ = len({str([(one["role"], one["content"]) for one in messages]) for messages in prompts})
-    if differ > 1 and len(set(texts)) == 1:
-        logger.warning(
-            f"The chat template of the tokenizer makes the same text of {differ} different prompts of {where}, "
-            f"{texts[0]!r}: it does not read them. Use the template the student was trained with."
-        )
+    for number, messages in enumerate(prompts):
+        check_parts(messages, render(messages), f"The prompt in row {number} of {where}")
     before, _ = _around_answer(prompts[0], render)
-    if before and render(prompts[0], add_generation_prompt=False) == texts[0]:
+    if before and render(prompts[0], add_generation_prompt=False) == render(prompts[0]):
         logger.warning(
             f"The chat template of the tokenizer writes {before!r} before an answer, but not at the end of a prompt: "
             "it ignores `add_generation_prompt`, so the student would have to begin with that. Use a template that "
