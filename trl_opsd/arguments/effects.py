@@ -11,7 +11,7 @@ from datasets import DatasetDict, IterableDatasetDict
 
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, columns_of
-from trl_opsd.data.teacher_prompts import PRIVILEGED, TEMPLATE
+from trl_opsd.data.teacher_prompts import PRIVILEGED
 from trl_opsd.models.model_checks import same_weights
 from trl_opsd.run.metrics import METRICS
 from trl_opsd.run.without_effect import described, without_effect
@@ -230,7 +230,7 @@ def warn_of_template(args: OPSDConfig, datasets: Mapping[str, AnyDataset | None]
         has_function (`bool`):
             Whether `teacher_prompt_fn` was passed, which writes the prompts instead.
     """
-    if args.teacher_prompt_template == TEMPLATE:
+    if args.teacher_prompt_template is None:
         return
     given = f"`teacher_prompt_template={args.teacher_prompt_template!r}` has no effect"
     if has_function:
