@@ -63,9 +63,9 @@ def look_at(
         **{"add_generation_prompt": True, **(args.chat_template_kwargs or {})},
     )
     warn_of_prompts(tokenizer, where, [row.student.value for row in rows], render)
-    read = [(row.student, {}) for row in rows] + [(row.of_teacher, args.teacher_template_kwargs) for row in rows]
-    for prompt, options in read:
-        if prompt.kind == "messages" and tokenizer.chat_template:
-            check_that_all_is_read(prompt.value, partial(render, **options), prompt.where)
+    for row in rows if tokenizer.chat_template else ():
+        for prompt, read in ((row.student, render), (row.of_teacher, partial(render, **args.teacher_template_kwargs))):
+            if prompt.kind == "messages":
+                check_that_all_is_read(prompt.value, read, prompt.where)
     theirs = (row.of_teacher for row in rows if row.of_teacher is not row.student)
     warn_of_ended_text(tokenizer, {one.where: one.value for one in theirs if one.kind == "text"}, render)

@@ -90,7 +90,7 @@ def whole_checkpoint(called: str) -> Iterator[None]:
             )
         return model
 
-    PreTrainedModel.from_pretrained = classmethod(loaded)  # type: ignore[assignment, method-assign]
+    PreTrainedModel.from_pretrained = classmethod(loaded)
     try:
         yield
     finally:
