@@ -241,6 +241,16 @@ def test_epochs_become_steps_once_a_training_has_begun(make_trainer, capsys):
     assert "  steps           8 of 2 prompts each" in capsys.readouterr().out
 
 
+def test_rows_of_an_epoch_that_fill_no_step_are_counted(make_trainer):
+    given = {"per_device_train_batch_size": 4, "num_generations": 2, "gradient_accumulation_steps": 3}
+    trainer = make_trainer(**given)
+    left = "which each epoch leaves out 2: they do not fill a step of 6 prompts"
+    assert parts(trainer)["rows"] == f"8 in train_dataset, of {left}"
+    assert len(set(trainer._get_train_sampler(trainer.train_dataset))) == 8 - 2
+    assert parts(make_trainer(**given, train_dataset=tiny.rows(6)))["rows"] == "6 in train_dataset"
+    assert parts(make_trainer(train_dataset=None, eval_dataset=tiny.rows(5)))["rows"] == "5 in eval_dataset"
+
+
 def test_the_optimizer_that_was_passed_is_named_before_and_during_a_training(make_trainer, capsys):
     student = tiny.qwen2()
     trainer = make_trainer(model=student, optimizers=(torch.optim.SGD(student.parameters(), lr=0.1), None))

@@ -99,7 +99,6 @@ THINKS = (
 )
 STRICT = INST.replace("{% else %}", "{% elif True %}{{ raise_exception('no answers') }}{% else %}")
 
-IGNORES = "makes the same text of 2 different prompts of train_dataset"
 UNASKED = "before an answer, but not at the end of a prompt"
 
 
@@ -116,7 +115,6 @@ def with_template(template: str) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for one in messages %}{{ one.text }}{% endfor %}<|im_start|>", [IGNORES]),
         (CHAT, [UNASKED]),
         ("{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}", [UNASKED]),
         (CHAT + ASKED, []),
@@ -129,12 +127,52 @@ def with_template(template: str) -> PreTrainedTokenizerFast:
 )
 def test_a_template_is_judged_by_what_it_makes_of_prompts(make_trainer, caplog, template, said):
     make_trainer(train_dataset=asked("hi", "ho", "ho"), processing_class=with_template(template))
-    assert [message for message in (IGNORES, UNASKED) if message in caplog.text] == said
+    assert [UNASKED] * (UNASKED in caplog.text) == said
 
 
-def test_prompts_that_are_alike_may_be_written_alike(make_trainer, caplog):
-    make_trainer(train_dataset=asked("hi", "hi"), processing_class=with_template(CHAT + ASKED))
-    assert "different prompts" not in caplog.text
+DROPS = CHAT.replace("in messages", "in messages[:-1]") + ASKED
+SHORTENS = (CHAT + ASKED).replace("one.content", "(one.content if one.role != 'assistant' else '')")
+OF_STUDENT = CHAT.replace("in messages", "in messages[:None if full is defined else -1]") + ASKED
+OF_TEACHER = CHAT.replace("in messages", "in messages[:-1 if full is defined else None]") + ASKED
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "<think>a greeting</think>ho"},
+]
+
+
+@pytest.mark.before_loading
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("template", "talk", "message"),
+    [
+        (CHAT.replace("one.content", "one.text") + ASKED, TALK[1:2], "1 of 1, of the role 'user'"),
+        (DROPS, TALK[1:2], "1 of 1, of the role 'user'"),
+        (DROPS, TALK[:2], "2 of 2, of the role 'user'"),
+        (CHAT.replace("in messages", "in messages[1:]") + ASKED, TALK[:2], "1 of 2, of the role 'system'"),
+        (CHAT.replace("in messages", "in messages[-1:]") + ASKED, [*TALK[1:3], TALK[1]], "1 of 3, of the role 'user'"),
+        (OF_STUDENT, TALK[:2], "2 of 2, of the role 'user'"),
+        (OF_TEACHER, TALK[:2], "2 of 2, of the role 'user'"),
+    ],
+)
+def test_a_template_that_leaves_a_message_out_is_refused(make_trainer, template, talk, message):
+    rows = Dataset.from_list([{"prompt": talk}] * 2)
+    with pytest.raises(
+        ValueError, match=f"The prompt in row 0 of train_dataset: the chat .* leaves out message {message}"
+    ):
+        make_trainer(
+            train_dataset=rows,
+            processing_class=with_template(template),
+            teacher_chat_template_kwargs={"full": True} if "full" in template else None,
+        )
+
+
+def test_a_template_may_shorten_answers(make_trainer, caplog):
+    make_trainer(
+        train_dataset=Dataset.from_list([{"prompt": [*TALK[:3], TALK[1]]}] * 2),
+        processing_class=with_template(SHORTENS),
+    )
+    assert warnings(caplog) == []
 
 
 PARTS = [{"type": "text", "text": "hi"}]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
+
+from trl_opsd._compat.trl import create_model_from_path
+from trl_opsd.models.model_checks import whole_checkpoint
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 
@@ -41,6 +46,19 @@ def verdict():
 )
 def test_each_family_is_exact_or_refused_with_the_reason(verdict, family, role, expected):
     assert verdict(role, family).startswith(expected)
+
+
+@pytest.mark.parametrize("family", ["bart", "deepseek_v3", "gemma3n_text", "gpt2", "mamba", "mixtral", "qwen3_moe"])
+def test_only_a_checkpoint_that_lacks_weights_is_refused(verdict, family, tmp_path):
+    made = importlib.import_module("toys").toy(family, 259)
+    made.save_pretrained(tmp_path)
+    with whole_checkpoint("model"):
+        create_model_from_path(str(tmp_path), device_map=None)
+    saved = load_file(tmp_path / "model.safetensors")
+    torn = {name: one for name, one in saved.items() if ".3." not in name}  # without the last layer
+    save_file(torn, tmp_path / "model.safetensors", {"format": "pt"})
+    with whole_checkpoint("model"), pytest.raises(ValueError, match=rf"lacks weights of {type(made).__name__}.*\.3\."):
+        create_model_from_path(str(tmp_path), device_map=None)
 
 
 def test_the_table_counts_every_verdict_and_shortens_reasons(monkeypatch):

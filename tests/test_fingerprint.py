@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
+from trl_opsd import HFRollout
 from trl_opsd.data.datasets import describe_rows
 from trl_opsd.fingerprint import EMA_OPTIONS, FILE, OPTIONS, OTHERS, check_accepted
 from trl_opsd.losses import Divergence, ReverseKL
@@ -113,6 +114,41 @@ def test_the_teacher_update_rate_is_compared_only_for_an_average(make_trainer, t
     make_trainer(**common, teacher_model_kind="ema", teacher_update_rate=0.5).train()
     with pytest.raises(ValueError, match=r"teacher_update_rate: 0\.5 in the checkpoint, 0\.1 now"):
         make_trainer(**common, teacher_model_kind="ema", teacher_update_rate=0.1).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("column", "talks", "stream", "template"),
+    [
+        ("privileged_context", False, False, "{privileged_context}\n\n{prompt}"),
+        ("privileged_context", False, True, "{privileged_context}\n\n{prompt}"),
+        ("privileged_context", True, False, "{prompt}\n\n{privileged_context}"),
+        ("other", False, False, "{prompt}\n\n{privileged_context}"),
+    ],
+)
+def test_a_run_goes_on_with_the_template_that_it_began_with(make_trainer, tmp_path, column, talks, stream, template):
+    """Before there was a template for text, checkpoints of both kinds had that of messages."""
+    rows = [{"prompt": [{"role": "user", "content": text}] if talks else text, column: "hint"} for text in tiny.PROMPTS]
+    given = {
+        "train_dataset": Dataset.from_list(rows),
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "rollout": HFRollout(),
+    }
+    if stream:
+        given["train_dataset"] = given["train_dataset"].to_iterable_dataset()
+    make_trainer(**given, max_steps=1).train()
+    file = tmp_path / "checkpoint-1" / FILE
+    said = json.loads(file.read_text())
+    assert said["teacher_prompt_template"] == template
+    before = "{prompt}\n\n{privileged_context}"
+    file.write_text(json.dumps({**said, "teacher_prompt_template": before}))
+    (file.parent / MANIFEST).unlink()
+    if template != before:
+        with pytest.raises(ValueError, match=r"teacher_prompt_template: .* in the checkpoint, '\{privileged_context\}"):
+            make_trainer(**given).train(resume_from_checkpoint=str(file.parent))
+        given["teacher_prompt_template"] = before
+    make_trainer(**given, max_steps=2).train(resume_from_checkpoint=str(file.parent))
+    assert json.loads((tmp_path / "checkpoint-2" / FILE).read_text())["teacher_prompt_template"] == before
 
 
 def test_a_weight_digest_ignores_dtype_and_adapter_wrapping():

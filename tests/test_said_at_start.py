@@ -63,6 +63,42 @@ def test_an_option_without_effect_is_said(make_trainer, caplog, options, said):
     assert said in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("tools", "pass the functions as the trainer's argument `tools`, the same for all rows"),
+        ("chat_template_kwargs", "set the option `chat_template_kwargs`, the same for all rows; or remove"),
+        ("completion", "with `lmbda=1` every completion is the student's own; set `lmbda` below 1"),
+    ],
+)
+def test_a_column_that_other_trainers_read_is_said_not_to_be(make_trainer, caplog, name, instead):
+    rows = tiny.rows().add_column(name, ["{}"] * 8)
+    make_trainer(train_dataset=rows)
+    make_trainer(train_dataset=None, eval_dataset={"some": rows})
+    for where in ("train_dataset", "eval_dataset['some']"):
+        assert caplog.text.count(f"The column {name!r} of {where} is not read: {instead}") == 1
+    caplog.clear()
+    if name == "completion":  # which each of these may read
+        make_trainer(train_dataset=rows, lmbda=0.5)
+        make_trainer(train_dataset=rows, reward_funcs=lambda completions, **_: [1.0] * len(completions))
+    make_trainer(train_dataset=rows.rename_column(name, "mine"))
+    conversation = [{"role": role, "content": "hi"} for role in ("user", "assistant")]
+    make_trainer(train_dataset=Dataset.from_list([{"messages": conversation}] * 8))
+    assert "is not read" not in caplog.text
+
+
+def test_sampling_settings_of_the_checkpoint_that_are_overridden_are_said_once(make_trainer, caplog):
+    student = tiny.qwen2()
+    student.generation_config.update(do_sample=True, temperature=0.7, top_p=0.8, repetition_penalty=1.1, min_p=0.1)
+    trainer = make_trainer(model=student, top_p=0.8)
+    trainer.rollout = HFRollout()
+    said = "has temperature=0.7, repetition_penalty=1.1, and the student generates with temperature=1.0, repetition_"
+    assert caplog.text.count(f"The generation config of the student {said}penalty=1.0, as the options") == 1
+    assert caplog.text.count("The generation config") == 1
+    make_trainer()
+    assert caplog.text.count("The generation config") == 1
+
+
 @pytest.mark.parametrize(("warmup_steps", "is_said"), [(4, True), (3, False), (0.5, False)])
 def test_a_warmup_that_does_not_end_is_said(make_trainer, caplog, warmup_steps, is_said):
     make_trainer(warmup_steps=warmup_steps, max_steps=3)

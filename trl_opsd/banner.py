@@ -22,14 +22,14 @@ from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.size import described, sizes
+from trl_opsd.run.data_options import prompts_of_step
 from trl_opsd.run.objective_options import shape_in_words, temperatures_in_words
+from trl_opsd.run.sampling_options import SAMPLING
 
 _WIDTH = 120
 """Characters in a line."""
 _PROMPT = 600
 """Characters of a prompt that are shown; of a longer one, its beginning and its end."""
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Sampling options of a rollout that are shown where they are set."""
 _OF_TEACHER = "of the teacher"
 """The entry of the teacher's first prompt."""
 _KINDS = {"base": "the student as it was passed", "ema": "the student's moving average", "live": "the student as it is"}
@@ -158,12 +158,12 @@ class Described:
         shown = [f"by {self.rollout}", f"at most {min(options.max_new_tokens or limit, limit)} tokens"]
         if self.of_student is not None:
             others = {**(self.trainer.args.generation_kwargs or {}), **self.of_student}
-            sampling = {name: self.of_student.get(name, getattr(options, name)) for name in _SAMPLING}
+            sampling = {name: self.of_student.get(name, getattr(options, name)) for name in SAMPLING}
             beams = others.pop("num_beams", options.num_beams) or 1
             shown += [
                 f"{beams} beams" if beams > 1 else "",
                 _listed(sampling) if options.do_sample else "greedy",
-                _listed({name: value for name, value in others.items() if name not in (*_SAMPLING, "do_sample")}),
+                _listed({name: value for name, value in others.items() if name not in (*SAMPLING, "do_sample")}),
             ]
             if (evaluated := self.trainer.args.eval_temperature) is not None:
                 shown.append(f"in evaluations {f'temperature {evaluated:g}' if evaluated else 'greedy'}")
@@ -186,7 +186,10 @@ class Described:
         named = {"train_dataset": trainer.train_dataset, **by_name(trainer.eval_dataset)}
         where, dataset = next((name, one) for name, one in named.items() if one is not None)
         is_stream = not isinstance(dataset, Dataset)
-        yield "rows", f"{where}, a stream" if is_stream else f"{len(dataset)} in {where}"
+        step = prompts_of_step(trainer.args)
+        left = 0 if is_stream or dataset is not trainer.train_dataset else len(dataset) % step
+        more = f", of which each epoch leaves out {left}: they do not fill a step of {step} prompts" if left else ""
+        yield "rows", f"{where}, a stream" if is_stream else f"{len(dataset)} in {where}{more}"
         if unread := self._unread(dataset):
             yield "not read", ", ".join(unread)
         if is_stream and not reads_stream:

@@ -15,7 +15,6 @@ from trl_opsd._compat.killed_builds import check_builds
 from trl_opsd._compat.parallelism import check_parallelism
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
 from trl_opsd.data.row_sharding import check_sharing
-from trl_opsd.data.teacher_prompts import TEMPLATE
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import Settings, divergence_of
@@ -156,9 +155,10 @@ class OPSDConfig(StrictNames, DistillationConfig):
             Weight of the student in each update of the `"ema"` teacher, in (0, 1].
         teacher_sync_steps (`int`, *optional*, defaults to `1`):
             Optimizer steps between updates of the `"ema"` teacher.
-        teacher_prompt_template (`str`, *optional*, defaults to `"{prompt}\n\n{privileged_context}"`):
+        teacher_prompt_template (`str`, *optional*):
             Joins the prompt and the column `privileged_context` into the teacher's prompt; in a list of messages, it
-            applies to the last user message.
+            applies to the last user message. When `None`, `"{prompt}\n\n{privileged_context}"` for messages, and
+            `"{privileged_context}\n\n{prompt}"` for text, whose end is where the answer begins.
         teacher_chat_template_kwargs (`dict` or `str`, *optional*):
             Chat template arguments that differ for the teacher, for instance `{"enable_thinking": True}`.
         teacher_offload (`str`, *optional*, defaults to `"none"`):
@@ -261,7 +261,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     teacher_model_kind: str | None = None
     teacher_update_rate: float = 0.05
     teacher_sync_steps: int = 1
-    teacher_prompt_template: str = TEMPLATE
+    teacher_prompt_template: str | None = None
     teacher_chat_template_kwargs: dict | str | None = None
     teacher_offload: str = "none"
     teacher_cache_device: str = "auto"

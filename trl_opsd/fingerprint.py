@@ -115,7 +115,13 @@ class Identity:
         self._of_teachers = digest_teachers(teachers, kind, served)
 
     def now(
-        self, divergence: Divergence, rows: str, tools: Sequence[Any], chat_template: Any, rewards: Sequence[str]
+        self,
+        divergence: Divergence,
+        rows: str,
+        tools: Sequence[Any],
+        chat_template: Any,
+        rewards: Sequence[str],
+        teacher_template: str,
     ) -> Fingerprint:
         """The fingerprint of a checkpoint written now.
 
@@ -130,6 +136,8 @@ class Identity:
                 The tokenizer's.
             rewards (`Sequence[str]`):
                 Names of the reward functions that are learned from.
+            teacher_template (`str`):
+                What joins prompts and privileged contexts.
         """
         hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
         return fingerprint(
@@ -144,6 +152,7 @@ class Identity:
             tools=[tool.__name__ for tool in tools],
             chat_template=None if chat_template is None else f"sha256 {hashed}",
             reward_funcs=list(rewards),
+            teacher_prompt_template=teacher_template,
         )
 
 
@@ -151,7 +160,7 @@ def fingerprint(args: OPSDConfig, **more: Any) -> Fingerprint:
     """The options in [`OPTIONS`] and the caller's values, as they are when read back from JSON."""
     of_rewards = REWARD_OPTIONS if args.reward_weight else ()
     names = (*OPTIONS, *(EMA_OPTIONS if args.teacher_model_kind == "ema" else ()), *of_rewards)
-    values = {**more, **{name: getattr(args, name) for name in names}}
+    values = {**{name: getattr(args, name) for name in names}, **more}
     return dict(json.loads(json.dumps(values, default=str)))
 
 

@@ -30,7 +30,7 @@ from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name,
 from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
 from trl_opsd.data.readers import Reader, Readers
-from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED, Row
+from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED, TEMPLATE, TEXT_TEMPLATE, Row
 from trl_opsd.data.vocabulary import shared_vocabulary
 from trl_opsd.loop.footprint import footprint
 from trl_opsd.loop.seams import SeamTrainer
@@ -54,8 +54,8 @@ class Teaching(SeamTrainer):
     teachers: Teachers
     reading: Reading
     """Which rows the student can read in one batch."""
-    _described_rows: str | None = None
-    """The training dataset in the fingerprint, once it is needed."""
+    _described_rows: tuple[str, str] | None = None
+    """The training dataset in the fingerprint and what joins its prompts and contexts, once they are needed."""
     first_made: list[int] | None = None
     """Token ids of the first prompt that `teacher_prompt_fn` has made."""
 
@@ -273,10 +273,20 @@ class Teaching(SeamTrainer):
     def _fingerprint(self) -> fingerprint.Fingerprint:
         if self._described_rows is None:
             columns = None if self._calls_functions else self.row_columns  # a function may read any
-            self._described_rows = describe_rows(self.train_dataset, columns)
+            self._described_rows = describe_rows(self.train_dataset, columns), self._teacher_template()
+        rows, teacher_template = self._described_rows
         template = self.processing_class.chat_template
         rewards = [one.name for one in self._given_rewards] if self.args.reward_weight else []
-        return self._identity.now(self.divergence, self._described_rows, self.tools or (), template, rewards)
+        return self._identity.now(self.divergence, rows, self.tools or (), template, rewards, teacher_template)
+
+    def _teacher_template(self) -> str:
+        """What joins prompts and privileged contexts: without the option it depends on their kind, by the first row."""
+        prompts, columns = self.readers.intake.prompts, columns_of(self.train_dataset) or ["privileged_context"]
+        row: Row = {}
+        if prompts.template is None and prompts.prompt_fn is None and "privileged_context" in columns:
+            row = next(iter(self.train_dataset or ()), row)
+        is_text = "privileged_context" in row and isinstance(row["prompt"], str)
+        return prompts.template or (TEXT_TEMPLATE if is_text else TEMPLATE)
 
     @property
     def _calls_functions(self) -> bool:

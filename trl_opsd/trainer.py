@@ -32,6 +32,7 @@ from trl_opsd.models.model_checks import check_student
 from trl_opsd.models.trainable import check_trainable
 from trl_opsd.report.samples import samples_of
 from trl_opsd.rollout import RolloutBackend
+from trl_opsd.rollout.changes import warn_of_overridden
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.run.agreement import agree
@@ -213,6 +214,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
             self._rewards = build_rewards(given.rewards, self.args, self.chat_template_kwargs, self.accelerator.device)
             self.set_up_teaching(given)
         self._prove_divergence(self.divergence)
+        warn_of_overridden(self.model, self.generation_config)
         self.bind(given.rollout)
         self.say_overlap()
         self.is_built = True

@@ -126,6 +126,32 @@ def unlike_its_config(role: str, called: str) -> Case:
     return Case("head rows unlike the config", called, message, provoke)
 
 
+def lacking(role: str, where: str = "", **options: Any) -> Case:
+    """A checkpoint without the second layer's feed-forward part, or with a narrower one of another model."""
+
+    def provoke(lab: Lab) -> None:
+        made, narrow = tiny.qwen2(48, 1, tie_word_embeddings=True), where.startswith("of another shape")
+        made.save_pretrained(lab.folder / "torn", state_dict={
+            name: value[:8] if narrow and "layers.1.mlp.up" in name else value
+            for name, value in made.state_dict().items()
+            if narrow or not name.startswith("model.layers.1.mlp.")
+        })  # fmt: skip
+        tiny.tokenizer().save_pretrained(lab.folder / "torn")
+        lab.make(**{role: str(lab.folder / "torn"), **options})
+
+    weights = r"model\.layers\.1\.mlp\." + (
+        r"up_proj\.weight \[8, 48\] for \[96, 48\]\. They"
+        if where
+        else r"down_proj\.weight, .*gate.*, .*up_proj\.weight\. They"
+    )
+    return Case(
+        "weights missing",
+        f"{role} {where} {sorted(options)}",
+        rf"`{role}='.*torn'`: the checkpoint lacks .*: {weights}",
+        provoke,
+    )
+
+
 def permuted() -> PreTrainedTokenizerFast:
     """The same tokens, with the ids of two exchanged."""
     words = tiny.tokenizer()
@@ -272,6 +298,11 @@ UNFIT = [
             "one in a `FrozenTeacher`": lambda teacher: FrozenTeacher(Resident(teacher, torch.device("cpu"))),
         }.items()
     ),
+    *(lacking(role) for role in ROLES),
+    lacking("model", peft_config=LoraConfig(target_modules=["q_proj"])),
+    lacking("teacher_model", teacher_offload="stream"),
+    lacking("model", "of another shape"),
+    lacking("teacher_model", "of another shape", teacher_model_init_kwargs={"ignore_mismatched_sizes": True}),
     *(unlike_its_config(role, called) for role, called in zip(ROLES, ("student", "teacher"), strict=True)),
     Case(
         "token ids beyond the embedding",

@@ -27,6 +27,7 @@ PHRASES = (
     "vocabulary mismatch",
     "tokenizer mismatch",
     "head rows unlike the config",
+    "weights missing",
     "not a dataset",
     "misspelt column",
     "teacher_prompt_fn",

@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 import vision_language
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -67,13 +68,28 @@ def test_a_model_that_teaches_itself_is_compared_with_what_it_says_to_more_conte
     assert float(said.split("forward_kl ")[1].split(",")[0]) > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["words", "letters"])
+def test_a_vocabulary_without_english_is_as_healthy(kind):
+    known = [f"gene{number}" for number in range(40)] if kind == "words" else [*"ACDEFGHIKLMNPQRSTVWY"]  # amino acids
+    vocabulary = {token: place for place, token in enumerate(["<s>", "<|im_start|>", "<|im_end|>", "<unk>", *known])}
+    of_words = kind == "words"  # these make one token of all that is unknown; letters leave it out
+    backend = Tokenizer(models.WordLevel(vocabulary, "<unk>") if of_words else models.BPE(vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    domain = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>", pad_token="<|im_start|>"
+    )
+    domain.chat_template = TEMPLATE
+    sized = {"vocab_size": len(vocabulary)}
+    found = examined.examine(pair(tiny.qwen2(32, **sized), tiny.qwen2(48, seed=1, **sized), domain, domain))
+    assert verdicts(found) == {"failed": [], "warning": [], "skipped": []}, found
+
+
 def permuted() -> Pair:
     swapped = json.loads(words().backend_tokenizer.to_str())
     table = swapped["model"]["vocab"]
     first, second = [token for token, number in table.items() if number in (100, 101)]
     table[first], table[second] = table[second], table[first]
-    from tokenizers import Tokenizer
-
     other = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(swapped)), eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
@@ -112,6 +128,11 @@ def no_generation_prompt() -> Pair:
     )
 
 
+def drops_the_last_message() -> Pair:
+    short = words(TEMPLATE.replace("in messages", "in messages[:-1]"))
+    return pair(of_student=short, of_teacher=short)
+
+
 def no_end_token() -> Pair:
     made = pair()
     made.student.tokenizer.eos_token = None
@@ -127,6 +148,11 @@ def no_end_token() -> Pair:
         (nan_weights, "teacher's head", "NaN"),
         (ignores_its_input, "teacher reads", "has the same hidden state at all"),
         (no_generation_prompt, "chat template", "writes no generation prompt"),
+        (
+            drops_the_last_message,
+            "chat template",
+            "A conversation: the chat template of the tokenizer leaves out message 3 of 3",
+        ),
         (no_end_token, "end token", "The end token None"),
     ],
 )
@@ -351,6 +377,20 @@ def test_a_missing_model_is_bad_usage(folders):
     assert done.exit_code == 2
     assert "trl-opsd doctor: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_weights_that_a_checkpoint_lacks_are_named(folders):
+    for role in ("student", "teacher"):
+        made = tiny.qwen2(32 if role == "student" else 48)
+        whole = made.state_dict()
+        made.save_pretrained(
+            folders / role, state_dict={name: whole[name] for name in whole if "layers.1.mlp" not in name}
+        )
+        done = doctor(folders / "student", folders / "teacher")
+        made.save_pretrained(folders / role)
+        said = " ".join(done.stderr.split())
+        assert (done.exit_code, f"`{role}='{folders / role}'`: the checkpoint lacks" in said) == (2, True)
+        assert "model.layers.1.mlp.down_proj.weight, model.layers.1.mlp.gate_proj.weight, model.layers.1.mlp.up" in said
 
 
 def test_checks_go_on_after_one_that_raises_anything(monkeypatch):

@@ -397,7 +397,7 @@ class TestSolutions:
         rows, ours = self.ROWS, self.ROWS.rename_column("solution", "privileged_context")
         if stream:
             rows, ours = rows.to_iterable_dataset(), ours.to_iterable_dataset()
-        same = make(train_dataset=ours)
+        same = make(train_dataset=ours, teacher_prompt_template="{prompt}\n\n{privileged_context}")
         trainer = make(train_dataset=rows, teacher_prompt_template=template, eval_dataset={"some": rows})
         for one in (same, trainer):
             one.train()

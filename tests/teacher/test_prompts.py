@@ -102,6 +102,13 @@ def test_the_template_joins_prompt_and_context(tmp_path):
     same(targets(trainer), direct(trainer, ids))
 
 
+@pytest.mark.quick
+def test_text_that_ends_with_the_cue_of_an_answer_stays_last(tmp_path):
+    trainer = make(tmp_path, [{"privileged_context": "It is 4."}, {"privileged_context": "It is blue."}])
+    ids = trainer.processing_class(["It is 4.\n\n2+2=", "It is blue.\n\nThe sky is"])["input_ids"]
+    same(targets(trainer), direct(trainer, ids))
+
+
 def test_the_context_is_added_to_the_last_user_message_only(tmp_path):
     prompt = [
         {"role": "user", "content": "first"},
@@ -334,7 +341,7 @@ def test_a_stream_is_checked_row_by_row(tmp_path):
         ("{prompt} {privileged_context} {hint}", r"has \['hint'\] in braces"),
         ("{prompt} {privileged_context", "expected text with `{prompt}`"),
         ("{prompt.__class__} {prompt} {privileged_context}", "in braces"),
-        (None, "expected text with"),
+        (7, "expected text with"),
     ],
 )
 def test_a_template_without_its_placeholders_is_refused(tmp_path, template, message):

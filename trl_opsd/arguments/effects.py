@@ -10,13 +10,22 @@ from accelerate.logging import get_logger
 from datasets import DatasetDict, IterableDatasetDict
 
 from trl_opsd.config import OPSDConfig
+from trl_opsd.data.completions import COMPLETION
 from trl_opsd.data.datasets import AnyDataset, columns_of
-from trl_opsd.data.teacher_prompts import PRIVILEGED, TEMPLATE
+from trl_opsd.data.teacher_prompts import PRIVILEGED
 from trl_opsd.models.model_checks import same_weights
 from trl_opsd.run.metrics import METRICS
 from trl_opsd.run.without_effect import described, without_effect
 
 logger = get_logger(__name__)
+
+_NOT_READ = {
+    "tools": "pass the functions as the trainer's argument `tools`, the same for all rows, or write a row's own into "
+    "its messages",
+    "chat_template_kwargs": "set the option `chat_template_kwargs`, the same for all rows",
+    COMPLETION: "with `lmbda=1` every completion is the student's own; set `lmbda` below 1 to learn from these too",
+}
+"""Columns that other trainers read, and what to do instead."""
 
 
 def check_that_it_learns(args: OPSDConfig, train_dataset: Any, optimizers: tuple[Any, Any]) -> None:
@@ -205,6 +214,21 @@ def warn_of_same_model(
     return bool(same)
 
 
+def warn_of_columns(datasets: Mapping[str, Any], read: Collection[str]) -> None:
+    """Says which columns are not read here, although other trainers would.
+
+    Args:
+        datasets (`Mapping[str, Any]`):
+            By name, as they were passed.
+        read (`Collection[str]`):
+            Columns that are read, or need no word.
+    """
+    for name, instead in _NOT_READ.items():
+        having = [where for where, one in datasets.items() if name in (getattr(one, "column_names", None) or ())]
+        if having and name not in read:
+            logger.warning(f"The column {name!r} of {having[0]} is not read: {instead}; or remove the column.")
+
+
 def warn_of_splits(eval_dataset: Any) -> None:
     """Says that a whole `DatasetDict` is evaluated, if one of its splits is what one trains on.
 
@@ -230,7 +254,7 @@ def warn_of_template(args: OPSDConfig, datasets: Mapping[str, AnyDataset | None]
         has_function (`bool`):
             Whether `teacher_prompt_fn` was passed, which writes the prompts instead.
     """
-    if args.teacher_prompt_template == TEMPLATE:
+    if args.teacher_prompt_template is None:
         return
     given = f"`teacher_prompt_template={args.teacher_prompt_template!r}` has no effect"
     if has_function:

@@ -15,6 +15,7 @@ from trl_opsd.arguments.dataset_checks import check_completions, check_datasets,
 from trl_opsd.arguments.effects import (
     check_evaluation,
     check_that_it_learns,
+    warn_of_columns,
     warn_of_metric,
     warn_of_options,
     warn_of_same_model,
@@ -159,6 +160,7 @@ def prepared(
             raise ValueError(
                 "`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: leave it at False."
             )
+    as_passed = {"train_dataset": train_dataset, **by_name(eval_dataset)}
     train_dataset = with_prompts(train_dataset, "train_dataset")
     eval_dataset = with_prompts(eval_dataset, "eval_dataset")
     needs_context = needs_privilege(model, args, teacher_prompt_fn)
@@ -171,6 +173,8 @@ def prepared(
     check_datasets(datasets, args, several, optional, needs_context and not (args.tempers_apart or args.pulls))
     check_models(model, models, args)
     warn_of_splits(eval_dataset)
+    may_read_it = bool(rewards) or teacher_prompt_fn is not None or args.lmbda < 1
+    warn_of_columns(as_passed, (*row_columns, COMPLETION) if may_read_it else row_columns)
     warn_of_metric(args, eval_dataset, [one.name for one in rewards])
     warn_of_evaluations_only(rewards, args, train_dataset)
     warn_of_template(args, datasets, teacher_prompt_fn is not None)

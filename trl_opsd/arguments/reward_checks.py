@@ -10,6 +10,7 @@ from accelerate.logging import get_logger
 
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, columns_of
+from trl_opsd.models.model_checks import whole_checkpoint
 from trl_opsd.rewards.functions import Rewards
 from trl_opsd.rewards.given import Given, check_columns
 from trl_opsd.rewards.model import RewardModel, loaded_model
@@ -90,8 +91,8 @@ def build_rewards(
         function = one.source
         if one.is_model:
             assert one.tokenizer is not None, "it was loaded with the arguments"
-            at_path = isinstance(function, str)
-            model = loaded_model(function, f"reward_funcs[{number}]") if at_path else function
+            with whole_checkpoint(f"reward_funcs[{number}]"):
+                model = loaded_model(function) if isinstance(function, str) else function
             placed = model if getattr(model, "hf_device_map", None) else model.to(device)
             function = RewardModel(placed, one.tokenizer, template, args.per_device_train_batch_size)
         functions[one.name] = function

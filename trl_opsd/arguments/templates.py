@@ -11,7 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows
-from trl_opsd.data.chat_templates import check_template_arguments, warn_of_ended_text, warn_of_prompts
+from trl_opsd.data.chat_templates import (
+    check_template_arguments,
+    check_that_all_is_read,
+    warn_of_ended_text,
+    warn_of_prompts,
+)
 from trl_opsd.data.intake import Intake, Request
 
 logger = get_logger(__name__)
@@ -35,8 +40,8 @@ def check_template(
             Parses rows.
 
     Raises:
-        ValueError: The template does not read an argument that the teacher's prompts are to differ in, or prints a
-            prompt as Python does.
+        ValueError: The template does not read an argument that the teacher's prompts are to differ in, leaves a message
+            out, or prints a prompt as Python does.
     """
     if wrong := check_template_arguments(tokenizer, "teacher_chat_template_kwargs", args.teacher_template_kwargs):
         raise ValueError(wrong)
@@ -50,7 +55,7 @@ def check_template(
 def look_at(
     tokenizer: PreTrainedTokenizerBase, where: str, rows: Sequence[Request], args: OPSDConfig, tools: Any
 ) -> None:
-    """Warns of what is seldom meant in the prompts of some rows, as [`~data.chat_templates.warn_of_prompts`]."""
+    """Refuses a template that leaves out messages of some rows, and warns of what is seldom meant in their prompts."""
     render = partial(
         tokenizer.apply_chat_template,
         tokenize=False,
@@ -58,5 +63,9 @@ def look_at(
         **{"add_generation_prompt": True, **(args.chat_template_kwargs or {})},
     )
     warn_of_prompts(tokenizer, where, [row.student.value for row in rows], render)
+    for row in rows if tokenizer.chat_template else ():
+        for prompt, read in ((row.student, render), (row.of_teacher, partial(render, **args.teacher_template_kwargs))):
+            if prompt.kind == "messages":
+                check_that_all_is_read(prompt.value, read, prompt.where)
     theirs = (row.of_teacher for row in rows if row.of_teacher is not row.student)
     warn_of_ended_text(tokenizer, {one.where: one.value for one in theirs if one.kind == "text"}, render)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
 from inspect import signature
 from os.path import commonprefix
 from typing import Any
@@ -32,7 +33,11 @@ _ANSWER = "The answer."
 
 def added_at_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The token that a tokenizer writes after each text, if there is one, as those of T5 and BERT do."""
-    (bare,), (whole,) = tokenizer(["a"], add_special_tokens=False)["input_ids"], tokenizer(["a"])["input_ids"]
+    read, text = partial(tokenizer, add_special_tokens=False), "a"
+    if not read(text)["input_ids"]:  # a vocabulary without letters
+        others = set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens)
+        text = next((one for one in others if read(one)["input_ids"]), text)
+    bare, whole = read(text)["input_ids"], tokenizer(text)["input_ids"]
     if whole == bare or whole[-len(bare) :] == bare:
         return None
     return str(tokenizer.convert_ids_to_tokens(whole[-1]))
@@ -83,6 +88,36 @@ def check_parts(messages: Sequence[Mapping[str, Any]], text: str, where: str) ->
             f"{where} has content in parts, [{{'type': 'text', ...}}], which the chat template of the tokenizer writes "
             "as Python prints them: give each content as text."
         )
+
+
+def check_that_all_is_read(messages: Sequence[Mapping[str, Any]], render: Callable[..., str], where: str) -> None:
+    """Refuses a chat template that leaves a message out; those of the assistant it may shorten.
+
+    Args:
+        messages (`Sequence[Mapping[str, Any]]`):
+            A conversation; its contents are replaced by words that no template changes.
+        render (`Callable`):
+            `render(messages)` applies the template.
+        where (`str`):
+            The conversation's name in messages.
+
+    Raises:
+        ValueError: A model would not see one of them.
+    """
+    words = [f"word{number}." for number in range(len(messages))]
+    marked = [
+        {**one, "content": [{"type": "text", "text": word}] if isinstance(one["content"], list) else word}
+        for one, word in zip(messages, words, strict=True)
+    ]
+    with suppress(TemplateError, TypeError):  # the reader names the row that a template refuses
+        text = render(marked)
+        for number, (one, word) in enumerate(zip(messages, words, strict=True), 1):
+            if one["role"] != "assistant" and word not in text:
+                raise ValueError(
+                    f"{where}: the chat template of the tokenizer leaves out message {number} of {len(words)}, of the "
+                    f"role {one['role']!r}, so that no model reads it: use the template that the model was trained "
+                    "with, or remove messages that this one is not made for."
+                )
 
 
 def warn_of_prompts(
@@ -151,17 +186,10 @@ def warn_of_ended_text(
 
 
 def _warn_of_template(where: str, prompts: Sequence[Any], render: Callable[..., str]) -> None:
-    texts = [render(messages) for messages in prompts]
-    for number, (messages, text) in enumerate(zip(prompts, texts, strict=True)):
-        check_parts(messages, text, f"The prompt in row {number} of {where}")
-    differ = len({str([(one["role"], one["content"]) for one in messages]) for messages in prompts})
-    if differ > 1 and len(set(texts)) == 1:
-        logger.warning(
-            f"The chat template of the tokenizer makes the same text of {differ} different prompts of {where}, "
-            f"{texts[0]!r}: it does not read them. Use the template the student was trained with."
-        )
+    for number, messages in enumerate(prompts):
+        check_parts(messages, render(messages), f"The prompt in row {number} of {where}")
     before, _ = _around_answer(prompts[0], render)
-    if before and render(prompts[0], add_generation_prompt=False) == texts[0]:
+    if before and render(prompts[0], add_generation_prompt=False) == render(prompts[0]):
         logger.warning(
             f"The chat template of the tokenizer writes {before!r} before an answer, but not at the end of a prompt: "
             "it ignores `add_generation_prompt`, so the student would have to begin with that. Use a template that "

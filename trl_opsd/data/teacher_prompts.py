@@ -16,7 +16,10 @@ from trl_opsd.data.prompts import Prompt, check_prompt
 Row: TypeAlias = Mapping[str, Any]
 
 TEMPLATE = "{prompt}\n\n{privileged_context}"
-"""The template of TRL's self-distillation trainers."""
+"""The template of TRL's self-distillation trainers, and that of messages here."""
+
+TEXT_TEMPLATE = "{privileged_context}\n\n{prompt}"
+"""The template of text: a prompt ends where its answer begins, as in "Q: 1+1? A:", so nothing may come after it."""
 
 PRIVILEGED = ("teacher_prompt", "privileged_context")
 """The columns that give a teacher a prompt other than the student's; a row has at most one of them."""
@@ -26,7 +29,9 @@ COLUMNS = ("prompt", *PRIVILEGED, "teacher")
 
 
 def check_template(template: Any) -> None:
-    """Raises `ValueError` unless a template has both placeholders, and nothing else in braces."""
+    """Raises `ValueError` unless a template is `None`, or has both placeholders and nothing else in braces."""
+    if template is None:
+        return
     expected = "expected text with `{prompt}` and `{privileged_context}`, and other braces doubled"
     try:
         names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
@@ -63,15 +68,15 @@ def check_prompt_fn(function: Any) -> None:
 class TeacherPrompts:
     """Builds the teacher's prompt from a row, and with `prompt_fn` also from the completion."""
 
-    template: str = TEMPLATE
-    """Joins `prompt` and `privileged_context`."""
+    template: str | None = None
+    """Joins `prompt` and `privileged_context`; when `None`, [`TEMPLATE`] in messages and [`TEXT_TEMPLATE`] in text."""
     prompt_fn: Callable[[dict[str, Any], str], Any] | None = None
     """Makes the prompt from a row and the text of the completion; takes precedence over the columns."""
 
     @property
     def copies(self) -> int:
         """How often `template` repeats what is put into it."""
-        return max(self.template.count("{" + name + "}") for name in ("prompt", "privileged_context"))
+        return max((self.template or TEMPLATE).count("{" + name + "}") for name in ("prompt", "privileged_context"))
 
     def in_row(self, columns: Iterable[str]) -> bool:
         """Whether the columns give the teacher a prompt other than the student's."""
@@ -125,7 +130,7 @@ class TeacherPrompts:
                 "the row."
             )
         if kind == "text":
-            return self.template.format(prompt=prompt, privileged_context=context)
+            return (self.template or TEXT_TEMPLATE).format(prompt=prompt, privileged_context=context)
         users = [position for position, message in enumerate(prompt) if message["role"] == "user"]
         if not users:
             raise ValueError(
@@ -133,7 +138,7 @@ class TeacherPrompts:
                 "context to: add one, or give a complete 'teacher_prompt' instead."
             )
         message = prompt[users[-1]]
-        text = self.template.format(prompt=_text_of(message), privileged_context=context)
+        text = (self.template or TEMPLATE).format(prompt=_text_of(message), privileged_context=context)
         content = text if isinstance(message["content"], str) else [{"type": "text", "text": text}]
         return [*prompt[: users[-1]], {**message, "content": content}, *prompt[users[-1] + 1 :]]
 

@@ -41,6 +41,7 @@ from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.whole_steps import WholeSteps
 from trl_opsd.loop.wrapping import WrappedToTrain
 from trl_opsd.models.mode import preserved_mode
+from trl_opsd.models.model_checks import whole_checkpoint
 from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.models.trainable import check_can_learn
 from trl_opsd.run.groups import set_group_timeout
@@ -119,7 +120,7 @@ class SeamTrainer(
                 args.model_init_kwargs.setdefault("dtype", dtype)
         self.handed_in: Samples | None = None
         try:
-            with called_before_peft(self._take_samples):
+            with called_before_peft(self._take_samples), whole_checkpoint("model"):
                 super().__init__(teacher_model=None, args=args, **kwargs)
         finally:
             args.use_vllm, args.model_init_kwargs = use_vllm, loading

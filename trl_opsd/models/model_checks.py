@@ -30,6 +30,8 @@ _OF_NO_CONSEQUENCE = (
     "use_safetensors",
 )
 """Loading options that leave the weights as they are, up to rounding."""
+_NAMED = 8
+"""Most weights that a message names."""
 
 
 @contextmanager
@@ -55,6 +57,44 @@ def naming_trust(what: str, option: str, tokenizer_of: str | None = None) -> Ite
             f"{what} comes with Python code of its own, which is run only if you allow it: read that code, then set "
             f"`{option}=True` in `OPSDConfig`, which covers {'the student' if of_student else 'teachers'} alone."
         ) from error
+
+
+@contextmanager
+def whole_checkpoint(called: str) -> Iterator[None]:
+    """Refuses a checkpoint that lacks weights of the model loaded from it: transformers draws them at random.
+
+    Tied weights are not lacking, nor are buffers, nor what the architecture says it computes itself.
+
+    Args:
+        called (`str`):
+            The argument that has its path, for the message.
+
+    Raises:
+        ValueError: A weight is missing, or has another shape than the model's.
+    """
+    load: Any = vars(PreTrainedModel)["from_pretrained"]
+
+    def loaded(cls: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # all is refused here, in one way
+        model, found = load.__func__(cls, path, *args, **{**kwargs, **wanted})
+        weights = dict(model.named_parameters())
+        resized = sorted(found["mismatched_keys"])
+        lacking = sorted(found["missing_keys"] & weights.keys())
+        lacking += [f"{name} {list(theirs)} for {list(ours)}" for name, theirs, ours in resized]
+        if lacking:
+            more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+            raise ValueError(
+                f"`{called}={path!r}`: the checkpoint lacks weights of {type(model).__name__}, or has them in another "
+                f"shape: {', '.join(lacking[:_NAMED])}{more}. They would be random numbers: save or download it again, "
+                "whole, or correct its `config.json`."
+            )
+        return model
+
+    PreTrainedModel.from_pretrained = classmethod(loaded)
+    try:
+        yield
+    finally:
+        PreTrainedModel.from_pretrained = load
 
 
 def _has_own_tokenizer(path: str) -> bool:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate.logging import get_logger
 from transformers import GenerationConfig
 
 from trl_opsd._compat.peft import CausalLM
-from trl_opsd.run.sampling_options import FAIL_IN_GENERATE
+from trl_opsd.run.sampling_options import FAIL_IN_GENERATE, SAMPLING
 
 IN_GENERATE: Mapping[str, str] = {
     "eos_token_id": "set `model.generation_config.eos_token_id` before the trainer is built",
@@ -27,6 +28,7 @@ _CHANGES_NO_TOKEN = (
     *("output_logits", "use_cache"),
 )
 """What a checkpoint's generation config may have without a difference to a rollout."""
+logger = get_logger(__name__)
 
 
 def assigned(config: GenerationConfig, bound: GenerationConfig) -> dict[str, Any]:
@@ -50,6 +52,19 @@ def check_followed(changes: Mapping[str, Any], unable: Mapping[str, str]) -> Non
     for name, value in changes.items():
         if name in unable:
             raise ValueError(f"`trainer.generation_config.{name} = {value!r}` cannot be followed: {unable[name]}.")
+
+
+def warn_of_overridden(model: CausalLM, config: GenerationConfig) -> None:
+    """Says which sampling settings of the student's checkpoint the trainer's options override."""
+    own = {name: getattr(model.generation_config, name, None) for name in SAMPLING}
+    ours = {name: getattr(config, name) for name in own}
+    over = [name for name, value in own.items() if None not in (value, ours[name]) and value != ours[name]]
+    if over:
+        theirs, used = (", ".join(f"{name}={of[name]}" for name in over) for of in (own, ours))
+        logger.warning_once(
+            f"The generation config of the student has {theirs}, and the student generates with {used}, as the options "
+            "of the trainer say: set them in `OPSDConfig` if the checkpoint's are meant."
+        )
 
 
 def of_model(model: CausalLM, config: GenerationConfig, writer: str) -> dict[str, Any]:

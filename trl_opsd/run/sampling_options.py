@@ -51,6 +51,8 @@ _BREAK_A_ROLLOUT = {
 }
 """Why, for the values that are refused."""
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Options of which a checkpoint's generation config may have others."""
 ENDS = ("eos_token_id", "stop_token_ids", "ignore_eos")
 """`generation_kwargs` that determine the end tokens."""
 

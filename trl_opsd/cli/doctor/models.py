@@ -44,12 +44,12 @@ def written(pair: Pair, prompts_twice: bool = False) -> Rollout:
 
 
 def texts(tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], list[int]]]:
-    """Token ids of prompts and completions; other tokens in their place, if the tokenizer does not know letters."""
+    """Token ids of prompts and completions; its own tokens in their place, if the tokenizer does not know the words."""
     ordinary = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
 
     def ids(text: str) -> list[int]:
         read: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(read) >= len(text.split()):
+        if 2 * len(set(read)) > len(text.split()):
             return read
         return [ordinary[ord(letter) % len(ordinary)] for letter in text]
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from transformers.utils import logging
 
 from trl_opsd._compat.trl import create_model_from_path
-from trl_opsd.models.model_checks import LOCATION_OPTIONS, language_config
+from trl_opsd.models.model_checks import LOCATION_OPTIONS, language_config, whole_checkpoint
 from trl_opsd.models.processing import has_tokenizer, loaded_processing_class, text_tokenizer
 from trl_opsd.models.unloaded import without_weights
 
@@ -65,7 +65,7 @@ def load_pair(
 
     Raises:
         OSError: A file is missing.
-        ValueError: There is no causal language model, or it has no tokenizer; the message says which.
+        ValueError: There is no causal language model, or it lacks weights or a tokenizer; the message says which.
     """
     logging.disable_progress_bar()
     PartialState()  # which warnings need
@@ -92,7 +92,8 @@ def _model(source: str, role: str, tiny: bool, loading: Mapping[str, Any]) -> Pr
         config = AutoConfig.from_pretrained(source, trust_remote_code=_is_trusted(loading), **_place(loading))
         model = without_weights(shrunk(config), torch.float32)
     else:
-        model = create_model_from_path(source, dtype="float32", device_map=None, use_safetensors=True, **loading)
+        with whole_checkpoint(role):
+            model = create_model_from_path(source, dtype="float32", device_map=None, use_safetensors=True, **loading)
     return model.to(device).eval()
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.cli.doctor.pair import Pair, Side
 from trl_opsd.cli.doctor.verdicts import Doubt
+from trl_opsd.data.chat_templates import check_that_all_is_read
 from trl_opsd.data.vocabulary import check_token_maps, shared_vocabulary
 from trl_opsd.models.special_tokens import ensure_special_tokens
 
@@ -63,11 +67,12 @@ def end_ids(side: Side) -> list[int]:
 
 
 def template(pair: Pair) -> str:
-    """The chat template opens the answer, and closes it with an end token."""
+    """The chat template writes all that the user says, opens the answer, and closes it with an end token."""
     mine = pair.student.tokenizer
     if mine.chat_template is None:
         raise Doubt("The tokenizer has no chat template: prompts have to be text, not conversations.")
-    opening = _opening(mine)
+    check_that_all_is_read([_QUESTION, _ANSWER, _QUESTION], partial(_rendered, mine), "A conversation")
+    opening = _rendered(mine).removeprefix(str(mine.apply_chat_template([_QUESTION], tokenize=False)))
     if not opening:
         raise ValueError(
             "The chat template writes no generation prompt: with `add_generation_prompt=True` it renders the same as "
@@ -94,13 +99,8 @@ def _check_ending(side: Side) -> None:
         )
 
 
-def _opening(tokenizer: PreTrainedTokenizerBase) -> str:
-    bare = str(tokenizer.apply_chat_template([_QUESTION], tokenize=False))
-    return _rendered(tokenizer).removeprefix(bare)
-
-
-def _rendered(tokenizer: PreTrainedTokenizerBase) -> str:
-    return str(tokenizer.apply_chat_template([_QUESTION], tokenize=False, add_generation_prompt=True))
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]] = (_QUESTION,)) -> str:
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
 
 
 def _rows(side: Side) -> int:
