@@ -151,8 +151,8 @@ def states(student: Shape, load: Load, choice: Choice) -> tuple[int, int, int, i
 
 
 def buckets(student: Shape, load: Load, sharding: str) -> tuple[int, int]:
-    """Bytes in which gradients are collected: those that DDP and ZeRO-3 keep, and those of a backward pass besides, which
-    with ZeRO-3 are a copy in the order of the processes, and its share that comes back.
+    """Bytes in which gradients are collected: those that DDP and ZeRO-3 keep, and those of a backward pass besides,
+    which with ZeRO-3 are a copy in the order of the processes, and its share that comes back.
     """
     trained = student.parameters if load.lora is None else load.lora * student.linear
     if sharding == "ddp":
