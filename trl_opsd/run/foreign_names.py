@@ -136,8 +136,8 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
             ("teacher_model_server", "teacher_model_server_url", "teacher_server_urls", "use_teacher_server"), _SERVER
         ),
         "teacher_tokenizer_name_or_path": _ONE_TOKENIZER,
-        "use_uld_loss": f"{_ONE_TOKENIZER}. With one tokenizer, its loss is 1 / `gradient_accumulation_steps` of the one "
-        f"here; {_AS_THERE} {DEFAULTS['gold']}",
+        "use_uld_loss": f"{_ONE_TOKENIZER}. With one tokenizer, its loss is that of here divided by "
+        f"`gradient_accumulation_steps`; {_AS_THERE} {DEFAULTS['gold']}",
         "use_extended_uld": _ONE_TOKENIZER,
         "num_loss_tokens_to_skip": _OWN_WEIGHTS,
         **dict.fromkeys(("mask_truncated_completions", "overlong_filter", "loss_agg_mode", "loss_scale"), _OWN_WEIGHTS),
