@@ -20,11 +20,11 @@ TRACEBACK = "--traceback"
 class _Commands(TyperGroup):
     """The commands; each ends with one sentence for an error that explains itself, unless `--traceback` is given."""
 
-    def parse_args(self, context: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
         context.obj = TRACEBACK in args
         return super().parse_args(context, [one for one in args if one != TRACEBACK])
 
-    def invoke(self, context: typer.Context) -> Any:
+    def invoke(self, context: Any) -> Any:
         with explained(lambda: f"trl-opsd {context.invoked_subcommand}", whole=context.obj):
             return super().invoke(context)
 

@@ -89,8 +89,8 @@ class SafeCheckpoints(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As transformers', but a checkpoint is checked before anything of it is loaded, and an error in the run says in
-        its last line which one is to be resumed.
+        """As transformers', but a checkpoint is checked before anything of it is loaded, and an error of the run says
+        in its last line which one can be resumed.
         """
         if resume_from_checkpoint:
             resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint)

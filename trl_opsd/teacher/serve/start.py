@@ -17,9 +17,9 @@ from transformers import AutoConfig
 from trl_opsd.config import OPSDConfig
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.model_checks import language_config
+from trl_opsd.run.errors import explained
 from trl_opsd.teacher.build import build_teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
-from trl_opsd.run.errors import explained
 from trl_opsd.teacher.serve.options import PROG, ServeOptions, bound, parsed
 from trl_opsd.teacher.serve.protocol import Served
 from trl_opsd.teacher.serve.reader import Reader, row_states
