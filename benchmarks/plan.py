@@ -31,6 +31,8 @@ CASES = (
 )
 """Sharding, `teacher_offload`, rows, tokens of prompt and completion, and whether gradient checkpointing is on."""
 
+PROCESSES = 2
+
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 """Of a training beside it whose peak is taken off: of libraries, and of processes that talk."""
 
@@ -65,30 +67,38 @@ def measured(small: list[str], large: list[str], sharding: str, *numbers: object
 
 def trained(models: list[str], sharding: str, *numbers: object) -> list[list[dict[str, int]]]:
     """Peaks by phase of trainings one after the other, in bytes: for each process a list of them."""
-    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0"]
-    if sharding.startswith("zero"):
-        launcher[2:5] = ["--config_file", str(ROOT / "trl_opsd" / "accelerate_configs" / f"{sharding}_cpu.yaml")]
+    processes = 1 if sharding == "single" else PROCESSES
+    launcher: list[str] = []
+    if sharding == "ddp":  # accelerate has no file for it that starts several processes on a CPU
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
+    elif processes > 1:
+        config = ROOT / "trl_opsd" / "accelerate_configs" / f"{sharding}_cpu.yaml"
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port", "0"]
     with TemporaryDirectory() as folder:
         subprocess.run(
             [
-                *[sys.executable, *(launcher if sharding != "single" else [])],
+                *[sys.executable, *launcher],
                 *[str(CLI / "training_peak.py"), folder, *map(str, numbers), *models],
             ],
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{CLI.parent}:{CLI}", "OMP_NUM_THREADS": "1"},
             check=True,
             capture_output=True,
         )
-        return [json.loads(file.read_text()) for file in Path(folder).glob("peak-*.json")]
+        found = [json.loads(file.read_text()) for file in Path(folder).glob("peak-*.json")]
+    assert len(found) == processes, "a launch may silently start one"
+    return found
 
 
 def predicted(models: list[str], sharding: str, teacher: str, rows: int, *numbers: int) -> dict[str, int]:
     """The same by the plan, where buckets are as large as what is written to them: the rest is never resident."""
     student, of_teacher = map(shape_of, models)
-    load = Load(1 if sharding == "single" else 2, rows, *numbers[:2], half=False, checkpointing=bool(numbers[2]))
+    load = Load(
+        1 if sharding == "single" else PROCESSES, rows, *numbers[:2], half=False, checkpointing=bool(numbers[2])
+    )
     found = phases(student, of_teacher, load, Choice(sharding, teacher, rows), tracer(student, load))
     whole = load.itemsize * 500_000_000
     for parts in found.values():
-        if parts.get(BUCKETS):
+        if parts.get(BUCKETS) and sharding.startswith("zero"):
             parts[BUCKETS] -= whole - load.itemsize * student.parameters
     return {phase: sum(parts.values()) for phase, parts in found.items()}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import importlib
 import inspect
 import pickle
 import re
@@ -18,7 +20,8 @@ from transformers import HfArgumentParser, Qwen2ForCausalLM
 from trl import DistillationConfig
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.run.foreign_names import ARGUMENTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS
+from trl_opsd.run.foreign_names import ARGUMENTS, DEFAULTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS
+from trl_opsd.run.foreign_options import explained_option
 
 
 @pytest.mark.parametrize(
@@ -295,3 +298,39 @@ def test_what_is_said_about_names_of_other_trainers_is_true(table):
     for advice in table.values():
         for name in re.findall(r"(?:called|see|set) `(\w+)`", advice):
             assert name in known | {"eval_loss"}, advice
+
+
+TRLS = ("gkd", "gold", "sdft", "sdpo", "server_distillation", "async_distillation", "iw_opd")
+SAID_ELSEWHERE = {"remove_unused_columns", "shuffle_dataset", "vllm_server_host", "vllm_server_port"}
+"""Defaults that train the same: each of these trainers shuffles, and reads the columns that it needs."""
+
+
+@pytest.fixture(scope="module")
+def of_trl():
+    """Names and defaults of the options of TRL's other trainers for distillation."""
+    found = {}
+    for name in TRLS:
+        module = importlib.import_module(f"trl.experimental.{name}")
+        (config,) = (one for kind, one in vars(module).items() if kind.endswith("Config"))
+        found[name] = {one.name: one.default for one in fields(config)}
+    return found
+
+
+def test_every_option_of_other_trainers_of_trl_is_explained(of_trl):
+    here = [one.name for one in fields(OPSDConfig)]
+    said = {name: explained_option(name, here) for options in of_trl.values() for name in options if name not in here}
+    assert len(said) > 60
+    assert [one for one in said.values() if "Did you mean" in one or "lists all" in one] == []
+
+
+@pytest.mark.parametrize("trainer", DEFAULTS)
+def test_other_defaults_of_trl_are_all_said(trainer, of_trl):
+    said = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=([^,]+)", DEFAULTS[trainer])}
+    there = of_trl[trainer]
+    there["max_completion_length"] = there.get("max_completion_length", there.get("max_new_tokens"))
+    there["beta"] = there.get("distillation_alpha", there.get("beta"))
+    if trainer == "gkd":  # its loss is at 1, whatever completions are sampled at
+        there |= {"student_temperature": 1.0, "teacher_temperature": 1.0}
+    here = {one.name: one.default for one in fields(OPSDConfig)}
+    others = {name: there[name] for name in here.keys() & there.keys() - SAID_ELSEWHERE if there[name] != here[name]}
+    assert {name: value for name, value in others.items() if isinstance(value, str | int | float)} == said

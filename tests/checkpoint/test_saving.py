@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
+from trl_opsd import ServerError
 from trl_opsd.run.checkpoint import UNFINISHED, checkpoint_to_resume
 from trl_opsd.run.manifest import MANIFEST, problems
 
@@ -153,6 +154,27 @@ def test_a_failed_write_leaves_earlier_checkpoints_intact(make_trainer, tmp_path
     trainer._save_checkpoint(trainer.model, None)
     assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-2", []), "once there is room again"
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-2"}
+
+
+@pytest.mark.parametrize(("steps", "left"), [(1, None), (2, "checkpoint-2"), (4, "")])
+def test_an_error_says_in_its_last_line_from_where_to_resume(make_trainer, tmp_path, steps, left):
+    class Failing(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == (0 if left is None else 3):
+                raise ServerError("gone")
+
+    (tmp_path / "checkpoint-9").mkdir()
+    (tmp_path / "checkpoint-9" / MANIFEST).write_text("{}")  # of a longer run before
+    trainer = make_trainer(callbacks=[Failing()], max_steps=5, save_strategy="steps", save_steps=steps)
+    with pytest.raises(ServerError, match="gone") as raised:
+        trainer.train()
+    notes = getattr(raised.value, "__notes__", [])
+    if left is None:
+        assert notes == [], "nothing was learned"
+    elif left:
+        assert notes[-1].startswith(f"To go on from {tmp_path / left}, the newest checkpoint")
+    else:
+        assert notes[-1].startswith(f"{tmp_path} has no checkpoint of this run")
 
 
 def test_a_read_only_output_folder_leaves_checkpoints_intact(make_trainer, tmp_path, monkeypatch):

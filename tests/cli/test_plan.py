@@ -96,6 +96,15 @@ def test_zero3_divides_weights_gradients_and_optimizer():
     assert [parts[name] for name in ("weights", "gradients", "optimizer")] == [count // 4, count // 2, 12 * count // 8]
 
 
+def test_ddp_holds_a_second_copy_of_the_gradients_in_every_phase():
+    student, load = of("0.5b"), replace(LOAD, gpus=2, batch=1, prompt=16, length=16)
+    for rank, trained in ((None, student.parameters), (16, 16 * student.linear)):
+        given = replace(load, lora=rank)
+        found = phases(student, student, given, Choice("ddp", "itself", 1), tracer(student, given))
+        assert [parts["gradient buckets"] for parts in found.values()] == [4 * trained] * 3
+        assert found["student learns"]["gradients"] == 4 * trained
+
+
 def test_the_best_placement_fits_and_those_before_it_do_not():
     plans = considered(of("7b"), of("72b"), replace(LOAD, gpus=8, batch=2), 80e9, 2000e9)
     found = best(plans)

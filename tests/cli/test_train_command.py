@@ -13,10 +13,14 @@ import tiny
 import torch
 import yaml
 from datasets import Dataset
+from typer.testing import CliRunner
 
 import trl_opsd
+from trl_opsd import ServerError
+from trl_opsd.cli.main import app
 from trl_opsd.cli.train import launch, script
 from trl_opsd.cli.train.options import OptionParser
+from trl_opsd.run.errors import explained
 
 ROOT = Path(trl_opsd.__file__).resolve().parent
 CONFIGS = ROOT / "accelerate_configs"
@@ -128,6 +132,48 @@ def test_a_mistake_ends_the_command_before_anything_is_launched(case, capsys, mo
     said = capsys.readouterr().err
     assert message in said
     assert said.startswith("trl-opsd train: error: ")
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry_run",)], ids=["a run", "a dry run"])
+def test_an_error_of_the_user_is_one_sentence_unless_the_traceback_is_asked_for(dry, disk, tmp_path, monkeypatch):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    given = ["train", *disk, *options(tmp_path, temperature=-1), *dry]
+    done = CliRunner().invoke(app, given, prog_name="trl-opsd")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        "trl-opsd train: error: `temperature=-1.0`: expected a finite number above 0.",
+        "`--traceback` shows where it was raised.",
+    ]
+    for asked in (["--traceback", *given], [*given, "--traceback"]):
+        with pytest.raises(ValueError, match="temperature"):
+            app(asked)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ServerError("gone"), 1),
+        (FileNotFoundError(2, "none", "x"), 2),
+        (ImportError("install it"), 2),
+        (RuntimeError("a bug"), None),
+    ],
+)
+def test_what_explains_itself_has_no_traceback_and_a_failed_run_has_status_1(error, status, capsys):
+    error.add_note("Resume.")
+    with pytest.raises(type(error) if status is None else SystemExit) as ended, explained(lambda: "it", whole=False):
+        raise error
+    if status is not None:
+        assert ended.value.code == status
+        assert capsys.readouterr().err.splitlines()[::2] == [f"it: error: {error}", "Resume."]
+
+
+@pytest.mark.quick
+def test_an_error_that_no_statement_raised_is_one_of_the_program(capsys):
+    with pytest.raises(TypeError, match="NoneType"), explained(lambda: "it", whole=False):
+        format(None, ".2f")
+    assert capsys.readouterr().err == ""
 
 
 def test_every_shipped_accelerate_file_can_be_named():

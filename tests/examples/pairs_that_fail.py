@@ -21,6 +21,7 @@ from datasets import Dataset, load_dataset
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd.cli.main import app
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import train
@@ -58,6 +59,7 @@ FAILURES: dict[str, Callable[[Path], Any]] = {
     "one process": in_one_process_only,
     "train.py, option": lambda folder: train.main(["--learning_rat", "1"]),
     "train.py, model": lambda folder: train.main(["--dataset_name", str(folder)]),
+    "trl-opsd train": lambda folder: app(["train", "--dataset_name", str(folder)], prog_name="trl-opsd"),
     "train.py, help": lambda folder: train.main(["--help"]),
 }
 

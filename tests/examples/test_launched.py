@@ -52,6 +52,13 @@ def test_the_process_that_failed_is_named_if_the_other_did_not(pairs):
     assert pairs["one process"]["statuses"] == {"1": 1}
 
 
+def test_the_command_prints_one_sentence_once(pairs):
+    pair = pairs["trl-opsd train"]
+    assert len(lines(pair["err"], "trl-opsd train: error: A student model is required")) == 1
+    assert lines(pair["err"], r"Traceback|Rank \d ends") == []
+    assert set(pair["statuses"].values()) == {2}
+
+
 def test_a_mistake_on_the_command_line_is_printed_once_and_without_a_traceback(pairs):
     pair = pairs["train.py, option"]
     assert lines(pair["err"], "Traceback") == []

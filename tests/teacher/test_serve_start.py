@@ -17,7 +17,7 @@ import torch
 from serve_lab import STATES, Running
 
 from trl_opsd.run.server_tokens import TEACHER_TOKEN as TOKEN
-from trl_opsd.teacher.serve.options import bound
+from trl_opsd.teacher.serve.options import PROG, bound
 from trl_opsd.teacher.serve.start import main
 
 SECONDS = 120
@@ -81,8 +81,10 @@ class TestRefusals:
             assert name in said
 
     def refused(self, capsys, path, *arguments):
-        assert main([str(path), *arguments]) == 1
-        (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        with pytest.raises(SystemExit) as ended:
+            main([str(path), *arguments])
+        assert ended.value.code == 2
+        (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"{PROG}: error: ")]
         return said
 
     def test_other_hosts_need_a_token(self, capsys, without_weights, monkeypatch):

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import trl_opsd
 from trl_opsd.cli.doctor.command import doctor
 from trl_opsd.cli.plan.command import plan
 from trl_opsd.cli.report.command import report
 from trl_opsd.cli.train.command import train
+from trl_opsd.run.errors import explained
+
+TRACEBACK = "--traceback"
+
+
+class _Commands(TyperGroup):
+    """The commands; each ends with one sentence for an error that explains itself, unless `--traceback` is given."""
+
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        context.obj = TRACEBACK in args
+        return super().parse_args(context, [one for one in args if one != TRACEBACK])
+
+    def invoke(self, context: Any) -> Any:
+        with explained(lambda: f"trl-opsd {context.invoked_subcommand}", whole=context.obj):
+            return super().invoke(context)
+
 
 app = typer.Typer(
     name="trl-opsd",
+    cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -31,6 +49,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def options(
     _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    __: Annotated[bool, typer.Option(TRACEBACK, help="Print an error with its traceback; stands anywhere.")] = False,
 ) -> None:
     """What stands before a command."""
 

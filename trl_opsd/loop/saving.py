@@ -89,13 +89,20 @@ class SafeCheckpoints(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As transformers', but a checkpoint is checked before anything of it is loaded."""
+        """As transformers', but a checkpoint is checked before anything of it is loaded, and an error of the run says
+        in its last line which one can be resumed.
+        """
         if resume_from_checkpoint:
             resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint)
             self.check_state(resume_from_checkpoint)
         listening = self._stop_on_sigterm.listening() if self._stop_on_sigterm else nullcontext()
-        with listening, cleanup_on_error(self):
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        try:
+            with listening, cleanup_on_error(self):
+                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        except Exception as error:
+            if said := checkpoint.remedy(Path(self.args.output_dir), self.state.global_step):
+                error.add_note(said)
+            raise
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)

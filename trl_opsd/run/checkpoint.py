@@ -124,6 +124,19 @@ def checkpoint_to_resume(asked: str | bool, run_dir: Path) -> tuple[Path, list[s
     return folder, []
 
 
+def remedy(run_dir: Path, step: int) -> str:
+    """What to do after an error of a run at this step; empty in its first. No file is read: it may be long."""
+    if not step:
+        return ""
+    saved = [folder for number, folder in sorted(_numbered(run_dir)) if number <= step and has_manifest(folder)]
+    if not saved:
+        return f"{run_dir} has no checkpoint of this run to resume from: `save_steps` says how often one is written."
+    return (
+        f"To go on from {saved[-1]}, the newest checkpoint, train with `resume_from_checkpoint=True`, on a "
+        "command line `--resume_from_checkpoint true`."
+    )
+
+
 def rotate(run_dir: Path, limit: int | None, keep: Collection[Path]) -> list[str]:
     """Deletes the oldest checkpoints that were written here until at most `limit` are left.
 

@@ -1,4 +1,15 @@
-"""Errors that only this package raises; an argument that is wrong is a `ValueError` or a `TypeError`, as everywhere."""
+"""Errors that only this package raises, and how a command ends with an error.
+
+An argument that is wrong is a `ValueError` or a `TypeError`, as everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class OPSDError(RuntimeError):
@@ -15,3 +26,42 @@ class ServerError(OPSDError):
 
 class SyncError(OPSDError):
     """After a weight sync, the engine's log-probabilities differ from the student's."""
+
+
+@contextmanager
+def explained(command: Callable[[], str], whole: bool) -> Iterator[None]:
+    """Ends a command with one sentence, and no traceback, for an error that says what is wrong: with status 2 if an
+    argument is, with 1 if a run has failed.
+
+    Any other error, which is one of the program, goes on.
+
+    Args:
+        command (`Callable`):
+            Returns what the message begins with.
+        whole (`bool`):
+            Whether tracebacks are asked for, so that all errors go on.
+    """
+    try:
+        yield
+    except Exception as error:
+        if whole or not _is_explained(error):
+            raise
+        if _ends_first(error):
+            said = [f"{command()}: error: {error}", "`--traceback` shows where it was raised."]
+            print(*said, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr, flush=True)
+        sys.exit(1 if isinstance(error, OPSDError) else 2)
+
+
+def _is_explained(error: Exception) -> bool:
+    """Whether somebody wrote this error for a user: it is ours, the system's, or was raised by a statement."""
+    if isinstance(error, ValueError | TypeError | ImportError):
+        return (traceback.extract_tb(error.__traceback__)[-1].line or "").startswith("raise")
+    return isinstance(error, OPSDError | OSError)
+
+
+def _ends_first(error: Exception) -> bool:
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return True
+    from trl_opsd.run.failure import ends_first  # which imports torch
+
+    return ends_first(error)

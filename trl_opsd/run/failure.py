@@ -53,15 +53,20 @@ def one_traceback() -> Iterator[None]:
         raise
 
 
-def ends_first() -> bool:
+def ends_first(error: BaseException | None = None, silent: bool = True) -> bool:
     """Whether this process is the first of its launch to end because of an error, which it should then print.
 
-    If not, it has waited for the launcher to end it. Without a launcher that can tell, every process is the first.
+    If not, it has printed that it ends with another, unless it is silent, and waited for the launcher to end it.
+    Without a launcher that can tell, every process is the first.
     """
     first = _first_to_claim("trl_opsd/ended")
+    first = getattr(error, "_failed_first", first)
     if first in (None, _rank()):
         return True
-    time.sleep(_HEAD_START)
+    if not silent:
+        line = f"Rank {_rank()} ends with rank {first}, which failed first; see there. ({type(error).__name__})"
+        print(line, file=sys.stderr, flush=True)
+    time.sleep(_HEAD_START)  # the launcher's agent usually ends this process earlier
     return False
 
 
@@ -100,11 +105,5 @@ class _Printer:
         self._before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        first = _first_to_claim("trl_opsd/ended")
-        first = getattr(error, "_failed_first", first)
-        if first in (None, _rank()):
+        if ends_first(error, silent=False):
             self._before(kind, error, traceback)
-        else:
-            line = f"Rank {_rank()} ends with rank {first}, which failed first; see there. ({kind.__name__})"
-            print(line, file=sys.stderr, flush=True)
-            time.sleep(_HEAD_START)  # the launcher's agent usually ends this process earlier

@@ -10,6 +10,7 @@ _REWARDS = "rewards are passed to `OPSDTrainer`, as `reward_funcs`; `reward_weig
 _GIVEN = "it is called `sft_weight`, with `lmbda` below 1"
 _NO_RATIO = "a completion is learned once, by the student that wrote it, so there is no ratio of policies to bound"
 _AS_GRPO = "`loss_type` of TRL's GRPO is not chosen here: each token of a completion counts alike, as in its 'dapo'"
+_LOSS_TYPE = f"`divergence` says what is compared; {_AS_GRPO}"
 _NO_ENTROPY = "the loss has no term for entropy; `divergence='forward_kl'` keeps the student's entropy up"
 _FULL_VOCABULARY = (
     "the loss compares the whole vocabulary; with `top_k_teacher` the teacher's likeliest tokens, and all others as one"
@@ -31,8 +32,18 @@ _OF_THE_LOADER = "put it into `accelerator_config`"
 _GLOBAL_BATCH = "it is `per_device_train_batch_size` x processes x `gradient_accumulation_steps`, in completions"
 _OF_THE_ENGINE = "give it to `vllm serve`, with `vllm_mode='server'`"
 _WEIGHT_1 = "the divergence has the weight 1, and rewards `reward_weight` beside it"
-_IMPORTANCE = "it is called `vllm_importance_sampling_clip_max`"
-_AHEAD = "`overlap='ahead'` writes the rows of the next step meanwhile, see docs/overlap.md"
+_IMPORTANCE = "it is called `vllm_importance_sampling_clip_max`, with `divergence='sampled_reverse_kl'`"
+_IMPORTANCE_MODE = "weights of single tokens are bounded by `vllm_importance_sampling_clip_max`"
+_AHEAD = "`overlap='ahead'` writes the rows of the next step meanwhile, one step old; see docs/overlap.md"
+_SYNCED = "weights are sent to vLLM whenever they have changed"
+_REPROMPTED = (
+    "SDPO's prompts from successful completions and feedback are not here; `teacher_prompt_fn`, an argument of "
+    "`OPSDTrainer`, takes a row and the text of its completion and returns what the teacher reads"
+)
+_DEADLINE = "a request to a server has nine tenths of `ddp_timeout`, see docs/rollouts.md"
+_IW_OPD = (
+    "the objective of TRL's `iw_opd` is not here; 'sampled_reverse_kl' compares sampled tokens, without its weights"
+)
 _SLEEP = "it is called `vllm_enable_sleep_mode`"
 _TOOLS = "pass `tools` to `OPSDTrainer`, or a `rollout` of your own; `max_tool_calling_iterations` limits their calls"
 _RESUME = "pass it to `train`, `trainer.train(resume_from_checkpoint=...)`"
@@ -49,32 +60,53 @@ _LOADING_TEACHER = "it says how to load the teacher: put it, without 'teacher_',
 _QUANTIZED = "pass `quantization_config` to `OPSDTrainer`, or put one into `teacher_model_init_kwargs`"
 _PEFT = "pass `peft_config=LoraConfig(...)` to `OPSDTrainer`"
 
+DEFAULTS: MappingProxyType[str, str] = MappingProxyType(
+    {
+        "gkd": "learning_rate=2e-05, temperature=0.9, lmbda=0.5, beta=0.5, disable_dropout=True, "
+        "max_completion_length=128, student_temperature=1.0, teacher_temperature=1.0",
+        "gold": "learning_rate=1e-07, temperature=0.9, top_p=0.95, lmbda=0.5, beta=0.5, max_completion_length=128, "
+        "disable_dropout=True, vllm_gpu_memory_utilization=0.9",
+        "sdft": "learning_rate=5e-05, disable_dropout=True, num_generations=8, max_completion_length=256, "
+        "teacher_model_kind='base', beta=0.5",
+        "sdpo": "learning_rate=5e-05, disable_dropout=True, num_generations=8, max_completion_length=256, "
+        "teacher_model_kind='ema'",
+    }
+)
+"""What a config of `trl.experimental` has by default, where that is another value here, in the names of here."""
+_AS_THERE = "other defaults there, to be set for the same training:"
+
 OPTIONS: MappingProxyType[str, str] = MappingProxyType(
     {
         # other ways to distil
         "generate_from_teacher": "it is called `seq_kd`, with `lmbda` below 1",
-        "max_new_tokens": "it is called `max_completion_length`",
+        "max_new_tokens": "it is called `max_completion_length`. If this was a `GKDConfig`, "
+        f"{_AS_THERE} {DEFAULTS['gkd']}",
         "max_tokens": "it is called `max_completion_length`",
         "max_length": "`max_completion_length` limits completions; prompts are never cut, see `overlong_prompts`",
         "max_seq_length": "`max_completion_length` limits completions; prompts are never cut, see `overlong_prompts`",
-        "max_prompt_length": "prompts are never cut; `overlong_prompts='drop'` drops those that are too long",
+        **dict.fromkeys(
+            ("max_prompt_length", "max_reprompt_len"),
+            "prompts are never cut; `overlong_prompts='drop'` drops those that are too long",
+        ),
         **dict.fromkeys(("jsd_token_clip", "token_clip", "loss_clip"), "it is called `kl_clip`"),
         **dict.fromkeys(("skew_alpha", "skl_alpha"), "it is called `skew`"),
         "f_alpha_divergence_coef": "it is called `alpha`, with `divergence='alpha_divergence'`",
-        "distillation_alpha": "it is called `beta`: 0 forward KL, 1 reverse KL; or set `divergence`",
+        "distillation_alpha": "it is called `beta`: 0 forward KL, 1 reverse KL; or set `divergence`. If this was an "
+        f"`SDFTConfig`, {_AS_THERE} {DEFAULTS['sdft']}; an `SDPOConfig`, whose `beta` weighs a reference: "
+        f"{DEFAULTS['sdpo']}",
         "distillation_mode": _FULL_VOCABULARY,
         "distillation_topk": _FULL_VOCABULARY,
         "distillation_add_tail": _FULL_VOCABULARY,
-        "distillation_is_clip": "it is called `vllm_importance_sampling_clip_max`",
-        "vllm_importance_sampling_cap": "it is called `vllm_importance_sampling_clip_max`",
-        "distillation_weight": "distillation is the whole loss: scale the `learning_rate`",
-        "distillation_objective": "it is called `divergence`",
+        **dict.fromkeys(("distillation_is_clip", "vllm_importance_sampling_cap"), _IMPORTANCE),
+        **dict.fromkeys(("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min"), _IMPORTANCE_MODE),
+        "distillation_weight": _WEIGHT_1,
+        "distillation_objective": f"it is called `divergence`; {_IW_OPD}",
         "loss_top_k": _FULL_VOCABULARY,
-        "loss_add_tail": _FULL_VOCABULARY,
+        **dict.fromkeys(("loss_add_tail", "add_tail_bucket"), _FULL_VOCABULARY),
         "teacher_top_k": _FULL_VOCABULARY,
         "reverse_kl_top_1_mode": _FULL_VOCABULARY,
         **dict.fromkeys(("forward_kl", "reverse_kl", "jsd"), "name it: `divergence='reverse_kl'`"),
-        "loss_type": "it is called `divergence`",
+        "loss_type": _LOSS_TYPE,
         "kl_type": "it is called `divergence`",
         **dict.fromkeys(("kd_temperature", "distill_temperature", "distillation_temperature"), _BOTH_MODELS),
         **dict.fromkeys(("kd_alpha", "kd_coef"), _WHOLE_LOSS),
@@ -104,7 +136,9 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
             ("teacher_model_server", "teacher_model_server_url", "teacher_server_urls", "use_teacher_server"), _SERVER
         ),
         "teacher_tokenizer_name_or_path": _ONE_TOKENIZER,
-        "use_uld_loss": _ONE_TOKENIZER,
+        "use_uld_loss": f"{_ONE_TOKENIZER}. With one tokenizer, its loss is that of here divided by "
+        f"`gradient_accumulation_steps`; {_AS_THERE} {DEFAULTS['gold']}",
+        "use_extended_uld": _ONE_TOKENIZER,
         "num_loss_tokens_to_skip": _OWN_WEIGHTS,
         **dict.fromkeys(("mask_truncated_completions", "overlong_filter", "loss_agg_mode", "loss_scale"), _OWN_WEIGHTS),
         **dict.fromkeys(("ema_decay", "teacher_ema", "teacher_ema_decay"), _DECAY),
@@ -114,8 +148,15 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         "sync_ref_model": "`teacher_model_kind='ema'` is a teacher that follows the student",
         "ref_model_mixup_alpha": "it is called `teacher_update_rate`, with `teacher_model_kind='ema'`",
         "ref_model_sync_steps": "it is called `teacher_sync_steps`, with `teacher_model_kind='ema'`",
-        "solution_template": "it is called `teacher_prompt_template`",
-        "reprompt_template": "it is called `teacher_prompt_template`",
+        **dict.fromkeys(
+            (
+                *("reprompt_template", "solution_template", "feedback_template"),
+                *("success_reward_threshold", "use_successful_as_teacher", "dont_reprompt_on_self_success"),
+                *("include_environment_feedback", "environment_feedback_only_without_solution"),
+                "remove_thinking_from_demonstration",
+            ),
+            _REPROMPTED,
+        ),
         # reinforcement learning
         "num_iterations": _LEARNED_ONCE,
         **dict.fromkeys(("steps_per_generation", "ppo_epochs"), _LEARNED_ONCE),
@@ -128,7 +169,8 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         **dict.fromkeys(("adv_estimator", "advantage_estimator"), "advantages are those of TRL's GRPO"),
         **dict.fromkeys(("rollout_is", "rollout_is_threshold"), _IMPORTANCE),
         **dict.fromkeys(("rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"), _IMPORTANCE),
-        **dict.fromkeys(("trainer_mode", "async_generate", "parameter_sync_step"), _AHEAD),
+        **dict.fromkeys(("trainer_mode", "async_generate", "parameter_sync_step", "max_staleness"), _AHEAD),
+        **dict.fromkeys(("max_inflight_tasks", "queue_maxsize"), _AHEAD),
         "max_off_policy_threshold": "it is called `overlap_max_divergence`, with `overlap='ahead'`",
         **dict.fromkeys(("multi_turn", "multi_turn_scheduler", "tool_config_path", "max_assistant_turns"), _TOOLS),
         **dict.fromkeys(("epsilon", "epsilon_high", "delta", "importance_sampling_level"), _NO_RATIO),
@@ -137,9 +179,13 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         **dict.fromkeys(("entropy_coef", "use_adaptive_entropy", "entropy_target"), _NO_ENTROPY),
         **dict.fromkeys(("reward_model_path", "reward_model_name_or_path"), _REWARDS),
         "reward_coef": "it is called `reward_weight`",
+        **dict.fromkeys(
+            ("diagnostics_warning_interval", "diagnostics_flat_tolerance"), "`collapse_guard` watches a run"
+        ),
         **dict.fromkeys(("sft_alpha", "sft_coef", "ce_weight", "nll_weight", "rpo_alpha"), _GIVEN),
         "top_entropy_quantile": "set `token_selection='student_entropy'` and `token_fraction`",
-        "vllm_sync_frequency": "weights are sent to vLLM whenever they have changed",
+        **dict.fromkeys(("vllm_sync_frequency", "weight_sync_steps"), _SYNCED),
+        **dict.fromkeys(("request_timeout", "weight_sync_timeout", "heartbeat_stale_after_s"), _DEADLINE),
         **dict.fromkeys(("use_transformers_paged", "use_transformers_continuous_batching"), _CONTINUOUS),
         **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size"), _OF_THE_ENGINE),
         **dict.fromkeys(("vllm_data_parallel_size", "vllm_pipeline_parallel_size"), _OF_THE_ENGINE),
@@ -167,7 +213,9 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         ),
         "activation_offloading": "`gradient_checkpointing`, which is on by default, saves that memory",
         "use_remove_padding": "it is called `padding_free`",
-        **dict.fromkeys(("use_dynamic_bsz", "ppo_max_token_len_per_gpu"), "it is called `max_tokens_per_microbatch`"),
+        **dict.fromkeys(
+            ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "token_budget"), "it is called `max_tokens_per_microbatch`"
+        ),
         "ppo_micro_batch_size_per_gpu": "it is called `per_device_train_batch_size`",
         "enable_thinking": "put it into `chat_template_kwargs`, or `teacher_chat_template_kwargs`",
         "packing_strategy": "`padding_free=True` reads the rows of a micro-batch as one",
@@ -243,7 +291,8 @@ FAMILIES: MappingProxyType[str, str] = MappingProxyType(
         "sapo_": _AS_GRPO,
         "vespo_": _AS_GRPO,
         "uld_": _ONE_TOKENIZER,
-        "vllm_importance_sampling_": "weights of single tokens are bounded by `vllm_importance_sampling_clip_max`",
+        "vllm_importance_sampling_": _IMPORTANCE_MODE,
+        "iw_opd_": _IW_OPD,
         "precompute_ref_": "completions are new in each step, so the teacher cannot read them before",
     }
 )

@@ -5,6 +5,7 @@ No class is read here; `strict_names.py` asks when a name is unknown.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection
 
 from trl_opsd.run.foreign_names import ARGUMENTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS
@@ -63,5 +64,5 @@ def _closest(name: str, known: Collection[str]) -> str:
     family = next((start for start in FAMILIES if name.startswith(start)), "")
     if close := [one for one in nearest(name, known) if one.startswith(family)]:
         return f". Did you mean {' or '.join(map(repr, close))}?"
-    said = known_elsewhere(name) or known_elsewhere(next(iter(nearest(name, OPTIONS)), ""))
+    said = known_elsewhere(name) or known_elsewhere("".join(difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.9)))
     return f": {said}." if said else ". docs/reference.md lists all."

@@ -51,19 +51,14 @@ def doctor(
         models = student or named[0], teacher or named[1]
         if None in models:
             why = f" {settings}" if isinstance(settings, ValueError) else ""
-            raise _ended(f"expected STUDENT and TEACHER, or a --config FILE that names both.{why}")
+            raise ValueError(f"expected STUDENT and TEACHER, or a --config FILE that names both.{why}")
         try:
             loading = settings.loading if isinstance(settings, Settings) else ({}, {})
             pair = load_pair(*models, tiny, loading)  # type: ignore[arg-type]
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, MemoryError) as error:
             more = " Both are loaded in float32, 4 bytes a parameter; --tiny needs little." * is_out_of_memory(error)
-            raise _ended(f"{error}{more}") from None
+            raise ValueError(f"{error}{more}") from error
         with collected():  # what a trainer says of prompts that are not the user's
             findings = examine(pair, settings, vllm)
     print(document(pair, findings)) if as_json else show(pair, findings)
     raise typer.Exit(int(any(one.verdict == "failed" for one in findings)))
-
-
-def _ended(why: str) -> typer.Exit:
-    typer.echo(f"trl-opsd doctor: {why}", err=True)
-    return typer.Exit(2)

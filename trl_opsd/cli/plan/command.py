@@ -49,11 +49,7 @@ def plan(
     from trl_opsd.cli.plan.shapes import shape_of
     from trl_opsd.cli.plan.shown import Asked, document, show
 
-    try:
-        shapes = shape_of(student), shape_of(teacher)
-    except ValueError as error:
-        typer.echo(f"trl-opsd plan: {error}", err=True)
-        raise typer.Exit(2) from None
+    shapes = shape_of(student), shape_of(teacher)
     load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora)
     rates = Rates(tflops * 1e12, bandwidth * 1e9, link * 1e9)
     asked = Asked((student, teacher), shapes, load, rates, gpu_memory * 1e9)

@@ -13,7 +13,7 @@ from trl_opsd.losses.streamed import _GROUP_TILES, _STRIDE_ELEMENTS, TILE_BYTES
 from trl_opsd.run.kept import CACHE_BYTES
 from trl_opsd.teacher.forward import PASS_BYTES
 
-BUCKETS = "DeepSpeed's buckets"
+BUCKETS = "gradient buckets"
 _BUCKET, _LIVE = 500_000_000, 1_000_000_000
 """Defaults of DeepSpeed, in numbers: `reduce_bucket_size`, and `stage3_max_live_parameters`, up to which weights stay
 gathered for the backward pass."""
@@ -95,7 +95,9 @@ def phases(
     always = {"weights": weights, "optimizer": optimizer}
     kept, reduced = buckets(student, load, choice.sharding)
     if choice.sharding.startswith("zero3"):  # which never frees them
-        always |= {"gradients": gradients, BUCKETS: kept}
+        always |= {"gradients": gradients}
+    if kept:
+        always |= {BUCKETS: kept}
     whole = choice.sharding in ("single", "ddp")
     copies = student.parameters * 2 if load.half and whole and load.lora is None else 0
     signal = load.batch * load.length * teacher.width * itemsize
@@ -138,7 +140,7 @@ def states(student: Shape, load: Load, choice: Choice) -> tuple[int, int, int, i
     trained = count if load.lora is None else load.lora * student.linear
     frozen = (2 if load.half else 4) * (count if load.lora else 0)
     if choice.sharding in ("single", "ddp"):
-        return frozen + 4 * trained, (8 if choice.sharding == "ddp" else 4) * trained, 8 * trained, 0
+        return frozen + 4 * trained, 4 * trained, 8 * trained, 0
     working = load.itemsize * trained
     if choice.sharding == "zero2":
         return frozen + working, working + 4 * trained // gpus, 12 * trained // gpus, 0
@@ -149,10 +151,12 @@ def states(student: Shape, load: Load, choice: Choice) -> tuple[int, int, int, i
 
 
 def buckets(student: Shape, load: Load, sharding: str) -> tuple[int, int]:
-    """Bytes in which DeepSpeed collects gradients: those that ZeRO-3 keeps, and those of a backward pass besides, which
-    with ZeRO-3 are a copy in the order of the processes, and its share that comes back.
+    """Bytes in which gradients are collected: those that DDP and ZeRO-3 keep, and those of a backward pass besides,
+    which with ZeRO-3 are a copy in the order of the processes, and its share that comes back.
     """
     trained = student.parameters if load.lora is None else load.lora * student.linear
+    if sharding == "ddp":
+        return 4 * trained, 0
     if sharding == "zero2":
         return 0, load.itemsize * _BUCKET
     if not sharding.startswith("zero3"):

@@ -20,14 +20,11 @@ def report(
     """
     from trl_opsd.report.page import write
 
+    if not run.is_dir():
+        raise ValueError(f"{run}: there is no such folder")
     try:
-        if not run.is_dir():
-            raise ValueError("there is no such folder")
-        file = write(run, to=output)
-    except ImportError:
-        typer.echo("trl-opsd report: charts need vl-convert-python: pip install vl-convert-python", err=True)
-        raise typer.Exit(2) from None
-    except (OSError, ValueError) as error:
-        typer.echo(f"trl-opsd report: {run}: {error}", err=True)
-        raise typer.Exit(2) from None
-    typer.echo(str(file))
+        typer.echo(str(write(run, to=output)))
+    except ImportError as error:
+        raise ImportError("charts need vl-convert-python: pip install vl-convert-python") from error
+    except ValueError as error:
+        raise ValueError(f"{run}: {error}") from error

@@ -12,4 +12,4 @@ def train(context: typer.Context) -> None:
     """
     from trl_opsd.cli.train.launch import run  # imports torch
 
-    run(context.args, "trl-opsd train")
+    run(context.args, "trl-opsd train", traceback=context.obj)

@@ -8,7 +8,9 @@ from argparse import SUPPRESS, ArgumentError, ArgumentParser
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.resources import files
+from logging import getLogger
 from pathlib import Path
+from subprocess import CalledProcessError
 
 import torch
 import yaml
@@ -31,7 +33,7 @@ def is_launched() -> bool:
     return any(name in os.environ for name in _OF_A_PROCESS)
 
 
-def run(arguments: Sequence[str], prog: str) -> None:
+def run(arguments: Sequence[str], prog: str, traceback: bool = False) -> None:
     """Trains as the arguments say, in this process if that is enough, or else in those of a launch.
 
     Args:
@@ -40,6 +42,8 @@ def run(arguments: Sequence[str], prog: str) -> None:
             name; `--accelerate_config` names one of its files.
         prog (`str`):
             The command, for messages.
+        traceback (`bool`, *optional*, defaults to `False`):
+            Whether the processes of a launch print an error with its traceback.
 
     Raises:
         SystemExit: An option does not exist or has a wrong kind of value.
@@ -51,11 +55,20 @@ def run(arguments: Sequence[str], prog: str) -> None:
     launcher, script = separated(arguments, parser)
     if launcher or torch.accelerator.device_count() > 1 or Path(default_config_file).is_file():
         parser.check(script)
-        command = [*launcher, "--module", "trl_opsd", "train", *script]
+        command = [*launcher, "--module", "trl_opsd", *["--traceback"] * traceback, "train", *script]
+        agent = getLogger("torch.distributed.elastic.multiprocessing.api")
+        agent.disabled = True  # it repeats after a process that has printed why it failed that it has
         try:
             launch_command(launch_command_parser().parse_args(command))
-        except ChildFailedError as error:  # the process that failed has printed why
-            sys.exit(max(1, *(failure.exitcode for failure in error.failures.values())))
+        except ChildFailedError as error:
+            for rank, one in error.failures.items():
+                if one.exitcode < 0:
+                    print(f"{prog}: error: {one.signal_name()} ended the process of rank {rank}.", file=sys.stderr)
+            sys.exit(max(1, *(one.exitcode for one in error.failures.values())))
+        except CalledProcessError as error:
+            sys.exit(max(1, error.returncode))
+        finally:
+            agent.disabled = False
     else:
         _train(script, parser)
 

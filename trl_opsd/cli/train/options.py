@@ -95,7 +95,7 @@ class ExtraArguments:
 _FILE = "--config FILE reads any of these options from a YAML file; the command line goes before it."
 _LAUNCHED = (
     " Options of `accelerate launch` may stand among them, also in the file; --accelerate_config takes a file or the "
-    "name of one of this package: zero3, fsdp2, ddp."
+    "name of one of this package: zero3, fsdp2, ddp. --traceback prints an error with its traceback."
 )
 
 GROUPS = (ExtraArguments, ScriptArguments, OPSDConfig, ModelConfig, DatasetMixtureConfig)

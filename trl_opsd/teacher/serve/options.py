@@ -13,6 +13,7 @@ from trl_opsd.run.ranges import at_least_one, in_range, one_of
 from trl_opsd.run.server_tokens import TEACHER_TOKEN, token_in
 from trl_opsd.teacher.serve.protocol import DTYPES
 
+PROG = "python -m trl_opsd.teacher.serve"
 OFFLOADS = ("none", "cpu", "stream")
 
 
@@ -98,9 +99,10 @@ def parsed(arguments: Sequence[str]) -> tuple[str, ServeOptions]:
     """The model and the options of a command line; ends the program with a message if they are wrong."""
     parser = HfArgumentParser(
         ServeOptions,
-        prog="python -m trl_opsd.teacher.serve",
+        prog=PROG,
         description="Serves the last hidden states of a causal language model in the protocol of `vllm serve --runner "
-        "pooling`, for teachers whose architecture vLLM lacks. See docs/teachers.md.",
+        "pooling`, for teachers whose architecture vLLM lacks. See docs/teachers.md. `--traceback` prints an error with its "
+        "traceback.",
         allow_abbrev=False,
     )
     parser.add_argument("model", help="Path or id of the model.")

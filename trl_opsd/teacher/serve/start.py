@@ -17,9 +17,10 @@ from trl_opsd._compat.aiohttp import web
 from trl_opsd.config import OPSDConfig
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.model_checks import language_config
+from trl_opsd.run.errors import explained
 from trl_opsd.teacher.build import build_teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
-from trl_opsd.teacher.serve.options import ServeOptions, bound, parsed
+from trl_opsd.teacher.serve.options import PROG, ServeOptions, bound, parsed
 from trl_opsd.teacher.serve.protocol import Served
 from trl_opsd.teacher.serve.reader import Reader, row_states
 from trl_opsd.teacher.serve.server import TeacherServer
@@ -44,19 +45,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logger.setLevel(logging.INFO)
-    path, options = parsed(sys.argv[1:] if arguments is None else arguments)
-    try:
-        token = options.token()
-        with bound(options.host, options.port) as listener:
-            context = check_model(path, options)
-            teacher = load(path, options)
-            return asyncio.run(_serve(teacher, facts(path, options, teacher, context), options, token, listener))
-    except (ValueError, OSError) as error:
-        message = re.sub("|".join(map(re.escape, _NAMES)), lambda found: _NAMES[found[0]], str(error))
-        print(f"error: {message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    path, options = parsed([one for one in given if one != "--traceback"])
+    with explained(lambda: PROG, whole="--traceback" in given):
+        try:
+            token = options.token()
+            with bound(options.host, options.port) as listener:
+                context = check_model(path, options)
+                teacher = load(path, options)
+                return asyncio.run(_serve(teacher, facts(path, options, teacher, context), options, token, listener))
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                re.sub("|".join(map(re.escape, _NAMES)), lambda found: _NAMES[found[0]], str(error))
+            ) from error
+        except KeyboardInterrupt:
+            return 130
 
 
 def check_model(path: str, options: ServeOptions) -> int | None:
