@@ -13,7 +13,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, columns_of
 from trl_opsd.data.teacher_prompts import PRIVILEGED, TEMPLATE
 from trl_opsd.models.model_checks import same_weights
-from trl_opsd.run.metrics import METRICS
+from trl_opsd.run.metrics import evaluated_names
 from trl_opsd.run.without_effect import described, without_effect
 
 logger = get_logger(__name__)
@@ -104,14 +104,9 @@ def warn_of_metric(args: OPSDConfig, eval_dataset: Any, rewards: Collection[str]
     metric = args.metric_for_best_model
     if metric is None or args.eval_strategy == "no":
         return
-    several = [f"{name}_" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else [""]
-    of_rewards = [f"rewards/{name}/{what}" for name in rewards for what in ("mean", "std")]
-    logged = (name for name, one in METRICS.items() if one.evaluated and (rewards or not name.startswith("reward")))
-    names = ("loss", "entropy", *of_rewards, *logged)
-    known = [f"eval_{dataset}{name}" for dataset in several for name in names]
+    known, beginnings = evaluated_names(eval_dataset, rewards)
     asked = f"eval_{metric.removeprefix('eval_')}"
-    of_any_name = ("completions/", "divergence/teacher/", "entropy/teacher/")
-    if asked in known or asked.startswith(tuple(f"eval_{dataset}{one}" for dataset in several for one in of_any_name)):
+    if asked in known or asked.startswith(beginnings):
         return
     close = difflib.get_close_matches(asked, known, n=1) or known[:1]
     logger.warning(
