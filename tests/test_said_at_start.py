@@ -139,6 +139,15 @@ def test_a_metric_for_the_best_model_that_no_evaluation_logs_is_said(make_traine
         assert trainer.state.best_global_step == 1
 
 
+def test_noise_in_the_figures_of_the_log_is_said(make_trainer, caplog):
+    trainer = make_trainer(neftune_noise_alpha=5.0, max_steps=1, eval_dataset=tiny.rows(), per_device_train_batch_size=8)
+    assert "`neftune_noise_alpha=5`: the figures of the training log" in caplog.text
+    without = trainer.evaluate()["eval_divergence/mean"]
+    trainer.train()
+    logged = next(log["divergence/mean"] for log in trainer.state.log_history if "divergence/mean" in log)
+    assert logged != pytest.approx(without, rel=1e-4)
+
+
 @pytest.mark.parametrize(("splits", "is_said"), [(("test", "train"), True), (("easy", "hard"), False)])
 def test_an_evaluation_of_the_rows_to_train_on_is_said(make_trainer, caplog, splits, is_said):
     trainer = make_trainer(eval_dataset=DatasetDict({name: tiny.rows(4) for name in splits}))

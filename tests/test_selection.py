@@ -11,11 +11,12 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.losses import LazyLogits, OutputHead, dense_divergence
+from trl_opsd.losses import ForwardKL, LazyLogits, OutputHead, ReverseKL, dense_divergence
 from trl_opsd.run.selection import EARLY, LATE, Selection
+from trl_opsd.teacher.comparison import compared
 from trl_opsd.teacher.routed import shares
 from trl_opsd.teacher.selection import best
-from trl_opsd.types import LossParts, RowTargets, TeacherTargets
+from trl_opsd.types import LossParts, Rollout, RowTargets, Sampled, TeacherTargets
 
 CRITERIA = (*EARLY, *LATE)
 FRACTION = 0.4
@@ -60,14 +61,16 @@ def oracle(trainer, criterion, fraction=FRACTION):
                 LazyLogits(logits, OutputHead(torch.eye(logits.size(-1), dtype=torch.float64)))
                 for logits in (student(ids).logits[0, first:-1], teacher(ids).logits[0, first:-1].detach())
             ]
-            of_all = dense_divergence(*sides, trainer.divergence, kl_clip=trainer.args.kl_clip)
+            drawn = Sampled(torch.tensor(completion))
+            of_all = dense_divergence(*sides, trainer.divergence, kl_clip=trainer.args.kl_clip, sampled=drawn)
+            value = of_all.divergence.detach()
             n = len(completion)
             k = -(-round(fraction * n, 6) // 1)
             kept = {
                 "prefix": torch.arange(n) < k,
                 "random": rollout.weights[number, :n] != 0,
                 "student_entropy": _highest(of_all.student_entropy, int(k)),
-                "teacher_divergence": _highest(of_all.divergence.detach(), int(k)),
+                "teacher_divergence": _highest(value.abs() if trainer.learns_from_draws else value, int(k)),
             }[criterion]
             assert kept.sum() == k
             wanted = kept * trainer.args.position_discount ** torch.arange(n, dtype=torch.float64)
@@ -89,6 +92,7 @@ WAYS = {
     "at once": {"per_device_train_batch_size": 8},
     "accumulated": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "position_discount": 0.9},
     "packed": {"per_device_train_batch_size": 8, "padding_free": True, "kl_clip": 0.005},
+    "draws": {"per_device_train_batch_size": 8, "divergence": "sampled_reverse_kl"},
     "a budget": {"per_device_train_batch_size": 8, "max_tokens_per_microbatch": 16, "loss_chunk_tokens": 2},
     "lora": {"per_device_train_batch_size": 8, "peft_config": LoraConfig(r=4, target_modules="all-linear")},
     "several teachers": {
@@ -150,6 +154,29 @@ def test_of_each_row_those_are_kept_that_score_highest_and_their_weights_add_up_
     assert found.weights_BC.count_nonzero() == 4
     uneven = best(share_of(weights_BC[1:2], 0.6), torch.tensor([2.0, 3.0, 1.0]))
     torch.testing.assert_close(uneven.weights_N, torch.tensor([2 / 3, 1 / 3]))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("divergence", [ForwardKL(), ReverseKL()])
+def test_of_clipped_values_the_largest_are_kept_not_the_most_negative(divergence):
+    """Six tokens of a student that is near its teacher at three of them; half are kept."""
+    drawn = torch.Generator().manual_seed(1)
+    teacher_CV = 2 * torch.randn(6, 5, generator=drawn)
+    student_CV = teacher_CV + torch.tensor([0.1, 3, 0.1, 3, 0.1, 3])[:, None] * torch.randn(6, 5, generator=drawn)
+    head, weights_BC, ids = OutputHead(torch.eye(5)), torch.ones(1, 6), torch.zeros(1, 6, dtype=torch.long)
+    rollout = Rollout(
+        prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=ids + 1, weights=weights_BC
+    )
+    targets = TeacherTargets.by_row([RowTargets(teacher_CV, torch.arange(6))], 6)
+    given = shares([head], targets, weights_BC, Selection("teacher_divergence", 0.5))
+    found = compared(
+        student_CV[None], head, [head], given, rollout, 6.0, divergence=divergence, temperatures=(1.0, 1.0),
+        chunk_tokens=None, vocabulary=None, kl_clip=0.01, criterion="teacher_divergence",
+    )  # fmt: skip
+    of_all = dense_divergence(LazyLogits(student_CV, head), LazyLogits(teacher_CV, head), divergence, kl_clip=0.01)
+    values = of_all.divergence.sort(descending=True).values
+    assert values.min() < -values.max() < 0 < values.max()
+    assert float(found.loss) == pytest.approx(float(values[:3].mean()), rel=1e-4)
 
 
 def test_a_random_part_depends_on_seed_step_and_row_alone(make_trainer, tmp_path):

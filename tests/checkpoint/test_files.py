@@ -16,6 +16,7 @@ import pytest
 from trl_opsd.run.checkpoint import (
     UNFINISHED,
     begin,
+    best_evaluated,
     check_launch,
     checkpoint_to_resume,
     newest_complete,
@@ -48,6 +49,13 @@ def test_a_published_checkpoint_is_complete(tmp_path):
     assert folder == tmp_path / "checkpoint-3"
     assert problems(folder) == []
     assert newest_complete(tmp_path) == (folder, {})
+
+
+def test_an_evaluation_whose_loss_is_not_known_is_not_the_best(tmp_path):
+    folders = [saved(tmp_path, step) for step in (1, 2, 3)]
+    losses = [{"step": 1, "eval_loss": float("nan")}, {"step": 2, "eval_loss": 0.5}, {"step": 3, "eval_loss": 0.4}]
+    assert best_evaluated(tmp_path, losses) == folders[2]
+    assert best_evaluated(tmp_path, losses[:1]) is None
 
 
 def remove_a_file(folder: Path) -> None:

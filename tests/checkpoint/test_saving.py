@@ -38,6 +38,21 @@ def test_the_checkpoints_of_a_training_are_complete(make_trainer, tmp_path):
         assert set(json.loads((folder / MANIFEST).read_text())["files"]) == names(folder) - {MANIFEST}
 
 
+@pytest.mark.parametrize("handed_in", [True, False, None])
+def test_the_student_is_saved_with_the_cache_it_was_handed_in_with(make_trainer, tmp_path, handed_in):
+    student = tiny.qwen2()
+    if handed_in is None:
+        vars(student.config).pop("use_cache", None)
+    else:
+        student.config.use_cache = handed_in
+    expected = student.config.to_dict().get("use_cache")
+    trainer = make_trainer(model=student, gradient_checkpointing=True, max_steps=1, **EACH_STEP)
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    for folder in ("saved", "checkpoint-1"):
+        assert json.loads((tmp_path / folder / "config.json").read_text()).get("use_cache") is expected
+
+
 @pytest.mark.refusal
 @pytest.mark.quick
 def test_a_damaged_checkpoint_is_refused_or_skipped(make_trainer, tmp_path, caplog):

@@ -14,7 +14,7 @@ from trl_opsd.data.completions import COMPLETION
 from trl_opsd.data.datasets import AnyDataset, columns_of
 from trl_opsd.data.teacher_prompts import PRIVILEGED
 from trl_opsd.models.model_checks import same_weights
-from trl_opsd.run.metrics import METRICS
+from trl_opsd.run.metrics import evaluated_names
 from trl_opsd.run.without_effect import described, without_effect
 
 logger = get_logger(__name__)
@@ -113,14 +113,9 @@ def warn_of_metric(args: OPSDConfig, eval_dataset: Any, rewards: Collection[str]
     metric = args.metric_for_best_model
     if metric is None or args.eval_strategy == "no":
         return
-    several = [f"{name}_" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else [""]
-    of_rewards = [f"rewards/{name}/{what}" for name in rewards for what in ("mean", "std")]
-    logged = (name for name, one in METRICS.items() if one.evaluated and (rewards or not name.startswith("reward")))
-    names = ("loss", "entropy", *of_rewards, *logged)
-    known = [f"eval_{dataset}{name}" for dataset in several for name in names]
+    known, beginnings = evaluated_names(eval_dataset, rewards)
     asked = f"eval_{metric.removeprefix('eval_')}"
-    of_any_name = ("completions/", "divergence/teacher/", "entropy/teacher/")
-    if asked in known or asked.startswith(tuple(f"eval_{dataset}{one}" for dataset in several for one in of_any_name)):
+    if asked in known or asked.startswith(beginnings):
         return
     close = difflib.get_close_matches(asked, known, n=1) or known[:1]
     logger.warning(
@@ -166,6 +161,12 @@ def warn_of_options(
     )
     if found:
         logger.warning(described(args, found))
+    if args.neftune_noise_alpha:
+        logger.warning(
+            f"`neftune_noise_alpha={args.neftune_noise_alpha:g}`: the figures of the training log, as `divergence/mean`, "
+            "are those of a student with noise in its embeddings, and may be many times larger than without: compare "
+            "evaluations, which have none."
+        )
     if optimizers[1] is None and 0 < args.max_steps < args.warmup_steps:
         logger.warning(
             f"`warmup_steps={args.warmup_steps:g}` with `max_steps={args.max_steps}`: training ends before the rate "

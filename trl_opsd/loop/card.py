@@ -158,8 +158,8 @@ def figures(logs: Sequence[Mapping[str, Any]]) -> list[str]:
             `trainer.state.log_history`.
     """
     names = dict.fromkeys(name for log in logs for name in log if _FIGURES.fullmatch(name))
-    found = {name: [(log[name], log["step"]) for log in logs if name in log] for name in names}
-    rows = [_row(name.replace("|", "/"), values[0], values[-1]) for name, values in found.items()]
+    found = {name: [(log[name], log["step"]) for log in logs if log.get(name) is not None] for name in names}
+    rows = [_row(name.replace("|", "/"), values[0], values[-1]) for name, values in found.items() if values]
     return ["", "| | first | last |", "|---|---|---|", *rows] if rows else []
 
 

@@ -22,6 +22,7 @@ from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.data.conversations import with_prompts
 from trl_opsd.data.solutions import solutions_as_context
 from trl_opsd.run.accounts import Accounts
+from trl_opsd.run.metrics import evaluated_names
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.run.sampling_options import check_eval_temperature
 
@@ -69,6 +70,7 @@ class Evaluations(DistillationTrainer):
     """Whether a column `solution` of a dataset is what only the teacher reads."""
     session: Callable[[], AbstractContextManager[None]]
     _accounts: dict[str, Accounts]
+    _rewards: Any = None
     _written: Tensor | None = None
     """[B, C], completions of the last batch of an evaluation, padded with -100."""
 
@@ -109,10 +111,22 @@ class Evaluations(DistillationTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """As TRL's; all batches of all datasets are completed in one session of the rollout."""
+        """As TRL's; all batches of all datasets are completed in one session of the rollout.
+
+        A `metric_for_best_model` that this evaluation has no value of is NaN in what is returned, which is never the
+        best, and is not logged.
+        """
         with self.session():
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        best = f"eval_{(self.args.metric_for_best_model or '').removeprefix('eval_')}"
+        if metric_key_prefix == "eval" and self._is_logged(best):
+            found.setdefault(best, math.nan)  # transformers ends a training that lacks it
         return found
+
+    def _is_logged(self, name: str) -> bool:
+        """Whether evaluations log a metric, though perhaps not each of them."""
+        known, beginnings = evaluated_names(self.eval_dataset, self._rewards.functions if self._rewards else ())
+        return name in known or name.startswith(beginnings) or any(name in log for log in self.state.log_history)
 
     def as_read(self, datasets: Any, where: str) -> Any:
         """Datasets of this name, with their columns as they are called here."""
@@ -171,7 +185,7 @@ class Evaluations(DistillationTrainer):
         accounts.clear()
         return output
 
-    def _means(self) -> dict[str, float | None]:
+    def _means(self) -> dict[str, float]:
         """The means of what TRL and `record` have collected in this evaluation, without NaN, as TRL logs them."""
         known = {name: [one for one in each if not math.isnan(one)] for name, each in self._metrics["eval"].items()}
-        return {name: sum(each) / len(each) if each else None for name, each in known.items()}
+        return {name: sum(each) / len(each) for name, each in known.items() if each}

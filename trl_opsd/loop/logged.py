@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -76,6 +77,8 @@ class Logged(DistillationTrainer):
             logs["nonfinite/skipped_steps"] = self._guard.skipped
         if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
             os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
+        for name in [name for name, each in self._metrics[mode].items() if all(map(math.isnan, each))]:
+            del self._metrics[mode][name]  # TRL would log `None`, which nothing that shows or stores a log expects
         super().log(logs, start_time)
 
     @contextmanager

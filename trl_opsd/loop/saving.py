@@ -25,6 +25,7 @@ __all__ = ["SEAMS", "SafeCheckpoints"]
 logger = get_logger(__name__)
 
 SEAMS: dict[str, tuple[str, ...]] = {
+    "create_accelerator_and_postprocess": ("self",),
     "_save_checkpoint": ("self", "model", "trial"),
     "_get_output_dir": ("self", "trial"),
     "_save": ("self", "output_dir", "state_dict"),
@@ -61,9 +62,17 @@ class SafeCheckpoints(Trainer):
             super().__init__(args=args, **kwargs)
         finally:
             args.enable_jit_checkpoint = enable_jit_checkpoint
+        if not args.use_cache:  # which transformers has set in the config, and would save with the student
+            vars(self.model.config).pop("use_cache", None)
+            vars(self.model.config).update(self._use_cache)
         self._stop_on_sigterm = StopOnSigterm(self.accelerator) if enable_jit_checkpoint else None
         if self._stop_on_sigterm is not None:
             self.add_callback(self._stop_on_sigterm)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As transformers', and notes what the student's config says before transformers changes it."""
+        self._use_cache = {name: value for name, value in vars(self.model.config).items() if name == "use_cache"}
+        super().create_accelerator_and_postprocess()
 
     # ---- What a subclass may implement --------------------------------------------------------------------------
 

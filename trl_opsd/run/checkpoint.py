@@ -6,6 +6,7 @@ and the previous checkpoint still exists.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -184,7 +185,7 @@ def best_evaluated(run_dir: Path, history: Sequence[Mapping[str, Any]]) -> Path 
         found = [value for name, value in row.items() if name.startswith("eval_") and name.endswith("loss")]
         losses.setdefault(row["step"], []).extend(found)
     folders = {run_dir / f"checkpoint-{step}": sum(each) / len(each) for step, each in losses.items() if each}
-    whole = [folder for folder in folders if has_manifest(folder)]
+    whole = [folder for folder, loss in folders.items() if not math.isnan(loss) and has_manifest(folder)]
     return min(whole, key=lambda folder: folders[folder], default=None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -339,6 +339,24 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
     }
 )
 """By their names in the training log."""
+
+
+def evaluated_names(datasets: Any, rewards: Collection[str]) -> tuple[list[str], tuple[str, ...]]:
+    """The names that evaluations log by themselves where there is something to log, and what others begin with.
+
+    Args:
+        datasets (`Any`):
+            As the trainer takes `eval_dataset`; the metrics of each of several have its name.
+        rewards (`Collection[str]`):
+            Names of the reward functions.
+    """
+    starts = [f"eval_{name}_" for name in datasets] if isinstance(datasets, Mapping) else ["eval_"]
+    of_rewards = [f"rewards/{name}/{what}" for name in rewards for what in ("mean", "std")]
+    logged = (name for name, one in METRICS.items() if one.evaluated and (rewards or not name.startswith("reward")))
+    names = ("loss", "entropy", *of_rewards, *logged)
+    of_any_name = ("completions/", "divergence/teacher/", "entropy/teacher/")
+    known = [start + name for start in starts for name in names]
+    return known, tuple(start + one for start in starts for one in of_any_name)
 
 
 def token_metrics(totals: Mapping[str, float], seconds: Mapping[str, float], steps: float) -> dict[str, float]:

@@ -37,7 +37,8 @@ class _Column:
     """Names in a log, of which the first that is there is shown."""
 
     def cell(self, values: Mapping[str, Any]) -> str:
-        return next((format(values[name], self.form) for name in self.of if name in values), "")
+        found = (values.get(name) for name in self.of)
+        return next((format(value, self.form) for value in found if value is not None), "")
 
 
 _COLUMNS = (

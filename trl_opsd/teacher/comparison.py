@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trl_opsd.losses import Divergence, reduce, streamed_divergence
 from trl_opsd.losses.entropy import streamed_entropy
+from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.teacher.routed import Share
 from trl_opsd.teacher.selection import best
 from trl_opsd.types import LazyLogits, LossParts, OutputHead, PerToken, Rollout, Sampled
@@ -82,7 +83,8 @@ def compared(
     def scores(share: Share, criterion: str) -> Tensor:
         if criterion == "teacher_divergence":
             sampled = replace(share.of_tokens(rollout, device), pull=None)
-            return of(replace(share, weights_N=None), sampled).divergence.abs()  # of one sampled token it has a sign
+            found_N = of(replace(share, weights_N=None), sampled).divergence
+            return found_N.abs() if isinstance(divergence, SampledReverseKL) else found_N  # a log ratio, of either sign
         return streamed_entropy(
             LazyLogits(share.of_student(hidden_BCH, device), head, temperatures[0]), chunk_tokens, vocabulary
         )
