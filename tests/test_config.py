@@ -20,6 +20,7 @@ from transformers import HfArgumentParser, Qwen2ForCausalLM
 from trl import DistillationConfig
 
 from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd._compat.transformers import CHECKPOINTING
 from trl_opsd.run.foreign_names import ARGUMENTS, DEFAULTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS
 from trl_opsd.run.foreign_options import explained_option
 
@@ -40,9 +41,19 @@ from trl_opsd.run.foreign_options import explained_option
 def test_boundary_values_are_accepted(tmp_path, option):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # TRL's own default, under its old name
-        warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated", FutureWarning)
         tiny.config(tmp_path, **option)
+
+
+def test_both_names_of_gradient_checkpointing_are_one_option(tmp_path):
+    [option] = (one for one in fields(OPSDConfig) if one.name == CHECKPOINTING)
+    assert "Deprecated" not in option.metadata["help"]
+    args = tiny.config(tmp_path, **{CHECKPOINTING: True})
+    assert args.gradient_checkpointing is True
+    args.gradient_checkpointing = False
+    assert getattr(args, CHECKPOINTING) is False
+    setattr(args, f"{CHECKPOINTING}_kwargs", {"use_reentrant": False})
+    args.gradient_checkpointing_kwargs["use_reentrant"] = True  # as TRL does, for an adapter under ZeRO-3
+    assert getattr(args, f"{CHECKPOINTING}_kwargs") == {"use_reentrant": True}
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,12 @@ def test_each_of_several_teachers_writes_its_rows(make_trainer):
         assert completion == greedy(teachers[row["teacher"]], prompt)
 
 
+def test_plain_generate_is_announced_for_each_who_writes(make_trainer, caplog):
+    slow = {**GREEDY, "max_steps": 2, "generation_kwargs": {"use_cache": False}}
+    make_trainer(**slow, lmbda=0.5).train()
+    assert [caplog.text.count(f"Completions of the {who} come from plain") for who in ("student", "teacher")] == [1, 1]
+
+
 def test_a_resumed_run_has_the_same_samples(make_trainer, tmp_path):
     sampled = {**OPTIONS, "cls": Recording, "seq_kd": True, "lmbda": 0.5, "rollout": HFRollout()}
     whole = make_trainer(**sampled, save_strategy="steps", save_steps=2)

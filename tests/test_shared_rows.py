@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from transformers import Gemma2Config, MistralConfig
+from transformers import Gemma3TextConfig, MistralConfig
 
 from trl_opsd.loop.shared_rows import _unpadded
 from trl_opsd.models.shared_rows import check_shareable
@@ -28,7 +28,7 @@ SIZES = {name: getattr(tiny.qwen2().config, name) for name in ("hidden_size", "n
     ("make", "size", "said"),
     [
         (lambda: tiny.qwen2(attn_implementation="eager"), 2, "attention is 'eager', expected 'sdpa'"),
-        (lambda: tiny.model(Gemma2Config(**SIZES)), 2, "layers of the kind 'sliding_attention'"),
+        (lambda: tiny.model(Gemma3TextConfig(**SIZES)), 2, "layers of the kind 'sliding_attention'"),
         (lambda: tiny.model(MistralConfig(**SIZES, sliding_window=8)), 2, "layers of the kind 'sliding_attention'"),
         (tiny.qwen2, 3, "attention heads and .* which 3 processes cannot divide"),
     ],

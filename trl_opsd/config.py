@@ -13,6 +13,7 @@ from transformers.utils import is_torch_xla_available
 
 from trl_opsd._compat.killed_builds import check_builds
 from trl_opsd._compat.parallelism import check_parallelism
+from trl_opsd._compat.transformers import ALIASES
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
 from trl_opsd.data.row_sharding import check_sharing
 from trl_opsd.losses import Divergence
@@ -300,8 +301,10 @@ class OPSDConfig(StrictNames, DistillationConfig):
         check_parallelism(self)
         check_selection(self)
         in_range("beta", self.beta, 0.0, 1.0)  # TRL accepts NaN
+        for name, alias in ALIASES.items():  # transformers would warn of TRL's own default
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(self, alias))
         super().__post_init__()
-        self._check_dicts()
         settle_loading(self)
         check_objective(self)
         check_teacher(self)
@@ -348,6 +351,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
                     obj=self,
                 )
         super().__setattr__(name, value)
+        if "_checked" in there and name in ALIASES:  # TRL assigns to the older name, and transformers reads the newer
+            super().__setattr__(ALIASES[name], value)
 
     @classmethod
     def explain(cls, name: str, known: Collection[str]) -> str:
@@ -413,12 +418,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
             launch = os.environ.get("ACCELERATE_MIXED_PRECISION") if sharded and self.bf16 is None else None
             self.bf16 = bool(self.bf16) or launch == "bf16"
             self.dataloader_pin_memory = False
-
-    def _check_dicts(self) -> None:
-        for name in self._VALID_DICT_FIELDS:
-            value = getattr(self, name)
-            if name.endswith("_kwargs") and not isinstance(value, dict | None):
-                raise ValueError(f"`{name}={value!r}`: expected a dict of options, or the JSON of one.")
 
     def _check_failure_handling(self) -> None:
         one_of("nonfinite", self.nonfinite, ("raise", "skip"))

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from trl_opsd._compat.transformers import CACHE
 from trl_opsd.cli.main import app
 from trl_opsd.cli.plan.memory import Choice, Load, engine_bytes, phases, tracer
 from trl_opsd.cli.plan.search import SHARE, best, considered
@@ -239,7 +240,7 @@ def test_other_families_are_planned(family, tmp_path, monkeypatch):
     assert 0 < parts["student learns"]["activations"] < 1e8
     with torch.no_grad():
         cache = model.eval()(input_ids=torch.arange(3, 35)[None], use_cache=True)
-    kept = getattr(cache, "past_key_values", None)
+    kept = getattr(cache, CACHE, None)
     if family != "mamba":
         held = sum(one.nbytes for one in tree_leaves([vars(layer) for layer in kept.layers]) if is_kept(one))
         assert parts["rollout"]["KV cache"] == held > 0

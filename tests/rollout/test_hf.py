@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +12,10 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
-from accelerate.logging import MultiProcessAdapter
 from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CompileConfig, GenerationMixin, Qwen2ForCausalLM, WatermarkingConfig
+from transformers import CompileConfig, DynamicCache, GenerationMixin, Qwen2ForCausalLM, WatermarkingConfig
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.data.completions import cut_after_end
@@ -84,15 +84,34 @@ class TestTokens:
         assert len(written) > 30
         assert max(written) < 130
 
-    def test_a_row_whose_context_is_full_shortens_no_other(self, make_trainer):
+    @pytest.mark.parametrize("plain", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
+    def test_a_row_whose_context_is_full_shortens_no_other(self, make_trainer, plain):
         trainer = make_trainer(
             model=tiny.gpt2(),
             teacher_model=tiny.gpt2(48, 1),
             rollout=HFRollout(),
-            generation_kwargs={"min_new_tokens": 24},
+            generation_kwargs={"min_new_tokens": 24, **plain},
         )
-        written = trainer.complete([list(range(3, 253)), [5], list(range(3, 254))])
-        assert [len(ids) for ids in written] == [6, 24, 5]
+        written = trainer.complete([list(range(3, 253)), [5], list(range(3, 254)), [6, 7], list(range(3, 259))])
+        assert [len(ids) for ids in written] == [6, 24, 5, 24, 0]
+
+    @pytest.mark.parametrize("make", [tiny.qwen2, tiny.llama, tiny.gemma2, tiny.gpt2, lambda: lora(tiny.qwen2())])
+    def test_each_pass_reads_the_rows_that_have_not_ended(self, make_writing, make):
+        trainer = make_writing(model=make())
+        trainer.rollout.prove()
+        reads = Reads(trainer.model)
+        lengths = [len(ids) for ids in trainer.complete(trainer.tokenize(PROMPTS * 3))]
+        assert len(set(lengths)) >= 3
+        assert reads.rows == [sum(length > token for length in lengths) for token in range(max(lengths))]
+
+
+class Reads:
+    """The rows of each forward pass of a student."""
+
+    def __init__(self, student):
+        self.rows: list[int] = []
+        bare = getattr(student, "get_base_model", lambda: student)()
+        bare.register_forward_pre_hook(lambda *given: self.rows.append(len(given[-1]["input_ids"])), with_kwargs=True)
 
 
 class HeadProducts(TorchDispatchMode):
@@ -154,6 +173,10 @@ def sequences(theirs, generation_config, **given):
     return theirs(generation_config=generation_config, **given)
 
 
+def dropping_our_loop(self, custom_generate=None, *, theirs=GenerationMixin.generate, **given):
+    return theirs(self, **given)
+
+
 class TestAnotherGenerate:
     """A model whose `generate` is not the one of `transformers`."""
 
@@ -167,7 +190,6 @@ class TestAnotherGenerate:
         ids=["overridden", "patched", "lora"],
     )
     def test_the_tokens_are_those_of_its_own_loop(self, make_writing, caplog, make, reason):
-        MultiProcessAdapter.warning_once.cache_clear()  # another test may have logged it
         trainer = make_writing(model=make())
         prompt_ids = trainer.tokenize(PROMPTS)
         torch.manual_seed(0)
@@ -186,10 +208,7 @@ class TestAnotherGenerate:
         prompt_ids = trainer.tokenize(PROMPTS)
         torch.manual_seed(0)
         expected = trainer.complete(prompt_ids)
-        theirs = GenerationMixin.generate
-        monkeypatch.setattr(
-            GenerationMixin, "generate", lambda self, custom_generate=None, **given: theirs(self, **given)
-        )
+        monkeypatch.setattr(GenerationMixin, "generate", dropping_our_loop)
         torch.manual_seed(0)
         assert trainer.complete(prompt_ids) == expected
 
@@ -247,29 +266,42 @@ class TestOptionsOfCheckpoints:
 
 
 class TestFallback:
-    def test_plain_generate_is_announced_once_with_its_reason(self, make_writing, caplog):
-        trainer = make_writing(generation_kwargs={"use_cache": False})
-        for _ in range(2):
-            trainer.complete(trainer.tokenize(PROMPTS))
+    def test_plain_generate_is_announced_once_by_each_trainer_with_its_reason(self, make_writing, caplog):
+        for trainer in (make_writing(generation_kwargs={"use_cache": False}) for _ in range(2)):
+            for _ in range(2):
+                trainer.complete(trainer.tokenize(PROMPTS))
         announced = [record.getMessage() for record in caplog.records if "plain `generate`" in record.getMessage()]
-        assert len(announced) == 1
-        assert "`use_cache=False` leaves no cache to decode from" in announced[0]
+        assert len(announced) == 2
+        assert "Completions of the student come from plain `generate`" in announced[1]
+        assert "`use_cache=False` leaves no cache to decode from" in announced[1]
+
+    @pytest.mark.parametrize(
+        ("owner", "name", "other", "reason"),
+        [
+            (
+                DynamicCache,
+                "reorder_cache",
+                lambda self, places: self.renamed,
+                "AttributeError: .* no attribute 'renamed'",
+            ),
+            (DynamicCache, "reorder_cache", lambda self, places: None, "RuntimeError: .*must match"),
+            (GenerationMixin, "generate", dropping_our_loop, "its `generate` ignores `custom_generate`"),
+        ],
+    )
+    def test_what_the_decoding_loop_met_is_the_reason(
+        self, make_writing, caplog, monkeypatch, owner, name, other, reason
+    ):
+        monkeypatch.setattr(owner, name, other)
+        trainer = make_writing(max_completion_length=4)
+        trainer.complete(trainer.tokenize(PROMPTS))
+        assert re.search(
+            f"plain `generate`.*without rows that have ended, Qwen2ForCausalLM raises .*{reason}", caplog.text
+        )
 
     def test_nothing_is_announced_otherwise(self, make_writing, caplog):
         trainer = make_writing()
         trainer.complete(trainer.tokenize(PROMPTS))
         assert not [record for record in caplog.records if record.name.startswith("trl_opsd.rollout")]
-
-
-class Reads:
-    """Counts the forward passes of a student."""
-
-    def __init__(self, student):
-        self.count = 0
-        getattr(student, "get_base_model", lambda: student)().register_forward_pre_hook(self.add)
-
-    def add(self, *_):
-        self.count += 1
 
 
 def modes() -> tuple:
@@ -291,7 +323,7 @@ class TestStream:
         torch.manual_seed(0)
         for row, ids in trainer.rollout.stream(prompt_ids, 0):
             found[row] = cut_after_end(ids, trainer.eos_token_ids)
-            when.append(reads.count)
+            when.append(len(reads.rows))
         assert [found[row] for row in range(len(prompt_ids))] == expected
         assert torch.rand(1) == drawn, "from the same random numbers"
         assert when == sorted(map(len, expected)), "a pass for each token, and none ahead of who takes the rows"
@@ -306,7 +338,7 @@ class TestStream:
         reads, found, when = Reads(trainer.model), {}, []
         for row, ids in trainer.rollout.stream(prompt_ids, 0):
             found[row] = cut_after_end(ids, trainer.eos_token_ids)
-            when.append(reads.count)
+            when.append(len(reads.rows))
         assert [found[row] for row in range(4)] == expected
         assert [sorted(list(found)[:2]), sorted(list(found)[2:])] == [[0, 2], [1, 3]]
         assert when[1] < when[2], "the second batch was not begun before the first was taken"
@@ -357,10 +389,10 @@ class TestStream:
         reads = Reads(trainer.model)
         torch.manual_seed(0)
         stream = trainer.rollout.stream(prompt_ids, 0)
-        done = reads.count
+        done = len(reads.rows)
         found = dict(stream)
         assert [cut_after_end(found[row], trainer.eos_token_ids) for row in range(4)] == expected
-        assert reads.count == done
+        assert len(reads.rows) == done
 
     def test_what_cannot_be_followed_is_refused_at_the_call(self, make_writing):
         trainer = make_writing()

@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
 
+from trl_opsd._compat.transformers import CACHE
+
 
 def cached_per_token(config: PretrainedConfig) -> int:
     """Keys and values of a token in all layers; 0 where the config states no attention heads.
@@ -43,7 +45,7 @@ def cached_numbers(model: PreTrainedModel, tokens: int) -> int:
     try:
         with torch.no_grad():
             output = model(input_ids=torch.zeros(1, tokens, dtype=torch.long, device="meta"), use_cache=True)
-        parts = tree_leaves([vars(layer) for layer in output.past_key_values.layers])
+        parts = tree_leaves([vars(layer) for layer in output[CACHE].layers])
         found = sum(one.numel() for one in parts if isinstance(one, Tensor) and one.dim() > 1)
     except Exception:  # of a family that reads values, and keeps its cache elsewhere
         found = 0

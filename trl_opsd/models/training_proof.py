@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split
+from trl_opsd._compat.transformers import CHECKPOINTING
 from trl_opsd.models.backbone import Run, call, completion_hidden
 from trl_opsd.models.head import shape_of
 from trl_opsd.models.mode import preserved_mode
@@ -60,7 +61,7 @@ def prove_training(model: CausalLM, run: Run | None = None) -> list[str]:
         raise ValueError(
             f"No gradient passes through the student ({type(model).__name__}), although parameters below its head "
             "require one, so they would never be updated: load it without quantisation for inference, without "
-            "`torch.no_grad` in its forward, and with `gradient_checkpointing_kwargs={'use_reentrant': False}`."
+            f"`torch.no_grad` in its forward, and with `{CHECKPOINTING}_kwargs={{'use_reentrant': False}}`."
         )
     reached = _reached(hidden_BCH)
     return [name for name, number in learns.items() if number not in reached]

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from trl_opsd._compat.peft import CausalLM, without_peft
+from trl_opsd._compat.transformers import CACHE
 from trl_opsd.rollout import every_row
 from trl_opsd.rollout.generate import other_generate
 from trl_opsd.rollout.kept_caches import KeptCaches
@@ -67,7 +68,7 @@ def _has_common_cache(model: CausalLM) -> bool:
     """Whether `generate` gives the model a cache whose rows can be selected layer by layer."""
     if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
         return False
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    if CACHE not in inspect.signature(model.forward).parameters:
         return False
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     # A model may define cache layers with state that `transformers` cannot select by row.
@@ -143,11 +144,11 @@ class RaggedDecoding:
         vars(model).pop("_cache", None)
         if compiled:
             tokens = max(generation_config.max_length, getattr(generation_config, "max_cache_len", None) or 0)
-            model_kwargs["past_key_values"] = self.caches.start(model, tokens, batch.size)
+            model_kwargs[CACHE] = self.caches.start(model, tokens, batch.size)
 
         outputs = model._prefill(input_ids, generation_config, batch.model_kwargs)
         if compiled:
-            self.caches.keep(batch.model_kwargs["past_key_values"], batch.size)
+            self.caches.keep(batch.model_kwargs[CACHE], batch.size)
         ended = self._decoded(
             model, forward, batch, outputs, compiled, logits_processor, criteria, generation_config.do_sample
         )
@@ -282,9 +283,9 @@ class _Batch:
         for name, value in self.model_kwargs.items():
             if isinstance(value, Tensor):  # [n, L], or [.., n, L] where positions have several axes
                 self.model_kwargs[name] = value.index_select(-2, places.to(value.device))
-        cache = self.model_kwargs["past_key_values"]
+        cache = self.model_kwargs[CACHE]
         if caches:
-            self.model_kwargs["past_key_values"] = caches.shrink(cache, places)
+            self.model_kwargs[CACHE] = caches.shrink(cache, places)
         else:
             cache.reorder_cache(places)
 

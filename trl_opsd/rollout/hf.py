@@ -29,7 +29,7 @@ from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 from trl_opsd.rollout.every_row import KnownTokensOnly
 from trl_opsd.rollout.generate import completions_of, generate, other_generate
 from trl_opsd.rollout.kept_caches import KeptCaches
-from trl_opsd.rollout.writing_proof import Writing, prove_writing
+from trl_opsd.rollout.writing_proof import BY_LENGTH, Writing, prove_writing
 from trl_opsd.run.known import set_known
 from trl_opsd.run.modes import with_own_modes
 from trl_opsd.run.objective_options import check_drawn
@@ -70,6 +70,7 @@ class HFRollout(RolloutBackend):
         self._compile = compile
         self.writing: Writing | None = None
         self._caches = KeptCaches()
+        self._warned_of: set[str] = set()
 
     def __str__(self) -> str:
         return f"transformers{', compiled' if self._compile else ''}"
@@ -82,6 +83,7 @@ class HFRollout(RolloutBackend):
                 be followed.
         """
         self._trainer, self.writing = trainer, None
+        self._warned_of.clear()
         self.of_student = of_model(trainer.model, trainer.generation_config, self.writer)
         self._check_drawn({})
         self._bound = copy.deepcopy(trainer.generation_config)
@@ -174,17 +176,17 @@ class HFRollout(RolloutBackend):
         config.num_return_sequences, config.return_dict_in_generate = 1, False
         if prompt_tokens < writing.cached_from:
             config.use_cache = False
-        reason = obstacle(student, config)
-        if reason is None and not writing.rows_leave:
-            reason = f"{type(student).__name__} keeps state of rows that have left the batch"
-        if reason:
-            logger.warning_once(
-                f"Rollouts use plain `generate`, whose batch runs until its longest row ends: {reason}."
-            )
-            # One length for all; in a later turn with tools a prompt may already fill most of the context.
-            config.max_new_tokens, loop = min(rooms), None
-        else:
-            config.max_new_tokens = max(*rooms, 1)
+        config.max_new_tokens, loop = max(*rooms, 1), None
+        if reason := obstacle(student, config) or writing.rows_stay:
+            self._warn_of_plain(reason)
+        if self._anywhere(bool(reason) and len(set(rooms)) > 1):
+            # Plain `generate` has one length for all; in a later turn with tools a prompt may fill most of the context.
+            for places in BY_LENGTH.groups(rooms, self._is_collective()):
+                some, theirs = [prompt_ids[place] for place in places], [rooms[place] for place in places]
+                for place, completion in self._written(student, writing, sampling, some, theirs, lazily):
+                    yield places[place], completion
+            return
+        if reason is None:
             loop = RaggedDecoding(
                 rooms=rooms,
                 context=trainer.limits.context,
@@ -217,13 +219,29 @@ class HFRollout(RolloutBackend):
     def close(self) -> None:
         self._caches.clear()
 
+    def _warn_of_plain(self, reason: str) -> None:
+        """Warns that the decoding loop is not used; once for each reason."""
+        if reason not in self._warned_of:
+            self._warned_of.add(reason)
+            logger.warning(
+                f"Completions of {self.writer} come from plain `generate`, whose batch runs until its longest row "
+                f"ends: {reason}."
+            )
+
+    def _anywhere(self, here: bool) -> bool:
+        """Whether something holds in any process, where forward passes are collective; else whether it does here."""
+        if not self._is_collective():
+            return here
+        accelerator = self._trainer.accelerator
+        return bool(accelerator.gather(torch.tensor([here], device=accelerator.device)).any())
+
     def _proved(self, student: CausalLM) -> Writing:
         reading, vocabulary = self._trainer.reading, self._trainer.limits.vocabulary
-        if other_generate(student):  # its options and results are not known
-            return Writing(reading, rows_leave=False)
+        if reason := other_generate(student):  # its options and results are not known
+            return Writing(reading, rows_stay=reason)
         with preserved_rng(self._trainer.accelerator.device):
             found = prove_writing(student, reading, vocabulary, self._is_collective())
-        if replace(found, rows_leave=True) != Writing(reading):
+        if replace(found, rows_stay=None) != Writing(reading):
             logger.warning(
                 f"`generate` of {type(student).__name__}, in a padded batch or with a cache, computes other logits "
                 f"than a forward pass, so it is called for {found}, which is slower."

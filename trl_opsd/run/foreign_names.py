@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from trl_opsd._compat.transformers import CHECKPOINTING
+
 _LEARNED_ONCE = "a completion is used for one optimizer step; `num_generations` is the completions of a prompt"
 _GENERATIONS = "it is called `num_generations`"
 _REWARDS = "rewards are passed to `OPSDTrainer`, as `reward_funcs`; `reward_weight` says what they count in training"
@@ -211,7 +213,7 @@ OPTIONS: MappingProxyType[str, str] = MappingProxyType(
         **dict.fromkeys(
             ("truncation_mode", "truncation_strategy", "cutoff_len"), "prompts are never cut; see `overlong_prompts`"
         ),
-        "activation_offloading": "`gradient_checkpointing`, which is on by default, saves that memory",
+        "activation_offloading": f"`{CHECKPOINTING}`, which is on by default, saves that memory",
         "use_remove_padding": "it is called `padding_free`",
         **dict.fromkeys(
             ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "token_budget"), "it is called `max_tokens_per_microbatch`"

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from trl_opsd._compat.transformers import CHECKPOINTING
+
 _MESSAGES = (
     "DefaultCPUAllocator",
     "can't allocate memory",
@@ -28,7 +30,7 @@ ADVICE = {
     "teach": "`teacher_offload='cpu'` or 'stream', `teacher_cache_device='cpu'`, `per_device_train_batch_size` x "
     "`gradient_accumulation_steps` (rows read), `max_completion_length`",
     "compare": "`per_device_train_batch_size` (raise `gradient_accumulation_steps` instead), "
-    "`gradient_checkpointing=True`, `loss_chunk_tokens`, `teacher_offload`, `teacher_cache_device='cpu'`, LoRA",
+    f"`{CHECKPOINTING}=True`, `loss_chunk_tokens`, `teacher_offload`, `teacher_cache_device='cpu'`, LoRA",
     "step": "LoRA, `optim` with smaller states, `teacher_offload`, ZeRO or FSDP2",
     "save": "`save_only_model=True`, ZeRO or FSDP2 with sharded checkpoints",
 }

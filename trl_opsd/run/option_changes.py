@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from transformers import TrainingArguments
 
+from trl_opsd._compat.transformers import CHECKPOINTING
 from trl_opsd._compat.trl import DistillationConfig
 
 _LIVE = {
@@ -54,7 +55,7 @@ OF_THE_OPTIMIZER = (
 
 _AT_START = {
     "gradient_accumulation_steps",
-    "gradient_checkpointing",
+    CHECKPOINTING,
     "max_steps",
     "num_train_epochs",
     "seed",

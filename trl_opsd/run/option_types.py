@@ -48,7 +48,7 @@ def check_json(args: TrainingArguments) -> None:
             The options.
 
     Raises:
-        ValueError: One begins with a brace and is not JSON.
+        ValueError: One begins with a brace and is not JSON, or is neither a dict nor JSON.
     """
     for name in args._VALID_DICT_FIELDS:
         value = getattr(args, name)
@@ -60,6 +60,8 @@ def check_json(args: TrainingArguments) -> None:
                     f"`{name}={value!r}` is not JSON ({error}): put names and texts in double quotes, for instance "
                     '\'{"revision": "main"}\', or pass a dict.'
                 ) from None
+        elif name.endswith("_kwargs") and not isinstance(value, dict | None):
+            raise ValueError(f"`{name}={value!r}`: expected a dict of options, or the JSON of one.")
 
 
 def settle_loading(args: TrainingArguments) -> None:

@@ -13,6 +13,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from trl_opsd._compat.transformers import CHECKPOINTING
 from trl_opsd.cli.plan.memory import SERVER, TRANSFORMERS, Load, loss_tile
 from trl_opsd.cli.plan.search import SHARE, Plan
 from trl_opsd.cli.plan.seconds import Rates, seconds
@@ -46,7 +47,7 @@ def options(plan: Plan, asked: Asked) -> dict[str, Any]:
         "per_device_train_batch_size": choice.micro,
         "gradient_accumulation_steps": load.batch // choice.micro,
         "max_completion_length": load.length,
-        "gradient_checkpointing": load.checkpointing,
+        CHECKPOINTING: load.checkpointing,
         "bf16": load.half,
         **_of_engine(plan, load),
     }

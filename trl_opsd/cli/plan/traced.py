@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
 
+from trl_opsd._compat.transformers import CHECKPOINTING
 from trl_opsd.models.backbone import hidden_states
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.unloaded import without_weights
@@ -104,7 +105,7 @@ def _traced(model: PreTrainedModel, rows: int, tokens: int, products: str, check
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": False})
         parameters = list(model.parameters())
         for one in parameters:
             one.grad = torch.empty_like(one)
