@@ -5,7 +5,7 @@ from __future__ import annotations
 import configparser
 import re
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ def bounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, SpecifierSet]]
     for extra in ("vllm", "deepspeed"):
         wanted += [f'{line}; extra == "{extra}"' for line in config["options.extras_require"][extra].split()]
     wanted.append('pytest>=99; extra == "test"')
-    monkeypatch.setattr(versions, "requires", lambda name: wanted)
+    monkeypatch.setattr(metadata, "requires", lambda name: wanted)
     versions.bounds.cache_clear()
     yield versions.bounds()
     versions.bounds.cache_clear()
@@ -62,7 +62,7 @@ def test_what_is_changed_or_overridden_has_an_upper_bound(bounds):
 
 
 def test_a_source_tree_that_is_not_installed_is_not_judged(bounds, monkeypatch):
-    monkeypatch.setattr(versions, "requires", lambda name: version("no distribution of this name"))
+    monkeypatch.setattr(metadata, "requires", lambda name: metadata.version("no distribution of this name"))
     versions.bounds.cache_clear()
     assert versions.outside({"transformers": "9.0"}) == []
 

@@ -436,11 +436,10 @@ def checked_args(args: DistillationConfig | None, model: Any, divergence: Diverg
         ValueError: `divergence` is neither a divergence nor the name of one, or an option was changed to a value that
             is refused.
     """
-    warn_of_outside()
     check_divergence(divergence)
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
-        return OPSDConfig(f"{name.split('/')[-1]}-OPSD")
+        args = OPSDConfig(f"{name.split('/')[-1]}-OPSD")
     if not isinstance(args, OPSDConfig):
         remedy = (
             "which has every field of TRL's `DistillationConfig`; change the class name"
@@ -449,4 +448,5 @@ def checked_args(args: DistillationConfig | None, model: Any, divergence: Diverg
         )
         raise TypeError(f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`, {remedy}.")
     args.check_again()
+    warn_of_outside()
     return args

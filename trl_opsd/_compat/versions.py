@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib import metadata
 
 from accelerate.logging import get_logger
 from packaging.requirements import Requirement
@@ -26,8 +26,8 @@ def bounds() -> dict[str, SpecifierSet]:
     Empty for a source tree that is not installed itself.
     """
     try:
-        wanted = [Requirement(line) for line in requires("trl_opsd") or ()]
-    except PackageNotFoundError:
+        wanted = [Requirement(line) for line in metadata.requires("trl_opsd") or ()]
+    except metadata.PackageNotFoundError:
         return {}
     return {
         one.name: one.specifier
@@ -36,16 +36,15 @@ def bounds() -> dict[str, SpecifierSet]:
     }
 
 
-@cache
 def installed() -> dict[str, str]:
     """The version of each library of [`bounds`] that is installed."""
     found = {}
     for name in {**bounds(), "vllm": None}:
         for build in (name, f"{name}-cpu"):
             try:
-                found[name] = version(build)
+                found[name] = metadata.version(build)
                 break
-            except PackageNotFoundError:
+            except metadata.PackageNotFoundError:
                 continue
     return found
 
@@ -64,10 +63,11 @@ def outside(found: Mapping[str, str]) -> list[str]:
     ]
 
 
+@cache
 def warn_of_outside() -> None:
-    """Warns once about libraries that are installed against the bounds."""
+    """Warns, in the first call, about libraries that are installed against the bounds."""
     if found := outside(installed()):
-        logger.warning_once(
+        logger.warning(
             f"Older or newer than what trl_opsd was tested with: {', '.join(found)}. Install the expected versions: "
             "this package uses private parts of its neighbours, which may have changed."
         )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
 import warnings
 
-from accelerate.logging import get_logger
 from packaging.specifiers import SpecifierSet
 
 from trl_opsd._compat.trl import is_vllm_available
 from trl_opsd._compat.versions import bounds, installed
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def _check_version() -> None:
@@ -24,7 +25,7 @@ def _check_version() -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         is_vllm_available()
-    for one in said:
+    for one in said if os.environ.get("RANK", "0") == "0" else ():
         logger.warning(f"{one.message} trl_opsd itself was tested with vllm{supported}.")
 
 
