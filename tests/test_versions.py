@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import configparser
+import importlib.util
 import re
+import sys
+import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+from accelerate import PartialState
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from trl_opsd._compat import versions
+from trl_opsd._compat.import_noise import drop_import_noise
+from trl_opsd._compat.trl import is_vllm_available
+from trl_opsd.config import checked_args
 
 pytestmark = pytest.mark.quick
 
@@ -75,3 +83,36 @@ def test_the_versions_of_the_docs_are_those_that_may_be_installed(bounds):
         assert ends[">="][:2] == Version(oldest).release
         major, minor = Version(newest).release
         assert ends.get("<", (major, minor + 1)) == (major, minor + 1)
+
+
+def test_trl_warns_of_a_newer_vllm_once_and_where_it_is_chosen(bounds, monkeypatch, caplog):
+    find_spec = importlib.util.find_spec
+
+    def found(name: str, *rest: Any) -> Any:
+        return object() if name == "vllm" else find_spec(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    monkeypatch.setitem(is_vllm_available.__globals__, "_is_package_available", lambda *_, **__: (True, "0.32.0"))
+    with warnings.catch_warnings(record=True) as at_imports:
+        warnings.simplefilter("always")
+        drop_import_noise()
+        exec("is_vllm_available()", {"__name__": "trl.generation.vllm_client", "is_vllm_available": is_vllm_available})
+    monkeypatch.setitem(sys.modules, "trl_opsd._compat.vllm", None)
+    del sys.modules["trl_opsd._compat.vllm"]
+    importlib.import_module("trl_opsd._compat.vllm")
+    assert not at_imports
+    [said] = caplog.messages
+    assert said.startswith(
+        "TRL currently supports vLLM versions from 0.22.0 to 0.31.0. You have version 0.32.0 installed."
+    )
+    assert said.endswith("trl_opsd itself was tested with vllm<0.33,>=0.31.0.")
+
+
+def test_a_library_outside_its_bounds_is_a_warning_where_no_options_are_given(bounds, monkeypatch, caplog):
+    monkeypatch.setattr(versions, "installed", lambda: {"transformers": "9.0", "trl": "1.16.0"})
+    versions.warn_of_outside.cache_clear()
+    PartialState._reset_state()
+    checked_args(None, "student", None)
+    checked_args(None, "student", None)
+    [said] = caplog.messages
+    assert "transformers 9.0 (expected transformers<5.25,>=5.10.4). Install the expected" in said
