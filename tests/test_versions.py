@@ -101,7 +101,7 @@ def test_trl_warns_of_a_newer_vllm_once_and_where_it_is_chosen(bounds, monkeypat
     del sys.modules["trl_opsd._compat.vllm"]
     importlib.import_module("trl_opsd._compat.vllm")
     assert not at_imports
-    [said] = caplog.messages
+    [said] = [one.getMessage() for one in caplog.records if one.name == "trl_opsd._compat.vllm"]
     assert said.startswith(
         "TRL currently supports vLLM versions from 0.22.0 to 0.31.0. You have version 0.32.0 installed."
     )
@@ -114,5 +114,5 @@ def test_a_library_outside_its_bounds_is_a_warning_where_no_options_are_given(bo
     PartialState._reset_state()
     checked_args(None, "student", None)
     checked_args(None, "student", None)
-    [said] = caplog.messages
+    [said] = [one.getMessage() for one in caplog.records if one.name == versions.__name__]
     assert "transformers 9.0 (expected transformers<5.25,>=5.10.4). Install the expected" in said
