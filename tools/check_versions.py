@@ -3,8 +3,8 @@
 `make test-latest` builds two environments, because vLLM pins its own torch and transformers: the newest of everything
 without vLLM, and the newest compatible with the vLLM of `setup.cfg`, in its CPU build. `make test-lowest` builds one.
 Needs a C++ compiler. Wheel and environments are in a temporary folder (`TMPDIR`) and are deleted. If an index has torch
-for CUDA only, each takes minutes and 8 GB; `PIP_EXTRA_INDEX_URL` may name one with CPU builds. Versions newer than
-`TESTED` in `trl_opsd/run/versions.py` that pass are entered there.
+for CUDA only, each takes minutes and 8 GB; `PIP_EXTRA_INDEX_URL` may name one with CPU builds. A release beyond a bound
+is tried by moving the bound in `setup.cfg`, where it stays if all pass.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ WITH_VLLM = ("tests/contract", "tests/rollout", "tests/test_trainer.py", "tests/
 FOR_TESTS = ("hypothesis", "jmespath", "ninja", "pillow", "pytest", "pytest-timeout", "pytest-xdist")
 BESIDE = ("tests", "examples", "docs", "requirements", "tools", "README.md", "setup.cfg")
 """Files that tests read. The package is not among them, so that tests import the wheel."""
+IMPORTED = {"pyyaml": "yaml"}
+"""Modules of distributions that have another name."""
+EXTRAS = ("deepspeed", "server")
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -87,16 +90,9 @@ def wanted(extra: str = "") -> list[Requirement]:
 
 
 def lower_bounds() -> list[str]:
-    """`name==version` for each lower bound, DeepSpeed's included.
-
-    Raises:
-        ValueError: A requirement has no lower bound.
-    """
-    bounded = [*wanted(), *wanted("deepspeed")]
-    lowest = {one.name: [bound.version for bound in one.specifier if bound.operator == ">="] for one in bounded}
-    if unbound := [name for name, versions in lowest.items() if not versions]:
-        raise ValueError(f"setup.cfg: {unbound} without a lower bound to test: add `>=`.")
-    return [f"{name}=={version}" for name, (version, *_) in lowest.items()]
+    """`name==version` for each lower bound, those of `EXTRAS` included."""
+    bounded = [*wanted(), *(one for extra in EXTRAS for one in wanted(extra))]
+    return [f"{one.name}=={bound.version}" for one in bounded for bound in one.specifier if bound.operator == ">="]
 
 
 def copy_test_files(folder: Path) -> None:
@@ -125,13 +121,14 @@ def outcome(made_of: Environment, folder: Path, wheel: Path) -> tuple[bool, str]
         if made_of.engine:  # separately, as its torch may have to be another build of the same version
             call(*pip, "install", "-qq", "--no-deps", made_of.engine)
             pins += engine_requirements(python, ABSENT)
-        call(*pip, "install", "-qq", *pins, *FOR_TESTS, f"{wheel}[deepspeed]")
+        call(*pip, "install", "-qq", *pins, *FOR_TESTS, f"{wheel}[{','.join(EXTRAS)}]")
         call(*pip, "list")
         say("importing each library by itself, and everything from the wheel")
         # A script may import them before this package, which may patch one of their imports.
         for library in [*wanted(), *wanted("deepspeed"), *(wanted("vllm") if made_of.engine else [])]:
-            call(python, "-I", "-c", f"import {library.name}")
+            call(python, "-I", "-c", f"import {IMPORTED.get(library.name, library.name)}")
         call(python, "-I", "-c", WITH_LIBRARIES)
+        call(environment / "bin" / "trl-opsd", "--help")
     except subprocess.CalledProcessError as error:
         return False, f"failed: {' '.join(map(str, error.cmd))[:200]}"
     say("testing")

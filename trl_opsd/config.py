@@ -15,11 +15,11 @@ from trl_opsd._compat.killed_builds import check_builds
 from trl_opsd._compat.parallelism import check_parallelism
 from trl_opsd._compat.transformers import ALIASES
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
+from trl_opsd._compat.versions import warn_of_outside
 from trl_opsd.data.row_sharding import check_sharing
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import Settings, divergence_of
-from trl_opsd.run import versions
 from trl_opsd.run.data_options import check_data
 from trl_opsd.run.engine_options import check_engines
 from trl_opsd.run.failure import share_tracebacks
@@ -435,11 +435,10 @@ def checked_args(args: DistillationConfig | None, model: Any, divergence: Diverg
         ValueError: `divergence` is neither a divergence nor the name of one, or an option was changed to a value that
             is refused.
     """
-    versions.warn_of_newer()
     check_divergence(divergence)
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
-        return OPSDConfig(f"{name.split('/')[-1]}-OPSD")
+        args = OPSDConfig(f"{name.split('/')[-1]}-OPSD")
     if not isinstance(args, OPSDConfig):
         remedy = (
             "which has every field of TRL's `DistillationConfig`; change the class name"
@@ -448,4 +447,5 @@ def checked_args(args: DistillationConfig | None, model: Any, divergence: Diverg
         )
         raise TypeError(f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`, {remedy}.")
     args.check_again()
+    warn_of_outside()
     return args

