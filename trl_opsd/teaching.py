@@ -31,7 +31,7 @@ from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
 from trl_opsd.data.readers import Reader, Readers
 from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED, TEMPLATE, TEXT_TEMPLATE, Row
-from trl_opsd.data.vocabulary import shared_vocabulary
+from trl_opsd.data.vocabulary import largest_id, shared_vocabulary
 from trl_opsd.loop.footprint import footprint
 from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.models.padding import Reading
@@ -83,10 +83,11 @@ class Teaching(SeamTrainer):
             tokenize=self.tokenize,
             template=self.args.teacher_template_kwargs,
             tokenizer=self.processing_class,
+            largest_id=largest_id(self.processing_class),
             settings=(self.chat_template_kwargs, [tool.__name__ for tool in self.tools or ()]),
             student_limits=student_limits(self.model, self.args),
         )
-        self._prompts_are_seen = bool(next(iter(given.rows.values())).first_requests(given.intake))
+        self._prompts_are_seen = next(iter(given.rows.values())).can_be_read_ahead
         rows = self._admit_datasets(given.rows, self.readers.student)
         self._student_readers = self.readers
         self._set_up_teachers(given.models)

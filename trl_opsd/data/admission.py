@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 
 _BATCH = 1000
 """Rows that are tokenized at once."""
-_SOME = 100
+_SOME = 20
 """Rows of which a warning judges the others."""
 _FEW = 1000
 """Rows that take a moment: no progress bar, and no cache."""
@@ -49,6 +49,20 @@ class Rows:
     """The shape and size of each row; `None` for a stream, or where each row has to be read to know them."""
     progress: bool
     """Whether to show progress bars."""
+    read: Any = field(init=False)
+    """The dataset with the values and the columns that are read ahead."""
+
+    def __post_init__(self) -> None:
+        read = self.dataset
+        if self.can_be_read_ahead:  # a transform may compute the prompts from other columns
+            read = read.with_format(None)
+            read = read.select_columns([name for name in COLUMNS if name in read.column_names])
+        object.__setattr__(self, "read", read)
+
+    @property
+    def can_be_read_ahead(self) -> bool:
+        """Whether rows can be read before a tokenizer is known: a transform may need one, and a stream goes on."""
+        return not (_is_stream(self.dataset) or has_transform(self.dataset))
 
     @classmethod
     def of(cls, dataset: Any, where: str, columns: Collection[str], progress: bool) -> Rows:
@@ -67,7 +81,7 @@ class Rows:
 
     def first_requests(self, intake: Intake) -> list[Request]:
         """Some rows, parsed; none of a stream, and none that a transform computes."""
-        if _is_stream(self.dataset) or has_transform(self.dataset):
+        if not self.can_be_read_ahead:
             return []
         return list(next(_requests(self, range(min(_SOME, len(self.dataset))), intake)).values())
 
@@ -87,7 +101,7 @@ def look_ahead(rows: Rows, intake: Intake) -> None:
         ValueError: A row is invalid; the message names it.
         TypeError: A prompt is neither text nor messages.
     """
-    if _is_stream(rows.dataset) or has_transform(rows.dataset):
+    if not rows.can_be_read_ahead:
         return
     kind = None
     for requests in _requests(rows, rows.one_of_each_shape, intake):
@@ -123,7 +137,8 @@ def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
         others = _may_not_fit(rows.survey, counts[:, 0], reader)
         numbers, counts = np.append(numbers, others), np.append(counts, _counted(rows, others, reader), axis=0)
     by_number = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-    suspects = [number for number in sorted(by_number) if not reader.strictest.admits(*by_number[number])]
+    strictest = reader.strictest
+    suspects = [number for number in sorted(by_number) if not strictest.admits(*by_number[number])]
     gone = []
     for requests in _requests(rows, suspects, reader.intake):
         for number, request in requests.items():
@@ -166,12 +181,15 @@ def _may_not_fit(survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbe
 def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
     """For each of these rows, the number of tokens of its prompt and the largest of their ids; [rows, 2].
 
+    Where the models know all ids of the tokenizer, the largest is not looked for, and is 0.
+
     Those of many stored rows are kept in the cache of `datasets`, for the other processes of this machine and for later
     runs.
     """
     if rows.survey is None or len(numbers) <= _FEW or not datasets.is_caching_enabled():
         return _count(rows, numbers, reader)
-    key = Hasher.hash([digest(rows.dataset.select(numbers), reader.columns), reader.tokenizer, reader.settings])
+    read = digest(rows.dataset.select(numbers), reader.columns)
+    key = Hasher.hash([read, reader.tokenizer, reader.settings, reader.knows_all_ids])
     path = Path(datasets.config.HF_DATASETS_CACHE) / "trl_opsd" / f"{key}.npy"
     with PartialState().local_main_process_first():
         if path.exists():
@@ -188,26 +206,21 @@ def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
 
 
 def _count(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
-    counts, kind = [], None
+    counts, kind, all_known = [], None, reader.knows_all_ids
     for requests in _requests(rows, numbers, reader.intake):
         prompts = [reader.prompt_of(request) for request in requests.values()]
         kind = reader.check_kind(prompts, kind)
-        counts += [(len(ids), max(ids, default=0)) for ids in reader.token_ids(prompts)]
+        counts += [(len(ids), 0 if all_known else max(ids, default=0)) for ids in reader.token_ids(prompts)]
     return np.array(counts, np.int64).reshape(-1, 2)
 
 
 def _requests(rows: Rows, numbers: Sequence[int] | Numbers, intake: Intake) -> Iterator[dict[int, Request]]:
     """These rows, parsed, by their numbers, a batch at a time."""
-    dataset = rows.dataset
-    # A transform may compute the prompts from other columns; any other format only changes the type of the values.
-    if not has_transform(dataset):
-        dataset = dataset.with_format(None)
-        dataset = dataset.select_columns([name for name in COLUMNS if name in dataset.column_names])
     hidden = not rows.progress or len(numbers) <= _FEW
     with tqdm(total=len(numbers), desc=f"Checking the prompts of {rows.where}", disable=hidden) as bar:
         for start in range(0, len(numbers), _BATCH):
             chosen = [int(number) for number in numbers[start : start + _BATCH]]
-            batch = dataset[chosen]
+            batch = rows.read[chosen]
             values = (dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True))
             yield {
                 number: intake.read(row, f"row {number} of {rows.where}")

@@ -53,7 +53,7 @@ def check_columns(
             f"There are several teachers, but {where} has no column 'teacher', only {names}: add one that names one of "
             f"{sorted(teachers)} in each row."
         )
-    for name in names:
+    for name in names if optional else ():
         (meant,) = get_close_matches(name, optional, n=1, cutoff=0.85) or [name]
         if meant not in names:
             raise ValueError(

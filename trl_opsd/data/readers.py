@@ -14,7 +14,6 @@ from trl_opsd.data.bounds import at_most_one_token_per_byte
 from trl_opsd.data.chat_templates import added_at_end, check_parts
 from trl_opsd.data.intake import Intake, Request
 from trl_opsd.data.prompts import Prompt, PromptLimits, common_kind
-from trl_opsd.data.vocabulary import largest_id
 
 logger = get_logger(__name__)
 
@@ -31,6 +30,8 @@ class Reader:
     """Turns prompts of one kind into token ids, chat template included."""
     tokenizer: PreTrainedTokenizerBase
     """What `tokenize` uses."""
+    largest_id: int
+    """Its largest token id."""
     settings: tuple[Any, ...]
     """All else on which the token ids depend; the same in every run that has the same options."""
     limits: Mapping[str, PromptLimits]
@@ -58,9 +59,14 @@ class Reader:
         )
 
     @property
+    def knows_all_ids(self) -> bool:
+        """Whether the models know every token id of the tokenizer."""
+        return self.largest_id < self.strictest.vocabulary
+
+    @property
     def is_bounded(self) -> bool:
         """Whether a prompt has at most one token for each byte, and only tokens that the models know."""
-        return at_most_one_token_per_byte(self.tokenizer) and largest_id(self.tokenizer) < self.strictest.vocabulary
+        return self.knows_all_ids and at_most_one_token_per_byte(self.tokenizer)
 
     def check_kind(self, prompts: Sequence[Prompt], kind: str | None = None) -> str | None:
         """Checks that all prompts, and those before them of the given kind, are of one kind, and returns it.
@@ -123,6 +129,8 @@ class Readers:
     """Chat template arguments that differ for the teacher."""
     tokenizer: PreTrainedTokenizerBase
     """What `tokenize` uses."""
+    largest_id: int
+    """Its largest token id, which takes long to find among many."""
     settings: tuple[Any, ...]
     """The chat template arguments of both, and whatever else `tokenize` depends on."""
     student_limits: PromptLimits
@@ -138,6 +146,7 @@ class Readers:
             prompt_of=lambda request: request.student,
             tokenize=self.tokenize,
             tokenizer=self.tokenizer,
+            largest_id=self.largest_id,
             settings=self.settings,
             limits=dict.fromkeys(self.intake.teachers, self.student_limits),
         )
@@ -150,6 +159,7 @@ class Readers:
             prompt_of=lambda request: request.of_teacher,
             tokenize=self._tokenize_for_teacher,
             tokenizer=self.tokenizer,
+            largest_id=self.largest_id,
             settings=(*self.settings, dict(self.template), self.intake.prompts.template),
             limits=self.teacher_limits,
             columns=("prompt", "teacher_prompt", "privileged_context"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trl_opsd._compat.deepspeed import register_external_parameters, with_current_autocast
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import DistillationTrainer, pad, unwrap_model_for_generation
 from trl_opsd.loop.shared_rows import SharedRows
@@ -106,7 +107,9 @@ class Hosting(SharedRows):
 
         ZeRO-3 and FSDP2 gather weights only there. A student that is not split needs no wrapper.
         """
-        student = self.accelerator.unwrap_model(self.model_wrapped)
+        student = self.model_wrapped
+        if not isinstance(student, CausalLM):  # else accelerate looks at what is installed to find nothing to unwrap
+            student = self.accelerator.unwrap_model(student)
         if not is_split_model(student):
             return function(student, *args)
         head = student.get_output_embeddings()  # its parameters include those of an adapter that is disabled now
