@@ -119,3 +119,39 @@ def test_a_check_at_toy_size_passes(gpu, tmp_path, place):
     seen, _ = findings.read(tmp_path / "findings")
     assert len(seen) > 3
     assert not [one for one in seen if one["verdict"] == "FAIL"]
+
+
+KERNELS = """
+import pathlib, sys, torch
+sys.path.insert(0, sys.argv[1])
+from gpu_checks.findings import Findings
+from gpu_checks.losses import kernels
+from trl_opsd.losses import fused
+
+class Launches:  # whose number is that of the tensors' device while the kernel is launched
+    def __getitem__(self, grid):
+        return lambda *args, **more: (seen.append(current[-1]), launch[grid](*args, **more))
+
+class Device:
+    def __init__(self, index):
+        self.index = index
+    def __enter__(self):
+        current.append(self.index)
+    def __exit__(self, *exception):
+        current.pop()
+
+seen, current, launch, fused._rows = [], ["none is set"], fused._rows, Launches()
+torch.accelerator.device_index = Device
+kernels(Findings(pathlib.Path(sys.argv[2]), "cpu"))
+assert set(seen) == {torch.device("cpu").index} and len(seen) > 26, seen
+"""
+
+
+def test_the_kernel_check_of_a_gpu_runs_and_launches_on_the_device_of_its_tensors(gpu, tmp_path):
+    from gpu_checks import findings
+
+    command = [sys.executable, "-c", KERNELS, str(FOLDER), str(tmp_path / "findings")]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seen, _ = findings.read(tmp_path / "findings")
+    assert [one["verdict"] for one in seen] == ["PASS", "-", "-"] * 2

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import weakref
 
 import pytest
 import tiny
+import torch
 from lone_host import LoneHost
 
 pytest.importorskip("vllm")
 
 from vllm_lab import student
 
+from trl_opsd._compat.vllm.launcher_environment import launcher_environment
 from trl_opsd.data.prompts import PromptLimits
 from trl_opsd.rollout import synced
+from trl_opsd.rollout.vllm import VLLMRollout
 
 pytestmark = pytest.mark.vllm
 
@@ -71,3 +76,42 @@ def test_an_adapter_that_is_not_lora_is_refused(make):
     config = IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
     with pytest.raises(ValueError, match="only LoRA on linear layers and embeddings is supported"):
         make(peft_config=config)
+
+
+@pytest.mark.quick
+def test_an_engine_that_takes_no_adapter_is_gone_before_the_next_starts(monkeypatch):
+    loaded = []
+
+    class Engine:
+        def __init__(self, options):
+            weights = torch.zeros(8)
+            if options == "adapter":
+                loaded.append(weakref.ref(weights))
+                raise ValueError("Toy does not support LoRA yet.")
+            assert loaded[0]() is None, "two engines' weights in memory"
+
+    class Rollout(VLLMRollout):
+        def __init__(self):
+            self._mode = "adapter"
+
+        def _engine_options(self):
+            return self._mode
+
+        def _choose_sync(self, against):
+            self._mode = "full"
+
+    monkeypatch.setattr("trl_opsd.rollout.vllm.VLLMEngine", Engine)
+    assert isinstance(Rollout()._started(), Engine)
+    assert len(loaded) == 1
+
+
+@pytest.mark.quick
+def test_an_engine_is_put_on_the_device_of_its_process_not_on_its_local_rank(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")  # as SLURM counts tasks that see one device each
+    with launcher_environment():
+        assert os.environ["LOCAL_RANK"] == "3"
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    with launcher_environment():
+        assert os.environ["LOCAL_RANK"] == "0"
+    assert os.environ["LOCAL_RANK"] == "3"

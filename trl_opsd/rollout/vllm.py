@@ -80,12 +80,16 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         """Starts the engine; falls back to sending all weights if it takes no adapter or does not start with LoRA."""
         if self._mode == "full":
             return VLLMEngine(self._engine_options())
+        against: str | None = None
         try:
             engine = VLLMEngine(self._engine_options())
         except ValueError as error:
             if "LoRA" not in str(error):
                 raise
-            self._choose_sync(str(error))
+            against = str(error)  # the error itself keeps the engine's weights, by its traceback
+        if against is not None:
+            self._choose_sync(against)
+            clear_device_cache(garbage_collection=True)
             return self._started()
         if lost := engine.unknown_layers(adapter_layers(self._trainer.model)):
             self._choose_sync(f"vLLM's model of the student has no separate layer for {lost[0]}")

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import distributed
 
 
@@ -17,7 +18,7 @@ def launcher_environment() -> Iterator[None]:
     rank = distributed.get_rank() if group else 0
     given = {
         "RANK": str(rank),
-        "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
+        "LOCAL_RANK": _device(),
         "WORLD_SIZE": str(distributed.get_world_size() if group else 1),
         "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
         "MASTER_PORT": os.environ.get("MASTER_PORT") or str(_free_port()),
@@ -33,6 +34,13 @@ def launcher_environment() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _device() -> str:
+    """The number of this process's device, which is not its local rank where a task sees one device alone."""
+    if torch.accelerator.is_available():
+        return str(torch.accelerator.current_device_index())
+    return os.environ.get("LOCAL_RANK", "0")
 
 
 def _free_port() -> int:
