@@ -69,7 +69,7 @@ DEFAULTS: MappingProxyType[str, str] = MappingProxyType(
         "gold": "learning_rate=1e-07, temperature=0.9, top_p=0.95, lmbda=0.5, beta=0.5, max_completion_length=128, "
         "disable_dropout=True, vllm_gpu_memory_utilization=0.9",
         "sdft": "learning_rate=5e-05, disable_dropout=True, num_generations=8, max_completion_length=256, "
-        "teacher_model_kind='base', beta=0.5",
+        r"teacher_model_kind='base', beta=0.5, teacher_prompt_template='{prompt}\n\n{privileged_context}'",
         "sdpo": "learning_rate=5e-05, disable_dropout=True, num_generations=8, max_completion_length=256, "
         "teacher_model_kind='ema'",
     }
