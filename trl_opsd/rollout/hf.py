@@ -233,7 +233,7 @@ class HFRollout(RolloutBackend):
         if not self._is_collective():
             return here
         accelerator = self._trainer.accelerator
-        return bool(accelerator.gather(torch.tensor([here], device=accelerator.device)).any())
+        return bool(accelerator.gather(torch.tensor([int(here)], device=accelerator.device)).any())
 
     def _proved(self, student: CausalLM) -> Writing:
         reading, vocabulary = self._trainer.reading, self._trainer.limits.vocabulary
