@@ -55,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         reward_funcs=right,  # as TRL's `GRPOTrainer` takes them; here for evaluations alone
     )
     print(
-        f"{options.steps} steps; each row says how many are done, and `trl-opsd report {options.output}` makes the report so\n"
-        "far. `reward` is the accuracy. It falls at first (0.27 to 0.08 after 20 steps): the rate is high, so that a few\n"
-        "minutes are enough, and unlearns digits before it teaches them. After about 100 steps it is above its start."
+        f"{options.steps} steps; each row says how many are done, and `trl-opsd report {options.output}` shows them.\n"
+        "`reward` is the accuracy. It falls at first (0.27 to 0.08 after 20 steps): the rate is high, so that minutes\n"
+        "are enough, and unlearns digits before it teaches them. After about 100 steps it is above its start."
     )
     trainer.train()
 

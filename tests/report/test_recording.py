@@ -9,7 +9,6 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
-
 from transformers import TrainerState
 
 from trl_opsd import FixedRollout
@@ -106,11 +105,15 @@ def test_a_training_is_the_same_with_and_without(make_trainer, tmp_path):
 
 def test_the_last_step_shows_the_prompts_of_the_first_where_it_has_them(tmp_path):
     recording, state = Recording(str(tmp_path), dict, False), TrainerState(max_steps=9)
-    for step, prompts in ((0, [[1], [2], [3], [4]]), (8, [[9], [8], [7], [6], [3], [5], [4]])):
+
+    def note(step, prompts):
         state.global_step = step
         recording.note(
             state, True, lambda: prompts, lambda rows: [Sample(str(prompts[row]), None, (), False) for row in rows]
         )
+
+    note(0, [[1], [2], [3], [4]])
+    note(8, [[9], [8], [7], [6], [3], [5], [4]])
     first, last = ({one.prompt for one in found.samples} for found in recorded_in(tmp_path))
     assert first == {"[1]", "[2]", "[3]", "[4]"}
     assert first & last == {"[3]", "[4]"}
