@@ -84,7 +84,7 @@ def test_the_bar_names_the_phase_that_runs_in_a_terminal_only(monkeypatch, capsy
             pass
         shown.on_train_end(None, state, control)
         drawn = stream.getvalue()
-        assert ("teacher reads" in drawn) == ("mine" in drawn) == stream.isatty()
+        assert (", teach]" in drawn) == ("mine" in drawn) == stream.isatty()
         assert drawn or not stream.isatty()
 
 

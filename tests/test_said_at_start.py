@@ -140,7 +140,9 @@ def test_a_metric_for_the_best_model_that_no_evaluation_logs_is_said(make_traine
 
 
 def test_noise_in_the_figures_of_the_log_is_said(make_trainer, caplog):
-    trainer = make_trainer(neftune_noise_alpha=5.0, max_steps=1, eval_dataset=tiny.rows(), per_device_train_batch_size=8)
+    trainer = make_trainer(
+        neftune_noise_alpha=5.0, max_steps=1, eval_dataset=tiny.rows(), per_device_train_batch_size=8
+    )
     assert "`neftune_noise_alpha=5`: the figures of the training log" in caplog.text
     without = trainer.evaluate()["eval_divergence/mean"]
     trainer.train()

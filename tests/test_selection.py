@@ -164,9 +164,7 @@ def test_of_clipped_values_the_largest_are_kept_not_the_most_negative(divergence
     teacher_CV = 2 * torch.randn(6, 5, generator=drawn)
     student_CV = teacher_CV + torch.tensor([0.1, 3, 0.1, 3, 0.1, 3])[:, None] * torch.randn(6, 5, generator=drawn)
     head, weights_BC, ids = OutputHead(torch.eye(5)), torch.ones(1, 6), torch.zeros(1, 6, dtype=torch.long)
-    rollout = Rollout(
-        prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=ids + 1, weights=weights_BC
-    )
+    rollout = Rollout(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=ids + 1, weights=weights_BC)
     targets = TeacherTargets.by_row([RowTargets(teacher_CV, torch.arange(6))], 6)
     given = shares([head], targets, weights_BC, Selection("teacher_divergence", 0.5))
     found = compared(

@@ -221,7 +221,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         self.remember_launch()
         self.args.accept_changes()
         is_traced = "trackio" in self.args.report_to
-        self._recording = Recording(self.args.output_dir, is_traced) if self.args.report else None
+        self._recording = Recording(self.args.output_dir, self.about, is_traced) if self.args.report else None
         if self._recording is not None:
             self.add_callback(self._recording)
         self.add_callback(Banner(self._announced, lambda: self._described.later()))

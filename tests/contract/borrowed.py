@@ -162,6 +162,7 @@ OWNERS = (
             "create_scheduler": "settings of the optimizer before a checkpoint is loaded",
             "create_optimizer": "FSDP2 is prepared with it, for an evaluation before training",
             "deepspeed": "reset, so that each training has an engine of its own",
+            "create_accelerator_and_postprocess": "notes `use_cache` of the student's config before it is changed",
             "eval_dataset": "",
             "get_optimizer_cls_and_kwargs": "whether the package of an optimizer is there",
             "evaluate": "with the launch's state of this trainer",

@@ -44,6 +44,7 @@ def test_the_training_shows_rows_and_no_dict(run):
     assert "20/20" in printed
     assert "20 steps in " in printed
     assert "'loss'" not in printed
+    assert "IProgress" not in printed
 
 
 def test_it_is_stored_without_outputs():

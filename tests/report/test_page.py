@@ -78,7 +78,7 @@ def test_curves_are_the_figures_of_the_log():
     assert rows[0] == (0, [0.5, None])
     assert rows[-1] == (100, [None, 0.01])
     assert ("Time", "2 min 5 s") in facts(LOG)
-    assert ("Reward, eval", "0.25 → 0.75") in facts(LOG)
+    assert ("Reward, eval", "0.250 → 0.750") in facts(LOG)
 
 
 @pytest.mark.quick
@@ -114,6 +114,24 @@ def test_text_of_models_stays_text():
     elements.feed(made)
     assert {one.partition(",")[0] for one in elements.asks_for} == {"data:image/svg+xml;base64"}
     assert not re.search(r"@import|url\(", made)
+
+
+@pytest.mark.quick
+def test_other_prompts_first_and_last_are_explained_and_the_same_ones_stand_side_by_side():
+    made = page("run", LOG, RECORDED, {"student": "<b>small</b>"})
+    of_evaluation, of_training = made.split("<h3>")[1:]
+    assert (of_evaluation.count('"sample pair"'), "other prompts" in of_evaluation) == (1, False)
+    assert (of_training.count('"sample pair"'), "other prompts" in of_training) == (0, True)
+    assert "<dt>student</dt><dd>&lt;b&gt;small&lt;/b&gt;</dd>" in made
+    assert "Models and settings" not in page("run", LOG, RECORDED)
+
+
+@pytest.mark.quick
+def test_phases_have_the_names_of_the_terminal_and_numbers_of_a_chart_the_same_decimals():
+    found = {one.title: one for one in charts(LOG)}
+    assert [one.name for one in found["Seconds of a step"].curves] == ["write"]
+    assert [found["Divergence"].shown(value) for value in (1.0, 0.01, None)] == ["1.000", "0.010", "–"]
+    assert found["Learning rate"].shown(1e-6) == "1.00e-06"
 
 
 def test_what_is_read_is_what_was_written_and_damage_is_named(tmp_path):
@@ -211,8 +229,8 @@ def test_a_person_reads_it_with_mouse_keyboard_phone_and_printer(browser, addres
     tokens.nth(1).hover()
     assert "␣is" in panel.inner_text()
     assert "0.500 nats" in panel.inner_text()
-    assert "student 25 %, teacher 50 %" in panel.inner_text()
-    assert re.search(r"é\s+75 %", panel.inner_text())
+    assert "student 25.0 %, teacher 50.0 %" in panel.inner_text()
+    assert re.search(r"é\s+75.0 %", panel.inner_text())
 
     view.locator("header").hover()
     for _ in range(40):  # past the tables' summaries, to the first completion

@@ -9,11 +9,13 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from transformers import TrainerState
 
 from trl_opsd import FixedRollout
+from trl_opsd.loop.recording import Recording
 from trl_opsd.report.files import log_of, recorded_in
 from trl_opsd.report.page import write
-from trl_opsd.report.samples import CHUNK, TOKENS
+from trl_opsd.report.samples import CHUNK, TOKENS, Sample
 
 pytest.importorskip("vl_convert")
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "eval_dataset": tiny.rows(4)}
@@ -94,8 +96,27 @@ def test_a_training_is_the_same_with_and_without(make_trainer, tmp_path):
     assert log_of(tmp_path / "True") == json.loads(json.dumps(recorded.state.log_history))
     page = (tmp_path / "True" / "report.html").read_text()
     assert page.count("<figure>") >= 5
+    for topic, said in (("student", "a Qwen2ForCausalLM that has no name"), ("objective", "ReverseKL() at temperature"),
+                        ("steps", "3 of 4 prompts each"), ("optimizer", "AdamW, learning rate 0.0001")):  # fmt: skip
+        assert f"<dt>{topic}</dt><dd>{said}" in page
     of_ends = [one for one in found if (one.split, one.step) != ("eval", 2)]
     assert page.count('class="tokens"') == sum(len(one.samples) for one in of_ends)
+
+
+def test_the_last_step_shows_the_prompts_of_the_first_where_it_has_them(tmp_path):
+    recording, state = Recording(str(tmp_path), dict, False), TrainerState(max_steps=9)
+
+    def note(step, prompts):
+        state.global_step = step
+        recording.note(
+            state, True, lambda: prompts, lambda rows: [Sample(str(prompts[row]), None, (), False) for row in rows]
+        )
+
+    note(0, [[1], [2], [3], [4]])
+    note(8, [[9], [8], [7], [6], [3], [5], [4]])
+    first, last = ({one.prompt for one in found.samples} for found in recorded_in(tmp_path))
+    assert first == {"[1]", "[2]", "[3]", "[4]"}
+    assert first & last == {"[3]", "[4]"}
 
 
 def test_a_resumed_run_keeps_what_it_had_and_a_new_one_begins_anew(make_trainer, tmp_path):

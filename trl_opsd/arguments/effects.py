@@ -163,9 +163,9 @@ def warn_of_options(
         logger.warning(described(args, found))
     if args.neftune_noise_alpha:
         logger.warning(
-            f"`neftune_noise_alpha={args.neftune_noise_alpha:g}`: the figures of the training log, as `divergence/mean`, "
-            "are those of a student with noise in its embeddings, and may be many times larger than without: compare "
-            "evaluations, which have none."
+            f"`neftune_noise_alpha={args.neftune_noise_alpha:g}`: the figures of the training log, as "
+            "`divergence/mean`, are those of a student with noise in its embeddings, and may be many times larger than "
+            "without: compare evaluations, which have none."
         )
     if optimizers[1] is None and 0 < args.max_steps < args.warmup_steps:
         logger.warning(

@@ -53,6 +53,8 @@ _OWN = {
 
 _FIGURES = re.compile(r"(.+_)?(divergence|rewards/.+)/mean")
 """Names in the log that the card shows, also of evaluations."""
+_MARKS = re.compile(r"\[([^\]]+)\]\([^)]+\)|`")
+"""Links, and what code stands between."""
 _BASE, _PROCEDURE, _UNNAMED = "This model is a fine-tuned version of [", "## Training procedure", 'model="None"'
 """What is completed in TRL's card: the beginnings of two lines, and a part of another."""
 
@@ -125,14 +127,23 @@ class Cards(DistillationTrainer):
             card.data.base_model = known
         card.save(path)
 
+    def _taught(self) -> dict[str, str]:
+        """Teachers, objective and settings, in words by topic."""
+        taught = {
+            f"teacher{f' `{name}`' if len(self.teachers) > 1 else ''}": self._taught_by(one)
+            for name, one in self.teachers.items()
+        }
+        objective = f"`{self.divergence!r}` at {self._at}{shape_in_words(self.args)}, over {self._source}"
+        return {**taught, "objective": objective, **self.settings}
+
+    def about(self) -> dict[str, str]:
+        """The same and the student, without marks, for the report."""
+        said = {"student": _shown(self.model), **self._taught()}
+        return {topic.replace("`", ""): _MARKS.sub(r"\1", text) for topic, text in said.items()}
+
     def _procedure(self) -> list[str]:
         return [
-            *(
-                f"- Teacher{f' `{name}`' if len(self.teachers) > 1 else ''}: {self._taught_by(one)}"
-                for name, one in self.teachers.items()
-            ),
-            f"- Objective: `{self.divergence!r}` at {self._at}{shape_in_words(self.args)}, over {self._source}",
-            *(f"- {topic.capitalize()}: {said}" for topic, said in self.settings.items()),
+            *(f"- {topic[0].upper()}{topic[1:]}: {said}" for topic, said in self._taught().items()),
             *([f"- Curves and completions: [{PAGE}]({PAGE})"] if self.args.report else []),
             *figures(self.state.log_history),
         ]

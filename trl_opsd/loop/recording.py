@@ -5,7 +5,7 @@ A record that cannot be written costs the report, never the training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 from zlib import crc32
@@ -13,7 +13,7 @@ from zlib import crc32
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trl_opsd.report.files import Recorded, append, keep_until, state_file
+from trl_opsd.report.files import Recorded, append, keep_until, state_file, tell
 from trl_opsd.report.page import write
 from trl_opsd.report.samples import Sample
 from trl_opsd.report.traces import log_traces
@@ -38,14 +38,17 @@ class Recording(TrainerCallback):
     Args:
         folder (`str`):
             `output_dir`.
+        about (`Callable`):
+            Returns models, objective and settings, in words by topic.
         is_traced (`bool`):
             Whether samples are also logged to the run that trackio has open.
     """
 
-    def __init__(self, folder: str, is_traced: bool) -> None:
-        self._run, self._is_traced = Path(folder), is_traced
+    def __init__(self, folder: str, about: Callable[[], Mapping[str, str]], is_traced: bool) -> None:
+        self._run, self._about, self._is_traced = Path(folder), about, is_traced
         self._works = True
         self._evaluation: dict[int, Sample] = {}
+        self._first: frozenset[int] = frozenset()  # checksums of the training's first samples
         self._trained_at: int | None = None
         self._before: list[Recorded] = []  # of evaluations before a training, which belong to it
 
@@ -76,15 +79,19 @@ class Recording(TrainerCallback):
         step = state.global_step
         if step != self._trained_at and (self._trained_at is None or step == state.max_steps - 1):
             self._trained_at = step
-            self._keep(Recorded(step, _TRAIN, tuple(_lowest({}, prompts(), samples).values())))
+            found = _lowest({}, prompts(), samples, self._first)
+            self._first = frozenset(found)
+            self._keep(Recorded(step, _TRAIN, tuple(found.values())))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._works, self._trained_at, self._evaluation = True, None, {}
+        self._works, self._trained_at, self._evaluation, self._first = True, None, {}, frozenset()
         before, self._before = self._before, []
         if state.is_world_process_zero:
             self._try(keep_until, self._run, state.global_step)
             for one in before if state.global_step == 0 else ():
                 self._try(append, self._run, one)
+            if self._works:
+                self._try(tell, self._run, self._about())
 
     def on_evaluate(
         self,
@@ -138,11 +145,14 @@ def _has_begun(state: TrainerState) -> bool:
 
 
 def _lowest(
-    kept: Mapping[int, Sample], prompts: Sequence[Sequence[int]], samples: Callable[[list[int]], Sequence[Sample]]
+    kept: Mapping[int, Sample],
+    prompts: Sequence[Sequence[int]],
+    samples: Callable[[list[int]], Sequence[Sample]],
+    seen: Collection[int] = (),
 ) -> dict[int, Sample]:
-    """The samples with the lowest checksums of their prompts, of those kept and of more rows."""
+    """The samples with the lowest checksums of their prompts, of those kept and of more rows; `seen` ones first."""
     rows = {crc32(repr(ids).encode()): row for row, ids in enumerate(prompts)}
-    lowest = sorted({*kept, *rows})[:_ROWS]
+    lowest = sorted({*kept, *rows}, key=lambda one: (one not in seen, one))[:_ROWS]
     new = [key for key in lowest if key not in kept]
     made = dict(zip(new, samples([rows[key] for key in new]), strict=True)) if new else {}
     return {key: made[key] if key in made else kept[key] for key in lowest}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trl_opsd.run.progress import evaluated, in_words
+from trl_opsd.run.progress import PHASES, evaluated, in_words
 
 __all__ = ["Chart", "Curve", "charts", "facts", "picture"]
 
@@ -40,6 +40,15 @@ class Chart:
     axis: str
     """The horizontal one."""
     curves: tuple[Curve, ...]
+
+    def shown(self, value: float | None) -> str:
+        """A number with as many decimals as every other of the chart; a dash for none."""
+        if value is None:
+            return "–"
+        largest = max((abs(y) for curve in self.curves for _, y in curve.points), default=0.0)
+        if 0 < largest < 0.01:
+            return f"{value:.2e}"
+        return f"{value:,.{3 if largest < 10 else 1 if largest < 1000 else 0}f}"
 
     @property
     def rows(self) -> list[tuple[float, list[float | None]]]:
@@ -90,7 +99,10 @@ def charts(log: Sequence[Mapping[str, Any]]) -> list[Chart]:
                 short = name.removeprefix(f"{split}_") if split else name
                 match = re.fullmatch(group.pattern, short)
                 if match and _is_number(value) and (not split or short != name):
-                    curve = ", ".join(filter(None, [match.group(1) if match.re.groups else None, split or "training"]))
+                    part = match.group(1) if match.re.groups else None
+                    where = (split or "training") if group.of_evaluations or not part else None
+                    part = PHASES.get(part, part) if part and name.startswith("time/") else part
+                    curve = ", ".join(filter(None, [part, where]))
                     points.setdefault(curve, {})[entry["step"]] = float(value)
         # A single function is its sum, too.
         different = {name: one for name, one in points.items() if name.count(",") == 0 or not _is_sum(points, name)}
@@ -137,7 +149,7 @@ def facts(log: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         if chart.axis == "step":
             for curve in chart.curves:
                 (_, first), (_, last) = curve.points[0], curve.points[-1]
-                found.append((f"{chart.title}, {curve.name}", f"{first:.4g} → {last:.4g}"))
+                found.append((f"{chart.title}, {curve.name}", f"{chart.shown(first)} → {chart.shown(last)}"))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,10 +14,11 @@ from trl_opsd.report.samples import Sample, Token
 from trl_opsd.run.checkpoint import newest_complete
 from trl_opsd.run.strict_json import loads
 
-__all__ = ["PAGE", "Recorded", "append", "keep_until", "log_of", "recorded_in", "state_file"]
+__all__ = ["PAGE", "Recorded", "about", "append", "keep_until", "log_of", "recorded_in", "state_file", "tell"]
 
 FOLDER = "report"
 """In the folder of a run, what is recorded while it trains."""
+_ABOUT = "about.json"
 PAGE = "report.html"
 """Beside it, the page."""
 
@@ -37,6 +39,25 @@ class Recorded:
 def state_file(run: Path) -> Path:
     """Where the log of a run is kept, also of one that saves no checkpoints."""
     return run / FOLDER / TRAINER_STATE_NAME
+
+
+def tell(run: Path, what: Mapping[str, str]) -> None:
+    """Writes what is trained, by whom and how, in words by topic."""
+    (run / FOLDER).mkdir(parents=True, exist_ok=True)
+    (run / FOLDER / _ABOUT).write_text(json.dumps(dict(what), ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def about(run: Path) -> dict[str, str]:
+    """What [`tell`] wrote; empty where nothing was recorded.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    file = run / FOLDER / _ABOUT
+    found = loads(file.read_text(encoding="utf-8", errors="replace")) if file.exists() else {}
+    if not (isinstance(found, dict) and all(isinstance(one, str) for one in found.values())):
+        raise ValueError(f"{file} is not what a run has recorded there.")
+    return found
 
 
 def _samples_file(run: Path) -> Path:

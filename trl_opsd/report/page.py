@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from trl_opsd.report.curves import charts, facts, picture
-from trl_opsd.report.files import PAGE, Recorded, log_of, recorded_in
+from trl_opsd.report.files import PAGE, Recorded, about, log_of, recorded_in
 from trl_opsd.report.samples import Sample
 
 __all__ = ["page", "write"]
@@ -27,6 +27,11 @@ class _Split:
     last: int | None
     """Steps; `None` where there is only one."""
     pairs: list[tuple[Sample | None, Sample | None]]
+
+    @property
+    def differs(self) -> bool:
+        """Whether no prompt was recorded twice."""
+        return self.last is not None and not any(first and last for first, last in self.pairs)
 
 
 def write(run: Path, log: Sequence[Mapping[str, Any]] | None = None, to: Path | None = None) -> Path:
@@ -49,14 +54,19 @@ def write(run: Path, log: Sequence[Mapping[str, Any]] | None = None, to: Path | 
         OSError: The file cannot be written.
     """
     file = to or run / PAGE
-    text = page(run.resolve().name, log_of(run) if log is None else log, recorded_in(run))
+    text = page(run.resolve().name, log_of(run) if log is None else log, recorded_in(run), about(run))
     part = file.with_name(file.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, file)
     return file
 
 
-def page(name: str, log: Sequence[Mapping[str, Any]], recorded: Sequence[Recorded]) -> str:
+def page(
+    name: str,
+    log: Sequence[Mapping[str, Any]],
+    recorded: Sequence[Recorded],
+    described: Mapping[str, str] | None = None,
+) -> str:
     """The page, as HTML.
 
     Args:
@@ -66,6 +76,8 @@ def page(name: str, log: Sequence[Mapping[str, Any]], recorded: Sequence[Recorde
             `log_history`, a dict for each log.
         recorded (`Sequence[Recorded]`):
             Samples, in any order.
+        described (`Mapping[str, str]`, *optional*):
+            Models, objective and settings, in words by topic.
 
     Raises:
         ValueError: There is neither.
@@ -85,6 +97,7 @@ def page(name: str, log: Sequence[Mapping[str, Any]], recorded: Sequence[Recorde
     return environment.get_template("page.html").render(
         name=name,
         facts=facts(log),
+        described=described or {},
         charts=[(one, "data:image/svg+xml;base64," + _encoded(picture(one))) for one in charts(log)],
         splits=splits,
         top=_top(shown),

@@ -34,6 +34,7 @@ _WITH_TEACHERS = "several teachers, of those that had a token in the loss"
 _WITH_DATASET = "`lmbda` below 1; not where processes share rows"
 _OVER_REWARDED = "all processes; over all rows of an evaluation, or over those of a step and then the mean over steps"
 _WITH_REWARDS = "`reward_funcs`, in training with `reward_weight` above 0"
+_WITH_A_REWARD = f"{_WITH_REWARDS}; where a function gave one"
 _OF_A_PHASE = "main process; mean over optimizer steps, sum over an evaluation"
 _OF_A_SYNC = "main process; mean over weight syncs"
 _OF_A_STEP = "main process; mean over optimizer steps"
@@ -200,25 +201,25 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             unit="of the function",
             meaning="Mean reward by the function of that name; without rows for which it returned `None`.",
             reduced=_OVER_REWARDED,
-            appears=_WITH_REWARDS,
+            appears=_WITH_A_REWARD,
         ),
         "rewards/<name>/std": Metric(
             unit="of the function",
             meaning="The standard deviation of the same rewards.",
             reduced=_OVER_REWARDED,
-            appears=_WITH_REWARDS,
+            appears=_WITH_A_REWARD,
         ),
         "reward": Metric(
             unit="of the functions",
             meaning="Mean sum of the rewards of a completion, each times its number in `reward_weights`.",
             reduced=_OVER_REWARDED,
-            appears=_WITH_REWARDS,
+            appears=_WITH_A_REWARD,
         ),
         "reward_std": Metric(
             unit="of the functions",
             meaning="The standard deviation of the same sums.",
             reduced=_OVER_REWARDED,
-            appears=_WITH_REWARDS,
+            appears=_WITH_A_REWARD,
         ),
         "frac_reward_zero_std": Metric(
             unit="1",

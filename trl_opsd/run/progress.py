@@ -18,14 +18,8 @@ from transformers.trainer_utils import has_length
 
 __all__ = ["Progress", "Rows", "evaluated", "replace_default"]
 
-_PHASES = {
-    "complete": "completions",
-    "sync": "weights to the engine",
-    "reward": "rewards",
-    "teach": "teacher reads",
-    "compare": "student learns",
-    "save": "checkpoint",
-}
+PHASES = {"complete": "write", "sync": "sync", "reward": "reward", "teach": "teach", "compare": "learn", "save": "save"}
+"""What the phases are called wherever a person sees them: in rows, beside the bar, in a dry run, in a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +41,7 @@ _COLUMNS = (
     _Column("length", 6, ".1f", ("completions/mean_length",)),
     _Column("tokens/s", 8, ",.0f", ("tokens_per_second",)),
     _Column("s/step", 6, ".2f", ("step_time",)),
-    _Column("write", 5, ".2f", ("time/complete",)),
-    _Column("teach", 5, ".2f", ("time/teach",)),
-    _Column("learn", 5, ".2f", ("time/compare",)),
+    *(_Column(PHASES[phase], 5, ".2f", (f"time/{phase}",)) for phase in ("complete", "teach", "compare")),
     _Column("GiB", 3, ".1f", ("peak",)),
 )
 _LABEL = 8
@@ -176,7 +168,7 @@ class Progress(ProgressCallback):
         if self.training_bar is None:
             yield
             return
-        self.training_bar.set_postfix_str(_PHASES.get(phase, phase))
+        self.training_bar.set_postfix_str(PHASES.get(phase, phase))
         try:
             yield
         finally:

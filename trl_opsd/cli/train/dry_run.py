@@ -11,9 +11,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd.config import OPSDConfig
+from trl_opsd.run.progress import PHASES
 from trl_opsd.trainer import OPSDTrainer
-
-_PHASES = {"complete": "completions", "teach": "the teacher's reading", "compare": "the loss and its gradient"}
 
 
 @contextmanager
@@ -63,9 +62,9 @@ def in_words(logged: Mapping[str, float], steps: int) -> str:
         steps (`int`):
             Optimizer steps of the whole run.
     """
-    seconds = {name: logged[f"time/{name}"] for name in _PHASES if f"time/{name}" in logged}
+    seconds = {name: logged[f"time/{name}"] for name in PHASES if f"time/{name}" in logged}
     whole = sum(seconds.values())
-    parts = ", ".join(f"{_PHASES[name]} {value:.2f} s" for name, value in seconds.items())
+    parts = ", ".join(f"{PHASES[name]} {value:.2f} s" for name, value in seconds.items())
     lines = ["Dry run: one generation batch and one optimizer step went through; nothing was saved."]
     if "divergence/mean" in logged:
         lines.append(

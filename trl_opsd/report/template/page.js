@@ -10,12 +10,12 @@
     return made;
   };
   const visible = (text) => text.replace(/ /g, "␣").replace(/↵?\n/g, "↵").replace(/\t/g, "⇥") || "part of a character";
-  const percent = (value) => value === null ? "–" : (100 * value).toFixed(value < 0.0995 ? 1 : 0) + " %";
+  const percent = (value) => value === null ? "–" : (100 * value).toFixed(1) + " %";
 
   function show(token) {
     const [nats, student, teacher, choices] = JSON.parse(token.dataset.v);
     const box = element("div"), left = element("div"), head = element("p");
-    head.append(element("code", visible(token.textContent)), nats === null ? " is not in the loss" : " " + nats.toPrecision(3) + " nats");
+    head.append(element("code", visible(token.textContent)), nats === null ? " is not in the loss" : " " + nats.toFixed(3) + " nats");
     left.append(head);
     if (nats !== null) {
       left.append(element("p", "student " + percent(student) + ", teacher " + percent(teacher)));
