@@ -248,10 +248,11 @@ def test_a_text_that_has_ended_is_said(make_trainer, caplog, text, end, is_said)
 )
 def test_a_text_for_the_teacher_that_has_ended_is_said(make_trainer, caplog, column, name, stream):
     rows = tiny.rows(2).add_column(column, ["4<|im_end|>\n"] * 2)
+    joined = {"teacher_prompt_template": "{prompt}{privileged_context}"} if column == "privileged_context" else {}
     if not stream:
-        make_trainer(train_dataset=rows)
+        make_trainer(train_dataset=rows, **joined)
     else:
-        make_trainer(train_dataset=rows.to_iterable_dataset(), max_steps=1).train()
+        make_trainer(train_dataset=rows.to_iterable_dataset(), max_steps=1, **joined).train()
     where = "the batch of step 1" if stream else "train_dataset"
     assert f"{name} in row 0 of {where} ends with '<|im_end|>', {ENDED}" in caplog.text
     assert caplog.text.count(ENDED) == 1

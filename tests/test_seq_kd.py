@@ -57,7 +57,7 @@ def test_the_teacher_writes_from_its_own_prompt(make_trainer, kind):
     trainer.train()
     writes = trainer.model if kind else trainer.teacher_model
     for row, prompt, completion in trainer.taught:
-        secret = WORDS(f"{row['prompt']}\n\n{row['privileged_context']}")["input_ids"]
+        secret = WORDS(f"{row['privileged_context']}\n\n{row['prompt']}")["input_ids"]
         assert completion == greedy(writes, secret)
         assert WORDS.decode(prompt) == row["prompt"], "the student learns to write it without"
     assert any(completion != greedy(writes, prompt) for _, prompt, completion in trainer.taught)
@@ -73,7 +73,7 @@ def test_without_its_adapter_the_student_is_another_writer(make_trainer):
         peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
     )
     trainer.train()
-    secrets = [WORDS(f"{row['prompt']}\n\n{row['privileged_context']}")["input_ids"] for row, _, _ in trainer.taught]
+    secrets = [WORDS(f"{row['privileged_context']}\n\n{row['prompt']}")["input_ids"] for row, _, _ in trainer.taught]
     with trainer.model.disable_adapter():
         assert [ids for *_, ids in trainer.taught] == [greedy(trainer.model, secret) for secret in secrets]
     assert [ids for *_, ids in trainer.taught] != [greedy(trainer.model, secret) for secret in secrets]
