@@ -40,11 +40,11 @@ TESTS = (
 )
 WITH_VLLM = ("tests/contract", "tests/rollout", "tests/test_trainer.py", "tests/test_versions.py")
 FOR_TESTS = ("hypothesis", "jmespath", "ninja", "pillow", "pytest", "pytest-timeout", "pytest-xdist")
-BESIDE = ("tests", "examples", "docs", "requirements", "tools", "README.md", "setup.cfg")
+BESIDE = ("tests", "benchmarks", "examples", "docs", "requirements", "tools", "README.md", "setup.cfg")
 """Files that tests read. The package is not among them, so that tests import the wheel."""
 IMPORTED = {"pyyaml": "yaml"}
 """Modules of distributions that have another name."""
-EXTRAS = ("deepspeed", "server")
+EXTRAS = ("deepspeed", "server", "report")
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
