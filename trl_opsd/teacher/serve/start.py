@@ -115,10 +115,9 @@ def facts(path: str, options: ServeOptions, teacher: FrozenTeacher, context: int
 
 
 def commit(path: str, revision: str | None) -> str | None:
-    """The commit that a model from the Hub was loaded from, by the folder of its config; `None` for a model's folder."""
-    found: str | None = extract_commit_hash(
-        cached_file(path, CONFIG_NAME, revision=revision, local_files_only=True), None
-    )
+    """The commit that a model from the Hub was loaded from, by where its config is cached; `None` for a local model."""
+    config = cached_file(path, CONFIG_NAME, revision=revision, local_files_only=True)
+    found: str | None = extract_commit_hash(config, None)
     return found
 
 
