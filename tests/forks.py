@@ -16,7 +16,9 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from deepspeed.comm.torch import build_shm_op
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-CONFIGS = Path(__file__).resolve().parent.parent / "trl_opsd" / "accelerate_configs"
+import trl_opsd
+
+CONFIGS = Path(trl_opsd.__file__).parent / "accelerate_configs"
 PROCESSES = 2
 
 

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import trl_opsd
+
 TESTS = Path(__file__).parent
-CONFIGS = TESTS.parent / "trl_opsd" / "accelerate_configs"
+CONFIGS = Path(trl_opsd.__file__).parent / "accelerate_configs"
 SECONDS = 300
 """Time limit of a launch; generous, for a busy machine."""
 

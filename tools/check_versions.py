@@ -39,12 +39,12 @@ TESTS = (
     "tests/test_versions.py",
 )
 WITH_VLLM = ("tests/contract", "tests/rollout", "tests/test_trainer.py", "tests/test_versions.py")
-FOR_TESTS = ("hypothesis", "jmespath", "ninja", "pillow", "pytest", "pytest-timeout", "pytest-xdist")
-BESIDE = ("tests", "examples", "docs", "requirements", "tools", "README.md", "setup.cfg")
+FOR_TESTS = ("hypothesis", "jmespath", "ninja", "pillow", "pytest", "pytest-timeout", "pytest-xdist", "requests")
+BESIDE = ("tests", "benchmarks", "examples", "docs", "requirements", "tools", "README.md", "setup.cfg")
 """Files that tests read. The package is not among them, so that tests import the wheel."""
 IMPORTED = {"pyyaml": "yaml"}
 """Modules of distributions that have another name."""
-EXTRAS = ("deepspeed", "server")
+EXTRAS = ("deepspeed", "server", "report")
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -65,7 +65,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("libraries", choices=["latest", "lowest"])
     if parser.parse_args().libraries == "lowest":
-        environments = [Environment("lowest", TESTS, pins=tuple(lower_bounds()))]
+        # torch 2.10 comes with Triton 3.6, whose interpreter (of kernels, in tests) fails with newer ones.
+        environments = [Environment("lowest", TESTS, pins=(*lower_bounds(), "numpy<2.4"))]
     else:
         [vllm] = wanted("vllm")
         environments = [

@@ -354,7 +354,6 @@ OWNERS = (
         where=("transformers/configuration_utils.py:PreTrainedConfig",),
         names={
             "_attn_implementation": "whether scores of attention exist in full",
-            "_commit_hash": "the commit that a served teacher was loaded from",
         },
     ),
     Owner(

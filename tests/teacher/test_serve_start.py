@@ -18,7 +18,7 @@ from serve_lab import STATES, Running
 
 from trl_opsd.run.server_tokens import TEACHER_TOKEN as TOKEN
 from trl_opsd.teacher.serve.options import PROG, bound
-from trl_opsd.teacher.serve.start import main
+from trl_opsd.teacher.serve.start import commit, main
 
 SECONDS = 120
 
@@ -36,6 +36,19 @@ def changed(folder, **values):
     """Changes its config."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_the_revision_of_a_model_from_the_hub_is_a_commit(without_weights, tmp_path, monkeypatch):
+    model, main_is, older = tmp_path / "hub/models--lab--teacher", "1234567890" * 4, "abcdef0123" * 4
+    for one in (main_is, older):
+        (model / "snapshots" / one).mkdir(parents=True)
+        (model / "snapshots" / one / "config.json").write_bytes((without_weights / "config.json").read_bytes())
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text(main_is)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert commit("lab/teacher", None) == commit("lab/teacher", "main") == main_is
+    assert commit("lab/teacher", older) == older
+    assert commit(str(without_weights), None) is None
 
 
 @pytest.mark.refusal

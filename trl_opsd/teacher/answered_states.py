@@ -93,7 +93,7 @@ class Expected:
         if ((states_LH.float().norm(dim=-1) - 1).abs() < 1e-2).all():
             raise WrongStatesError(
                 f"{asked} answered states that are normalised to length 1, although the request says "
-                "`use_activation: false`: switch off what normalises them in the server, or use vLLM 0.31."
+                "`use_activation: false`: switch off what normalises them in the server, or use vLLM 0.31 or 0.32."
             )
         raise WrongStatesError(
             f"{asked} answered states that the final norm of {self.path!r} cannot have made: what it was given has a "

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from transformers import AutoConfig
+from transformers.utils import CONFIG_NAME, cached_file, extract_commit_hash
 
 from trl_opsd._compat.aiohttp import web
 from trl_opsd.config import OPSDConfig
@@ -107,13 +108,20 @@ def facts(path: str, options: ServeOptions, teacher: FrozenTeacher, context: int
     return Served(
         name=options.served_model_name or path,
         root=path,
-        revision=getattr(teacher.model.config, "_commit_hash", None) or options.revision,
+        revision=commit(path, options.revision) or options.revision,
         dtype=states.dtype,
         vocabulary=model_shape(teacher.model)[0],
         width=states.size(-1),
         max_model_len=length,
         max_request_tokens=min(request, options.max_waiting_tokens),
     )
+
+
+def commit(path: str, revision: str | None) -> str | None:
+    """The commit that a model from the Hub was loaded from, by where its config is cached; `None` for a local model."""
+    config = cached_file(path, CONFIG_NAME, revision=revision, local_files_only=True)
+    found: str | None = extract_commit_hash(config, None)
+    return found
 
 
 async def _serve(
