@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.resources import files
 from itertools import pairwise
@@ -258,6 +261,36 @@ def test_a_window_bounds_the_cache():
     assert config.layer_types == ["sliding_attention", "full_attention"]
     assert cached_per_token(config) * 64 > numbers[1] > numbers[0]
     assert numbers[1] - numbers[0] <= 48 * cached_per_token(config) // 2
+
+
+def test_rows_beyond_the_context_of_either_model_are_bad_usage(tmp_path):
+    for role, contexts in {"student": (64, 256), "teacher": (256, 64)}.items():
+        for name, context in zip(("a", "b"), contexts, strict=True):
+            tiny.qwen2(32, max_position_embeddings=context).config.save_pretrained(tmp_path / name)
+        models = [str(tmp_path / name) for name in "ab"]
+        done = CliRunner().invoke(app, ["plan", *models, "--prompt", "16", "--length", "49", "--no-bf16"])
+        assert done.exit_code == 2
+        assert f"are 65 tokens, and the {role}'s context has 64" in done.stderr
+    done = CliRunner().invoke(app, ["plan", *models, "--prompt", "16", "--length", "48", "--no-bf16"])
+    assert done.exit_code == 0, done.output
+
+
+def test_a_small_model_that_teaches_itself_is_planned_in_mb(tmp_path):
+    tiny.qwen2(32).config.save_pretrained(tmp_path)
+    given = ["plan", str(tmp_path), "--batch", "1", "--prompt", "16", "--length", "16", "--no-bf16"]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, done.output
+    shape = shape_of(str(tmp_path))
+    weights = re.search(r"^ *weights +([\d.]+)", done.stdout, re.MULTILINE)
+    assert float(weights[1]) == pytest.approx(4 * shape.parameters / 1e6, abs=0.006)
+    assert f"teacher_model_name_or_path: {tmp_path}" in done.stdout
+    adapter = json.loads(CliRunner().invoke(app, [*given, "--lora", "4", "--json"]).stdout)
+    assert (adapter["teacher"], adapter["options"]["teacher_model_kind"]) == ("itself", "base")
+
+
+def test_no_trainer_and_no_engine_is_imported():
+    code = "import sys, trl_opsd.cli.plan.shown; assert not {'trl', 'vllm', 'deepspeed'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_backbone_without_a_head_is_bad_usage(tmp_path):

@@ -183,10 +183,14 @@ def test_every_shipped_accelerate_file_can_be_named():
 
 @pytest.mark.distributed
 def test_a_training_is_launched_on_two_processes_and_saved(disk, tmp_path):
-    done = command("train", "--accelerate_config", "zero3_cpu", *disk, *options(tmp_path / "out", max_steps=1))
+    given = options(tmp_path / "out", max_steps=1, gradient_accumulation_steps=2, gradient_checkpointing=True)
+    adapter = ["--use_peft", "--lora_target_modules", "all-linear"]
+    done = command("train", "--accelerate_config", "zero3_cpu", *disk, *given, *adapter)
     assert done.returncode == 0, done.stderr[-3000:]
+    for false_alarm in ("None of the inputs have requires_grad", "is deprecated", "accumulation steps mismatch"):
+        assert false_alarm not in done.stderr
     assert "processes       2, DeepSpeed ZeRO-3" in done.stdout + done.stderr
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["hidden_size"] == 32
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["peft_type"] == "LORA"
 
 
 def test_a_dry_run_takes_one_step_and_leaves_nothing(disk, tmp_path, capsys, monkeypatch):

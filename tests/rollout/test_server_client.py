@@ -29,7 +29,11 @@ pytestmark = pytest.mark.vllm
 
 ASKED = "/v1/completions"
 INFO = "/server_info?config_format=json"
-CONFIG = {"model_config": {"dtype": "torch.bfloat16", "max_model_len": 64}, "cache_config": {"block_size": 16}}
+CONFIG = {
+    "model_config": {"dtype": "torch.bfloat16", "max_model_len": 64},
+    "cache_config": {"block_size": 16},
+    "weight_transfer_config": {"backend": "nccl"},
+}
 DEADLINE = 1.0
 SLACK = 1.5
 """Seconds beyond the deadline that a busy machine may take."""
@@ -281,6 +285,14 @@ def test_an_answer_that_is_no_completion_is_refused(faults):
 def test_a_server_that_names_no_model_is_refused(faults, models):
     faults.answers["/v1/models"] = (200, models)
     with pytest.raises(ServerError, match="/v1/models"):
+        client(faults.server_port)
+
+
+def test_a_server_that_cannot_be_sent_weights_is_refused_at_once(faults):
+    faults.answers[INFO] = (200, {"vllm_config": {**CONFIG, "weight_transfer_config": None}})
+    with pytest.raises(
+        ValueError, match=r"cannot be sent weights: start it with `--weight-transfer-config '\{\"backend"
+    ):
         client(faults.server_port)
 
 

@@ -29,7 +29,10 @@ pytestmark = pytest.mark.vllm
     [
         ({"vllm_max_model_length": 1024}, "the student's context is 256"),
         ({"vllm_max_model_length": 16}, "leaves no room for a prompt"),
-        ({"vllm_mode": "server", "vllm_server_port": 9, "vllm_server_timeout": 0}, "No vLLM server at .*127.0.0.1:9 "),
+        (
+            {"vllm_mode": "server", "vllm_server_port": 9, "vllm_server_timeout": 999},
+            "on the device 'cpu': weights .* from a CUDA device alone. Set `vllm_mode='colocate'`",
+        ),
         ({"vllm_tensor_parallel_size": 2}, "set it to 1"),
         ({"vllm_enable_sleep_mode": True}, "on the platform 'cpu'; set it to False"),
         ({"vllm_weight_sync": "adapter"}, "the student has no adapter; use 'auto' or 'full'"),

@@ -184,8 +184,3 @@ def test_a_row_of_another_prompt_is_refused(serve, monkeypatch):
 def test_an_option_that_cannot_work_with_a_server_is_refused(serve, given, message):
     with pytest.raises(ValueError, match=message):
         serve(**given)
-
-
-def test_a_device_that_cannot_send_weights_is_refused(make, server):
-    with pytest.raises(ValueError, match=r"needs a CUDA device, got 'cpu'.*Set `vllm_mode='colocate'`"):
-        make(tied=True, **server)

@@ -1,4 +1,5 @@
-"""Drops what libraries say when they are merely imported, about devices and engines that this process may never use.
+"""Drops what libraries log when they are merely imported, about devices and engines that this process may never use,
+and what they warn of that only they can change.
 
 TRL imports vLLM and DeepSpeed where they are installed, whether or not a training asks for them.
 """
@@ -13,17 +14,25 @@ _NOISE = {
     "DeepSpeed": "Setting accelerator to CPU",
 }
 """Loggers, and how the message begins that is dropped."""
-_WARNING = "TRL currently supports vLLM versions"
-"""How the one begins that TRL gives at five places of its own; where vLLM is chosen it is said once."""
+_WARNINGS = (
+    # DeepSpeed and FSDP2 call what torch has given another name, some of it in each step.
+    (r"`torch\.distributed\.\w+` is deprecated", FutureWarning, ""),
+    # TRL and accelerate call what transformers has given another name.
+    (r"`(gradient_checkpointing_(en|dis)able|is_gradient_checkpointing)` is deprecated", FutureWarning, ""),
+    # At five places of TRL's own; where vLLM is chosen it is said once.
+    ("TRL currently supports vLLM versions", UserWarning, r"trl\."),
+)
+"""Message, category and module of warnings."""
 
 
 def drop_import_noise() -> None:
     """Filters these messages, and no other of their loggers. Called again it does nothing."""
+    for about in _WARNINGS:
+        warnings.filterwarnings("ignore", *about)
     for name, start in _NOISE.items():
         logger = logging.getLogger(name)
         if not any(isinstance(one, _NotAbout) for one in logger.filters):
             logger.addFilter(_NotAbout(start))
-    warnings.filterwarnings("ignore", message=_WARNING, module=r"trl\.")
 
 
 class _NotAbout(logging.Filter):

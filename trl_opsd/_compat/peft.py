@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trl_opsd._compat.sharding import plain_name
-from trl_opsd._compat.trl import distillation_trainer
 from trl_opsd.types import Weight
 
 CausalLM: TypeAlias = PreTrainedModel | PeftModel
@@ -274,6 +273,8 @@ def _merged_bias(layer: Any, base: Tensor, adapters: list[str]) -> Tensor:
 @contextmanager
 def called_before_peft(look: Callable[[Any], None]) -> Iterator[None]:
     """Calls `look` with the student just before TRL wraps it with PEFT; TRL loads and wraps it in one go."""
+    from trl_opsd._compat.trl import distillation_trainer  # which imports vLLM, and `trl-opsd plan` needs neither
+
     wrap = distillation_trainer.get_peft_model
 
     def seen(model: Any, *args: Any, **kwargs: Any) -> Any:

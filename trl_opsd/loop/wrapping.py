@@ -84,6 +84,8 @@ class WrappedToTrain(Trainer):
             self.is_deepspeed_enabled = is_deepspeed_enabled
 
     def _restore_config(self) -> None:
+        # transformers leaves it at 1; accelerate would set it to this, and warn of a mismatch.
+        self.accelerator.gradient_accumulation_steps = self.args.gradient_accumulation_steps
         config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config
         if self._original_config is None:
             self._original_config = deepcopy(config)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3, unsharded, whole_shape
-from trl_opsd._compat.trl import maybe_gather_lm_head_ctx
 from trl_opsd.models.backbone import Run, call, hidden_states
 from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.probing import explain_forward_errors, without_autocast_if_possible
@@ -32,6 +31,8 @@ def gathered_head(*heads: OutputHead) -> AbstractContextManager[Any]:
     """Gathers heads that ZeRO-3 has sharded while the context is open; a no-op otherwise."""
     parts = [part for head in heads for part in (head.weight, head.bias) if part is not None and in_zero3(part)]
     split = list({id(part): part for part in parts}.values())  # a teacher may share the student's head
+    from trl_opsd._compat.trl import maybe_gather_lm_head_ctx
+
     context: AbstractContextManager[Any] = maybe_gather_lm_head_ctx(*split)
     return context
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM, is_peft, without_peft
 from trl_opsd._compat.sharding import class_of, whole_numel
-from trl_opsd._compat.trl import get_config_model_id
 
 
 def described(model: CausalLM) -> str:
     """The class of a model, the path or id it was loaded from, and the size of its weights in each dtype."""
+    from trl_opsd._compat.trl import get_config_model_id
+
     inner = without_peft(model)
     path = get_config_model_id(inner.config)
     adapter = " with an adapter" if is_peft(model) else ""

@@ -36,6 +36,10 @@ _connected: WeakValueDictionary[int, ServerClient] = WeakValueDictionary()
 """The client that each group port of this process was last used by."""
 
 
+SENDS_FROM = "cuda"
+"""The type of the devices that TRL's client can send weights from: it has NCCL alone."""
+
+
 class ServerClient(Asking, VLLMClient):
     """TRL's client with deadlines, size limits and no retries, for the process that sends weights.
 
@@ -46,7 +50,7 @@ class ServerClient(Asking, VLLMClient):
             Seconds within which any request has to be answered, to the last byte.
 
     Raises:
-        ValueError: No server answers within `vllm_server_timeout` seconds.
+        ValueError: No server answers within `vllm_server_timeout` seconds, or it cannot be sent weights.
         ServerError: An answer is not a vLLM server's. Every method may raise it.
     """
 
@@ -63,7 +67,13 @@ class ServerClient(Asking, VLLMClient):
             )
             if not isinstance(self.model, str):
                 raise TypeError(f"expected the name of a model, got {self.model!r}")
-        Asking.__init__(self, self.base_url, self.session, answers.facts(self.get_server_info(), self.model))
+        info = self.get_server_info()
+        Asking.__init__(self, self.base_url, self.session, answers.facts(info, self.model))
+        if info["weight_transfer_config"] is None:
+            raise ValueError(
+                f"The vLLM server at {self.url} cannot be sent weights: start it with "
+                """`--weight-transfer-config '{"backend": "nccl"}'`, as docs/rollouts.md says."""
+            )
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Waits until the server is up. TRL calls this first of all, so the session is set up here.
@@ -86,9 +96,12 @@ class ServerClient(Asking, VLLMClient):
 
     def get_server_info(self) -> dict[str, Any]:
         """As TRL's, with the answer validated."""
-        with answers.parsing("/server_info"):
-            info: dict[str, Any] = super().get_server_info()
-            return {"weight_transfer_config": None, **info}
+        try:
+            with answers.parsing("/server_info"):
+                info: dict[str, Any] = super().get_server_info()
+                return {"weight_transfer_config": None, **info}
+        except RuntimeError as error:  # TRL's says which environment variable the server lacks
+            raise ServerError(str(error)) from error
 
     def get_world_size(self) -> int:
         """As TRL's, with the answer validated."""
@@ -100,7 +113,7 @@ class ServerClient(Asking, VLLMClient):
         public address. What this process was connected to over the same port is left: one client at a time can be.
 
         Raises:
-            ValueError: Weights cannot be sent from this device, or something else listens at the port.
+            ValueError: Something else listens at the port.
         """
         _connected.get(self.group_port, self).close()
         self.close()
@@ -108,10 +121,6 @@ class ServerClient(Asking, VLLMClient):
         try:
             with _rendezvous_at("127.0.0.1" if self.is_loopback else None):
                 self.init_communicator(device)
-        except NotImplementedError as error:
-            raise ValueError(
-                f"`vllm_mode='server'`: {error} Set `vllm_mode='colocate'` or `use_vllm=False`."
-            ) from error
         except BaseException:
             self.close()  # else the port would be held
             raise

@@ -7,6 +7,7 @@ from typing import Any
 from trl_opsd._compat.vllm.architectures import may_have_head
 from trl_opsd._compat.vllm.reload import HEAD
 from trl_opsd.config import OPSDConfig
+from trl_opsd.rollout import server_client
 from trl_opsd.rollout.asking import Asking
 from trl_opsd.rollout.sampling import request_options
 from trl_opsd.rollout.served import ServedRollout
@@ -58,3 +59,9 @@ def _check_options(args: OPSDConfig) -> None:
             "sleep: set it to False."
         )
     request_options(args, end_ids=[])
+    if args.device.type != server_client.SENDS_FROM:
+        raise ValueError(
+            f"`vllm_mode='server'` on the device '{args.device}': weights are sent to a vLLM server with NCCL, from a "
+            "CUDA device alone. Set `vllm_mode='colocate'` or `use_vllm=False`, or take an SGLang server, by "
+            "`sglang_server_url`."
+        )

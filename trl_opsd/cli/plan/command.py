@@ -19,7 +19,9 @@ class Engine(StrEnum):
 
 def plan(
     student: Annotated[str, typer.Argument(help="Folder, config.json or Hub id of the student.")],
-    teacher: Annotated[str, typer.Argument(help="The same of the teacher; the student's, if it teaches itself.")],
+    teacher: Annotated[
+        str | None, typer.Argument(help="The same of the teacher; left out, the student teaches itself.")
+    ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="Devices.")] = 1,
     gpu_memory: Annotated[float, typer.Option(min=0.001, help="Memory of each, in GB of 1e9 bytes.")] = 80.0,
     host_memory: Annotated[float | None, typer.Option(min=0.001, help="Memory of the machine, in GB.")] = None,
@@ -49,10 +51,17 @@ def plan(
     from trl_opsd.cli.plan.shapes import shape_of
     from trl_opsd.cli.plan.shown import Asked, document, show
 
-    shapes = shape_of(student), shape_of(teacher)
+    sources = student, student if teacher is None else teacher
+    shapes = shape_of(sources[0]), shape_of(sources[1])
+    for role, shape in zip(("student", "teacher"), shapes, strict=True):
+        if shape.context is not None and prompt + length > shape.context:
+            raise ValueError(
+                f"`--prompt {prompt}` and `--length {length}` are {prompt + length} tokens, and the {role}'s context "
+                f"has {shape.context}: lower one of them."
+            )
     load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora)
     rates = Rates(tflops * 1e12, bandwidth * 1e9, link * 1e9)
-    asked = Asked((student, teacher), shapes, load, rates, gpu_memory * 1e9)
+    asked = Asked(sources, shapes, load, rates, gpu_memory * 1e9)
     host = None if host_memory is None else host_memory * 1e9
     search = partial(considered, *shapes, load, asked.memory, host, asked.shares_weights)
     activations = tracer(shapes[0], load)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
+from trl_opsd.models.backbone import context_of
 from trl_opsd.models.key_value_cache import cached_numbers
 from trl_opsd.models.unloaded import without_weights
 from trl_opsd.teacher.forward import bytes_per_token
@@ -28,6 +29,8 @@ class Shape:
     embeddings: int
     """Of input embeddings that are not tied to the head."""
     vocabulary: int
+    context: int | None
+    """Most tokens of a row; `None` where the config has no limit."""
     width: int
     linear: int
     """Inputs and outputs of all linear layers but the head: what a LoRA adapter of rank 1 has."""
@@ -82,6 +85,7 @@ def shape_of(source: str) -> Shape:
         layer=max((_count(layer) for layer in _layers(model)), default=_count(model)),
         embeddings=0 if embeddings is head else embeddings.numel(),
         vocabulary=head.size(0),
+        context=context_of(model),
         width=head.size(1),
         linear=sum(
             one.in_features + one.out_features

@@ -125,11 +125,21 @@ def reason(plan: Plan, memory: float) -> str:
     phase, peak = plan.peak
     part, size = plan.largest
     if peak <= SHARE * memory:
-        return f"What is offloaded takes {plan.host / 1e9:.1f} GB of the machine's memory, which is more than it has."
+        return f"What is offloaded takes {_amount(plan.host)} of the machine's memory, which is more than it has."
     return (
-        f"In the phase `{phase}` one device would hold {peak / 1e9:.1f} GB, of which {SHARE * memory / 1e9:.1f} GB are "
-        f"there; the largest part is `{part}` with {size / 1e9:.1f} GB."
+        f"In the phase `{phase}` one device would hold {_amount(peak)}, of which {_amount(SHARE * memory)} are "
+        f"there; the largest part is `{part}` with {_amount(size)}."
     )
+
+
+def _unit(bytes_: float) -> tuple[float, str]:
+    """A unit in which a number of bytes has digits before the point."""
+    return (1e9, "GB") if bytes_ >= 1e9 else (1e6, "MB")
+
+
+def _amount(bytes_: float) -> str:
+    size, name = _unit(bytes_)
+    return f"{bytes_ / size:.1f} {name}"
 
 
 def show(plan: Plan, plans: Sequence[Plan], asked: Asked) -> None:
@@ -138,7 +148,7 @@ def show(plan: Plan, plans: Sequence[Plan], asked: Asked) -> None:
     console.print(_parts(plan, asked))
     rates = asked.rates
     console.print(
-        f"Estimates, in GB of 1e9 bytes on each of {asked.load.gpus} device(s) of {asked.memory / 1e9:.0f} GB, of "
+        f"Estimates for each of {asked.load.gpus} device(s) of {asked.memory / 1e9:g} GB, a GB having 1e9 bytes, of "
         f"which {SHARE:.0%} are planned with. Seconds at {rates.flops / 1e12:.0f} TFLOP/s, {rates.memory / 1e9:.0f} "
         f"GB/s of memory and {rates.link / 1e9:.0f} GB/s from the machine, without traffic between devices.\n"
     )
@@ -170,29 +180,31 @@ def _parts(plan: Plan, asked: Asked) -> Table:
     choice = plan.choice
     title = f"{choice.sharding}, teacher: {choice.teacher}, engine: {choice.engine}, micro-batch: {choice.micro}"
     table = Table(title=title, box=None)
-    table.add_column("part")
+    size, unit = _unit(plan.peak[1])
+    table.add_column(unit)
     for phase in plan.phases:
         table.add_column(phase, justify="right")
-    for name in dict.fromkeys(name for parts in plan.phases.values() for name, size in parts.items() if size):
-        table.add_row(name, *(f"{parts[name] / 1e9:.2f}" if name in parts else "" for parts in plan.phases.values()))
-    table.add_row("sum", *(f"{sum(parts.values()) / 1e9:.2f}" for parts in plan.phases.values()), style="bold")
+    for name in dict.fromkeys(name for parts in plan.phases.values() for name, of_part in parts.items() if of_part):
+        table.add_row(name, *(f"{parts[name] / size:.2f}" if name in parts else "" for parts in plan.phases.values()))
+    table.add_row("sum", *(f"{sum(parts.values()) / size:.2f}" for parts in plan.phases.values()), style="bold")
     table.add_row("seconds", *(f"{value:.2f}" for value in _seconds(plan, asked).values()))
     return table
 
 
 def _placements(plans: Sequence[Plan]) -> Table:
     table = Table(title="Placements", box=None)
-    sides = {"sharding": "left", "teacher": "left", "engine": "left", "rows": "right", "GB": "right"}
+    size, unit = _unit(max(one.peak[1] for one in plans))
+    sides = {"sharding": "left", "teacher": "left", "engine": "left", "rows": "right", unit: "right"}
     for title, side in sides.items():
         table.add_column(title, justify=side)  # type: ignore[arg-type]
     table.add_column("in")
-    table.add_column("host GB", justify="right")
+    table.add_column(f"host {unit}", justify="right")
     table.add_column("fits")
     for one in plans:
         phase, peak = one.peak
         choice = one.choice
-        row = (choice.sharding, choice.teacher, choice.engine, str(choice.micro), f"{peak / 1e9:.1f}", phase)
-        table.add_row(*row, f"{one.host / 1e9:.0f}", "yes" if one.fits else "no")
+        row = (choice.sharding, choice.teacher, choice.engine, str(choice.micro), f"{peak / size:.1f}", phase)
+        table.add_row(*row, f"{one.host / size:.0f}", "yes" if one.fits else "no")
     return table
 
 

@@ -101,8 +101,8 @@ def parsed(arguments: Sequence[str]) -> tuple[str, ServeOptions]:
         ServeOptions,
         prog=PROG,
         description="Serves the last hidden states of a causal language model in the protocol of `vllm serve --runner "
-        "pooling`, for teachers whose architecture vLLM lacks. See docs/teachers.md. `--traceback` prints an error with its "
-        "traceback.",
+        "pooling`, for teachers whose architecture vLLM lacks. See docs/teachers.md. `--traceback` prints whole "
+        "errors.",
         allow_abbrev=False,
     )
     parser.add_argument("model", help="Path or id of the model.")
