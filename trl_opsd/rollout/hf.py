@@ -33,6 +33,7 @@ from trl_opsd.rollout.writing_proof import BY_LENGTH, Writing, prove_writing
 from trl_opsd.run.known import set_known
 from trl_opsd.run.modes import with_own_modes
 from trl_opsd.run.objective_options import check_drawn
+from trl_opsd.run.progress import PHASES
 from trl_opsd.run.rng import preserved_rng
 
 logger = get_logger(__name__)
@@ -288,7 +289,7 @@ class _TokenProgress(StoppingCriteria):
     """A progress bar over decode steps, shown only when decoding takes long; it never stops a row."""
 
     def __init__(self, total: int, show: bool) -> None:
-        self._bar = tqdm(total=total, desc="complete", unit="token", delay=5, leave=False, disable=not show)
+        self._bar = tqdm(total=total, desc=PHASES["complete"], unit="token", delay=5, leave=False, disable=not show)
 
     def __enter__(self) -> _TokenProgress:
         return self

@@ -19,7 +19,7 @@ from transformers.trainer_utils import has_length
 __all__ = ["Progress", "Rows", "evaluated", "replace_default"]
 
 PHASES = {"complete": "write", "sync": "sync", "reward": "reward", "teach": "teach", "compare": "learn", "save": "save"}
-"""What the phases are called wherever a person sees them: in rows, beside the bar, in a dry run, in a report."""
+"""What the phases are called wherever a person sees them: in rows, on bars, in a dry run, in a report."""
 
 
 @dataclass(frozen=True, slots=True)
