@@ -158,6 +158,7 @@ def test_an_error_of_the_user_is_one_sentence_unless_the_traceback_is_asked_for(
         (FileNotFoundError(2, "none", "x"), 2),
         (ImportError("install it"), 2),
         (RuntimeError("a bug"), None),
+        (BrokenPipeError(32, "closed"), None),
     ],
 )
 def test_what_explains_itself_has_no_traceback_and_a_failed_run_has_status_1(error, status, capsys):

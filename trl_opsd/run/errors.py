@@ -56,7 +56,7 @@ def _is_explained(error: Exception) -> bool:
     """Whether somebody wrote this error for a user: it is ours, the system's, or was raised by a statement."""
     if isinstance(error, ValueError | TypeError | ImportError):
         return (traceback.extract_tb(error.__traceback__)[-1].line or "").startswith("raise")
-    return isinstance(error, OPSDError | OSError)
+    return isinstance(error, OPSDError | OSError) and not isinstance(error, BrokenPipeError)  # of `| head`
 
 
 def _ends_first(error: Exception) -> bool:
