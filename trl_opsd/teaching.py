@@ -76,6 +76,7 @@ class Teaching(SeamTrainer):
                 The checked arguments of the trainer.
         """
         self._identity = fingerprint.Identity(self.args, self.model, self.handed_in, self.optimizer)
+        self._identity.set_functions(self._own_functions(given))
         self.dropped_prompts: Counter[str] = Counter()
         self.reads_solutions, self._given_rewards = given.reads_solutions, given.rewards
         self.readers = Readers(
@@ -277,7 +278,26 @@ class Teaching(SeamTrainer):
             self._described_rows = describe_rows(self.train_dataset, columns)
         template = self.processing_class.chat_template
         rewards = [one.name for one in self._given_rewards] if self.args.reward_weight else []
-        return self._identity.now(self.divergence, self._described_rows, self.tools or (), template, rewards)
+        tools = self.tools or ()
+        return self._identity.now(self.divergence, self._described_rows, tools, template, rewards, self._own_verbs)
+
+    def _own_functions(self, given: Prepared) -> dict[str, Any]:
+        """What the user has passed that is called, by its name in messages."""
+        prompt_fn, learned = given.intake.prompts.prompt_fn, given.rewards if self.args.reward_weight else ()
+        return {
+            **({} if prompt_fn is None else {"teacher_prompt_fn": prompt_fn}),
+            **{f"reward_funcs: {one.name}": one.source for one in learned if not one.is_model},
+            **{f"tools: {one.__name__}": one for one in self.tools or ()},
+        }
+
+    @property
+    def _own_verbs(self) -> dict[str, list[Any]]:
+        """The verbs that subclasses, or an attribute, override: what is called first, then what that may call."""
+        found = {}
+        for verb in ("complete", "teach", "weigh", "compare"):
+            classes = [one for one in type(self).__mro__ if not one.__module__.startswith("trl_opsd.")]
+            found[verb] = [vars(one)[verb] for one in (self, *classes) if verb in vars(one)]
+        return {verb: own for verb, own in found.items() if own}
 
     @property
     def _calls_functions(self) -> bool:
