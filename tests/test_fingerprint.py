@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
-from trl_opsd import HFRollout
+from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.data.datasets import describe_rows
-from trl_opsd.fingerprint import EMA_OPTIONS, FILE, OPTIONS, OTHERS, check_accepted
+from trl_opsd.fingerprint import EMA_OPTIONS, FILE, OPTIONS, OTHERS, _differing, check_accepted, describe_function
 from trl_opsd.losses import Divergence, ReverseKL
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.samples import digest, sampled
@@ -225,3 +227,62 @@ def test_another_setting_of_a_divergence_is_refused_and_the_same_is_not(make_tra
     assert "Plain(setting=<built-in function len>), temperature" in repr(trainer)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 2
+
+
+class Weighing(OPSDTrainer):
+    def weigh(self, rollout, rows, targets):
+        return super().weigh(rollout, rows, targets)
+
+
+class WeighingOtherwise(Weighing):
+    def weigh(self, rollout, rows, targets):
+        return 0.5 * super().weigh(rollout, rows, targets)
+
+
+def told(row, text, more="!"):
+    # the default of an argument is code, and this is none
+    return row["prompt"] + more
+
+
+def telling(more):
+    return lambda row, text: row["prompt"] + more
+
+
+@pytest.mark.refusal
+def test_changed_functions_are_refused_by_name(make_trainer, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    make_trainer(Weighing, teacher_prompt_fn=telling("!"), **options).train()
+    resumed = {**options, "max_steps": 2}
+    make_trainer(Weighing, teacher_prompt_fn=telling("!"), **resumed).check_state(str(tmp_path / "checkpoint-1"))
+    changed = make_trainer(WeighingOtherwise, teacher_prompt_fn=telling("?"), **resumed)
+    with pytest.raises(
+        ValueError,
+        match=r"functions: .*'teacher_prompt_fn': .*'weigh': 'WeighingOtherwise.weigh(?s:.*)=\['functions'\]",
+    ):
+        changed.check_state(str(tmp_path / "checkpoint-1"))
+    with pytest.raises(ValueError, match=r"functions: \{'weigh': '.*sha256 .*'\} in the checkpoint, \{'weigh': None\}"):
+        make_trainer(teacher_prompt_fn=telling("!"), **resumed).check_state(str(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.quick
+def test_code_is_compared_without_where_it_is_and_how_it_is_laid_out(tmp_path, monkeypatch):
+    def loaded(name: str, source: str) -> Any:
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+        return importlib.import_module(name).function
+
+    one = loaded("one_module", "def function(row, text):\n    return row['a'] + text\n")
+    same = loaded(
+        "same_module", 'import os\n\n\ndef function(row,\n  text):  # moved\n    return (row["a"]\n  + text)\n'
+    )
+    other = loaded("other_module", "def function(row, text):\n    return row['b'] + text\n")
+    assert describe_function(one) == describe_function(same) != describe_function(other)
+    two = [lambda row, text: "a", lambda row, text: "b"]
+    assert describe_function(two[0]).startswith("test_code_is")
+    different = [telling("a"), telling("b"), told, partial(told, more="a"), partial(told, more="b"), Plain(1).value]
+    assert len({describe_function(function) for function in different}) == len(different)
+    assert describe_function(telling("a")) == describe_function(telling("a"))
+    assert describe_function(len) == "len, whose source is not known"
+    assert not _differing(
+        {"functions": {"weigh": "a, sha256 0"}}, {"functions": {"weigh": "a, whose source is not known"}}
+    )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import inspect
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -78,12 +82,17 @@ OTHERS = (
     "tools",
     "chat_template",
     "reward_funcs",
+    "functions",
 )
 """Names of the entries that are no options."""
 
 NESTED = ("adapter", "teacher_weights")
 """Entries that are compared key by key, over the keys both sides have: a newer version of a library may add some, and
 of a teacher behind a server only the head is known."""
+
+_NO_SOURCE = (OSError, TypeError, ValueError, SyntaxError, IndexError)
+"""Raised where a function is built in, was typed into a prompt, or is from a file that is not as it was."""
+_WITHOUT_SOURCE = ", whose source is not known"
 
 Fingerprint: TypeAlias = dict[str, Any]
 """JSON-serialisable values by their names in messages; an option has its own name."""
@@ -107,6 +116,11 @@ class Identity:
         self._args, self._student = args, student
         self._of_student, self._of_optimizer = describe_student(student, handed_in), describe_optimizer(optimizer, args)
         self._teachers: Mapping[str, Teacher] = {}
+        self._functions: dict[str, str] = {}
+
+    def set_functions(self, functions: Mapping[str, Any]) -> None:
+        """Adds the user's own functions by the names of their arguments, as they are now: a call may change them."""
+        self._functions = {name: describe_function(one) for name, one in functions.items()}
 
     def set_teachers(self, teachers: Mapping[str, Teacher]) -> None:
         """Adds the teachers, once they are loaded."""
@@ -122,6 +136,7 @@ class Identity:
         chat_template: Any,
         rewards: Sequence[str],
         teacher_template: str,
+        verbs: Mapping[str, Any],
     ) -> Fingerprint:
         """The fingerprint of a checkpoint written now.
 
@@ -138,7 +153,11 @@ class Identity:
                 Names of the reward functions that are learned from.
             teacher_template (`str`):
                 What joins prompts and privileged contexts.
+            verbs (`Mapping[str, Any]`):
+                Those that the user has overridden.
         """
+        own = {} if type(divergence).__module__.startswith("trl_opsd.") else {"divergence": type(divergence)}
+        functions = {name: describe_function(one) for name, one in {**verbs, **own}.items()}
         hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
         return fingerprint(
             self._args,
@@ -153,6 +172,7 @@ class Identity:
             chat_template=None if chat_template is None else f"sha256 {hashed}",
             reward_funcs=list(rewards),
             teacher_prompt_template=teacher_template,
+            functions={**self._functions, **functions},
         )
 
 
@@ -223,6 +243,66 @@ def digest_teachers(teachers: Mapping[str, Teacher], kind: str | None, served: C
     return {**{name: digest(sampled(model)) for name, model in frozen.items()}, **heads}
 
 
+def describe_function(function: Any) -> str:
+    """A function of the user's by its name and a digest of its code, without comments, layout, or the file it is in.
+
+    The code of an object is that of its class or of its `__call__`, that of a `functools.partial` its function and
+    arguments. Values of a closure count if they are numbers, text, functions, or tuples of those; what else it calls
+    does not.
+    """
+    inner = function.func if isinstance(function, partial) else function[0] if isinstance(function, list) else function
+    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
+    try:
+        code = _code(function, set())
+    except _NO_SOURCE:
+        return f"{name}{_WITHOUT_SOURCE}"
+    return f"{name}, sha256 {hashlib.sha256(code.encode()).hexdigest()[:16]}"
+
+
+def _code(function: Any, seen: set[int]) -> str:
+    if id(function) in seen:
+        return ""
+    seen.add(id(function))
+    if isinstance(function, partial):
+        given = _value((*function.args, *sorted(function.keywords.items())), seen)
+        return f"{_code(function.func, seen)} with {given}"
+    if isinstance(function, list | type):
+        parts = function if isinstance(function, list) else filter(inspect.isfunction, vars(function).values())
+        return "\n".join(_code(one, seen) for one in parts)
+    function = getattr(inspect.unwrap(function), "__func__", inspect.unwrap(function))
+    if not inspect.isfunction(function):
+        function = type(function).__call__
+        if not inspect.isfunction(function):
+            raise TypeError("it is built in")
+    code = function.__code__
+    arguments = code.co_varnames[: code.co_argcount]
+    nodes = [
+        node
+        for node in ast.walk(ast.parse("".join(inspect.findsource(function)[0])))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        and getattr(node, "name", "<lambda>") == code.co_name
+        and min(one.lineno for one in (node, *getattr(node, "decorator_list", ()))) == code.co_firstlineno
+        and tuple(one.arg for one in (*node.args.posonlyargs, *node.args.args)) == arguments
+    ]
+    if not nodes:
+        raise OSError("its file has changed since")
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    values = (f"{name}={_value(getattr(cell, 'cell_contents', None), seen)}" for name, cell in cells)
+    return "\n".join((*map(ast.unparse, nodes), *values))
+
+
+def _value(value: Any, seen: set[int]) -> str:
+    """A value of a closure, the same in every process."""
+    if value is None or isinstance(value, str | bytes | int | float):
+        return repr(value)
+    if isinstance(value, tuple):
+        return f"({', '.join(_value(one, seen) for one in value)})"
+    with suppress(*_NO_SOURCE):
+        if inspect.isroutine(value):
+            return _code(value, seen)
+    return type(value).__name__
+
+
 def write(folder: str | Path, now: Fingerprint) -> None:
     """Writes a fingerprint into a checkpoint."""
     (Path(folder) / FILE).write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
@@ -287,7 +367,17 @@ def _compared(name: str, then: Any, now: Any) -> tuple[Any, Any]:
     if name == "train_dataset" and DIGEST not in str(then) and DIGEST in str(now):
         logger.warning("The checkpoint has an older digest of the rows, so that only their number could be compared.")
         return str(then).partition(",")[0], str(now).partition(",")[0]
+    if name == "functions" and isinstance(then, dict) and isinstance(now, dict):
+        parts = [part for part in sorted({*then, *now}) if not _is_same_code(then.get(part), now.get(part))]
+        return {part: then.get(part) for part in parts}, {part: now.get(part) for part in parts}
     if not (name in NESTED and isinstance(then, dict) and isinstance(now, dict) and then.keys() & now.keys()):
         return then, now
     parts = [part for part in then if part in now and then[part] != now[part]]
     return {part: then[part] for part in parts}, {part: now[part] for part in parts}
+
+
+def _is_same_code(then: str | None, now: str | None) -> bool:
+    """Whether two functions are the same, as far as both are known."""
+    if then is None or now is None or _WITHOUT_SOURCE not in then + now:
+        return then == now
+    return then.partition(", ")[0] == now.partition(", ")[0]

@@ -76,6 +76,7 @@ class Teaching(SeamTrainer):
                 The checked arguments of the trainer.
         """
         self._identity = fingerprint.Identity(self.args, self.model, self.handed_in, self.optimizer)
+        self._identity.set_functions(self._own_functions(given))
         self.dropped_prompts: Counter[str] = Counter()
         self.reads_solutions, self._given_rewards = given.reads_solutions, given.rewards
         self.readers = Readers(
@@ -278,7 +279,8 @@ class Teaching(SeamTrainer):
         rows, teacher_template = self._described_rows
         template = self.processing_class.chat_template
         rewards = [one.name for one in self._given_rewards] if self.args.reward_weight else []
-        return self._identity.now(self.divergence, rows, self.tools or (), template, rewards, teacher_template)
+        tools, verbs = self.tools or (), self._own_verbs
+        return self._identity.now(self.divergence, rows, tools, template, rewards, teacher_template, verbs)
 
     def _teacher_template(self) -> str:
         """What joins prompts and privileged contexts: without the option it depends on their kind, by the first row."""
@@ -288,6 +290,24 @@ class Teaching(SeamTrainer):
             row = next(iter(self.train_dataset or ()), row)
         is_text = "privileged_context" in row and isinstance(row["prompt"], str)
         return prompts.template or (TEXT_TEMPLATE if is_text else TEMPLATE)
+
+    def _own_functions(self, given: Prepared) -> dict[str, Any]:
+        """What the user has passed that is called, by its name in messages."""
+        prompt_fn, learned = given.intake.prompts.prompt_fn, given.rewards if self.args.reward_weight else ()
+        return {
+            **({} if prompt_fn is None else {"teacher_prompt_fn": prompt_fn}),
+            **{f"reward_funcs: {one.name}": one.source for one in learned if not one.is_model},
+            **{f"tools: {one.__name__}": one for one in self.tools or ()},
+        }
+
+    @property
+    def _own_verbs(self) -> dict[str, list[Any]]:
+        """The verbs that subclasses, or an attribute, override: what is called first, then what that may call."""
+        found = {}
+        for verb in ("complete", "teach", "weigh", "compare"):
+            classes = [one for one in type(self).__mro__ if not one.__module__.startswith("trl_opsd.")]
+            found[verb] = [vars(one)[verb] for one in (self, *classes) if verb in vars(one)]
+        return {verb: own for verb, own in found.items() if own}
 
     @property
     def _calls_functions(self) -> bool:
