@@ -59,16 +59,17 @@ def obstacle(model: CausalLM, config: Any) -> str | None:
         return f"rows cannot leave a cache of `cache_implementation={config.cache_implementation!r}`"
     if config.use_cache is False:
         return "`use_cache=False` leaves no cache to decode from"
-    if not _has_common_cache(without_peft(model)):
-        return f"{type(model).__name__} has its own type of cache"
+    bare = without_peft(model)
+    if CACHE not in inspect.signature(bare.forward).parameters:
+        return f"the forward pass of {type(bare).__name__} takes no `{CACHE}`"
+    if not _has_common_cache(bare):
+        return f"{type(bare).__name__} has its own type of cache"
     return None
 
 
 def _has_common_cache(model: CausalLM) -> bool:
     """Whether `generate` gives the model a cache whose rows can be selected layer by layer."""
     if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
-        return False
-    if CACHE not in inspect.signature(model.forward).parameters:
         return False
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     # A model may define cache layers with state that `transformers` cannot select by row.
