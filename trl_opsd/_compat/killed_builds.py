@@ -1,8 +1,8 @@
 """Finds builds of DeepSpeed's C++ extensions that were killed, whose locks would be waited for without end or message.
 
 torch builds an extension at its first use, under a lock that is a file. A process that is killed meanwhile leaves the
-file, and every later one waits until somebody deletes it (`torch.utils.file_baton`). From 2.14 on the file always stays,
-and its lock is one of the system's, which ends with the process.
+file, and every later one waits until somebody deletes it (`torch.utils.file_baton`). Since torch 2.14
+the file always stays, and its lock is one of the system's, which ends with the process.
 """
 
 from __future__ import annotations
