@@ -1,7 +1,8 @@
 """Finds builds of DeepSpeed's C++ extensions that were killed, whose locks would be waited for without end or message.
 
 torch builds an extension at its first use, under a lock that is a file. A process that is killed meanwhile leaves the
-file, and every later one waits until somebody deletes it (`torch.utils.file_baton`).
+file, and every later one waits until somebody deletes it (`torch.utils.file_baton`). Since torch 2.14
+the file always stays, and its lock is one of the system's, which ends with the process.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch.utils.cpp_extension import get_default_build_root
+from torch.utils import cpp_extension
 
 from trl_opsd._compat.deepspeed import extension_names
 
@@ -41,7 +42,9 @@ def check_builds() -> None:
 
 def unheld_locks() -> list[tuple[Path, float]]:
     """Locks of DeepSpeed's extensions that no process of this machine has open, and their ages in seconds."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    if not hasattr(cpp_extension, "FileBaton"):
+        return []
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     locks = [
         lock for name in extension_names() for folder in (name, f"*/{name}") for lock in root.glob(f"{folder}/lock")
     ]
