@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.teacher import FrozenTeacher, Hosted, Resident, Streamed
-from trl_opsd.teacher.forward import PASS_BYTES, bytes_per_token, cheapest_passes
+from trl_opsd.teacher.forward import PASS_BYTES, bytes_per_token, pass_groups
 from trl_opsd.teacher.parts import parts_of, tensors_of
 from trl_opsd.types import Rollout
 
@@ -94,7 +94,7 @@ def hooked(args: argparse.Namespace, rollout: Rollout) -> tuple[Callable[[], Ten
     largest = max(sum(one.nbytes for one in module.parameters(recurse=False)) for module in model.modules())
     weights = CopiedOnAccess({name: tensor.detach() for name, tensor in model.state_dict().items()}, args.device)
     model = cpu_offload(model, execution_device=args.device, state_dict=weights)
-    chunks = [rollout.select(rows) for rows in cheapest_passes(model, rollout, pass_bytes=args.pass_bytes)[0]]
+    chunks = [rollout.select(rows) for rows in pass_groups(model, rollout, pass_bytes=args.pass_bytes)]
 
     def read() -> Tensor:
         with torch.no_grad():
@@ -148,7 +148,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "model_bytes": sum(tensor.nbytes for tensor in tensors_of(model)),
         "layer_bytes": max(sum(tensor.nbytes for tensor in own) for _, own in parts.layers),
         "head_bytes": sum(tensor.nbytes for tensor in parts.head),
-        "passes": len(cheapest_passes(model, rollout, pass_bytes=args.pass_bytes)[0]),
+        "passes": len(pass_groups(model, rollout, pass_bytes=args.pass_bytes)),
         "tokens_per_pass": min(rows, args.rows) * args.length,
         "target_bytes_per_token": width * bytes_each,
         "logit_bytes_per_token": vocabulary * bytes_each,

@@ -16,7 +16,7 @@ from trl_opsd.loop import dealing
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.reading_proof import prove_packing
 from trl_opsd.teacher import forward
-from trl_opsd.teacher.forward import cheapest_passes
+from trl_opsd.teacher.forward import pass_groups
 
 ROWS, STEPS = 24, 6
 MASK = (torch.arange(9) < torch.tensor([[9], [1], [5], [2]])).long()
@@ -209,7 +209,7 @@ def test_the_proof_sees_rows_that_change_each_other_in_every_precision(dtype):
 def test_a_model_whose_rows_would_change_each_other_is_refused(make_trainer, role):
     models = {"model": tiny.qwen2(), "teacher_model": tiny.qwen2(48, 1)}
     models["model" if role == "student" else "teacher_model"] = mamba()
-    with pytest.raises(ValueError, match=rf"`padding_free=True`: the {role} \(MambaForCausalLM\) .* leave the option"):
+    with pytest.raises(ValueError, match=rf"`padding_free=True`: the {role} \(MambaForCausalLM\) .* Leave the option"):
         make_trainer(**models, padding_free=True)
 
 
@@ -302,11 +302,9 @@ def test_completions_are_written_with_the_weights_that_are_trained(make_trainer)
 def test_a_split_model_that_reads_row_by_row_makes_a_pass_for_each(monkeypatch, make_trainer):
     rows = tiny.rollout(torch.ones(4, 3, dtype=torch.long), torch.ones(4, 9, dtype=torch.long), MASK)
     model = tiny.qwen2()
-    assert len(cheapest_passes(model, rows, Reading(0))[0]) < 4
+    assert len(pass_groups(model, rows, Reading(0))) < 4
     monkeypatch.setattr(forward, "is_split_model", lambda _: True)
-    assert cheapest_passes(model, rows, Reading(0))[0] == [[0], [1], [2], [3]], (
-        "however long they are in other processes"
-    )
+    assert pass_groups(model, rows, Reading(0)) == [[0], [1], [2], [3]], "however long they are in other processes"
     monkeypatch.setattr(dealing, "is_split_model", lambda _: True)
     trainer = make_trainer(max_tokens_per_microbatch=20)
     trainer.reading = Reading(0)

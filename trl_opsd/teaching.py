@@ -302,11 +302,11 @@ class Teaching(SeamTrainer):
 
     @property
     def _own_verbs(self) -> dict[str, list[Any]]:
-        """The verbs that subclasses, or an attribute, override: what is called first, then what that may call."""
+        """The verbs that subclasses override: what is called first, then what that may call."""
         found = {}
         for verb in ("complete", "teach", "weigh", "compare"):
             classes = [one for one in type(self).__mro__ if not one.__module__.startswith("trl_opsd.")]
-            found[verb] = [vars(one)[verb] for one in (self, *classes) if verb in vars(one)]
+            found[verb] = [vars(one)[verb] for one in classes if verb in vars(one)]
         return {verb: own for verb, own in found.items() if own}
 
     @property

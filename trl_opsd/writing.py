@@ -44,10 +44,7 @@ class Writing(SeamTrainer):
 
     def prove_student(self) -> None:
         """Examines the student by running it, once its weights are where they will be."""
-        teaches = self.args.teacher_model_kind is not None and self.row_group is None
-        self.reading = prove_student(
-            self.model, self.in_student, self.args, self.accelerator, self.args.padding_free, teaches
-        )
+        self.reading = prove_student(self.model, self.in_student, self.args, self.accelerator, self.args.padding_free)
         self._student_is_proved = True
 
     def bind(self, rollout: RolloutBackend) -> None:

@@ -14,7 +14,7 @@ URL = {"sglang_server_url": "http://127.0.0.1:30000"}
 OURS = ("trl_opsd._compat.vllm", "trl_opsd.rollout.vllm", "trl_opsd.rollout.sampling")
 """Prefixes of the modules imported when vLLM is chosen; the first checks on import that it is installed."""
 
-SERVERS = ("trl_opsd._compat.aiohttp", "trl_opsd.run.bounded_http", "trl_opsd.rollout.s", "trl_opsd.teacher.served")
+SERVERS = ("trl_opsd._compat.aiohttp", "trl_opsd.run.bounded_http", "trl_opsd.rollout.s", "trl_opsd.teacher.replica")
 """Prefixes of the modules imported when a server is chosen."""
 
 
@@ -120,7 +120,7 @@ CASES: list[Case] = [
     without_aiohttp(**URL),
     without_aiohttp(teacher_server_url="http://127.0.0.1:8000"),
     unsupported("0.30.0"),
-    unsupported("0.32.0"),
+    unsupported("0.33.0"),
     without_a_checkpoint(""),
     without_a_checkpoint("/no/where"),
     generation(

@@ -142,7 +142,9 @@ def test_weights_are_read_from_safetensors_only(capsys, tmp_path):
     model.config.architectures = ["Qwen2ForCausalLM"]
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    assert main([str(tmp_path), "--port", "0"]) == 1
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path), "--port", "0"])
+    assert ended.value.code == 2
     assert "model.safetensors" in capsys.readouterr().err
 
 

@@ -41,37 +41,6 @@ def fewest_groups(lengths: Sequence[int], fits: Fits, packed: bool = False) -> l
     return groups
 
 
-def cheapest_groups(lengths: Sequence[int], fits: Fits, overhead: float) -> list[list[int]]:
-    """Padded groups that fit and together cost least, longest rows first; a row that does not fit is one by itself.
-
-    Args:
-        lengths (`Sequence[int]`):
-            Tokens of each row.
-        fits (`Callable`):
-            Whether a group may be read.
-        overhead (`float`):
-            What a group costs besides its tokens, in tokens.
-    """
-    order = longest_first(lengths)
-    best: list[tuple[float, int]] = [(0.0, 0)]  # for so many of the longest rows: what they cost, and their last group
-    for end in range(1, len(order) + 1):
-        last = lengths[order[end - 1]]
-        found = (best[end - 1][0] + overhead + last, end - 1)
-        for begin in range(end - 2, -1, -1):
-            width = lengths[order[begin]]
-            tokens = width * (end - begin)
-            if not fits(tokens, width, last):
-                break  # a longer row makes it wider
-            found = min(found, (best[begin][0] + overhead + tokens, begin))
-        best.append(found)
-    groups, end = [], len(order)
-    while end:
-        begin = best[end][1]
-        groups.append(order[begin:end])
-        end = begin
-    return groups[::-1]
-
-
 def even_groups(lengths: Sequence[int], number: int, packed: bool = False) -> list[list[int]]:
     """As many groups as asked for, none empty, whose largest has as few tokens as possible.
 

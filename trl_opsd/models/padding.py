@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ class Reading:
     """Whether longer rows of the same length may share a batch. Otherwise each is read by itself."""
     packed: bool = False
     """Whether all rows are read as one, without any padding."""
-    may_pack: bool = field(default=False, compare=False)
-    """Whether they may be: no row then changes another."""
     multiple_of: int = 1
     """What the number of tokens of padded rows is a multiple of."""
 

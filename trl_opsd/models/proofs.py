@@ -16,12 +16,7 @@ from trl_opsd.run.rng import preserved_rng
 
 
 def prove_student(
-    student: CausalLM,
-    run: Run,
-    args: TrainingArguments,
-    accelerator: Accelerator,
-    padding_free: bool = False,
-    teaches: bool = False,
+    student: CausalLM, run: Run, args: TrainingArguments, accelerator: Accelerator, padding_free: bool = False
 ) -> Reading:
     """Checks a student, and returns which rows it can read in one batch.
 
@@ -36,8 +31,6 @@ def prove_student(
             The launch's accelerator; the checks run in its mixed precision.
         padding_free (`bool`, *optional*, defaults to `False`):
             Whether it will read rows as one, which is checked too.
-        teaches (`bool`, *optional*, defaults to `False`):
-            Whether it may, as its own teacher.
 
     Raises:
         ValueError: A check fails; the message has the measured difference.
@@ -49,6 +42,6 @@ def prove_student(
         set_find_unused_parameters(unreached, args, accelerator)
         # Last: a layer that caches states must not keep any with a graph.
         reading = prove_padding(student, "student", run)
-        if padding_free or teaches:
-            reading = prove_packing(student, "student", reading, run, padding_free)
+        if padding_free:
+            prove_packing(student, "student", reading, run)
         return reading

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,7 +55,7 @@ def prove_padding(model: CausalLM, role: str, run: Run | None = None) -> Reading
     return reading
 
 
-def prove_packing(model: CausalLM, role: str, reading: Reading, run: Run | None = None, needed: bool = True) -> Reading:
+def prove_packing(model: CausalLM, role: str, reading: Reading, run: Run | None = None) -> None:
     """Reads three rows as one and each alone, to find out whether they change each other.
 
     Whether they do depends on the architecture and on its kernels: convolutions and recurrences run on from row to row,
@@ -67,35 +66,28 @@ def prove_packing(model: CausalLM, role: str, reading: Reading, run: Run | None 
             As in [`prove_padding`].
         reading ([`~models.padding.Reading`]):
             What [`prove_padding`] has found.
-        needed (`bool`, *optional*, defaults to `True`):
-            Whether they have to be read as one.
-
-    Returns:
-        The same with `may_pack`.
 
     Raises:
-        ValueError: They do, and it is needed.
+        ValueError: They do.
     """
-    reason = _why_not_packed(model, role, reading, run)
-    if reason and needed:
-        raise ValueError(f"`padding_free=True`: the {role} ({type(model).__name__}) {reason}: leave the option out.")
-    return replace(reading, may_pack=not reason)
-
-
-def _why_not_packed(model: CausalLM, role: str, reading: Reading, run: Run | None) -> str | None:
+    refused = f"`padding_free=True`: the {role} ({type(model).__name__})"
     if reading.padded_up_to != math.inf:
-        return f"cannot read rows as one, it reads them {reading}"
+        raise ValueError(f"{refused} cannot read rows as one, it reads them {reading}: leave the option out.")
     if reason := _beyond_probe(model):
-        return reason
+        raise ValueError(f"{refused} {reason}: leave the option out.")
     try:
         gap = _probed(model, role, run, gap_of_packing)
     except CANNOT_RUN as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        return f"cannot read without an attention mask, {type(error).__name__}: {error}"
+        raise ValueError(
+            f"{refused} cannot read without an attention mask, {type(error).__name__}: {error}. Leave the option out."
+        ) from error
     if gap is not None:
-        return f"lets rows that are read as one change each other, the hidden state of a token by {gap:.2g} of its norm"
-    return None
+        raise ValueError(
+            f"{refused} lets rows that are read as one change each other: the hidden state of a token is off by "
+            f"{gap:.2g} of its norm. Leave the option out."
+        )
 
 
 def _beyond_probe(model: CausalLM) -> str | None:

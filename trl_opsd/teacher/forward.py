@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from tqdm import tqdm
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.models.backbone import Run, completion_hidden
-from trl_opsd.models.grouping import cheapest_groups, fewest_groups
+from trl_opsd.models.grouping import fewest_groups
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.run.kept import Keeper
@@ -27,15 +26,11 @@ from trl_opsd.types import Rollout, TeacherTargets
 PASS_BYTES = 2_000_000_000
 """Memory limit for the activations of one pass, in bytes; about enough for a pass to hide the copies of streamed
 layers."""
-PASS_TOKENS = {"cpu": 16}
-"""What a pass costs besides its tokens, in tokens."""
-PASS_TOKENS_ELSEWHERE = 4096
-"""Of a layer of [`LAYER_WEIGHTS`], fewer of a larger one: an accelerator waits for as many calls in either."""
-LAYER_WEIGHTS = 15_000_000
-"""Of Qwen2.5-0.5B."""
-PACK_TOKENS = {"cpu": 256}
-"""Tokens of packed rows beyond which a mask of their square costs more than another pass."""
-PACK_TOKENS_ELSEWHERE = 4096
+SIMILAR = 0.85
+"""Shortest row of a padded pass, relative to the longest, where the others already keep the device busy."""
+BUSY_TOKENS = {"cpu": 256}
+"""Tokens that keep a device busy, so that more of them in a pass make it no faster."""
+BUSY_TOKENS_ELSEWHERE = 4096
 MOST_TOKENS = {"cpu": 1024}
 """Tokens of a pass beyond which a device gets slower: a CPU, whose caches no longer hold what a layer leaves behind."""
 
@@ -85,82 +80,50 @@ def read(
     return keeper.targets()
 
 
-def cheapest_passes(
-    model: CausalLM, rollout: Rollout, reading: Reading = PADDED, pass_bytes: int = PASS_BYTES, few: bool = False
-) -> tuple[list[list[int]], Reading]:
-    """As [`cheapest_groups_of`], of a rollout; rows with masked tokens between others are not packed."""
-    lengths = rollout.ended().measured()
-    if any(one.masked for one in lengths):
-        reading = replace(reading, may_pack=False)
-    return cheapest_groups_of(
-        model, [one.total for one in lengths], rollout.prompt_ids.device, reading, pass_bytes, few
-    )
+def pass_groups(
+    model: CausalLM,
+    rollout: Rollout,
+    reading: Reading = PADDED,
+    pass_bytes: int = PASS_BYTES,
+    few: bool = False,
+) -> list[list[int]]:
+    """The rows of each pass, all of whose activations fit `pass_bytes`.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model that reads them.
+        rollout ([`~types.Rollout`]):
+            The rows.
+        reading ([`~models.padding.Reading`], *optional*, defaults to `PADDED`):
+            How a pass reads them.
+        pass_bytes (`int`, *optional*, defaults to 2 GB):
+            Memory limit for the activations of one pass.
+        few (`bool`, *optional*, defaults to `False`):
+            Whether each pass costs much, so that padding costs less than another pass.
+    """
+    lengths = [one.total for one in rollout.ended().measured()]
+    return length_groups(model, lengths, rollout.prompt_ids.device, reading, pass_bytes, few)
 
 
-def cheapest_groups_of(
+def length_groups(
     model: CausalLM,
     lengths: Sequence[int],
     device: torch.device,
     reading: Reading = PADDED,
     pass_bytes: int = PASS_BYTES,
     few: bool = False,
-) -> tuple[list[list[int]], Reading]:
-    """The rows of each pass, all of whose activations fit `pass_bytes`; and whether they are packed, where they may be.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model that reads them.
-        lengths (`Sequence[int]`):
-            Tokens of each row.
-        device (`torch.device`):
-            Where it reads them.
-        reading ([`~models.padding.Reading`], *optional*, defaults to `PADDED`):
-            How a pass may read them.
-        pass_bytes (`int`, *optional*, defaults to 2 GB):
-            Memory limit for the activations of one pass.
-        few (`bool`, *optional*, defaults to `False`):
-            Whether each pass costs much, so that padding costs less than another pass.
-    """
-    ways = [reading]
-    if reading.may_pack and not reading.packed and reading.multiple_of == 1:
-        ways.append(replace(reading, packed=True))
-    each = [(_groups(model, lengths, device, way, pass_bytes, few), way) for way in ways]
-    overhead = _overhead(model, lengths, device, few)
-    return min(each, key=lambda one: len(one[0]) * overhead + _tokens_read(lengths, *one))
-
-
-def _groups(
-    model: CausalLM, lengths: Sequence[int], device: torch.device, reading: Reading, pass_bytes: int, few: bool
 ) -> list[list[int]]:
-    """Those of one way to read them."""
+    """As [`pass_groups`], of rows that are known by their numbers of tokens, read on a device."""
     if not reading.padded_up_to and is_split_model(model):
         return [[row] for row in range(len(lengths))]  # a row is a forward pass, of which all processes run as many
-    table, elsewhere = (PACK_TOKENS, PACK_TOKENS_ELSEWHERE) if reading.packed else (MOST_TOKENS, math.inf)
-    most = math.inf if few else table.get(device.type, elsewhere)
+    busy = math.inf if few or reading.packed else BUSY_TOKENS.get(device.type, BUSY_TOKENS_ELSEWHERE)
+    most = math.inf if few else MOST_TOKENS.get(device.type, math.inf)
 
     def fits(tokens: int, width: int, length: int) -> bool:
-        return tokens <= most and tokens * bytes_per_token(model, width) <= pass_bytes
+        is_similar = tokens <= busy or length >= SIMILAR * width
+        return is_similar and tokens <= most and tokens * bytes_per_token(model, width) <= pass_bytes
 
-    if reading.packed:
-        return fewest_groups(lengths, fits, packed=True)
-    return cheapest_groups(lengths, fits, _overhead(model, lengths, device, few))
-
-
-def _overhead(model: CausalLM, lengths: Sequence[int], device: torch.device, few: bool) -> float:
-    """What a pass costs besides its tokens, in tokens; where each costs much, more than all of them."""
-    if few:
-        return len(lengths) * max(lengths, default=0)
-    if device.type in PASS_TOKENS:
-        return PASS_TOKENS[device.type]
-    hidden, inner, _ = _widths(model)
-    return PASS_TOKENS_ELSEWHERE * min(1.0, LAYER_WEIGHTS / (hidden * (2 * hidden + 3 * inner)))
-
-
-def _tokens_read(lengths: Sequence[int], groups: Sequence[Sequence[int]], reading: Reading) -> int:
-    """Tokens of all passes, padding included."""
-    if reading.packed:
-        return sum(lengths)
-    return sum(len(rows) * max(lengths[row] for row in rows) for rows in groups)
+    return fewest_groups(lengths, fits, reading.packed)
 
 
 def max_over_processes(passes: int, device: torch.device) -> int:
@@ -180,17 +143,12 @@ def bytes_per_token(model: CausalLM, width: int) -> int:
     attention mask for each token of the row; eager attention also keeps its scores, twice in float32. An inner width
     that the config does not state is assumed to be four times the hidden one; a missing number of heads counts as 0.
     """
-    hidden, inner, heads = _widths(model)
-    per_pair = max(8 * heads, 1) if model.config.get_text_config()._attn_implementation == "eager" else 1
-    return int(model.dtype.itemsize * (10 * hidden + 3 * inner) + per_pair * width)
-
-
-def _widths(model: CausalLM) -> tuple[int, int, int]:
-    """Hidden width, inner width and heads of a layer."""
     config = model.config.get_text_config()
     hidden = _largest(config, "hidden_size") or model_shape(model)[1]
     inner = _largest(config, "intermediate_size") or _largest(config, "n_inner") or 4 * hidden
-    return hidden, inner, _largest(config, "num_attention_heads")
+    heads = _largest(config, "num_attention_heads")
+    per_pair = max(8 * heads, 1) if config._attn_implementation == "eager" else 1
+    return int(model.dtype.itemsize * (10 * hidden + 3 * inner) + per_pair * width)
 
 
 def _largest(config: Any, name: str) -> int:

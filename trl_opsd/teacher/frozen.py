@@ -13,7 +13,7 @@ from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.reading_proof import prove_packing, prove_padding
 from trl_opsd.models.size import described
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.forward import PASS_BYTES, cheapest_passes, read
+from trl_opsd.teacher.forward import PASS_BYTES, pass_groups, read
 from trl_opsd.teacher.placement import Placement
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
@@ -32,7 +32,7 @@ class FrozenTeacher(Teacher):
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
         padding_free (`bool`, *optional*, defaults to `False`):
-            Always read the rows of a pass as one: see `OPSDConfig.padding_free`. Otherwise only where that costs less.
+            Read the rows of a pass as one: see `OPSDConfig.padding_free`.
         pad_to_multiple_of (`int`, *optional*):
             What the number of tokens of padded rows is a multiple of.
 
@@ -65,10 +65,11 @@ class FrozenTeacher(Teacher):
         self._cache_device = cache_device
         self._pass_bytes = pass_bytes
         self._progress = progress
-        with placement.reading(passes=8) as run:
+        with placement.reading(passes=8 if padding_free else 4) as run:
             prove_head(self.model, "teacher", run)
             found = prove_padding(self.model, "teacher", run)
-            found = prove_packing(self.model, "teacher", found, run, padding_free)
+            if padding_free:
+                prove_packing(self.model, "teacher", found, run)
         self.reading = replace(found, packed=padding_free, multiple_of=pad_to_multiple_of or 1)
 
     def __str__(self) -> str:
@@ -94,11 +95,10 @@ class FrozenTeacher(Teacher):
             yield self.model
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
-        few = self.placement.passes_cost
-        groups, reading = cheapest_passes(self.model, rollout, self.reading, self._pass_bytes, few)
+        groups = pass_groups(self.model, rollout, self.reading, self._pass_bytes, self.placement.passes_cost)
         passes = self.placement.passes_to_run(len(groups))
         device = self.placement.device
         with preserved_mode(self.model), self.placement.reading(passes) as run:
             if self.model.training:  # whoever else has this model may have trained it
                 self.model.eval()
-            return read(run, rollout, groups, passes, device, self._cache_device, self._progress, reading)
+            return read(run, rollout, groups, passes, device, self._cache_device, self._progress, self.reading)

@@ -16,7 +16,7 @@ from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.size import sizes
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.forward import cheapest_passes, max_over_processes, read
+from trl_opsd.teacher.forward import max_over_processes, pass_groups, read
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
@@ -95,7 +95,9 @@ class OwnTeacher(Teacher):
         with preserved_mode(self.model):
             self.model.eval()
             # The forward of a split student is collective, so all processes run the same number of passes.
-            groups, reading = cheapest_passes(self.model, rollout, self.reading, few=is_split_model(self.model))
+            groups = pass_groups(self.model, rollout, self.reading, few=is_split_model(self.model))
             passes = max_over_processes(len(groups), device)
             with self._as_teacher():
-                return read(self._run, rollout, groups, passes, device, self._cache_device, self._progress, reading)
+                return read(
+                    self._run, rollout, groups, passes, device, self._cache_device, self._progress, self.reading
+                )

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import hidden_states
 from trl_opsd.models.padding import Reading
-from trl_opsd.teacher.forward import cheapest_groups_of
+from trl_opsd.teacher.forward import length_groups
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.resident import Resident
 from trl_opsd.teacher.serve.waiting import Asked, Waiting
@@ -97,16 +97,10 @@ class Reader(threading.Thread):
         super().__init__(name="trl_opsd teacher", daemon=True)
         self._teacher, self._loop = teacher, loop
         placement = teacher.placement
-        self._plan = partial(
-            cheapest_groups_of,
-            teacher.model,
-            device=placement.device,
-            reading=teacher.reading,
-            few=placement.passes_cost,
+        groups = partial(
+            length_groups, teacher.model, device=placement.device, reading=teacher.reading, few=placement.passes_cost
         )
-        self.waiting = Waiting(
-            lambda lengths: self._plan(lengths)[0], most_tokens, _GATHER_SECONDS[isinstance(placement, Resident)]
-        )
+        self.waiting = Waiting(groups, most_tokens, _GATHER_SECONDS[isinstance(placement, Resident)])
         self.counts = Counts()
         self.failure: str | None = None
 
@@ -125,8 +119,7 @@ class Reader(threading.Thread):
     def _read(self, run: Any, taken: Sequence[tuple[Asked, int]]) -> None:
         begun, device = monotonic(), self._teacher.placement.device
         rows = [asked.rows[row].to(device) for asked, row in taken]
-        groups, reading = self._plan([len(row) for row in rows])
-        read = run(row_states, rows, reading if len(groups) == 1 else self._teacher.reading)
+        read = run(row_states, rows, self._teacher.reading)
         found = [_on_host(states, asked.dtype) for (asked, _), states in zip(taken, read, strict=True)]
         self.failure = None
         self.counts.rows += len(rows)

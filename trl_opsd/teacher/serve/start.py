@@ -119,7 +119,14 @@ def facts(path: str, options: ServeOptions, teacher: FrozenTeacher, context: int
 
 def commit(path: str, revision: str | None) -> str | None:
     """The commit that a model from the Hub was loaded from, by where its config is cached; `None` for a local model."""
-    config = cached_file(path, CONFIG_NAME, revision=revision, local_files_only=True)
+    config = cached_file(
+        path,
+        CONFIG_NAME,
+        revision=revision,
+        local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
     found: str | None = extract_commit_hash(config, None)
     return found
 
