@@ -58,7 +58,8 @@ def _name(token: Token) -> str:
 
 
 def _visible(text: str) -> str:
-    return text.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥") or "part of a character"
+    shown = text.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥")
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in shown) or "part of a character"
 
 
 def _percent(share: float | None) -> str:
