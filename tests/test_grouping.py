@@ -6,9 +6,13 @@ import itertools
 import random
 
 import pytest
+import tiny
+import torch
 
-from trl_opsd.models.grouping import equal_groups, even_groups, fewest_groups
+from trl_opsd.models.grouping import cheapest_groups, equal_groups, even_groups, fewest_groups
+from trl_opsd.teacher.forward import length_groups
 
+TO_SIX = list(itertools.product(range(6), repeat=6))
 LENGTHS = [random.Random(seed).choices(range(1, 200), k=count) for seed, count in enumerate((1, 2, 3, 7, 12, 33))]
 
 
@@ -73,4 +77,31 @@ def test_padded_groups_are_of_similar_lengths_and_packed_ones_of_similar_sums():
 
 
 def test_memory_that_grows_with_the_width_of_a_row_counts():
-    assert fewest_groups([8, 8, 2, 2], lambda tokens, width, _: tokens * width <= 64) == [[0], [1], [2, 3]]
+    assert fewest_groups([8, 8, 2, 2], lambda tokens, width: tokens * width <= 64) == [[0], [1], [2, 3]]
+
+
+@pytest.mark.parametrize("least", [0, 40, 1000])
+def test_padded_groups_cost_no_more_than_any_other_way(least):
+    def cost(lengths: list[int], way: list[list[int]]) -> float:
+        return sum(max(tokens(lengths, group, False), least) for group in way)
+
+    for seed in range(20):
+        lengths = random.Random(seed).choices(range(1, 30), k=6)
+        ways = ([[row for row in range(6) if way[row] == group] for group in set(way)] for way in TO_SIX)
+        fitting = [way for way in ways if all(len(g) == 1 or tokens(lengths, g, False) <= 70 for g in way)]
+        best = min((cost(lengths, way), len(way)) for way in fitting)
+        found = cheapest_groups(lengths, lambda tokens, _: tokens <= 70, least)
+        assert sorted(itertools.chain(*found)) == list(range(6))
+        assert (cost(lengths, found), len(found)) == best
+        assert all(len(group) == 1 or tokens(lengths, group, False) <= 70 for group in found)
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["resident", "streamed"])
+def test_a_teacher_on_a_cpu_reads_few_tokens_of_padding(few):
+    ratios = []
+    for seed in range(20):
+        lengths = [random.Random(seed * 100 + row).randint(10, 160) for row in range(16)]
+        groups = length_groups(tiny.qwen2(), lengths, torch.device("cpu"), few=few)
+        ratios.append(sum(tokens(lengths, group, False) for group in groups) / sum(lengths))
+    assert max(ratios) <= 1.15
+    assert min(ratios) > 1, "all rows alone would be slower"

@@ -60,9 +60,10 @@ def test_each_state_is_that_of_its_token():
     rollout, model = ragged(), tiny.qwen2(48, 1)
     padded = completion_hidden(model.eval(), rollout).detach()
     targets = frozen(model).targets(rollout)
-    assert torch.equal(kept(targets), padded[rollout.counts])
+    # Read in several passes; what a row's neighbours are changes its rounding.
+    torch.testing.assert_close(kept(targets), padded[rollout.counts], rtol=0, atol=1e-6)
     assert [row.places.tolist() for row in targets.rows] == [one.nonzero().flatten().tolist() for one in rollout.counts]
-    assert torch.equal(targets.hidden, padded * rollout.counts[..., None])
+    torch.testing.assert_close(targets.hidden, padded * rollout.counts[..., None], rtol=0, atol=1e-6)
 
 
 def test_passes_may_bring_any_rows_in_any_order_and_be_narrower():

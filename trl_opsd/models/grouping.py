@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
-Fits = Callable[[int, int, int], bool]
-"""`fits(tokens, width, length)`: whether a row of that length may be the last of a group that then has so many tokens,
-padding included, in rows of that width.
-"""
+Fits = Callable[[int, int], bool]
+"""`fits(tokens, width)`: whether a group may have so many tokens, padding included, in rows of that width."""
 
 
 def fewest_groups(lengths: Sequence[int], fits: Fits, packed: bool = False) -> list[list[int]]:
@@ -31,7 +30,7 @@ def fewest_groups(lengths: Sequence[int], fits: Fits, packed: bool = False) -> l
         for number in range(len(groups)) if packed else range(len(groups))[-1:]:
             width = lengths[groups[number][0]]
             more = tokens[number] + (lengths[row] if packed else width)
-            if fits(more, more if packed else width, lengths[row]):
+            if fits(more, more if packed else width):
                 groups[number].append(row)
                 tokens[number] = more
                 break
@@ -39,6 +38,39 @@ def fewest_groups(lengths: Sequence[int], fits: Fits, packed: bool = False) -> l
             groups.append([row])
             tokens.append(lengths[row])
     return groups
+
+
+def cheapest_groups(lengths: Sequence[int], fits: Fits, least: float) -> list[list[int]]:
+    """Padded groups that cost the least in all, longest rows first, where a group costs its tokens but not less than
+    `least`; of equal costs, the fewest groups. A row that does not fit is a group by itself.
+
+    Args:
+        lengths (`Sequence[int]`):
+            Tokens of each row.
+        fits (`Callable`):
+            Whether a group may be read; if not, then neither a larger one.
+        least (`float`):
+            Tokens that cost as much as fewer do.
+    """
+    order = longest_first(lengths)
+    # An entry for each number of rows: what their groups cost, how many they are, and where the last begins, negated.
+    best: list[tuple[float, int, int]] = [(0, 0, 0)]
+    for end in range(1, len(order) + 1):
+        found = (math.inf, end + 1, -end)
+        for begin in range(end - 1, -1, -1):
+            width = lengths[order[begin]]
+            tokens = width * (end - begin)
+            if begin < end - 1 and not fits(tokens, width):
+                break
+            cost, number, _ = best[begin]
+            found = min(found, (cost + max(tokens, least), number + 1, -begin))
+        best.append(found)
+    groups, end = [], len(order)
+    while end:
+        begin = -best[end][2]
+        groups.append(order[begin:end])
+        end = begin
+    return groups[::-1]
 
 
 def even_groups(lengths: Sequence[int], number: int, packed: bool = False) -> list[list[int]]:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.models.backbone import Run, completion_hidden
-from trl_opsd.models.grouping import fewest_groups
+from trl_opsd.models.grouping import cheapest_groups, fewest_groups
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.run.kept import Keeper
@@ -26,12 +26,9 @@ from trl_opsd.types import Rollout, TeacherTargets
 PASS_BYTES = 2_000_000_000
 """Memory limit for the activations of one pass, in bytes; about enough for a pass to hide the copies of streamed
 layers."""
-SIMILAR = 0.85
-"""Shortest row of a padded pass, relative to the longest, where the others already keep the device busy."""
-BUSY_TOKENS = {"cpu": 256}
-"""Tokens that keep a device busy, so that more of them in a pass make it no faster."""
-BUSY_TOKENS_ELSEWHERE = 4096
-MOST_TOKENS = {"cpu": 1024}
+BUSY_TOKENS = {"cpu": 128, "accelerator": 4096}
+"""Tokens of a pass below which padding costs nothing, as fewer tokens take as long."""
+MOST_TOKENS = {"cpu": 1024, "accelerator": math.inf}
 """Tokens of a pass beyond which a device gets slower: a CPU, whose caches no longer hold what a layer leaves behind."""
 
 
@@ -99,7 +96,7 @@ def pass_groups(
         pass_bytes (`int`, *optional*, defaults to 2 GB):
             Memory limit for the activations of one pass.
         few (`bool`, *optional*, defaults to `False`):
-            Whether each pass costs much, so that padding costs less than another pass.
+            Whether each pass copies or gathers the weights again.
     """
     lengths = [one.total for one in rollout.ended().measured()]
     return length_groups(model, lengths, rollout.prompt_ids.device, reading, pass_bytes, few)
@@ -116,14 +113,16 @@ def length_groups(
     """As [`pass_groups`], of rows that are known by their numbers of tokens, read on a device."""
     if not reading.padded_up_to and is_split_model(model):
         return [[row] for row in range(len(lengths))]  # a row is a forward pass, of which all processes run as many
-    busy = math.inf if few or reading.packed else BUSY_TOKENS.get(device.type, BUSY_TOKENS_ELSEWHERE)
-    most = math.inf if few else MOST_TOKENS.get(device.type, math.inf)
+    kind = "cpu" if device.type == "cpu" else "accelerator"
 
-    def fits(tokens: int, width: int, length: int) -> bool:
-        is_similar = tokens <= busy or length >= SIMILAR * width
-        return is_similar and tokens <= most and tokens * bytes_per_token(model, width) <= pass_bytes
+    def fits(tokens: int, width: int) -> bool:
+        return tokens <= MOST_TOKENS[kind] and tokens * bytes_per_token(model, width) <= pass_bytes
 
-    return fewest_groups(lengths, fits, reading.packed)
+    if reading.packed:
+        return fewest_groups(lengths, fits, packed=True)
+    # Copied weights hide behind few tokens on a CPU, on an accelerator behind as many as a pass can hold.
+    hidden = few and kind != "cpu"
+    return cheapest_groups(lengths, fits, math.inf if hidden else BUSY_TOKENS[kind])
 
 
 def max_over_processes(passes: int, device: torch.device) -> int:

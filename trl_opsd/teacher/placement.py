@@ -38,7 +38,7 @@ class Placement(ABC):
     is_whole: ClassVar[bool] = True
     """Whether the model itself can be called while it reads, and not only through what [`reading`] yields."""
     passes_cost: ClassVar[bool] = False
-    """Whether each pass copies or gathers the weights again, so that few passes are better than short ones."""
+    """Whether each pass copies or gathers the weights again."""
 
     @abstractmethod
     def reading(self, passes: int) -> AbstractContextManager[Run]:
