@@ -37,6 +37,7 @@ from trl_opsd.data.teacher_prompts import PRIVILEGED, TeacherPrompts, check_prom
 from trl_opsd.models.processing import check_processing_class, loaded_processing_class, text_tokenizer
 from trl_opsd.models.special_tokens import configured_vocabulary, ensure_special_tokens
 from trl_opsd.rewards.given import Given, given_rewards
+from trl_opsd.run.checkpoint import check_disk
 from trl_opsd.run.given import check_given
 from trl_opsd.run.option_changes import check_same_options, shared_options
 from trl_opsd.run.reward_options import check_reward_args
@@ -184,6 +185,7 @@ def prepared(
     intake = Intake(teachers=tuple(models), prompts=prompts)
     if args.world_size > 1:
         check_same_options(gather_object([_named(args, models)]))
+        check_disk(args)
     row_columns = tuple(row_columns)
     if args.lmbda < 1:
         check_completions(train_dataset, tools, not args.seq_kd)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import gather_object
 from transformers import ProcessorMixin, Trainer, TrainingArguments
 
 from trl_opsd.loop.leftovers import cleanup_on_error
@@ -142,21 +142,27 @@ class SafeCheckpoints(Trainer):
             self.load_own_state(checkpoint)
 
     def _whole_checkpoint(self, asked: str | bool) -> str:
-        """The requested checkpoint, `True` for the newest; the main process chooses, so that all take the same."""
-        found: list[str | None] = [None, None]
-        if self.accelerator.is_main_process:
-            try:
-                folder, remarks = checkpoint.checkpoint_to_resume(asked, Path(self.args.output_dir))
-                checkpoint.check_launch(folder, self.is_deepspeed_enabled, self.is_fsdp_enabled)
-                found = [str(folder), None]
-                for remark in remarks:
-                    logger.warning(remark)
-            except (ValueError, OSError) as error:
-                found = [None, str(error)]
-        folder_of_all, refusal = broadcast_object_list(found)
-        if refusal is not None:
+        """The requested checkpoint, `True` for the newest that every machine with a disk of its own has completely.
+        Collective.
+        """
+        found = gather_object([self._found(asked)] if self.args.should_save else [])
+        if refusal := next((refusal for _, refusal in found if refusal), None):
             raise ValueError(refusal)
-        return str(folder_of_all)
+        folders = {folder for folder, _ in found}
+        if len(folders) > 1:  # the newest of each machine; a later one than the oldest of them is not everywhere
+            return self._whole_checkpoint(min(folders, key=lambda folder: int(folder.rpartition("-")[2])))
+        return folders.pop()
+
+    def _found(self, asked: str | bool) -> tuple[str, str]:
+        """The requested checkpoint on this machine's disk, and why it cannot be taken."""
+        try:
+            folder, remarks = checkpoint.checkpoint_to_resume(asked, Path(self.args.output_dir))
+            checkpoint.check_launch(folder, self.is_deepspeed_enabled, self.is_fsdp_enabled)
+        except (ValueError, OSError) as error:
+            return "", str(error)
+        for remark in remarks:
+            logger.warning(remark)
+        return str(folder), ""
 
     # ---- Writing ------------------------------------------------------------------------------------------------
 
@@ -213,4 +219,7 @@ class SafeCheckpoints(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
+        if self.is_deepspeed_enabled and self.args.should_save:
+            # DeepSpeed writes it on the first machine only, and does not load a checkpoint without it.
+            Path(output_dir, "latest").write_text(f"global_step{self.state.global_step}")
         self.save_own_state(output_dir)

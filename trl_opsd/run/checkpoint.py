@@ -1,7 +1,7 @@
 """Publishes checkpoints atomically, by renaming a complete folder, and tells complete from torn ones.
 
-It knows files, not trainers. Whenever a process is killed, a folder `checkpoint-N` that was published here is complete,
-and the previous checkpoint still exists.
+It knows files, and no models. Whenever a process is killed, a folder `checkpoint-N` that was published here is
+complete, and the previous checkpoint still exists.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
+from uuid import uuid4
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+from transformers import TrainingArguments
 
 from trl_opsd.run.manifest import MANIFEST, has_manifest, problems, seal, sync_folder
 
@@ -25,6 +31,39 @@ _TEMPORARY = re.compile(r"(deleted-)?checkpoint-\d+")
 """Names in the folder for unfinished checkpoints that are ours to delete. Nothing else in it is touched."""
 _STATE = "trainer_state.json"
 """The last file that transformers writes into a checkpoint."""
+_DELAY = 5.0
+"""Seconds until a machine sees a file that another wrote to a network disk."""
+
+
+def check_disk(args: TrainingArguments) -> None:
+    """Checks that all processes write to one folder, or each machine to its own and by choice. Collective.
+
+    Raises:
+        ValueError: A checkpoint would lack what other machines write, or all would write the same files at once.
+    """
+    if args.save_strategy == "no" and not args.enable_jit_checkpoint:
+        return
+    [name] = broadcast_object_list([uuid4().hex])
+    mark = Path(args.output_dir, f".{name}")
+    if args.process_index == 0:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    PartialState().wait_for_everyone()
+    found = gather_object([(args.process_index, _appears(mark), args.should_save)])
+    if args.process_index == 0:
+        mark.unlink()
+    if absent := [str(process) for process, sees_it, _ in found if not sees_it]:
+        if not args.save_on_each_node:
+            raise ValueError(
+                f"Processes {', '.join(absent)} do not see what process 0 writes to {args.output_dir}, so that no "
+                "checkpoint would be complete. Name a folder on a disk that all machines share, or set "
+                "`save_on_each_node=True`, with which each machine keeps its part and needs it to resume."
+            )
+    elif sum(saves for *_, saves in found) > 1:
+        raise ValueError(
+            f"All machines see the same {args.output_dir}, and with `save_on_each_node=True` each would write the same "
+            "files there. Leave the option out."
+        )
 
 
 def begin(run_dir: Path) -> Path:
@@ -218,6 +257,16 @@ def check_launch(folder: Path, deepspeed: bool, fsdp: bool) -> None:
             f"{folder} was written under {written}, and this launch is {now}, which would train on with a new "
             "optimizer: resume under the launch that wrote it, or pass the folder as `model` and start a new run."
         )
+
+
+def _appears(file: Path) -> bool:
+    """Whether a file that was written elsewhere is seen here, which a network disk may delay."""
+    latest = monotonic() + _DELAY
+    while not file.exists():
+        if monotonic() > latest:
+            return False
+        sleep(0.1)
+    return True
 
 
 def _listed(torn: dict[Path, list[str]]) -> str:
