@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -49,6 +50,18 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
         return out
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class TestProducts:
@@ -137,6 +150,21 @@ class TestProducts:
                 replace(student, hidden=student.hidden.bfloat16(), head=head), teacher, ForwardKL(), None, 2
             )
         assert casts == [torch.float32]
+
+    def test_a_vocabulary_is_ranked_for_several_tiles_at_once(self, make_pair):
+        """Of both models together; per tile, that is one copy. On a GPU each is a dozen kernels that do little."""
+
+        def operations(tiles):
+            student, teacher = make_pair(8 * tiles)
+            student.hidden.requires_grad_()
+            with Operations() as ran:
+                streamed_divergence(student, teacher, ForwardKL(), chunk_tokens=8)
+            return ran
+
+        four, five, eight = (operations(tiles) for tiles in (4, 5, 8))
+        assert [one.count["aten.topk.default"] for one in (four, five, eight)] == [1, 2, 2]
+        apart = eight.count - five.count  # of three tiles that are not ranked apart
+        assert apart["aten.copy_.default"] == 3 * (1 + 2), "the rows to be ranked, the gradient, and the statistics"
 
 
 class TestMemory:

@@ -23,7 +23,7 @@ from trl_opsd.losses.comparable import check_comparable
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.elementwise import STATISTICS, Finish, eager_
 from trl_opsd.losses.kernels import step_for
-from trl_opsd.losses.likeliest import looked_at, top_shared
+from trl_opsd.losses.likeliest import EVERY, looked_at, top_shared_
 from trl_opsd.losses.sampled import check_sampled
 from trl_opsd.types import LazyLogits, PerToken, Sampled
 
@@ -180,7 +180,7 @@ class _Fold:
         """Statistics of each token, [N], and the gradients of student hidden, weight and bias, if `wanted`.
 
         The statistics are those of [`~losses.elementwise.Step`], the first with what the pull adds, then which tokens
-        were ranked, and the two numbers of [`~losses.likeliest.top_shared`]. The gradients are those of the sum of the
+        were ranked, and the two numbers of [`~losses.likeliest.top_shared_`]. The gradients are those of the sum of the
         weighted divergences, in float32.
         """
         student = _Side.of(self.student, self.dtypes[0], self.vocabulary)
@@ -194,7 +194,8 @@ class _Fold:
         token_bytes = stride * (8 if in_place else 8 + _GROUP_TILES * dtype.itemsize)
         tile_tokens = max(1, min(tokens, self.chunk_tokens or TILE_BYTES // token_bytes))
         group_tokens = tile_tokens if in_place else min(tokens, tile_tokens * _GROUP_TILES)
-        student_CV, teacher_CV = torch.empty(2, tile_tokens, stride, device=device)[..., :vocabulary]
+        products_2CV = torch.empty(2, tile_tokens, stride, device=device)[..., :vocabulary]
+        student_CV, teacher_CV = products_2CV
         gradient_GV = student_CV
         if not in_place:
             gradient_GV = torch.empty(group_tokens, stride, dtype=dtype, device=device)[:, :vocabulary]
@@ -203,6 +204,10 @@ class _Fold:
         step_rows = _block_rows(student_CV) if step is eager_ else tile_tokens
         finishes, objective = (student.finish, teacher.finish), (self.divergence, self.clip)
         statistics_9N, top_3N = torch.empty(STATISTICS, tokens, device=device), torch.zeros(3, tokens, device=device)
+        # Some rows of each tile are kept, and those of several ranked at once: for one tile it is many small kernels.
+        ranked_tokens = max(1, min(tokens, tile_tokens * _GROUP_TILES))
+        ranked_2KV = torch.empty(2, -(-ranked_tokens // EVERY), stride, device=device)[..., :vocabulary]
+        top_3N[0, looked_at(tokens, slice(0, tokens))], ranked_from, kept = 1.0, 0, 0
         head_rows = self.student.head.weight.size(0)
         shapes = (tokens, width), (head_rows, width), (head_rows,)
         # The first group overwrites, so zeros are needed only if there is no group, or for head rows past `vocabulary`.
@@ -216,11 +221,15 @@ class _Fold:
             for tile in _spans(group.start, group.stop, tile_tokens):
                 student.project_(student_CV, tile)
                 teacher.project_(teacher_CV, tile)
-                some = looked_at(tokens, tile)
-                top_3N[0, tile][some] = 1.0
-                top_3N[1:, tile][:, some] = top_shared(
-                    student.logits(student_CV[some]), teacher.logits(teacher_CV[some])
-                )
+                some_2KV = products_2CV[:, looked_at(tokens, tile)]
+                ranked_2KV[:, kept : kept + some_2KV.size(1)] = some_2KV
+                kept += some_2KV.size(1)
+                if tile.stop == min(ranked_from + ranked_tokens, tokens):
+                    span = slice(ranked_from, tile.stop)
+                    for side, products_KV in zip((student, teacher), ranked_2KV[:, :kept], strict=True):
+                        side.finish(products_KV)
+                    top_3N[1:, span][:, looked_at(tokens, span)] = top_shared_(ranked_2KV[:, :kept])
+                    ranked_from, kept = tile.stop, 0
                 for rows in _spans(tile.start, tile.stop, step_rows):
                     here, weights_R = _shift(rows, -tile.start), None if weights_N is None else weights_N[rows]
                     products = student_CV[here], teacher_CV[here]
@@ -264,12 +273,6 @@ class _Side:
         """Writes the product of these rows into the first rows of a tile."""
         tile_CV = out_CV[: rows.stop - rows.start]
         _addmm_(tile_CV, self.hidden_NH[rows], self.weight_VH.T, alpha=self.gain, beta=0)
-
-    def logits(self, product_RV: Tensor) -> Tensor:
-        """A copy of some rows of a tile, finished."""
-        logits_RV = product_RV.clone()
-        self.finish(logits_RV)
-        return logits_RV
 
     def backproject_(
         self,

@@ -23,9 +23,6 @@ _BATCHED_TOKENS, _OWN = 4096, 2_000_000_000
 _SENT = 256_000_000
 """Bytes of weights that are gathered at once to be sent to it."""
 
-_RANKED_COPIES = 4
-"""Of one token in 16, to rank the vocabulary: the logits of both models, and two for the student's normaliser."""
-
 Parts = dict[str, int]
 """Bytes by part."""
 
@@ -189,10 +186,10 @@ def passes(teacher: Shape, load: Load) -> int:
 
 
 def loss(student: Shape, teacher: Shape, tokens: int, itemsize: int, learns_head: bool = True) -> tuple[int, int]:
-    """Tiles of logits, and the gradients of head and hidden states in float32, of `tokens` read at once."""
+    """Tiles of logits with those that are ranked, and the gradients of head and hidden states in float32, of `tokens` read at once."""
     tile, stride = loss_tile(student, teacher, tokens, itemsize), _stride(student, teacher)
     group = min(tokens, tile * _GROUP_TILES) * stride * itemsize if itemsize < 4 else 0
-    ranked = _RANKED_COPIES * -(-tile // EVERY) * stride * 4
+    ranked = -(-min(tokens, tile * _GROUP_TILES) // EVERY) * stride * 8
     return tile * stride * 8 + group + ranked, 4 * (student.head * learns_head + tokens * student.width)
 
 
