@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,10 +16,13 @@ from trl_opsd.losses import (
     DIVERGENCES,
     Divergence,
     ForwardKL,
+    LazyLogits,
+    OutputHead,
     ReverseKL,
     Sampled,
     SampledReverseKL,
     reduce,
+    streamed,
     streamed_divergence,
 )
 from trl_opsd.losses.registry import Settings
@@ -53,14 +57,16 @@ class LargestTensor(TorchDispatchMode):
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations by name."""
+    """Counts operations by name, and notes the shapes of products."""
 
     def __init__(self):
         super().__init__()
-        self.count = Counter()
+        self.count, self.shapes = Counter(), []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count[str(func)] += 1
+        if func is torch.ops.aten.addmm_.default:
+            self.shapes.append(args[0].shape)
         return func(*args, **(kwargs or {}))
 
 
@@ -185,6 +191,20 @@ class TestMemory:
         with LargestTensor() as largest:
             gradients(streamed_divergence, make_pair(300, 53), ForwardKL())
         assert largest.elements <= 300 * 9
+
+    @pytest.mark.parametrize(("memory", "tiles"), [(0, [493] * 4 + [28]), (80 * 10**9, [976, 976, 48])])
+    def test_the_default_tile_follows_the_memory_of_an_accelerator(self, monkeypatch, memory, tiles):
+        """Twice as many tokens on 80 GB, in multiples of 16, for half as many passes over both heads."""
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (0, 80 * 10**9))
+        found = [streamed.memory_of.__wrapped__(torch.device(kind)) for kind in ("cpu", "cuda:7")]
+        assert found == [0, 80 * 10**9]
+        monkeypatch.setattr(streamed, "memory_of", lambda device: memory)
+        with FakeTensorMode(), Operations() as ran:
+            student = LazyLogits(torch.empty(2000, 8, requires_grad=True), OutputHead(torch.empty(152064, 8)))
+            teacher = LazyLogits(torch.empty(2000, 9), OutputHead(torch.empty(152064, 9)))
+            streamed_divergence(student, teacher, ForwardKL())
+        products = [shape[0] for shape in ran.shapes if shape[1] == 152064]
+        assert products == [tile for tile in tiles for _ in range(2)]
 
     def test_with_a_frozen_head_backward_keeps_no_tensor_of_the_teacher(self, make_pair):
         student, teacher = make_pair()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,7 +29,11 @@ from trl_opsd.losses.sampled import check_sampled
 from trl_opsd.types import LazyLogits, PerToken, Sampled
 
 TILE_BYTES = 600_000_000
-"""Memory limit of all tiles of one call when `chunk_tokens` is `None`, in bytes."""
+"""Memory limit of all tiles of one call when `chunk_tokens` is `None`, in bytes; more on a large accelerator."""
+_TILE_SHARE = 0.015
+"""Of an accelerator's memory: a tile that is twice as large reads both heads half as often."""
+_TILE_MULTIPLE = 16
+"""Tokens by which tiles grow on an accelerator, whose kernels are made for shapes."""
 _GROUP_TILES = 4
 """Tiles whose low-precision gradient is collected before it is multiplied into the head's. Reading and writing the
 head's gradient once per tile would cost more than the product: at 790 TFLOP/s and 4.3 TB/s, for any tile under 735
@@ -45,6 +50,28 @@ _ROUNDING = 1e-6
 """Logits are taken as equal if they are this far below the largest on average, in nats: the rounding of their products.
 A model whose logits are spread by only 1e-2, as those of a tiny random one are, is beyond it up to a temperature of
 10,000."""
+
+
+@cache
+def memory_of(device: torch.device) -> int:
+    """Bytes of an accelerator; 0 for a CPU, and where it does not tell, as MPS does not."""
+    try:
+        return 0 if device.type == "cpu" else torch.accelerator.get_memory_info(device)[1]
+    except RuntimeError:
+        return 0
+
+
+def tile_bytes(memory: int) -> int:
+    """Limit for all tiles of one call on a device with so many bytes, 0 for a CPU."""
+    return max(TILE_BYTES, int(_TILE_SHARE * memory))
+
+
+def tile_of(tokens: int, token_bytes: int, memory: int) -> int:
+    """Tokens of a tile, of so many that each take so many bytes, within [`tile_bytes`]."""
+    most = tile_bytes(memory) // token_bytes
+    if memory and most >= _TILE_MULTIPLE:
+        most -= most % _TILE_MULTIPLE
+    return max(1, min(tokens, most))
 
 
 def streamed_divergence(
@@ -81,7 +108,8 @@ def streamed_divergence(
         weights (`torch.Tensor`, *optional*):
             [N], constants that multiply the divergence of each token.
         chunk_tokens (`int`, *optional*):
-            Tokens whose logits exist at a time. By default as many as keep the tiles within 0.6 GB.
+            Tokens whose logits exist at a time. By default as many as keep the tiles within 0.6 GB, or
+            1.5 % of an accelerator's memory if that is more.
         vocabulary (`int`, *optional*):
             Number of token ids that both models share: the first rows of both heads. The other rows, padding of one
             model or the other, have probability 0 on both sides and a gradient of 0, as if both heads ended there. When
@@ -192,7 +220,7 @@ class _Fold:
         in_place = dtype == torch.float32 or not any(wanted)
         stride = -(-vocabulary // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
         token_bytes = stride * (8 if in_place else 8 + _GROUP_TILES * dtype.itemsize)
-        tile_tokens = max(1, min(tokens, self.chunk_tokens or TILE_BYTES // token_bytes))
+        tile_tokens = max(1, min(tokens, self.chunk_tokens or tile_of(tokens, token_bytes, memory_of(device))))
         group_tokens = tile_tokens if in_place else min(tokens, tile_tokens * _GROUP_TILES)
         products_2CV = torch.empty(2, tile_tokens, stride, device=device)[..., :vocabulary]
         student_CV, teacher_CV = products_2CV
