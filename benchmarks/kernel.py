@@ -241,15 +241,8 @@ def specialized(divergence: type, rich: bool) -> Any:
     clips = rich and not policy
     total = fused.THIRD_PASS.value if clips else kernel.total
     constants = {"TERMS": kernel.terms, "TOTAL": total, "CLIPPED": clips, "GRADIENT": True}
-    constants |= {
-        "BLOCK": fused._BLOCK,
-        "LANES": fused._LANES,
-        "LANES": fused._LANES,
-        "SAMPLED": True,
-        "POLICY": policy,
-        "IMPORTANCE": rich and policy,
-        "PULLED": rich,
-    }
+    constants |= {"BLOCK": fused._BLOCK, "LANES": fused._LANES}
+    constants |= {"SAMPLED": True, "POLICY": policy, "IMPORTANCE": rich and policy, "PULLED": rich}
     constants |= dict.fromkeys(("STUDENT_BIAS", "TEACHER_BIAS", "STUDENT_CAP", "TEACHER_CAP", "WEIGHTED"), rich)
     pointers = ("student", "teacher", "student_bias", "teacher_bias", "weights", "pulls", "logprobs", "statistics")
     kinds = {**dict.fromkeys(constants, "constexpr"), **dict.fromkeys(pointers, "*fp32")}

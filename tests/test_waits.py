@@ -5,11 +5,15 @@ On a GPU each further wait leaves it without work until the host has caught up.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import tiny
+import torch
 import waits
 from datasets import Dataset
 
-from trl_opsd import HFRollout
+from trl_opsd import HFRollout, OPSDTrainer
 
 
 def test_the_host_waits_once_between_forward_and_backward(make_trainer):
@@ -26,3 +30,36 @@ def test_the_host_waits_once_between_forward_and_backward(make_trainer):
         token_fraction=0.5,
     )
     assert waits.of_each_micro_batch(trainer) == [["tolist"]] * 4
+
+
+def test_weights_are_copied_to_the_host_once_per_step_and_again_where_they_were_changed(make_trainer):
+    """To copy them in each micro-batch waits for the backward pass of the one before it."""
+
+    class Changed(OPSDTrainer):
+        change, copied, weights = staticmethod(lambda rollout: rollout), 0, ()
+
+        def compare(self, student, rollout, *others):
+            to_host = torch.Tensor.cpu
+
+            def noted(tensor):
+                self.copied += tensor.dtype == torch.float32
+                return to_host(tensor)
+
+            with patch.object(torch.Tensor, "cpu", noted):
+                parts = super().compare(student, self.change(rollout), *others)
+            self.weights = (*self.weights, float(parts.rows[:, 0].sum()))
+            return parts
+
+    def in_place(rollout):
+        rollout.weights.mul_(0.5)
+        return rollout
+
+    found = {}
+    for change in (lambda rollout: rollout, in_place, lambda rollout: replace(rollout, weights=rollout.weights / 2)):
+        trainer = make_trainer(Changed, max_completion_length=6, max_steps=1, gradient_accumulation_steps=4)
+        trainer.change = change
+        trainer.train()
+        found[change] = trainer.copied, trainer.weights
+    (dealt, weights), *changed = found.values()
+    assert (dealt, len(weights)) == (0, 4)
+    assert changed == [(4, tuple(weight / 2 for weight in weights))] * 2

@@ -55,7 +55,7 @@ def _logits(row, bias, cap, columns, width, padded, BIAS: tl.constexpr, CAP: tl.
     return tl.where(columns < width, x, _LOWEST)
 
 
-@triton.jit(do_not_specialize=["rows"])  # else the last tile of a batch is compiled for
+@triton.jit(do_not_specialize=["rows"])  # else it is compiled again for some numbers of rows
 def _rows(  # type: ignore[no-untyped-def]
     student,
     teacher,
@@ -107,8 +107,8 @@ def _rows(  # type: ignore[no-untyped-def]
         chosen_s = _logits(student, student_bias, student_cap, chosen, width, padded, STUDENT_BIAS, STUDENT_CAP)
         chosen_t = _logits(teacher, teacher_bias, teacher_cap, chosen, width, padded, TEACHER_BIAS, TEACHER_CAP)
 
-    # Of each thread: largest logit, sum of exponentials, and their sum times the logits, both relative to the largest so
-    # far; and whether one column has both largest logits.
+    # Of each thread: largest logit, sum of exponentials, and their sum times the logits, both relative to the largest
+    # so far; and whether one column has both largest logits.
     nothing = tl.zeros((LANES,), tl.float32)
     tops_s, tops_t = nothing + _LOWEST, nothing + _LOWEST
     sums_s, sums_t, moments_s, moments_t, crosses, sames = nothing, nothing, nothing, nothing, nothing, nothing
