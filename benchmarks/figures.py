@@ -23,7 +23,7 @@ from timing import once
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.losses import reduce, streamed
-from trl_opsd.losses.likeliest import looked_at, top_shared
+from trl_opsd.losses.likeliest import looked_at, top_shared_
 from trl_opsd.teacher import comparison
 
 SHAPES = [(4, 128, 8192), (8, 256, 8192), (4, 512, 32768)]
@@ -75,7 +75,7 @@ def measured(rows: int, tokens: int, vocabulary: int, repeats: int) -> tuple[lis
     per_token, weights, num_items, real = kept
     ranked = torch.randn(2, len(per_token.divergence), vocabulary)[:, looked_at(rows * tokens, slice(0, rows * tokens))]
     alone = [
-        once(lambda: top_shared(*ranked.clone()), cpu)
+        once(lambda: top_shared_(ranked.clone()), cpu)
         + once(lambda: reduce(per_token, weights, num_items, real), cpu)
         - once(lambda: reduce(per_token, weights, num_items), cpu)
         for _ in range(repeats)

@@ -183,7 +183,9 @@ class counted:
 
 
 def compiled(architectures: list[int]) -> list[dict[str, Any]]:
-    """Registers of a thread, bytes spilled, and accesses of memory by their width, for each kernel and architecture."""
+    """Registers of a thread, bytes spilled, places in loops where threads wait for each other, and accesses of memory
+    by their width, for each kernel and architecture.
+    """
     import triton
     from triton.backends import nvidia
     from triton.backends.compiler import GPUTarget
@@ -203,6 +205,7 @@ def compiled(architectures: list[int]) -> list[dict[str, Any]]:
                     command = [Path(nvidia.__file__).parent / "bin" / name, "-v", file.name, "-o", os.devnull]
                     command.append(f"--gpu-name={ARCHITECTURES[architecture]}")
                     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+                parts = [built.asm["ptx"][at:end] for at, end in loops(built.asm["ptx"])]
                 widths = [
                     int(number or 1) for number in re.findall(r"(?:ld|st)\.global(?:\.v(\d))?\.", built.asm["ptx"])
                 ]
@@ -213,11 +216,19 @@ def compiled(architectures: list[int]) -> list[dict[str, Any]]:
                         "architecture": ARCHITECTURES[architecture],
                         "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
                         "spilled": int(re.findall(r"(\d+) bytes spill stores", said)[0]),
+                        "waits": sum(len(re.findall(r"\b(?:bar\.sync|barrier|shfl)", part)) for part in parts),
+                        "loops": len(parts),
                         "wide": sum(width == 4 for width in widths),
                         "narrow": sum(width < 4 for width in widths),
                     }
                 )
     return found
+
+
+def loops(ptx: str) -> list[tuple[int, int]]:
+    """Where they begin and end: a label, and a jump back to it."""
+    jumps = [(ptx.find(f"\n{jump[1]}:"), jump.start()) for jump in re.finditer(r"bra\S*\s+(\$\w+);", ptx)]
+    return [(label, jump) for label, jump in jumps if 0 <= label < jump]
 
 
 def specialized(divergence: type, rich: bool) -> Any:
@@ -229,7 +240,8 @@ def specialized(divergence: type, rich: bool) -> Any:
     kernel, policy = fused.KERNELS[divergence], divergence is SampledReverseKL
     clips = rich and not policy
     total = fused.THIRD_PASS.value if clips else kernel.total
-    constants = {"TERMS": kernel.terms, "TOTAL": total, "CLIPPED": clips, "GRADIENT": True, "BLOCK": 2048}
+    constants = {"TERMS": kernel.terms, "TOTAL": total, "CLIPPED": clips, "GRADIENT": True}
+    constants |= {"BLOCK": fused._BLOCK, "LANES": fused._LANES}
     constants |= {"SAMPLED": True, "POLICY": policy, "IMPORTANCE": rich and policy, "PULLED": rich}
     constants |= dict.fromkeys(("STUDENT_BIAS", "TEACHER_BIAS", "STUDENT_CAP", "TEACHER_CAP", "WEIGHTED"), rich)
     pointers = ("student", "teacher", "student_bias", "teacher_bias", "weights", "pulls", "logprobs", "statistics")
@@ -277,10 +289,10 @@ def table(result: dict[str, list[dict[str, Any]]]) -> str:
         line += "".join(f"{max(row[name][part] for row in rows):10.1e}" for name in names for part in parts)
         widest = max(rows, key=lambda row: row["width"])
         lines.append(line + f"{widest[names[0]]['bytes']:10.1f}{widest[names[1]]['bytes']:8.1f}")
-    lines.append(f"\n{'':32}{'registers':>10}{'spilled':>9}{'wide':>6}{'narrow':>8}")
+    lines.append(f"\n{'':32}{'registers':>10}{'spilled':>9}{'waits':>7}{'wide':>6}{'narrow':>8}")
     for row in result["compiled"]:
         name = f"{row['divergence']}{' rich' if row['rich'] else ''}"
-        counts = f"{row['registers']:8}{row['spilled']:9}{row['wide']:6}{row['narrow']:8}"
+        counts = f"{row['registers']:8}{row['spilled']:9}{row['waits']:7}{row['wide']:6}{row['narrow']:8}"
         lines.append(f"{name:28}{row['architecture']:8}{counts}")
     return "\n".join(lines)
 

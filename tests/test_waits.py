@@ -1,18 +1,22 @@
-"""Between the student's forward pass and its backward pass the host waits for the device once: to read the sums.
+"""Between the student's forward pass and its backward pass the host waits for the device once a step: to read the sums.
 
 On a GPU each further wait leaves it without work until the host has caught up.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import tiny
+import torch
 import waits
 from datasets import Dataset
 
-from trl_opsd import HFRollout
+from trl_opsd import HFRollout, OPSDTrainer
 
 
-def test_the_host_waits_once_between_forward_and_backward(make_trainer):
+def test_the_host_waits_once_per_step_between_forward_and_backward(make_trainer):
     rows = Dataset.from_list([{"prompt": "2+2=", "teacher": name} for name in ("a", "b")] * 4)
     trainer = make_trainer(
         teacher_model={"a": tiny.qwen2(48, seed=2), "b": tiny.qwen2(32, seed=3)},
@@ -25,4 +29,37 @@ def test_the_host_waits_once_between_forward_and_backward(make_trainer):
         token_selection="teacher_divergence",  # whose path is the longest
         token_fraction=0.5,
     )
-    assert waits.of_each_micro_batch(trainer) == [["tolist"]] * 4
+    assert waits.of_each_micro_batch(trainer) == [[], ["tolist"]] * 2
+
+
+def test_weights_are_copied_to_the_host_once_per_step_and_again_where_they_were_changed(make_trainer):
+    """To copy them in each micro-batch waits for the backward pass of the one before it."""
+
+    class Changed(OPSDTrainer):
+        change, copied, weights = staticmethod(lambda rollout: rollout), 0, ()
+
+        def compare(self, student, rollout, *others):
+            to_host = torch.Tensor.cpu
+
+            def noted(tensor):
+                self.copied += tensor.dtype == torch.float32
+                return to_host(tensor)
+
+            with patch.object(torch.Tensor, "cpu", noted):
+                parts = super().compare(student, self.change(rollout), *others)
+            self.weights = (*self.weights, float(parts.rows[:, 0].sum()))
+            return parts
+
+    def in_place(rollout):
+        rollout.weights.mul_(0.5)
+        return rollout
+
+    found = {}
+    for change in (lambda rollout: rollout, in_place, lambda rollout: replace(rollout, weights=rollout.weights / 2)):
+        trainer = make_trainer(Changed, max_steps=1, gradient_accumulation_steps=4)
+        trainer.change = change
+        trainer.train()
+        found[change] = trainer.copied, trainer.weights
+    (dealt, weights), *changed = found.values()
+    assert (dealt, len(weights)) == (0, 4)
+    assert changed == [(4, tuple(weight / 2 for weight in weights))] * 2

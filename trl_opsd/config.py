@@ -122,7 +122,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
             `"error"` raises an error that names the row, `"drop"` drops the row and counts it.
         loss_chunk_tokens (`int`, *optional*):
             Number of tokens whose logits exist at once in the loss. When `None`, as many as keep both models' logits
-            under 0.6 GB. The result does not depend on it.
+            under 0.6 GB, or 0.015 of the accelerator's memory if that is more. The result does not depend on it.
         padding_free (`bool`, *optional*, defaults to `False`):
             Whether student and teacher read the rows of a micro-batch as one without padding, each row for itself:
             with FlashAttention as one call for rows of any length, elsewhere with a mask of the square of their tokens.

@@ -244,7 +244,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
     ) -> LossParts:
         selection = self._late_selection
         # Before the device is given work to wait for.
-        mine = shares(self.teachers.heads, targets, rollout.weights, selection)
+        mine = shares(self.teachers.heads, targets, rollout.weights, selection, rollout.weights_on_host())
         hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
         with whole_head(student) as head, self.teachers.whole_heads() as teacher_heads:
             parts = compared(

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from trl_opsd._compat.transformers import CACHE
 from trl_opsd.cli.main import app
-from trl_opsd.cli.plan.memory import Choice, Load, engine_bytes, phases, tracer
+from trl_opsd.cli.plan.memory import Choice, Load, engine_bytes, loss, loss_tile, phases, tracer
 from trl_opsd.cli.plan.search import SHARE, best, considered
 from trl_opsd.cli.plan.seconds import Rates, seconds
 from trl_opsd.cli.plan.shapes import shape_of
@@ -91,6 +91,15 @@ def test_more_of_anything_takes_no_less_and_more_devices_take_no_more():
     of_teacher = [peak(small, kept=kept)["student learns"] for kept in ("none", "stream")]
     assert of_teacher[0] - of_teacher[1] == 2 * (teacher.parameters - teacher.head)
     assert peak(replace(small, lora=16))["student learns"] < peak(small)["student learns"]
+
+
+@pytest.mark.quick
+def test_tiles_of_the_loss_are_planned_as_the_loss_makes_them():
+    """`test_cost.py` has the loss itself."""
+    loads = [replace(LOAD, memory=size * 10**9) for size in (0, 24, 80)]
+    tiles = [loss_tile(of("1.5b"), of("7b"), 9999, load) for load in loads]
+    assert tiles == [246, 240, 480]
+    assert loss(of("1.5b"), of("7b"), 9999, loads[-1])[0] == 151936 * (480 * 16 + 120 * 8)
 
 
 def test_zero3_divides_weights_gradients_and_optimizer():

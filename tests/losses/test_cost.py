@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,10 +16,13 @@ from trl_opsd.losses import (
     DIVERGENCES,
     Divergence,
     ForwardKL,
+    LazyLogits,
+    OutputHead,
     ReverseKL,
     Sampled,
     SampledReverseKL,
     reduce,
+    streamed,
     streamed_divergence,
 )
 from trl_opsd.losses.registry import Settings
@@ -49,6 +54,20 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
         return out
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name, and notes the shapes of products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.shapes = Counter(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count[str(func)] += 1
+        if func is torch.ops.aten.addmm_.default:
+            self.shapes.append(args[0].shape)
+        return func(*args, **(kwargs or {}))
 
 
 class TestProducts:
@@ -138,6 +157,21 @@ class TestProducts:
             )
         assert casts == [torch.float32]
 
+    def test_a_vocabulary_is_ranked_for_several_tiles_at_once(self, make_pair):
+        """Of both models together; per tile, that is one copy. On a GPU each is a dozen kernels that do little."""
+
+        def operations(tiles):
+            student, teacher = make_pair(8 * tiles)
+            student.hidden.requires_grad_()
+            with Operations() as ran:
+                streamed_divergence(student, teacher, ForwardKL(), chunk_tokens=8)
+            return ran
+
+        four, five, eight = (operations(tiles) for tiles in (4, 5, 8))
+        assert [one.count["aten.topk.default"] for one in (four, five, eight)] == [1, 2, 2]
+        apart = eight.count - five.count  # of three tiles that are not ranked apart
+        assert apart["aten.copy_.default"] == 3 * (1 + 2), "the rows to be ranked, the gradient, and the statistics"
+
 
 class TestMemory:
     @every_divergence
@@ -157,6 +191,20 @@ class TestMemory:
         with LargestTensor() as largest:
             gradients(streamed_divergence, make_pair(300, 53), ForwardKL())
         assert largest.elements <= 300 * 9
+
+    @pytest.mark.parametrize(("memory", "tiles"), [(0, [493] * 4 + [28]), (80 * 10**9, [976, 976, 48])])
+    def test_the_default_tile_follows_the_memory_of_an_accelerator(self, monkeypatch, memory, tiles):
+        """Twice as many tokens on 80 GB, in multiples of 16, for half as many passes over both heads."""
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (0, 80 * 10**9))
+        found = [streamed.memory_of.__wrapped__(torch.device(kind)) for kind in ("cpu", "cuda:7")]
+        assert found == [0, 80 * 10**9]
+        monkeypatch.setattr(streamed, "memory_of", lambda device: memory)
+        with FakeTensorMode(), Operations() as ran:
+            student = LazyLogits(torch.empty(2000, 8, requires_grad=True), OutputHead(torch.empty(152064, 8)))
+            teacher = LazyLogits(torch.empty(2000, 9), OutputHead(torch.empty(152064, 9)))
+            streamed_divergence(student, teacher, ForwardKL())
+        products = [shape[0] for shape in ran.shapes if shape[1] == 152064]
+        assert products == [tile for tile in tiles for _ in range(2)]
 
     def test_with_a_frozen_head_backward_keeps_no_tensor_of_the_teacher(self, make_pair):
         student, teacher = make_pair()

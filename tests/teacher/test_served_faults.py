@@ -12,11 +12,13 @@ import pytest
 import serving
 import tiny
 import torch
-from pretended import after, hang_up, pretended
+from pretended import after, hang_up, pretended, to_bytes
 from served_lab import check_equal, rows
 
 from trl_opsd.run.errors import ServerError
 from trl_opsd.teacher import replicas
+from trl_opsd.teacher.answered_states import Expected, WrongStatesError
+from trl_opsd.teacher.final_norm import FinalNorm
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +118,53 @@ def test_a_faulty_server_is_left_out_in_the_middle_of_a_batch(served, checkpoint
         teacher = served(bad)
         with pytest.raises(ServerError, match=f"(?s)No server of the teacher is left.*{bad.url}.*({said})"):
             teacher.targets(rows())
+
+
+def states_of_a_norm(tokens: int, width: int, dtype: torch.dtype) -> tuple[Expected, torch.Tensor]:
+    """What states are expected to be, and such states; the norm ignores one channel and has a bias."""
+    generator = torch.Generator().manual_seed(0)
+    units = torch.randn(tokens, width, generator=generator)
+    scale, bias = torch.rand(width, generator=generator) + 0.5, torch.randn(width, generator=generator)
+    scale[width // 2] = 0
+    read = scale != 0
+    states = units / units[:, read].square().mean(-1, keepdim=True).sqrt() * scale + bias
+    return Expected("teacher", width, FinalNorm(scale, bias)), states.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_wrong_number_and_one_wrong_token_are_found_wherever_they_are(dtype):
+    tokens, width = 37, 1024  # more than are looked at together
+    expected, states = states_of_a_norm(tokens, width, dtype)
+    without_norm = Expected("teacher", width, None)
+
+    def checked(expected, states):
+        return expected.states("The server", bytearray(to_bytes(states, str(dtype)[6:])), tokens, dtype)
+
+    assert torch.equal(checked(expected, states), states)
+    assert torch.equal(checked(without_norm, 1e3 * states), 1e3 * states)
+    for token in (0, 1, 16, 31, 32, 36):
+        with pytest.raises(WrongStatesError, match=r"root mean square of .* to 1\.0[45]"):
+            checked(expected, torch.where(torch.arange(tokens)[:, None] == token, 1.05, 1.0).to(dtype) * states)
+        for channel, value in ((0, torch.nan), (width // 2, torch.inf), (width - 1, -torch.inf)):
+            wrong = states.clone()
+            wrong[token, channel] = value
+            for one in (expected, without_norm):
+                with pytest.raises(WrongStatesError, match=f"at 1 of {tokens} tokens, the first at {token}:"):
+                    checked(one, wrong)
+
+
+def test_states_are_checked_in_a_nanosecond_or_so_a_number():
+    expected, states = states_of_a_norm(512, 4096, torch.bfloat16)
+    content = bytearray(to_bytes(states, "bfloat16"))
+
+    def seconds(run):
+        began = time.thread_time()
+        run()
+        return time.thread_time() - began
+
+    checking = min(seconds(lambda: expected.states("", content, 512, torch.bfloat16)) for _ in range(5))
+    reading = min(seconds(lambda: states.abs().amax()) for _ in range(5))
+    assert checking < max(3e-9 * states.numel(), 6 * reading), "it was 16 ns, 50 times as long as to read them"
 
 
 def serving_states(model: Any, ids: list[int], like: torch.Tensor) -> torch.Tensor:

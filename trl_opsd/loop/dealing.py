@@ -22,7 +22,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.models.grouping import equal_groups, even_groups, fewest_groups
 from trl_opsd.models.padding import Reading
 from trl_opsd.run.known import set_known
-from trl_opsd.types import lengths_of
+from trl_opsd.types import OnHost, lengths_of
 
 __all__ = ["SEAMS", "Dealing"]
 
@@ -166,6 +166,10 @@ class Dealing(DistillationTrainer):
         groups = self._groups([-(-one.total // multiple) * multiple for one in batch["lengths"]])
         bounds = [len(groups) * call // calls for call in range(calls + 1)]
         dealt = [[chosen(batch, group) for group in groups[a:b]] for a, b in pairwise(bounds)]
+        if (weights_BC := batch.get("loss_weights")) is not None:  # read once here, rather than in each micro-batch
+            host_BC = weights_BC.cpu()
+            for part, group in zip(chain.from_iterable(dealt), groups, strict=True):
+                part["weights_on_host"] = OnHost.known(part["loss_weights"], host_BC[group])
         set_known(self, _buffered_inputs=dealt)
 
     def exchanged(self, batch: Mapping[str, Any], rows: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:

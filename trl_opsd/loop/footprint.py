@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trl_opsd._compat.sharding import whole_numel
 from trl_opsd.host import Host
-from trl_opsd.losses.streamed import TILE_BYTES
+from trl_opsd.losses.streamed import memory_of, tile_bytes
 from trl_opsd.models.head import shape_of
 from trl_opsd.models.key_value_cache import cached_per_token
 from trl_opsd.types import OutputHead
@@ -74,7 +74,7 @@ def _states(host: Host, heads: Sequence[OutputHead]) -> dict[str, int]:
 
 def _tiles(host: Host) -> dict[str, int]:
     chunk = host.args.loss_chunk_tokens
-    size = TILE_BYTES if chunk is None else chunk * host.limits.vocabulary * _LOGITS
+    size = tile_bytes(memory_of(host.accelerator.device)) if chunk is None else chunk * host.limits.vocabulary * _LOGITS
     return {"tiles of logits, at most": size}
 
 

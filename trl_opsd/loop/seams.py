@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any, ClassVar
@@ -137,6 +137,7 @@ class SeamTrainer(
         self._first_turn = False
         self._unwritten_rows: list[int] = []
         self._loss_rows: Tensor | None = None
+        self._unread: list[tuple[Mapping[str, Any], Tensor, Tensor | None]] = []
         self._read_once = ReadOnce.by_trainer(self.args, OPSDConfig)
         self._read_at_start = ReadOnce.by_training(self.args)
 
@@ -259,29 +260,41 @@ class SeamTrainer(
             rows_of.append(self._loss_rows)
             self._loss_rows = None
         loss, rows = torch.stack(losses).sum(), torch.cat(rows_of)
-        # No collective may run inside the wrapper's forward, so the sums of this process are reduced here.
+        # No collective may run inside the wrapper's forward, so the sums of this process are reduced here. The host
+        # waits for them, and for other processes, once per step: before the backward pass that the step follows.
         if self.model.training:
-            sums = self.accelerator.reduce(rows.sum(0), "sum")
+            kept = {name: value for name, value in inputs.items() if name != "teacher_rows"}
+            self._unread.append((kept, rows, self._loss_scored))
+            if not self.accelerator.gradient_state.sync_gradients:
+                return (loss, None) if return_outputs else loss
+            learned, self._unread = self._unread, []
+            sums = self.accelerator.reduce(torch.stack([one.sum(0) for _, one, _ in learned]), "sum")
         else:
             distinct = self.gather_distinct_rows(rows)
             self.note_evaluated(distinct)
-            sums = distinct.sum(0)
+            learned, sums = [(inputs, rows, None)], distinct.sum(0, keepdim=True)
             self._written = inputs["completion_ids"].masked_fill(inputs["completion_mask"] == 0, NO_TOKEN)
-        named = self.named(sums.tolist())
+        finite = [self._noted(*each, numbers) for each, numbers in zip(learned, sums.tolist(), strict=True)]
+        if not all(finite):
+            loss = self.with_nan_gradient(loss)
+        return (loss, None) if return_outputs else loss
+
+    def _noted(self, inputs: Mapping[str, Any], rows: Tensor, scored: Tensor | None, sums: list[float]) -> bool:
+        """Counts a micro-batch, of which `sums` are over all processes; returns whether its loss is finite in all."""
+        named = self.named(sums)
         absent = {"clipped": self.args.kl_clip, "pulled": inputs.get("pull"), "importance": inputs.get("logprobs")}
         named = {name: one for name, one in named.items() if name not in absent or absent[name] is not None}
-        if self.is_finite_loss(named, rows):
+        if is_finite := self.is_finite_loss(named, rows):
             self.check_sums(named)
             self._accounts[self._mode].add(named)
             if self.model.training:
                 self.note_loss(named)
                 self.note_learned(inputs.get("rows"), rows)
                 self.note_sources(inputs.get("rows"), rows)
+                self._loss_scored = scored
                 self.note_selection(inputs, rows)
-        else:
-            loss = self.with_nan_gradient(loss)
         self.record("entropy", named["student_entropy"] / named["weight"] if named["weight"] else 0.0)
-        return (loss, None) if return_outputs else loss
+        return is_finite
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         self._read_at_start.check(self.args)
@@ -324,6 +337,7 @@ class SeamTrainer(
         self._metrics["train"].clear()
         self._accounts["train"].clear()
         self._learned_rows = self._sources = self._kept_sums = None
+        self._unread = []
         with (
             self.sharing_rows(),
             explained("step", partial(self.footprint, "step")),

@@ -8,7 +8,7 @@ from torch import Tensor
 from trl_opsd.losses.clipping import check_clip, clipped_value
 from trl_opsd.losses.comparable import check_comparable
 from trl_opsd.losses.divergence import Divergence, Entrywise
-from trl_opsd.losses.likeliest import top_shared
+from trl_opsd.losses.likeliest import top_shared_
 from trl_opsd.losses.sampled import SampledReverseKL, check_sampled, drawn
 from trl_opsd.types import LazyLogits, PerToken, Sampled
 
@@ -45,7 +45,7 @@ def dense_divergence(
     if kl_clip is not None:
         assert isinstance(divergence, Entrywise), "check_clip has refused others"
         value_N, clipped_N = clipped_value(divergence, kl_clip, *logs), (divergence.entries(*logs) > kl_clip).any(-1)
-    shared_N, mass_N = top_shared(log_student_NV.detach(), log_teacher_NV)
+    shared_N, mass_N = top_shared_(torch.stack([log_student_NV.detach(), log_teacher_NV]))
     weights_N = torch.ones_like(value_N) if weights is None else weights
     return PerToken(
         divergence=(weights_N * (value_N + pulled_N)).float(),

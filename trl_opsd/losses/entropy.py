@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trl_opsd.losses.streamed import _STRIDE_ELEMENTS, TILE_BYTES, _block_rows, _product_dtype, _Side, _spans
+from trl_opsd.losses.streamed import _STRIDE_ELEMENTS, _block_rows, _product_dtype, _Side, _spans, memory_of, tile_of
 from trl_opsd.types import LazyLogits
 
 
@@ -23,7 +23,8 @@ def streamed_entropy(model: LazyLogits, chunk_tokens: int | None = None, vocabul
         model ([`~types.LazyLogits`]):
             Hidden states [N, H] and head [V, H].
         chunk_tokens (`int`, *optional*):
-            Tokens whose logits exist at a time. By default as many as keep the tile within 0.6 GB.
+            Tokens whose logits exist at a time. By default as many as keep the tile within 0.6 GB, or
+            1.5 % of an accelerator's memory if that is more.
         vocabulary (`int`, *optional*):
             Number of token ids: the first rows of the head. When `None`, all rows.
 
@@ -33,7 +34,7 @@ def streamed_entropy(model: LazyLogits, chunk_tokens: int | None = None, vocabul
     side = _Side.of(model, _product_dtype(model), vocabulary)
     tokens, width, device = len(side.hidden_NH), len(side.weight_VH), side.hidden_NH.device
     stride = -(-width // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
-    tile_tokens = max(1, min(tokens, chunk_tokens or TILE_BYTES // (4 * stride)))
+    tile_tokens = max(1, min(tokens, chunk_tokens or tile_of(tokens, 4 * stride, memory_of(device))))
     tile_CV = torch.empty(tile_tokens, stride, device=device)[:, :width]
     entropy_N = torch.empty(tokens, device=device)
     for tile in _spans(0, tokens, tile_tokens):

@@ -27,10 +27,13 @@ from trl_opsd.types import Sampled
 
 __all__ = ["KERNELS", "fused_"]
 
-_BLOCK = 2048
-"""Columns that a program reads at once."""
 _WARPS = 8
 """Warps of a program: with them no register is spilled, and 16 bytes are read at once."""
+_LANES = 32 * _WARPS
+"""Threads of a program. Each keeps sums and maxima of its own columns, and they are put together once per row: threads
+that wait for each other for each block of columns would cost more than its arithmetic."""
+_BLOCK = 8 * _LANES
+"""Columns that a program reads at once."""
 _ALIGNED = 64
 """Rows of tiles are stored in multiples of so many columns."""
 
@@ -52,7 +55,7 @@ def _logits(row, bias, cap, columns, width, padded, BIAS: tl.constexpr, CAP: tl.
     return tl.where(columns < width, x, _LOWEST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # else it is compiled again for some numbers of rows
 def _rows(  # type: ignore[no-untyped-def]
     student,
     teacher,
@@ -89,6 +92,7 @@ def _rows(  # type: ignore[no-untyped-def]
     POLICY: tl.constexpr,
     IMPORTANCE: tl.constexpr,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """One row: statistics [9, R] and, in place of the logits or apart, the gradient."""
     number = tl.program_id(0)
@@ -103,26 +107,35 @@ def _rows(  # type: ignore[no-untyped-def]
         chosen_s = _logits(student, student_bias, student_cap, chosen, width, padded, STUDENT_BIAS, STUDENT_CAP)
         chosen_t = _logits(teacher, teacher_bias, teacher_cap, chosen, width, padded, TEACHER_BIAS, TEACHER_CAP)
 
-    # Largest logit, sum of exponentials, and their sum times the logits, both relative to the largest so far; and
-    # whether one column has both largest logits.
-    top_s = _LOWEST
-    top_t = _LOWEST
-    sum_s, sum_t, moment_s, moment_t, cross, same = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    # Of each thread: largest logit, sum of exponentials, and their sum times the logits, both relative to the largest
+    # so far; and whether one column has both largest logits.
+    nothing = tl.zeros((LANES,), tl.float32)
+    tops_s, tops_t = nothing + _LOWEST, nothing + _LOWEST
+    sums_s, sums_t, moments_s, moments_t, crosses, sames = nothing, nothing, nothing, nothing, nothing, nothing
+    block = tl.arange(0, LANES)[:, None] * (BLOCK // LANES) + tl.arange(0, BLOCK // LANES)[None, :]
     for start in range(0, padded, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
+        columns = start + block
         x = _logits(student, student_bias, student_cap, columns, width, padded, STUDENT_BIAS, STUDENT_CAP)
         y = _logits(teacher, teacher_bias, teacher_cap, columns, width, padded, TEACHER_BIAS, TEACHER_CAP)
-        new_s, new_t = tl.maximum(top_s, tl.max(x, 0)), tl.maximum(top_t, tl.max(y, 0))
-        scale_s, scale_t = tl.exp(top_s - new_s), tl.exp(top_t - new_t)
-        exp_s, exp_t = tl.exp(x - new_s), tl.exp(y - new_t)
-        moment_s = (moment_s + (top_s - new_s) * sum_s) * scale_s + tl.sum(exp_s * (x - new_s), 0)
-        moment_t = (moment_t + (top_t - new_t) * sum_t) * scale_t + tl.sum(exp_t * (y - new_t), 0)
+        new_s, new_t = tl.maximum(tops_s, tl.max(x, 1)), tl.maximum(tops_t, tl.max(y, 1))
+        gaps_s, gaps_t = x - new_s[:, None], y - new_t[:, None]
+        exp_s, exp_t = tl.exp(gaps_s), tl.exp(gaps_t)
+        scale_s, moments_s = _rescaled(tops_s - new_s, sums_s, moments_s)
+        scale_t, moments_t = _rescaled(tops_t - new_t, sums_t, moments_t)
+        moments_s += tl.sum(exp_s * gaps_s, 1)
+        moments_t += tl.sum(exp_t * gaps_t, 1)
         if TOTAL == MEAN_GAP:
-            cross = cross * scale_s + tl.sum(exp_s * (x - y), 0)
-        sum_s, sum_t = sum_s * scale_s + tl.sum(exp_s, 0), sum_t * scale_t + tl.sum(exp_t, 0)
-        both = tl.max(tl.where((x >= new_s) & (y >= new_t), 1.0, 0.0), 0)
-        same = tl.where((new_s > top_s) | (new_t > top_t), both, tl.maximum(same, both))
-        top_s, top_t = new_s, new_t
+            crosses = crosses * scale_s + tl.sum(exp_s * (x - y), 1)
+        sums_s, sums_t = sums_s * scale_s + tl.sum(exp_s, 1), sums_t * scale_t + tl.sum(exp_t, 1)
+        both = tl.max(tl.where((gaps_s >= 0.0) & (gaps_t >= 0.0), 1.0, 0.0), 1)
+        sames = tl.where((new_s > tops_s) | (new_t > tops_t), both, tl.maximum(sames, both))
+        tops_s, tops_t = new_s, new_t
+    top_s, top_t = tl.max(tops_s, 0), tl.max(tops_t, 0)
+    scale_s, moments_s = _rescaled(tops_s - top_s, sums_s, moments_s)
+    scale_t, moments_t = _rescaled(tops_t - top_t, sums_t, moments_t)
+    moment_s, moment_t = tl.sum(moments_s, 0), tl.sum(moments_t, 0)
+    sum_s, sum_t = tl.sum(sums_s * scale_s, 0), tl.sum(sums_t * scale_t, 0)
+    same = tl.max(tl.where((tops_s >= top_s) & (tops_t >= top_t), sames, 0.0), 0)
     log_s, log_t = tl.log(sum_s), tl.log(sum_t)
 
     weight = 1.0
@@ -130,8 +143,9 @@ def _rows(  # type: ignore[no-untyped-def]
         weight = tl.load(weights + number)
     total = 0.0
     if TOTAL == MEAN_GAP:
-        total = cross / sum_s
-    value, slopes, most = 0.0, 0.0, 0.0
+        total = tl.sum(crosses * scale_s, 0) / sum_s
+    value = 0.0
+    values, slope_sums, most = nothing, nothing, nothing
     pulled, first, force, importance = 0.0, 0.0, 0.0, 1.0
     if SAMPLED:
         log_ps, log_pt = chosen_s - top_s - log_s, chosen_t - top_t - log_t
@@ -154,24 +168,24 @@ def _rows(  # type: ignore[no-untyped-def]
     tl.store(statistics + 7 * rows + number, first)
     tl.store(statistics + 8 * rows + number, importance)
     for start in range(0, padded, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
+        columns = start + block
         x = _logits(student, student_bias, student_cap, columns, width, padded, STUDENT_BIAS, STUDENT_CAP)
         y = _logits(teacher, teacher_bias, teacher_cap, columns, width, padded, TEACHER_BIAS, TEACHER_CAP)
         term, slope, ps, cut = _terms(x, y, top_s, top_t, log_s, log_t, setting, drift, clip, TERMS, CLIPPED)
-        value += tl.sum(term, 0)
+        values += tl.sum(term, 1)
         if CLIPPED:
-            most = tl.maximum(most, tl.max(cut, 0))
+            most = tl.maximum(most, tl.max(cut, 1))
         if TOTAL == THIRD_PASS:
-            slopes += tl.sum(slope, 0)
+            slope_sums += tl.sum(slope, 1)
         elif GRADIENT:
             slope -= ps * total
             if PULLED or POLICY:
                 slope -= tl.where(columns == chosen, force, 0.0)
             _store(gradient, columns, padded, slope, weight, x, student_cap, STUDENT_CAP)
     if GRADIENT and TOTAL == THIRD_PASS:
-        slopes -= force
+        slopes = tl.sum(slope_sums, 0) - force
         for start in range(0, padded, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
+            columns = start + block
             x = _logits(student, student_bias, student_cap, columns, width, padded, STUDENT_BIAS, STUDENT_CAP)
             y = _logits(teacher, teacher_bias, teacher_cap, columns, width, padded, TEACHER_BIAS, TEACHER_CAP)
             _, slope, ps, _ = _terms(x, y, top_s, top_t, log_s, log_t, setting, drift, clip, TERMS, CLIPPED)
@@ -180,8 +194,15 @@ def _rows(  # type: ignore[no-untyped-def]
                 slope -= tl.where(columns == chosen, force, 0.0)
             _store(gradient, columns, padded, slope, weight, x, student_cap, STUDENT_CAP)
 
-    tl.store(statistics + number, _weighted(value, weight))
-    tl.store(statistics + 4 * rows + number, most)
+    tl.store(statistics + number, _weighted(value + tl.sum(values, 0), weight))
+    tl.store(statistics + 4 * rows + number, tl.max(most, 0))
+
+
+@triton.jit
+def _rescaled(down, sums, moments):  # type: ignore[no-untyped-def]
+    """By what sums are multiplied whose largest logit is now higher by `-down`, and their moments after that."""
+    scale = tl.exp(down)  # 0 where there was none yet: multiplied first, so that nothing overflows
+    return scale, moments * scale + (down * scale) * sums
 
 
 @triton.jit
@@ -248,6 +269,7 @@ def fused_(
     drawn = Sampled(student_RV) if sampled is None else sampled
     statistics_9R = torch.empty(STATISTICS, rows, device=student_RV.device)
     out_RV = student_RV if gradient_RV is None else gradient_RV
+    assert min(one.stride(0) for one in (student_RV, teacher_RV, out_RV)) >= padded, "rows end before those 64 columns"
     with torch.accelerator.device_index(student_RV.device.index):  # Triton launches on the current one
         _rows[(rows,)](
             student_RV,
@@ -283,6 +305,7 @@ def fused_(
             POLICY=policy,
             IMPORTANCE=policy and drawn.logprobs is not None,
             BLOCK=_BLOCK,
+            LANES=_LANES,
             num_warps=_WARPS,
         )
     return statistics_9R

@@ -23,17 +23,17 @@ def looked_at(tokens: int, rows: slice) -> slice:
     return slice((middle - rows.start) % EVERY, rows.stop - rows.start, EVERY)
 
 
-def top_shared(student_RV: Tensor, teacher_RV: Tensor) -> Tensor:
+def top_shared_(logits_2RV: Tensor) -> Tensor:
     """The share of the K likeliest tokens of one model that are among those of the other, and the probability that the
     student gives to these, [2, R].
 
     Args:
-        student_RV, teacher_RV (`torch.Tensor`):
-            [R, V], logits, up to a number for each row.
+        logits_2RV (`torch.Tensor`):
+            [2, R, V], of student and teacher, up to a number for each row; the student's are overwritten.
     """
-    k = min(LIKELIEST, student_RV.size(-1))
-    own_RK = student_RV.topk(k, sorted=False)
-    theirs_RK = teacher_RV.topk(k, sorted=False).indices
-    both_RK = (own_RK.indices.unsqueeze(-1) == theirs_RK.unsqueeze(-2)).any(-1)
-    probs_RK = (own_RK.values - student_RV.logsumexp(-1, keepdim=True)).exp()
-    return torch.stack([both_RK.float().mean(-1), (probs_RK * both_RK).sum(-1).float()])
+    top_2RK, ids_2RK = logits_2RV.topk(min(LIKELIEST, logits_2RV.size(-1)), sorted=False)
+    both_RK = (ids_2RK[0].unsqueeze(-1) == ids_2RK[1].unsqueeze(-2)).any(-1)
+    first_R1 = top_2RK[0].amax(-1, keepdim=True)
+    total_R = logits_2RV[0].sub_(first_R1).exp_().sum(-1)
+    mass_R = ((top_2RK[0] - first_R1).exp_() * both_RK).sum(-1) / total_R
+    return torch.stack([both_RK.float().mean(-1), mass_R.float()])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,12 +24,16 @@ from trl_opsd.losses.comparable import check_comparable
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.elementwise import STATISTICS, Finish, eager_
 from trl_opsd.losses.kernels import step_for
-from trl_opsd.losses.likeliest import looked_at, top_shared
+from trl_opsd.losses.likeliest import EVERY, looked_at, top_shared_
 from trl_opsd.losses.sampled import check_sampled
 from trl_opsd.types import LazyLogits, PerToken, Sampled
 
 TILE_BYTES = 600_000_000
-"""Memory limit of all tiles of one call when `chunk_tokens` is `None`, in bytes."""
+"""Memory limit of all tiles of one call when `chunk_tokens` is `None`, in bytes; more on a large accelerator."""
+_TILE_SHARE = 0.015
+"""Of an accelerator's memory: a tile that is twice as large reads both heads half as often."""
+_TILE_MULTIPLE = 16
+"""Tokens by which tiles grow on an accelerator, whose kernels are made for shapes."""
 _GROUP_TILES = 4
 """Tiles whose low-precision gradient is collected before it is multiplied into the head's. Reading and writing the
 head's gradient once per tile would cost more than the product: at 790 TFLOP/s and 4.3 TB/s, for any tile under 735
@@ -45,6 +50,28 @@ _ROUNDING = 1e-6
 """Logits are taken as equal if they are this far below the largest on average, in nats: the rounding of their products.
 A model whose logits are spread by only 1e-2, as those of a tiny random one are, is beyond it up to a temperature of
 10,000."""
+
+
+@cache
+def memory_of(device: torch.device) -> int:
+    """Bytes of an accelerator; 0 for a CPU, and where it does not tell, as MPS does not."""
+    try:
+        return 0 if device.type == "cpu" else torch.accelerator.get_memory_info(device)[1]
+    except RuntimeError:
+        return 0
+
+
+def tile_bytes(memory: int) -> int:
+    """Limit for all tiles of one call on a device with so many bytes, 0 for a CPU."""
+    return max(TILE_BYTES, int(_TILE_SHARE * memory))
+
+
+def tile_of(tokens: int, token_bytes: int, memory: int) -> int:
+    """Tokens of a tile, of so many that each take so many bytes, within [`tile_bytes`]."""
+    most = tile_bytes(memory) // token_bytes
+    if memory and most >= _TILE_MULTIPLE:
+        most -= most % _TILE_MULTIPLE
+    return max(1, min(tokens, most))
 
 
 def streamed_divergence(
@@ -81,7 +108,8 @@ def streamed_divergence(
         weights (`torch.Tensor`, *optional*):
             [N], constants that multiply the divergence of each token.
         chunk_tokens (`int`, *optional*):
-            Tokens whose logits exist at a time. By default as many as keep the tiles within 0.6 GB.
+            Tokens whose logits exist at a time. By default as many as keep the tiles within 0.6 GB, or
+            1.5 % of an accelerator's memory if that is more.
         vocabulary (`int`, *optional*):
             Number of token ids that both models share: the first rows of both heads. The other rows, padding of one
             model or the other, have probability 0 on both sides and a gradient of 0, as if both heads ended there. When
@@ -180,7 +208,7 @@ class _Fold:
         """Statistics of each token, [N], and the gradients of student hidden, weight and bias, if `wanted`.
 
         The statistics are those of [`~losses.elementwise.Step`], the first with what the pull adds, then which tokens
-        were ranked, and the two numbers of [`~losses.likeliest.top_shared`]. The gradients are those of the sum of the
+        were ranked, and the two numbers of [`~losses.likeliest.top_shared_`]. The gradients are those of the sum of the
         weighted divergences, in float32.
         """
         student = _Side.of(self.student, self.dtypes[0], self.vocabulary)
@@ -192,9 +220,10 @@ class _Fold:
         in_place = dtype == torch.float32 or not any(wanted)
         stride = -(-vocabulary // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
         token_bytes = stride * (8 if in_place else 8 + _GROUP_TILES * dtype.itemsize)
-        tile_tokens = max(1, min(tokens, self.chunk_tokens or TILE_BYTES // token_bytes))
+        tile_tokens = max(1, min(tokens, self.chunk_tokens or tile_of(tokens, token_bytes, memory_of(device))))
         group_tokens = tile_tokens if in_place else min(tokens, tile_tokens * _GROUP_TILES)
-        student_CV, teacher_CV = torch.empty(2, tile_tokens, stride, device=device)[..., :vocabulary]
+        products_2CV = torch.empty(2, tile_tokens, stride, device=device)[..., :vocabulary]
+        student_CV, teacher_CV = products_2CV
         gradient_GV = student_CV
         if not in_place:
             gradient_GV = torch.empty(group_tokens, stride, dtype=dtype, device=device)[:, :vocabulary]
@@ -203,6 +232,10 @@ class _Fold:
         step_rows = _block_rows(student_CV) if step is eager_ else tile_tokens
         finishes, objective = (student.finish, teacher.finish), (self.divergence, self.clip)
         statistics_9N, top_3N = torch.empty(STATISTICS, tokens, device=device), torch.zeros(3, tokens, device=device)
+        # Some rows of each tile are kept, and those of several ranked at once: for one tile it is many small kernels.
+        ranked_tokens = max(1, min(tokens, tile_tokens * _GROUP_TILES))
+        ranked_2KV = torch.empty(2, -(-ranked_tokens // EVERY), stride, device=device)[..., :vocabulary]
+        top_3N[0, looked_at(tokens, slice(0, tokens))], ranked_from, kept = 1.0, 0, 0
         head_rows = self.student.head.weight.size(0)
         shapes = (tokens, width), (head_rows, width), (head_rows,)
         # The first group overwrites, so zeros are needed only if there is no group, or for head rows past `vocabulary`.
@@ -216,11 +249,15 @@ class _Fold:
             for tile in _spans(group.start, group.stop, tile_tokens):
                 student.project_(student_CV, tile)
                 teacher.project_(teacher_CV, tile)
-                some = looked_at(tokens, tile)
-                top_3N[0, tile][some] = 1.0
-                top_3N[1:, tile][:, some] = top_shared(
-                    student.logits(student_CV[some]), teacher.logits(teacher_CV[some])
-                )
+                some_2KV = products_2CV[:, looked_at(tokens, tile)]
+                ranked_2KV[:, kept : kept + some_2KV.size(1)] = some_2KV
+                kept += some_2KV.size(1)
+                if tile.stop == min(ranked_from + ranked_tokens, tokens):
+                    span = slice(ranked_from, tile.stop)
+                    for side, products_KV in zip((student, teacher), ranked_2KV[:, :kept], strict=True):
+                        side.finish(products_KV)
+                    top_3N[1:, span][:, looked_at(tokens, span)] = top_shared_(ranked_2KV[:, :kept])
+                    ranked_from, kept = tile.stop, 0
                 for rows in _spans(tile.start, tile.stop, step_rows):
                     here, weights_R = _shift(rows, -tile.start), None if weights_N is None else weights_N[rows]
                     products = student_CV[here], teacher_CV[here]
@@ -264,12 +301,6 @@ class _Side:
         """Writes the product of these rows into the first rows of a tile."""
         tile_CV = out_CV[: rows.stop - rows.start]
         _addmm_(tile_CV, self.hidden_NH[rows], self.weight_VH.T, alpha=self.gain, beta=0)
-
-    def logits(self, product_RV: Tensor) -> Tensor:
-        """A copy of some rows of a tile, finished."""
-        logits_RV = product_RV.clone()
-        self.finish(logits_RV)
-        return logits_RV
 
     def backproject_(
         self,

@@ -41,7 +41,7 @@ class Answer:
     asked: str
     """The server and the request, as the beginning of an error message."""
     status_code: int
-    content: bytes
+    content: bytearray
     retry_after: str = ""
     """The header of this name: when a busy server is to be asked again."""
 
@@ -271,7 +271,7 @@ def _check_head(asked: str, response: aiohttp.ClientResponse, option: str) -> No
         )
 
 
-async def _body(asked: str, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+async def _body(asked: str, response: aiohttp.ClientResponse, max_bytes: int) -> bytearray:
     parts, size = [], 0
     async for part in response.content.iter_any():
         parts.append(part)
@@ -281,4 +281,4 @@ async def _body(asked: str, response: aiohttp.ClientResponse, max_bytes: int) ->
                 f"{asked} answered more than {max_bytes / MIB:.0f} MiB, the limit for this request: no such server "
                 "does that, check what is listening there."
             )
-    return b"".join(parts)
+    return bytearray().join(parts)

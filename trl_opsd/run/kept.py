@@ -68,7 +68,10 @@ class Keeper:
         at_N = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device, non_blocking=True)
         places_N = torch.cat([self._places[row] for row in rows]).to(device, non_blocking=True)
         states_NH = self._block[self._filled : self._filled + len(places_N)]
-        states_NH.copy_(hidden_nCH[at_N, places_N], non_blocking=True)
+        if len(rows) == 1 and device == states_NH.device:
+            torch.index_select(hidden_nCH[0], 0, places_N, out=states_NH)  # the other way copies twice
+        else:
+            states_NH.copy_(hidden_nCH[at_N, places_N], non_blocking=True)
         self._filled += len(places_N)
         for row, of_row in zip(rows, states_NH.split(lengths), strict=True):
             self._rows[row] = RowTargets(of_row, self._places[row])

@@ -6,11 +6,11 @@ import json
 from typing import Any, NoReturn
 
 
-def loads(text: str | bytes) -> Any:
+def loads(text: str | bytes | bytearray) -> Any:
     """As `json.loads`, for text that may be damaged or hostile.
 
     Args:
-        text (`str` or `bytes`):
+        text (`str`, `bytes` or `bytearray`):
             UTF-8 if bytes.
 
     Raises:

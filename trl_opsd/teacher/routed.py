@@ -93,11 +93,16 @@ class Share:
 
 
 def shares(
-    heads: Sequence[OutputHead], targets: TeacherTargets, weights_BC: Tensor, selection: Selection | None = None
+    heads: Sequence[OutputHead],
+    targets: TeacherTargets,
+    weights_BC: Tensor,
+    selection: Selection | None = None,
+    host_BC: Tensor | None = None,
 ) -> list[Share]:
     """Splits the tokens in a loss by teacher, and starts to copy their targets.
 
-    To be called before the student reads: it waits for the weights, and the copies run beside the student's forward.
+    To be called before the student reads: the copies run beside the student's forward. Without `host_BC` it waits for
+    the weights, and so for all that the device still has to do.
 
     Args:
         heads (`Sequence[OutputHead]`):
@@ -108,6 +113,8 @@ def shares(
             [B, C], 0 for a token that does not count.
         selection ([`~run.selection.Selection`], *optional*):
             How many tokens of each row will be selected by their scores.
+        host_BC (`torch.Tensor`, *optional*):
+            The weights in host memory.
 
     Returns:
         `list[Share]`: Teachers without a token are left out, but for the first, so that there is always a loss.
@@ -115,7 +122,7 @@ def shares(
     Raises:
         ValueError: A token has a weight but no target.
     """
-    host_BC = weights_BC.cpu()
+    host_BC = weights_BC.cpu() if host_BC is None else host_BC
     rows = kept_by_row(targets, weights_BC).rows or ()
     numbers = [0] * len(rows) if targets.teacher is None else targets.teacher.tolist()
     found = []

@@ -2,7 +2,7 @@
 
 from trl_opsd.types.logits import LazyLogits, OutputHead
 from trl_opsd.types.loss import LossParts, PerToken
-from trl_opsd.types.rollout import Completion, Length, Rollout, lengths_of
+from trl_opsd.types.rollout import Completion, Length, OnHost, Rollout, lengths_of
 from trl_opsd.types.sampled import Sampled
 from trl_opsd.types.targets import RowTargets, TeacherTargets
 from trl_opsd.types.weight import Weight
@@ -12,6 +12,7 @@ __all__ = [
     "LazyLogits",
     "Length",
     "LossParts",
+    "OnHost",
     "OutputHead",
     "PerToken",
     "Rollout",

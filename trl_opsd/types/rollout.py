@@ -29,6 +29,24 @@ class Length(NamedTuple):
         return self.prompt + self.completion
 
 
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """A copy of a tensor in host memory: to read it waits for nothing that the device still has to do."""
+
+    of: Tensor
+    version: int
+    """Of the tensor when it was copied: one that was written to since then is copied again."""
+    copy: Tensor
+
+    @classmethod
+    def known(cls, of: Tensor, copy: Tensor) -> OnHost:
+        return cls(of, of._version, copy)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it is a copy of this tensor, as it is now."""
+        return self.of is tensor and self.version == tensor._version
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """The student's prompts and completions: prompts padded on the left, completions on the right."""
@@ -55,6 +73,8 @@ class Rollout:
     """Where rows are divided by position among processes, the position of the first token of this part; else `None`.
 
     The last token of a part is the first one of the next, and is predicted here but read there."""
+    on_host: OnHost | None = field(default=None, repr=False)
+    """`weights` in host memory, where they were dealt to micro-batches; see [`weights_on_host`]."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Values of the rollout that are not row-aligned tensors; [`select`] and [`to`] keep them unchanged."""
 
@@ -75,12 +95,18 @@ class Rollout:
             begins_at=batch.get("begins_at"),
             pull=batch.get("pull"),
             logprobs=batch.get("logprobs"),
+            on_host=batch.get("weights_on_host"),
         )
 
     @property
     def counts(self) -> Tensor:
         """[B, C], whether the token's weight in the loss is not 0."""
         return self.weights != 0
+
+    def weights_on_host(self) -> Tensor:
+        """[B, C], `weights` in host memory; waits for the device unless they are as they were dealt."""
+        known = self.on_host
+        return self.weights.cpu() if known is None or not known.holds(self.weights) else known.copy
 
     @property
     def input_ids(self) -> Tensor:
@@ -122,13 +148,17 @@ class Rollout:
             return self
         lengths = self.measured()
         prompt, completion = (max(*each, 1) for each in list(zip(*lengths, strict=True))[:2])
+        weights, on_host = self.weights[:, :completion], self.on_host
+        if on_host is not None and on_host.holds(self.weights):
+            on_host = OnHost.known(weights, on_host.copy[:, :completion])
         return replace(
             self,
             prompt_ids=self.prompt_ids[:, -prompt:],
             prompt_mask=self.prompt_mask[:, -prompt:],
             completion_ids=self.completion_ids[:, :completion],
             completion_mask=self.completion_mask[:, :completion],
-            weights=self.weights[:, :completion],
+            weights=weights,
+            on_host=on_host,
             logprobs=None if self.logprobs is None else self.logprobs[:, :completion],
             lengths=lengths,
         )

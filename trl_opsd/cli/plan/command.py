@@ -59,7 +59,7 @@ def plan(
                 f"`--prompt {prompt}` and `--length {length}` are {prompt + length} tokens, and the {role}'s context "
                 f"has {shape.context}: lower one of them."
             )
-    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora)
+    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9))
     rates = Rates(tflops * 1e12, bandwidth * 1e9, link * 1e9)
     asked = Asked(sources, shapes, load, rates, gpu_memory * 1e9)
     host = None if host_memory is None else host_memory * 1e9

@@ -9,7 +9,7 @@ from functools import cache
 from trl_opsd.cli.plan.shapes import Shape
 from trl_opsd.cli.plan.traced import traced_activations
 from trl_opsd.losses.likeliest import EVERY
-from trl_opsd.losses.streamed import _GROUP_TILES, _STRIDE_ELEMENTS, TILE_BYTES
+from trl_opsd.losses.streamed import _GROUP_TILES, _STRIDE_ELEMENTS, tile_of
 from trl_opsd.run.kept import CACHE_BYTES
 from trl_opsd.teacher.forward import PASS_BYTES
 
@@ -22,9 +22,6 @@ _BATCHED_TOKENS, _OWN = 4096, 2_000_000_000
 """Of an engine: the most tokens that it reads at once, and bytes of CUDA graphs and workspace, an assumption."""
 _SENT = 256_000_000
 """Bytes of weights that are gathered at once to be sent to it."""
-
-_RANKED_COPIES = 4
-"""Of one token in 16, to rank the vocabulary: the logits of both models, and two for the student's normaliser."""
 
 Parts = dict[str, int]
 """Bytes by part."""
@@ -45,6 +42,8 @@ class Load:
     checkpointing: bool
     lora: int | None = None
     """Rank of an adapter on all linear layers; `None` where all weights are trained."""
+    memory: int = 0
+    """Bytes of a device, which the tiles of the loss follow; 0 for a CPU."""
 
     @property
     def itemsize(self) -> int:
@@ -113,7 +112,7 @@ def phases(
     rollout = {**always, **between, **writing}
     teach = {**always, **awake, "teacher while it reads": teaching, "activations": passes(teacher, load), **targets}
     products = ("autocast" if copies else "bfloat16") if load.half else "float32"
-    tile, head = loss(student, teacher, choice.micro * load.length, itemsize, load.lora is None)
+    tile, head = loss(student, teacher, choice.micro * load.length, load)
     learn = {
         **always,
         **awake,
@@ -188,18 +187,21 @@ def passes(teacher: Shape, load: Load) -> int:
     return max(of_row, min(PASS_BYTES, load.batch * of_row))
 
 
-def loss(student: Shape, teacher: Shape, tokens: int, itemsize: int, learns_head: bool = True) -> tuple[int, int]:
-    """Tiles of logits, and the gradients of head and hidden states in float32, of `tokens` read at once."""
-    tile, stride = loss_tile(student, teacher, tokens, itemsize), _stride(student, teacher)
+def loss(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, int]:
+    """Tiles of logits with those that are ranked, and the gradients of head and hidden states in float32, of `tokens`
+    read at once.
+    """
+    itemsize, learns_head = load.itemsize, load.lora is None
+    tile, stride = loss_tile(student, teacher, tokens, load), _stride(student, teacher)
     group = min(tokens, tile * _GROUP_TILES) * stride * itemsize if itemsize < 4 else 0
-    ranked = _RANKED_COPIES * -(-tile // EVERY) * stride * 4
+    ranked = -(-min(tokens, tile * _GROUP_TILES) // EVERY) * stride * 8
     return tile * stride * 8 + group + ranked, 4 * (student.head * learns_head + tokens * student.width)
 
 
-def loss_tile(student: Shape, teacher: Shape, tokens: int, itemsize: int) -> int:
+def loss_tile(student: Shape, teacher: Shape, tokens: int, load: Load) -> int:
     """Tokens whose logits the loss forms at once, of `tokens` that are read at once."""
-    of_token = _stride(student, teacher) * (8 + (_GROUP_TILES * itemsize if itemsize < 4 else 0))
-    return max(1, min(tokens, TILE_BYTES // of_token))
+    of_token = _stride(student, teacher) * (8 + (_GROUP_TILES * load.itemsize if load.itemsize < 4 else 0))
+    return tile_of(tokens, of_token, load.memory)
 
 
 def _stride(student: Shape, teacher: Shape) -> int:

@@ -158,7 +158,7 @@ def show(plan: Plan, plans: Sequence[Plan], asked: Asked) -> None:
         return
     load, choice = asked.load, plan.choice
     tokens = choice.micro * (load.prompt + load.length)
-    tile = loss_tile(*asked.shapes, choice.micro * load.length, load.itemsize)
+    tile = loss_tile(*asked.shapes, choice.micro * load.length, load)
     console.print(
         f"\nFits, with micro-batches of {tokens:,} tokens; the loss forms logits of {tile:,} tokens at once. With "
         f"these options and a `dataset_name` in run.yaml: [bold]{command(plan, load.gpus)}[/]\n",
