@@ -173,7 +173,7 @@ def resident(teacher: Shape, kept: str, itemsize: int) -> int:
 def reading(teacher: Shape, kept: str, load: Load) -> int:
     """The same while it reads."""
     numbers = {
-        "stream": teacher.head + 2 * teacher.layer,
+        "stream": teacher.head + teacher.embeddings + 2 * teacher.layer,
         "itself": 0,
         "zero3": max(3 * teacher.layer, teacher.head),
         "served": teacher.head,
