@@ -373,11 +373,14 @@ class TestLoading:
             del students
 
     def test_the_deepspeed_config_of_the_teacher_has_no_training_settings(self):
-        config = reader_config(torch.bfloat16, 64, torch.device("cuda"))
+        config = reader_config(torch.bfloat16, 64, torch.device("cuda"), layer=900)
         assert not {"optimizer", "scheduler", "gradient_accumulation_steps", "train_batch_size"} & set(config)
         assert config["bf16"]["enabled"]
         assert not config["fp16"]["enabled"]
         assert config["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": True}
+        ahead = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters")
+        assert [config["zero_optimization"][name] for name in ahead] == [900, 1800], "the next layer, beside this one"
+        assert not set(ahead) & set(reader_config(torch.bfloat16, 64, CPU)["zero_optimization"])
 
     @pytest.mark.parametrize("offload", ["none", "cpu", "stream"])
     def test_a_teacher_from_a_path_gives_the_same_targets(self, make_trainer, tmp_path, offload):
