@@ -120,6 +120,7 @@ def _host_memory(owner: object, nbytes: int, device: torch.device) -> Tensor:
     if device.type != "cuda" or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=has_streams(device))
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)  # as the driver's own: a fork would copy what is pinned, for each loader's worker
     memory, runtime = torch.frombuffer(pages, dtype=torch.uint8), torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 1))  # for all devices
     finalize(owner, lambda: runtime.cudaHostUnregister(memory.data_ptr())).atexit = False
