@@ -18,7 +18,7 @@ def teacher(found: Findings) -> None:
     device = torch.device(found.device)
     shape = {"model": "7B", "layers": 8, "rows": 64, "length": 1024, "dtype": torch.bfloat16}
     if not found.on_gpu:
-        shape = {"model": "small", "layers": 2, "rows": 2, "length": 8, "dtype": torch.float32}
+        shape = {"model": "small", "layers": 12, "rows": 2, "length": 8, "dtype": torch.float32}
     args = argparse.Namespace(**shape, device=device, pass_bytes=benchmark.PASS_BYTES)
     rollout = benchmark.make_rollout(args)
     programs = {name: benchmark.placed(name, args, rollout) for name in benchmark.PLACEMENTS}

@@ -66,7 +66,7 @@ def test_finished_rows_are_not_decoded(run):
 
 
 def test_every_placement_of_the_teacher_gives_the_same_targets(run):
-    shape = ("--layers", 2, "--rows", 2, "--length", 8)
+    shape = ("--layers", 4, "--rows", 2, "--length", 8)
     benchmark, result = run("teacher", *shape, "--repeats", 1, "--device", "cpu")
     assert all(row["equal"] for row in result["placements"].values())
     assert result["placements"]["stream"]["during"] < result["model_bytes"]

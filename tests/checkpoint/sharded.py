@@ -28,7 +28,7 @@ from transformers import TrainerCallback
 from watched import Watched, saved_models, trainer
 
 from trl_opsd.run.checkpoint import checkpoint_to_resume
-from trl_opsd.run.manifest import problems
+from trl_opsd.run.manifest import entries, problems
 
 Make = Callable[..., Watched]
 """[`watched.trainer`] with its models bound."""
@@ -64,6 +64,8 @@ def resume(make: Make, folder: Path) -> dict[str, Any]:
     done = make(folder / "elsewhere", "full", max_steps=RESUMED_AT[0])
     done.train(resume_from_checkpoint=str(folder / "full" / f"checkpoint-{RESUMED_AT[0]}"))
     seen["finished"] = {"step": done.state.global_step, **asdict(done.witness)}
+    rank, saved = whole.accelerator.process_index, folder / "full" / f"checkpoint-{RESUMED_AT[1]}"
+    seen["hashed"] = sorted(entries(saved, rank, 2, is_main=not rank))
     seen["strategy"] = [str(whole.accelerator.distributed_type), whole.accelerator.num_processes]
     return seen
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from trl_opsd.run import manifest
 from trl_opsd.run.checkpoint import (
     UNFINISHED,
     begin,
@@ -56,6 +57,44 @@ def test_an_evaluation_whose_loss_is_not_known_is_not_the_best(tmp_path):
     losses = [{"step": 1, "eval_loss": float("nan")}, {"step": 2, "eval_loss": 0.5}, {"step": 3, "eval_loss": 0.4}]
     assert best_evaluated(tmp_path, losses) == folders[2]
     assert best_evaluated(tmp_path, losses[:1]) is None
+
+
+RANKED = ["__1_0.distcp", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "rng_state_1.pth"]
+
+
+def test_each_process_hashes_its_own_files(tmp_path):
+    folder = written(tmp_path, 3)
+    for name in (*RANKED, "rng_state_0.pth", "model-00001-of-00002.safetensors", "step_1234.json"):
+        (folder / name).write_text(name)
+    first, second = (manifest.entries(folder, rank, 2, is_main=not rank) for rank in range(2))
+    assert sorted(second) == RANKED
+    rest = {"rng_state_0.pth", "model-00001-of-00002.safetensors", "step_1234.json"}
+    assert first.keys() == {"model.safetensors", "sub/optimizer.pt"} | rest
+    assert problems(publish(folder, tmp_path, first | second)) == []
+    wrong = {"rng_state_1.pth": {"bytes": 15, "sha256": "0" * 64}}
+    again = publish(shutil.copytree(tmp_path / "checkpoint-3", tmp_path / "copy" / "checkpoint-3"), tmp_path, wrong)
+    assert problems(again) == ["rng_state_1.pth has other contents than were written"], "not hashed a second time"
+
+
+@pytest.mark.parametrize("changed", [None, 0, 5, 8])
+def test_pieces_of_a_large_file_have_hashes_of_their_own(tmp_path, monkeypatch, changed):
+    monkeypatch.setattr(manifest, "_PIECE", 4)
+    folder = saved(tmp_path, 3)
+    assert [len(one["sha256"]) for one in json.loads((folder / MANIFEST).read_text())["files"].values()] == [3, 2]
+    if changed is not None:
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.seek(changed)
+            file.write(b"X")
+    assert problems(folder) == ["model.safetensors has other contents than were written"] * (changed is not None)
+
+
+def test_one_hash_of_a_large_file_is_checked_too(tmp_path, monkeypatch):
+    """Which every file had until pieces of large ones were hashed."""
+    folder = saved(tmp_path, 3)
+    monkeypatch.setattr(manifest, "_PIECE", 4)
+    assert problems(folder) == []
+    flip_a_bit(folder)
+    assert problems(folder) == ["model.safetensors has other contents than were written"]
 
 
 def remove_a_file(folder: Path) -> None:

@@ -48,6 +48,14 @@ def test_a_resumed_run_of_two_processes_equals_an_uninterrupted_one(results, str
 
 
 @each_strategy
+def test_each_process_hashes_the_files_that_it_wrote(results, strategy):
+    hashed = [results[strategy][rank]["hashed"] for rank in ("0", "1")]
+    shards = [f"global_step4/zero_pp_rank_1_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim")]
+    assert hashed[1] == [*(shards if strategy == "zero3_cpu" else []), "rng_state_1.pth"]
+    assert {"model.safetensors", "trainer_state.json", "rng_state_0.pth"} <= set(hashed[0])
+
+
+@each_strategy
 def test_two_processes_train_no_step_of_a_finished_run(results, strategy):
     for rank in ("0", "1"):
         assert results[strategy][rank]["finished"] == {"step": 3, "written": [], "losses": [], "weights": []}

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from trl_opsd._compat.transformers import CACHE
 from trl_opsd.cli.main import app
-from trl_opsd.cli.plan.memory import Choice, Load, engine_bytes, loss, loss_tile, phases, tracer
+from trl_opsd.cli.plan.memory import Choice, Load, engine_bytes, host_bytes, loss, loss_tile, phases, tracer
 from trl_opsd.cli.plan.search import SHARE, best, considered
 from trl_opsd.cli.plan.seconds import Rates, seconds
 from trl_opsd.cli.plan.shapes import shape_of
@@ -90,6 +90,9 @@ def test_more_of_anything_takes_no_less_and_more_devices_take_no_more():
             assert all(many[phase] <= fewer[phase] for phase in many)
     of_teacher = [peak(small, kept=kept)["student learns"] for kept in ("none", "stream")]
     assert of_teacher[0] - of_teacher[1] == 2 * (teacher.parameters - teacher.head)
+    streamed = phases(student, teacher, small, Choice("single", "stream", 1), lambda *_: 0)["teacher reads"]
+    on_device = teacher.head + teacher.embeddings + 2 * teacher.layer
+    assert streamed["teacher while it reads"] == 2 * on_device, "head, input embeddings, two layers"
     assert peak(replace(small, lora=16))["student learns"] < peak(small)["student learns"]
 
 
@@ -107,6 +110,18 @@ def test_zero3_divides_weights_gradients_and_optimizer():
     parts = phases(student, teacher, load, Choice("zero3", "zero3", 1), tracer(student, load))["student learns"]
     count = student.parameters
     assert [parts[name] for name in ("weights", "gradients", "optimizer")] == [count // 4, count // 2, 12 * count // 8]
+
+
+def test_host_memory_is_that_of_the_pinned_weights():
+    student, teacher = of("7b"), of("72b")
+    load = replace(LOAD, gpus=8)
+    kept = {name: host_bytes(student, teacher, load, Choice("zero3", name, 1)) for name in ("none", "stream", "zero3")}
+    layer = 3 * 2**26 + 2 * 2**24 + 2 * 2**21  # an eighth of each product, in bytes, up to a power of two
+    assert kept == {
+        "none": 0,
+        "stream": 8 * 2 * teacher.parameters,
+        "zero3": pytest.approx(8 * (80 * layer + 2 * 2**29), rel=1e-3),
+    }
 
 
 def test_ddp_holds_a_second_copy_of_the_gradients_in_every_phase():

@@ -160,3 +160,4 @@ def _check_sharded_teacher(found):
     assert found["devices"] == ["cpu"]
     assert found["gathered_between"] == 0
     assert found["agreed"] == 2
+    assert found["ahead"] == [found["layer"], 2 * found["layer"]], "a layer is gathered while another computes"

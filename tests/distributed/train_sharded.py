@@ -195,7 +195,12 @@ def sharded_teacher(trainer: OPSDTrainer) -> dict[str, Any]:
     """The part of the teacher that this process holds, and how often it reads when it has fewer rows than the other."""
     parameters = list(trainer.teacher.model.parameters())
     shares = [parameter.ds_tensor for parameter in parameters]
+    engine = trainer.teacher.placement._read._engine
     return {
+        "layer": max(
+            sum(one.ds_numel for one in layer.parameters()) for layer in trainer.teacher.model.base_model.layers
+        ),
+        "ahead": [engine.zero_prefetch_bucket_size(), engine.zero_max_live_parameters()],
         "whole": sum(parameter.ds_numel for parameter in parameters),
         "share": sum(share.numel() for share in shares),
         "devices": sorted({str(share.device) for share in shares}),

@@ -304,6 +304,21 @@ class TestFallback:
         assert not [record for record in caplog.records if record.name.startswith("trl_opsd.rollout")]
 
 
+def test_a_launch_whose_rollouts_gather_all_weights_for_each_token_is_warned_of(make_writing, monkeypatch, caplog):
+    trainer = make_writing()
+    for launch, processes, warns in (
+        (DistributedType.FSDP, 2, True),
+        (DistributedType.FSDP, 1, False),
+        ("NO", 2, False),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(trainer.accelerator.state, "distributed_type", launch)
+            patched.setattr(type(trainer.accelerator), "num_processes", processes)
+            caplog.clear()
+            trainer.rollout.bind(trainer)
+        assert ("gathers all weights of the student for each token" in caplog.text) is warns
+
+
 def modes() -> tuple:
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 

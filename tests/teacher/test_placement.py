@@ -26,7 +26,7 @@ from trl_opsd.run.kept import targets_device
 from trl_opsd.teacher import Hosted, Resident, Streamed
 from trl_opsd.teacher.forward import bytes_per_token, pass_groups
 from trl_opsd.teacher.parts import parts_of, tensors_of
-from trl_opsd.teacher.prefetch import Prefetcher
+from trl_opsd.teacher.prefetch import HostBlock, Prefetcher
 from trl_opsd.types import Length, Rollout
 
 CPU = torch.device("cpu")
@@ -142,6 +142,59 @@ class TestNumbers:
         assert torch.equal(expected.hidden, FrozenTeacher(Streamed(model, CPU)).targets(rollout()).hidden)
 
 
+class TestOrder:
+    """A prefetcher and the layers keep a journal: on a CPU nothing else shows what waits for what."""
+
+    def journal(self, placement: Any, passes: int) -> list[str]:
+        placed = placement(tiny.qwen2(48, 1, num_hidden_layers=3), CPU)
+        prefetcher, names = placed.prefetcher, {id(placed._rest): "rest", id(placed._head._block): "head"}
+        names |= {id(block): str(number) for number, block in enumerate(placed._blocks)}
+        fetch, entries = prefetcher.fetch, []
+
+        def fetched(block: HostBlock, buffer: torch.Tensor) -> str:
+            fetch(block, buffer)
+            entries.append(f"copy {names[id(block)]}")
+            return names[id(block)]
+
+        prefetcher.fetch, prefetcher.wait = fetched, lambda copy: entries.append(f"wait {copy}")
+        for number, layer in enumerate(placed.model.model.layers):
+            layer.self_attn.register_forward_hook(lambda *_, number=number: entries.append(f"compute {number}"))
+        with placed.reading(passes) as run, torch.no_grad():
+            for _ in range(passes):
+                run(lambda model: model.model(torch.tensor([[5, 6]])))
+        return ", ".join(entries).removeprefix("copy head, wait head, copy rest, wait rest, ").split(", ")
+
+    def test_a_hosted_layer_computes_when_it_has_arrived(self):
+        first = ["copy 0", "wait 0", "copy 1", "copy 2", "compute 0", "wait 1", "compute 1", "wait 2", "compute 2"]
+        again = ["wait 0", "compute 0", "wait 1", "compute 1", "wait 2", "compute 2"]
+        assert self.journal(Hosted, 2) == first + again
+
+    def test_a_streamed_layer_is_copied_while_the_one_before_computes(self):
+        turns = ["wait {}", "copy {}", "compute {}"]
+        layers = [(0, 1), (1, 2), (2, 0), (0, 1), (1, 2), (2, None)]
+        expected = [text.format(after if "copy" in text else now) for now, after in layers for text in turns]
+        assert self.journal(Streamed, 2) == ["copy 0", *(one for one in expected if "None" not in one)]
+
+
+class TestPinned:
+    def test_a_gpu_pins_the_bytes_of_the_weights_and_unpins_them_after_use(self, monkeypatch):
+        pinned: dict[int, int] = {}
+        runtime = SimpleNamespace(
+            cudaHostRegister=lambda address, nbytes, _: pinned.update({address: nbytes}), cudaHostUnregister=pinned.pop
+        )
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+        model = tiny.qwen2(160, 1)  # a layer takes 0.9 MB, which torch would round up to 1.05
+        before = weights_of(model)
+        blocks = [HostBlock(own, torch.device("cuda")) for _, own in parts_of(model).layers]
+        nbytes = sum(tensor.nbytes for layer in model.model.layers for tensor in tensors_of(layer))
+        assert nbytes <= sum(pinned.values()) <= 1.02 * nbytes
+        assert {min(addresses(layer)) for layer in model.model.layers} == pinned.keys()
+        del blocks
+        assert not pinned
+        assert all(map(torch.equal, weights_of(model), before)), "the weights outlive what pinned them"
+
+
 class TestBytes:
     @pytest.mark.parametrize("teacher", TEACHERS)
     def test_streaming_holds_at_most_two_layers_beside_head_and_rest(self, teacher):
@@ -149,7 +202,7 @@ class TestBytes:
         parts = parts_of(model)
         layer = max(sum(tensor.nbytes for tensor in own) for _, own in parts.layers)
         head = sum(tensor.nbytes for tensor in parts.head)
-        rest = sum(tensor.nbytes for tensor in parts.rest)
+        rest = sum(tensor.nbytes for tensor in (*parts.rest, *parts.embedding))
         padding = 256 * len(tensors_of(model))
         streamed = FrozenTeacher(Streamed(model, CPU))
         prefetcher = streamed.placement.prefetcher
@@ -193,7 +246,7 @@ class TestBytes:
         teacher.targets(rollout())
         parts = parts_of(model)
         layers = sum(tensor.nbytes for _, own in parts.layers for tensor in own)
-        once = sum(tensor.nbytes for tensor in (*parts.head, *parts.rest))
+        once = sum(tensor.nbytes for tensor in (*parts.head, *parts.embedding, *parts.rest))
         padding = 256 * len(tensors_of(model)) * passes
         assert passes * layers + once <= prefetcher.moved_bytes - before <= passes * layers + once + padding
 
@@ -240,10 +293,10 @@ class TestBytes:
         for placement in (Hosted, Streamed):
             teacher = FrozenTeacher(placement(TEACHERS["qwen2"](), CPU))
             masters, seen = set(addresses(teacher.model)), []
-            for layer in teacher.model.model.layers:
-                layer.mlp.register_forward_hook(lambda module, *_, seen=seen: seen.extend(addresses(module)))
+            for module in (teacher.model.model.embed_tokens, *(one.mlp for one in teacher.model.model.layers)):
+                module.register_forward_hook(lambda module, *_, seen=seen: seen.extend(addresses(module)))
             teacher.targets(rollout())
-            assert len(seen) == 5 * 3
+            assert len(seen) == 1 + 5 * 3
             assert not masters.intersection(seen)
             assert set(addresses(teacher.model)) == masters
 
@@ -253,7 +306,7 @@ class TestBytes:
         Hosted(model, CPU)
         packed = storages(model)
         assert sum(packed.values()) <= sum(held.values()) + 256 * len(held)
-        assert len(packed) == 5 + 3, "one piece for each layer, the head, the embeddings, the rest"
+        assert len(packed) == 5 + 2, "one piece for each layer, the head, the rest"
 
 
 class TestPasses:
@@ -319,11 +372,14 @@ class TestLoading:
             del students
 
     def test_the_deepspeed_config_of_the_teacher_has_no_training_settings(self):
-        config = reader_config(torch.bfloat16, 64, torch.device("cuda"))
+        config = reader_config(torch.bfloat16, 64, torch.device("cuda"), layer=900)
         assert not {"optimizer", "scheduler", "gradient_accumulation_steps", "train_batch_size"} & set(config)
         assert config["bf16"]["enabled"]
         assert not config["fp16"]["enabled"]
         assert config["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": True}
+        ahead = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters")
+        assert [config["zero_optimization"][name] for name in ahead] == [900, 1800], "the next layer, beside this one"
+        assert not set(ahead) & set(reader_config(torch.bfloat16, 64, CPU)["zero_optimization"])
 
     @pytest.mark.parametrize("offload", ["none", "cpu", "stream"])
     def test_a_teacher_from_a_path_gives_the_same_targets(self, make_trainer, tmp_path, offload):

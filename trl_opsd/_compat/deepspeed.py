@@ -17,7 +17,7 @@ from transformers.integrations import deepspeed as integration
 Config = dict[str, Any]
 
 
-def reader_config(dtype: torch.dtype, width: int, device: torch.device) -> Config:
+def reader_config(dtype: torch.dtype, width: int, device: torch.device, layer: int = 0) -> Config:
     """A ZeRO-3 config for a frozen model: sharded over the processes, in host memory, gathered layer by layer.
 
     It takes nothing from the student's config: its optimizer, scheduler, accumulation or batch size would be set up for
@@ -30,7 +30,11 @@ def reader_config(dtype: torch.dtype, width: int, device: torch.device) -> Confi
             Hidden size. Tensors of up to ten times as many elements, norms and biases, stay gathered.
         device (`torch.device`):
             Device of the forward pass.
+        layer (`int`, *optional*, defaults to 0):
+            Elements of the largest layer: the next is gathered while one computes. 0 leaves DeepSpeed's defaults, of
+            which the first is a fraction of a layer of a large model.
     """
+    ahead = {"stage3_prefetch_bucket_size": layer, "stage3_max_live_parameters": 2 * layer} if layer else {}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 2**62,
@@ -42,6 +46,7 @@ def reader_config(dtype: torch.dtype, width: int, device: torch.device) -> Confi
             "stage3_param_persistence_threshold": 10 * width,
             # No layer is needed again before all others have been used: keep none gathered.
             "stage3_max_reuse_distance": 0,
+            **ahead,
         },
     }
 

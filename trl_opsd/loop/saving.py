@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from transformers import ProcessorMixin, Trainer, TrainingArguments
 
 from trl_opsd.loop.leftovers import cleanup_on_error
-from trl_opsd.run import checkpoint
+from trl_opsd.run import checkpoint, manifest
 from trl_opsd.run.schedule import Settings, not_taken, set_rates, settings_of
 from trl_opsd.run.sigterm import StopOnSigterm
 
@@ -185,8 +185,9 @@ class SafeCheckpoints(Trainer):
             if self.args.should_save:
                 self.state.save_to_json(str(written / "trainer_state.json"))
             self.accelerator.wait_for_everyone()
+            hashed = self._hashed(written)
             if self.args.should_save:
-                checkpoint.publish(written, run_dir)
+                checkpoint.publish(written, run_dir, hashed)
         except Exception as error:
             error.add_note(f"{run_dir / name} was not finished; earlier checkpoints are unchanged.")
             raise
@@ -199,6 +200,14 @@ class SafeCheckpoints(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
+
+    def _hashed(self, written: Path) -> dict[str, Any]:
+        """What a manifest says of each file, from the process that wrote it: on another machine it is read anew."""
+        rank, node = self.accelerator.process_index, self.accelerator.process_index - self.args.local_process_index
+        own = manifest.entries(written, rank, self.accelerator.num_processes, self.args.should_save)
+        of_all = gather_object([(node, own)])
+        apart = self.args.save_on_each_node  # where each machine writes a folder of its own
+        return {name: entry for of, found in of_all if of == node or not apart for name, entry in found.items()}
 
     def _point_to_best(self, run_dir: Path) -> None:
         """Sets the final path of the best checkpoint, which transformers looked for in the staging folder."""

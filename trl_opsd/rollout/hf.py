@@ -90,6 +90,12 @@ class HFRollout(RolloutBackend):
         self._bound = copy.deepcopy(trainer.generation_config)
         self._caches.clear()
         self._is_split = not self.is_apart and splits_student(trainer.accelerator)
+        plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+        if self._is_collective() and getattr(plugin, "reshard_after_forward", True):
+            logger.warning(
+                "`generate` under FSDP2, or ZeRO-3 with `ds3_gather_for_generation=False`, gathers all weights of the "
+                "student for each token: `use_vllm=True` is far faster for all but small models."
+            )
         if self._compile and (reason := self._why_not_compiled(trainer.model, trainer.args.cache_implementation)):
             raise ValueError(
                 f"`HFRollout(compile={self._compile!r})`: decoding cannot be compiled, {reason}: leave `compile` out."

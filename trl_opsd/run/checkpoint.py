@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -21,7 +22,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainingArguments
 
-from trl_opsd.run.manifest import MANIFEST, has_manifest, problems, seal, sync_folder
+from trl_opsd.run.manifest import MANIFEST, has_manifest, problems, seal, sync
 
 UNFINISHED = "_unfinished"
 """Folder beside the checkpoints in which one is written. Uploads to the Hub skip names that start with `_`."""
@@ -87,7 +88,7 @@ def begin(run_dir: Path) -> Path:
     return unfinished
 
 
-def publish(written: Path, run_dir: Path) -> Path:
+def publish(written: Path, run_dir: Path, known: Mapping[str, Any] = MappingProxyType({})) -> Path:
     """Writes the manifest of a folder, syncs it to disk, and moves the folder among the checkpoints.
 
     A checkpoint of the same name is replaced. If it was not written here, it is kept as `replaced-checkpoint-N`.
@@ -97,11 +98,13 @@ def publish(written: Path, run_dir: Path) -> Path:
             A complete folder `checkpoint-N` under `run_dir`, on the same file system.
         run_dir (`Path`):
             Folder of the checkpoints.
+        known (`Mapping[str, Any]`, *optional*):
+            What the manifest says of files that other processes have hashed.
 
     Returns:
         `Path`: The checkpoint.
     """
-    seal(written)
+    seal(written, known)
     return _move_in(written, run_dir)
 
 
@@ -301,7 +304,7 @@ def _move_in(written: Path, run_dir: Path) -> Path:
         os.rename(checkpoint, replaced if _is_ours(checkpoint) else _free_name(run_dir, checkpoint.name))
     # If the process is killed between these two renames, `recover` does the second.
     os.rename(written, checkpoint)
-    sync_folder(run_dir)
+    sync(run_dir)
     if replaced.exists():
         shutil.rmtree(replaced)
     return checkpoint

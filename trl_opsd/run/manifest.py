@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,26 +20,55 @@ MANIFEST = "opsd_manifest.json"
 """Lists every other file of a checkpoint with its size and SHA-256; written last, so without it a checkpoint is torn.
 """
 
+_RANK = re.compile(r"_(\d+)")
+"""The rank in the name of a file that a process writes for itself: `__1_0.distcp`, `zero_pp_rank_1_mp_rank_00_...`."""
+_PIECE = 2**30
+"""Bytes with a hash of their own, so that threads share a large file."""
 _MAX_BYTES = 64 * 2**20
 """Maximum size of a manifest that is read; one of a hundred thousand files has 15 MB."""
 
 
-def seal(folder: Path) -> None:
-    """Writes the manifest of a folder, and syncs all of it to disk.
+def entries(folder: Path, rank: int, processes: int, is_main: bool) -> dict[str, Any]:
+    """Syncs the files of one process to disk, and returns what a manifest says of each.
+
+    Its own are those with its rank in their names, as in `rng_state_1.pth`, where it has just written them; the main
+    process takes all without a rank.
 
     Args:
         folder (`Path`):
             A folder to which nothing is written any more.
+        rank, processes (`int`):
+            Of this process, and how many there are.
+        is_main (`bool`):
+            Whether it is the main process of this folder.
+    """
+
+    def is_own(path: Path) -> bool:
+        found = _RANK.search(path.name)
+        owner = int(found[1]) if found else processes
+        return owner == rank or (owner >= processes and is_main)
+
+    return _entries_of({name: path for name, path in _files(folder).items() if is_own(path)})
+
+
+def seal(folder: Path, known: Mapping[str, Any]) -> None:
+    """Writes the manifest of a folder, and syncs it to disk.
+
+    Args:
+        folder (`Path`):
+            A folder to which nothing is written any more.
+        known (`Mapping[str, Any]`):
+            [`entries`] of several processes. Files that are not among them are hashed here.
     """
     files = _files(folder)
-    with ThreadPoolExecutor() as pool:
-        contents = dict(zip(files, pool.map(_synced_entry, files.values()), strict=True))
+    here = {name: entry for name, entry in known.items() if name in files}
+    here |= _entries_of({name: path for name, path in files.items() if name not in here})
     manifest = folder / MANIFEST
     with manifest.open("w", encoding="utf-8") as file:
-        json.dump({"format": 1, "files": contents}, file, indent=1)
-    _synced_entry(manifest)
+        json.dump({"format": 1, "files": {name: here[name] for name in files}}, file, indent=1)
+    sync(manifest)
     for one in {folder, *(path.parent for path in files.values())}:
-        sync_folder(one)
+        sync(one)
 
 
 def has_manifest(checkpoint: Path) -> bool:
@@ -65,18 +96,16 @@ def problems(checkpoint: Path) -> list[str]:
         if (size := found[name].stat().st_size) != expected[name][0]:
             wrong[name] = f"{name} has {size} bytes instead of {expected[name][0]}"
     if not wrong:
-        with ThreadPoolExecutor() as pool:
-            for name, sha256 in zip(
-                expected, pool.map(_sha256_or_why, [found[name] for name in expected]), strict=True
-            ):
-                if sha256 != expected[name][1]:
-                    other = f"has other contents than were written{'' if len(sha256) == 64 else f' ({sha256})'}"
-                    wrong[name] = f"{name} {other}"
+        digests = _digests({name: (found[name], size, len(hashes)) for name, (size, hashes) in expected.items()}, _try)
+        for name, (_, hashes) in expected.items():
+            if digests[name] != hashes:
+                why = next((f" ({one})" for one in digests[name] if len(one) != 64), "")
+                wrong[name] = f"{name} has other contents than were written{why}"
     return [wrong[name] for name in sorted(wrong)]
 
 
-def _entries(manifest: Path) -> dict[str, tuple[int, str]]:
-    """Size and hash of each file in a manifest.
+def _entries(manifest: Path) -> dict[str, tuple[int, list[str]]]:
+    """Size and hashes of each file in a manifest.
 
     Raises:
         ValueError: It does not have the format written here.
@@ -90,11 +119,12 @@ def _entries(manifest: Path) -> dict[str, tuple[int, str]]:
     return {name: _entry(name, entry) for name, entry in files.items()}
 
 
-def _entry(name: str, entry: Any) -> tuple[int, str]:
-    size, sha256 = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
-    if type(size) is not int or size < 0 or not isinstance(sha256, str):
+def _entry(name: str, entry: Any) -> tuple[int, list[str]]:
+    size, hashes = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+    hashes = hashes if isinstance(hashes, list) else [hashes]
+    if type(size) is not int or size < 0 or not all(isinstance(one, str) for one in hashes):
         raise ValueError(f"{name[:80]!r} has no size and hash")
-    return size, sha256
+    return size, hashes
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -105,28 +135,55 @@ def _files(folder: Path) -> dict[str, Path]:
     return named
 
 
-def _synced_entry(path: Path) -> dict[str, Any]:
-    """Syncs a file to disk, and returns its size and hash."""
+def _entries_of(files: Mapping[str, Path]) -> dict[str, Any]:
+    """Syncs files to disk, and returns their sizes and hashes: a list of those of its pieces for a large one."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(sync, files.values()))
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    digests = _digests({name: (path, sizes[name], -(-sizes[name] // _PIECE)) for name, path in files.items()}, _sha256)
+    return {
+        name: {"bytes": sizes[name], "sha256": hashes if len(hashes) > 1 else hashes[0]}
+        for name, hashes in digests.items()
+    }
+
+
+def _digests(
+    files: Mapping[str, tuple[Path, int, int]], digest: Callable[[Path, int, int], str]
+) -> dict[str, list[str]]:
+    """Hashes of files in threads, by path, size, and how many hashes it has: one of all of it, or of each piece."""
+    with ThreadPoolExecutor() as pool:
+        hashed = {
+            name: [pool.submit(digest, path, start, _PIECE if hashes > 1 else size) for start in _starts(size, hashes)]
+            for name, (path, size, hashes) in files.items()
+        }
+        return {name: [one.result() for one in each] for name, each in hashed.items()}
+
+
+def _starts(size: int, hashes: int) -> range:
+    return range(0, size, _PIECE) if hashes > 1 else range(1)
+
+
+def _sha256(path: Path, start: int, length: int) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        file.seek(start)
+        while block := file.read(min(length, 2**20)):
+            digest.update(block)
+            length -= len(block)
+    return digest.hexdigest()
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sha256_or_why(path: Path) -> str:
+def _try(path: Path, start: int, length: int) -> str:
+    """As [`_sha256`], or why it cannot be read."""
     try:
-        return _sha256(path)
+        return _sha256(path, start, length)
     except OSError as error:
         return str(error)
 
 
-def sync_folder(folder: Path) -> None:
-    """Syncs the entries of a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Syncs a file, or the entries of a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

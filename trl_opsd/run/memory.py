@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -78,12 +78,13 @@ def _note(phase: str, parts: Mapping[str, int]) -> str:
 
 
 def _measured() -> list[str]:
-    if not torch.cuda.is_available():
-        return []
-    free, total = torch.cuda.mem_get_info()
-    tensors, cached = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    held = f"{_shown(tensors)} in tensors, {_shown(cached)} held by torch"
-    return [f"Measured: {held}, {_shown(free)} of {_shown(total)} free."]
+    accelerator = torch.accelerator
+    with suppress(RuntimeError):  # there is none, or it does not count
+        tensors, cached = accelerator.memory_allocated(), accelerator.memory_reserved()
+        free, total = accelerator.get_memory_info()
+        held = f"{_shown(tensors)} in tensors, {_shown(cached)} held by torch"
+        return [f"Measured: {held}, {_shown(free)} of {_shown(total)} free."]
+    return []
 
 
 def _shown(size: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,9 +121,10 @@ def in_words(seconds: float) -> str:
 
 
 def peak_bytes() -> float:
-    """The most memory that was in use so far: of the accelerator by this process, without one of the process itself."""
+    """The most memory that was in use so far: of the accelerator by this process, else of the process itself."""
     if torch.accelerator.is_available():
-        return float(torch.accelerator.max_memory_allocated())
+        with suppress(RuntimeError):  # not every accelerator counts it: "Allocator for mps is not a DeviceAllocator"
+            return float(torch.accelerator.max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -1,8 +1,9 @@
-"""A teacher in host memory, copied to the device in full while it reads."""
+"""A teacher in host memory, copied to the device while it reads; each layer is awaited when it is called."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,8 +19,8 @@ from trl_opsd.teacher.prefetch import HostBlock, Prefetcher
 from trl_opsd.types import OutputHead
 
 
-class Hosted(Placement):
-    """`teacher_offload="cpu"`: between uses only a copy of the head is on the device.
+class Offloaded(Placement):
+    """Between uses only a copy of the head is on the device; subclasses say how many layers are while it reads.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -34,33 +35,89 @@ class Hosted(Placement):
     def __init__(self, model: CausalLM, device: torch.device) -> None:
         self.model, self.device, self.prefetcher = model, device, Prefetcher(device)
         parts = parts_of(model)
-        groups = [parts.embedding, *(own for _, own in parts.layers), parts.rest]
-        self._blocks = [HostBlock(group, pinned=self.prefetcher.wants_pinned) for group in groups]
+        self._layers = [layer for layer, _ in parts.layers]
+        self._blocks = [HostBlock(own, device) for _, own in parts.layers]
+        self._rest = HostBlock([*parts.embedding, *parts.rest], device)
         self._head = HeadOnDevice(model, parts.head, self.prefetcher)
-
-    @property
-    def where(self) -> str:
-        return f"in host memory, copied to {self.device} while it reads"
 
     @property
     def head(self) -> OutputHead:
         return self._head.head
 
+    @abstractmethod
+    def buffer_sizes(self, layers: list[int]) -> list[int]:
+        """Bytes of the buffers for layers of these sizes: one for each layer, or two that they occupy in turn."""
+
     @contextmanager
     def reading(self, passes: int) -> Iterator[Run]:
-        with self.prefetcher.borrow([block.nbytes for block in self._blocks]) as buffers, self._head.in_use():
+        sizes = [self._rest.nbytes, *self.buffer_sizes([block.nbytes for block in self._blocks])]
+        with self.prefetcher.borrow(sizes) as (rest, *buffers), self._head.in_use():
+            self.prefetcher.wait(self.prefetcher.fetch(self._rest, rest))
+            self._rest.point_to(rest)
+            arrivals = _Arrivals(self._blocks, buffers, self.prefetcher, visits=passes * len(self._blocks))
+            hooks = [
+                layer.register_forward_pre_hook(lambda *_, number=number: arrivals.enter(number))
+                for number, layer in enumerate(self._layers)
+            ]
             try:
-                for block, buffer in zip(self._blocks, buffers, strict=True):
-                    self.prefetcher.fetch(block, buffer)
-                    block.point_to(buffer)
-                self.prefetcher.wait_for_copies()
                 yield partial(call, self.model)
             finally:
-                for block in self._blocks:
+                for hook in hooks:
+                    hook.remove()
+                for block in (*self._blocks, self._rest):
                     block.restore()
 
     def passes_to_run(self, passes: int) -> int:
         return passes
+
+
+class Hosted(Offloaded):
+    """`teacher_offload="cpu"`: all of it is on the device while it reads."""
+
+    @property
+    def where(self) -> str:
+        return f"in host memory, copied to {self.device} while it reads"
+
+    def buffer_sizes(self, layers: list[int]) -> list[int]:
+        return layers
+
+
+class _Arrivals:
+    """Copies layers ahead, in the order of their numbers, pass after pass, and has each awaited when it is called.
+
+    One that is called out of order is copied at that moment.
+    """
+
+    def __init__(
+        self, blocks: Sequence[HostBlock], buffers: Sequence[Tensor], prefetcher: Prefetcher, visits: int
+    ) -> None:
+        self._blocks, self._buffers, self._prefetcher = blocks, buffers, prefetcher
+        self._holds: list[int | None] = [None for _ in buffers]
+        self._copies: list[torch.Event | None] = [None for _ in buffers]
+        self._visits_left = visits
+        self._computing = len(buffers) - 1
+        if blocks:
+            self._fetch(0)
+
+    def enter(self, layer: int) -> None:
+        """Before a layer computes: waits for its weights and starts the copies of the next."""
+        self._fetch(layer)
+        self._computing = self._holds.index(layer)
+        self._prefetcher.wait(self._copies[self._computing])
+        self._visits_left -= 1
+        for ahead in range(1, min(len(self._buffers), self._visits_left + 1)):
+            self._fetch((layer + ahead) % len(self._blocks))
+
+    def _fetch(self, layer: int) -> None:
+        if layer in self._holds:
+            return
+        # Not into a buffer that is in use: a copy waits only for work issued so far.
+        place = layer if len(self._buffers) == len(self._blocks) else 1 - self._computing
+        if (evicted := self._holds[place]) is not None:
+            self._blocks[evicted].restore()
+        self._holds[place] = layer
+        self._copies[place] = self._prefetcher.fetch(self._blocks[layer], self._buffers[place])
+        self._blocks[layer].point_to(self._buffers[place])
 
 
 class HeadOnDevice:
@@ -71,10 +128,9 @@ class HeadOnDevice:
 
     def __init__(self, model: CausalLM, tensors: list[Tensor], prefetcher: Prefetcher) -> None:
         self._model, self._prefetcher = model, prefetcher
-        self._block = HostBlock(tensors, pinned=prefetcher.wants_pinned)
+        self._block = HostBlock(tensors, prefetcher.device)
         self._buffer = prefetcher.keep(self._block.nbytes)
-        prefetcher.fetch(self._block, self._buffer)
-        prefetcher.wait_for_copies()
+        prefetcher.wait(prefetcher.fetch(self._block, self._buffer))
 
     @property
     def head(self) -> OutputHead:
@@ -86,7 +142,7 @@ class HeadOnDevice:
     def in_use(self) -> Iterator[None]:
         """Refreshes the copy and points the model's head to it."""
         try:
-            self._prefetcher.fetch(self._block, self._buffer)
+            self._prefetcher.wait(self._prefetcher.fetch(self._block, self._buffer))
             self._block.point_to(self._buffer)
             yield
         finally:

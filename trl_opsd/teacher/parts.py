@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.sharding import whole_numel
 from trl_opsd.types import OutputHead
 
 
@@ -56,10 +57,14 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def layer_list(model: nn.Module) -> nn.ModuleList:
-    """The `ModuleList` that holds the most bytes, which is that of the decoder layers; empty if there is none."""
+    """The `ModuleList` that holds the most numbers, which is that of the decoder layers; empty if there is none."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    # If lists tie, the first is the outer one.
-    return max(lists, key=lambda one: sum(tensor.nbytes for tensor in tensors_of(one)), default=nn.ModuleList())
+    return max(lists, key=numbers_in, default=nn.ModuleList())  # if lists tie, the first is the outer one
+
+
+def numbers_in(module: nn.Module) -> int:
+    """Elements of the parameters and buffers of a module and of those inside it, also of those that are sharded."""
+    return sum(map(whole_numel, tensors_of(module)))
 
 
 def _distinct(things: Iterable[Any]) -> list[Any]:

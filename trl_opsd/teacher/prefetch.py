@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -17,24 +19,21 @@ _ALIGNMENT = 256
 class HostBlock:
     """Tensors of a model in one piece of host memory, copied to the device by a single call.
 
-    Separately they would take a call each; and, pinned, almost twice their size, because torch rounds each pinned
-    allocation up to a power of two.
-
     Args:
         tensors (iterable of `torch.Tensor`):
             Parameters and buffers, each once. Their data moves here one after another, and the memory of each is freed
             as soon as it has moved.
-        pinned (`bool`):
-            Whether to pin the memory, so that copies to the device run asynchronously.
+        device (`torch.device`):
+            Where they are copied to. If copies can overlap with its computation, the memory is pinned.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], pinned: bool) -> None:
+    def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
         self._tensors = list(tensors)
         self._starts, self.nbytes = [], 0
         for tensor in self._tensors:
             self._starts.append(self.nbytes)
             self.nbytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._host = _host_memory(self, self.nbytes, device)
         self._masters = self.views(self._host)
         for tensor, master in zip(self._tensors, self._masters, strict=True):
             master.copy_(tensor.data)
@@ -76,11 +75,6 @@ class Prefetcher:
         self.held_bytes = self.peak_bytes = self.moved_bytes = 0
         self._stream = torch.Stream(device) if has_streams(device) else None
 
-    @property
-    def wants_pinned(self) -> bool:
-        """Whether copies can overlap with computation, for which host memory has to be pinned."""
-        return self._stream is not None
-
     def keep(self, nbytes: int) -> Tensor:
         """A permanent buffer of `nbytes` bytes."""
         self.held_bytes += nbytes
@@ -96,23 +90,38 @@ class Prefetcher:
             self._finish()
             self.held_bytes -= sum(sizes)
 
-    def fetch(self, block: HostBlock, buffer: Tensor) -> None:
-        """Starts the copy of a block after all work queued on the buffer."""
+    def fetch(self, block: HostBlock, buffer: Tensor) -> torch.Event | None:
+        """Starts the copy of a block after all work queued on the buffer; returns what [`wait`] takes."""
         self.moved_bytes += block.nbytes
         if self._stream is None:
             block.copy_to(buffer)
-            return
+            return None
         self._stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self._stream:
             block.copy_to(buffer)
+        return self._stream.record_event()
 
-    def wait_for_copies(self) -> None:
-        """Makes work issued from now on wait for the copies started so far."""
-        if self._stream is not None:
-            torch.accelerator.current_stream(self.device).wait_stream(self._stream)
+    def wait(self, copy: torch.Event | None) -> None:
+        """Makes work issued from now on wait for a copy, and those before it."""
+        if copy is not None:
+            torch.accelerator.current_stream(self.device).wait_event(copy)
 
     def _finish(self) -> None:
         """Blocks until all copies are complete, so that buffers can be freed and masters changed."""
         if self._stream is not None:
-            self.wait_for_copies()
             self._stream.synchronize()
+
+
+def _host_memory(owner: object, nbytes: int, device: torch.device) -> Tensor:
+    """Host memory for copies to a device, pinned while `owner` lives if they can overlap with its computation.
+
+    torch rounds what it pins up to a power of two; on a GPU exactly these bytes are pinned.
+    """
+    if device.type != "cuda" or not nbytes:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=has_streams(device))
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)  # as the driver's own: a fork would copy what is pinned, for each loader's worker
+    memory, runtime = torch.frombuffer(pages, dtype=torch.uint8), torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 1))  # for all devices
+    finalize(owner, lambda: runtime.cudaHostUnregister(memory.data_ptr())).atexit = False
+    return memory

@@ -11,6 +11,7 @@ from trl_opsd._compat.deepspeed import SplitReader, reader_config
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run
 from trl_opsd.teacher.forward import max_over_processes
+from trl_opsd.teacher.parts import layer_list, numbers_in
 from trl_opsd.teacher.placement import Placement
 from trl_opsd.types import OutputHead
 
@@ -32,7 +33,8 @@ class Sharded(Placement):
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
         self.model, self.device = model, device
-        self._read = SplitReader(model, reader_config(model.dtype, model.config.get_text_config().hidden_size, device))
+        width, layer = model.config.get_text_config().hidden_size, max(map(numbers_in, layer_list(model)), default=0)
+        self._read = SplitReader(model, reader_config(model.dtype, width, device, layer))
 
     @property
     def where(self) -> str:

@@ -172,7 +172,7 @@ def resident(teacher: Shape, kept: str, itemsize: int) -> int:
 def reading(teacher: Shape, kept: str, load: Load) -> int:
     """The same while it reads."""
     numbers = {
-        "stream": teacher.head + 2 * teacher.layer,
+        "stream": teacher.head + teacher.embeddings + 2 * teacher.layer,
         "itself": 0,
         "zero3": max(3 * teacher.layer, teacher.head),
         "served": teacher.head,
@@ -222,9 +222,14 @@ def engine_bytes(student: Shape, load: Load) -> int:
 
 
 def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> int:
-    """Bytes in the memory of a machine that holds all devices: what is offloaded, by all of its processes."""
-    kept = load.itemsize * teacher.parameters
-    of_teacher = {"cpu": kept * load.gpus, "stream": kept * load.gpus, "zero3": kept}.get(choice.teacher, 0)
+    """Bytes in the memory of a machine that holds all devices: what is offloaded, by all of its processes.
+
+    DeepSpeed pins each process's part of each tensor, for which torch takes a power of two of bytes.
+    """
+    kept = load.itemsize * teacher.parameters * load.gpus
+    parts = (load.itemsize * -(-numbers // load.gpus) for numbers in teacher.tensors)
+    pinned = load.gpus * sum(1 << (nbytes - 1).bit_length() for nbytes in parts)
+    of_teacher = {"cpu": kept, "stream": kept, "zero3": pinned}.get(choice.teacher, 0)
     of_engine = load.itemsize * student.parameters * load.gpus if choice.sleeps and load.lora else 0
     return of_teacher + of_engine + (18 * student.parameters if choice.sharding == "zero3_offload" else 0)
 

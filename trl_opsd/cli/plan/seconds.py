@@ -40,9 +40,6 @@ def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice, rates: R
     reading = 2 * teacher.parameters * tokens / rates.flops
     return {
         "rollout": 2 * student.parameters * rows * load.prompt / rates.flops + writing,
-        # layers are fetched while others compute; a teacher that is moved as a whole is waited for
-        "teacher reads": max(reading, moved / rates.link)
-        if choice.teacher == "stream"
-        else reading + moved / rates.link,
+        "teacher reads": max(reading, moved / rates.link),  # layers are fetched while others compute
         "student learns": (passes * student.parameters * tokens + heads) / rates.flops,
     }

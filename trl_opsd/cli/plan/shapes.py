@@ -22,7 +22,8 @@ class Shape:
     """A model by its numbers; all of them are parameters, and not bytes, unless it is said."""
 
     config: PretrainedConfig
-    parameters: int
+    tensors: tuple[int, ...]
+    """Of each."""
     head: int
     layer: int
     """Of the largest layer."""
@@ -38,6 +39,11 @@ class Shape:
     """Numbers in the key-value cache of a row, by its tokens."""
     half_bytes_per_token: int
     """Bytes of the activations of a token that is read without a graph in half precision, without the mask."""
+
+    @property
+    def parameters(self) -> int:
+        """Of the model."""
+        return sum(self.tensors)
 
 
 def load_config(source: str) -> PretrainedConfig:
@@ -80,7 +86,7 @@ def shape_of(source: str) -> Shape:
     head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     return Shape(
         config=config,
-        parameters=_count(model),
+        tensors=tuple(one.numel() for one in model.parameters()),
         head=head.numel(),
         layer=max((_count(layer) for layer in _layers(model)), default=_count(model)),
         embeddings=0 if embeddings is head else embeddings.numel(),

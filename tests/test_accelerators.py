@@ -1,0 +1,124 @@
+"""Accelerators other than CUDA: no name of CUDA where it is not needed, and a training on one that is pretended."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import trl_opsd
+from trl_opsd.run import kept, progress
+from trl_opsd.run.memory import explained
+
+NAMES_CUDA = {
+    "losses/kernels.py": "Triton's kernel is compiled for it",
+    "losses/streamed.py": "products of half-precision factors with a float32 result",
+    "rollout/server_client.py": "TRL's client of a vLLM server has NCCL alone",
+    "rollout/sglang_answers.py": "what a server answers",
+    "rollout/sglang_client.py": "NCCL between two GPUs, else gloo",
+    "run/foreign_names.py": "an option of transformers",
+    "teacher/prefetch.py": "only its runtime pins exact bytes; torch rounds them up on all accelerators",
+}
+
+
+def test_cuda_is_named_only_where_it_is_needed():
+    package = Path(trl_opsd.__file__).parent
+    named = {str(path.relative_to(package)) for path in package.rglob("*.py") if "cuda" in path.read_text()}
+    assert named == NAMES_CUDA.keys()
+
+
+class LateStream:
+    """A stream whose copies are made when something waits for them, as late as a device may make them."""
+
+    made: list[LateStream]
+
+    def __init__(self, device: Any = None) -> None:
+        self.queue: list[Any] = []
+        self.late = 0
+        self.made.append(self)
+
+    def run(self, first: int) -> None:
+        while self.late < first:
+            self.queue[self.late]()
+            self.late += 1
+
+    def synchronize(self) -> None:
+        self.run(len(self.queue))
+
+    def wait_stream(self, other: LateStream) -> None:
+        other.synchronize()
+
+    def record_event(self) -> Any:
+        return partial(self.run, len(self.queue))
+
+    def wait_event(self, event: Any) -> None:
+        event()
+
+    def __enter__(self) -> None:
+        stream = self
+
+        class Queued(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if func is not torch.ops.aten.copy_.default:
+                    return func(*args, **(kwargs or {}))
+                stream.queue.append(partial(func, *args))
+                return args[0]
+
+        self.mode = Queued()
+        self.mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.mode.__exit__(*error)
+
+
+@pytest.fixture
+def accelerator(monkeypatch) -> list[LateStream]:
+    """Has this process pretend that its CPU is an accelerator with streams, that counts no memory; returns these."""
+    empty, accelerator = torch.empty, torch.accelerator
+    monkeypatch.setattr(LateStream, "made", streams := [], raising=False)
+    current = LateStream()
+    monkeypatch.setattr(torch, "Stream", LateStream)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **given: empty(*sizes, **given))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(accelerator, "current_stream", lambda device=None: current)
+    monkeypatch.setattr(accelerator, "synchronize", lambda device=None: [one.synchronize() for one in streams])
+    monkeypatch.setattr(kept, "_WITHOUT_STREAMS", ())
+    kept._copies.cache_clear()
+    yield streams
+    kept._copies.cache_clear()
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu", "stream"])
+def test_a_training_on_another_accelerator_waits_for_its_copies_and_resumes(make_trainer, request, tmp_path, offload):
+    def trained(steps: int, resume: bool = False) -> tuple[list[float], list[torch.Tensor]]:
+        trainer = make_trainer(
+            teacher_model=tiny.qwen2(48, 1, num_hidden_layers=3), teacher_offload=offload, teacher_cache_device="cpu",
+            gradient_accumulation_steps=2, max_steps=steps, save_strategy="steps", save_steps=1, learning_rate=1e-2,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        losses = [entry["divergence/mean"] for entry in trainer.state.log_history if "divergence/mean" in entry]
+        return losses, [one.detach().clone() for one in trainer.model.parameters()]
+
+    losses, weights = trained(2)
+    streams = request.getfixturevalue("accelerator")
+    trained(1)
+    again, resumed = trained(2, resume=True)
+    assert again == losses
+    assert all(map(torch.equal, resumed, weights))
+    copies = [one for one in streams if one.queue]
+    assert len(copies) == (1 if offload == "none" else 3), "one for the targets, one for each teacher"
+    assert all(one.late == len(one.queue) for one in copies)
+
+
+def test_an_accelerator_that_counts_no_memory_is_no_error(accelerator):
+    assert progress.peak_bytes() > 2**26
+    with pytest.raises(RuntimeError, match="not enough memory") as raised, explained("teach", dict):
+        raise RuntimeError("not enough memory")
+    assert "Measured" not in raised.value.__notes__[0]
