@@ -16,9 +16,11 @@ from peft import LNTuningConfig, LoraConfig, get_peft_model
 from products import PHASES, WatchedTrainer
 from torch._dynamo.backends.common import aot_autograd
 from transformers import CompileConfig, get_linear_schedule_with_warmup
+from transformers.utils.import_utils import enable_tf32
 
 from trl_opsd import HFRollout
-from trl_opsd.run.precision import autocast, warn_of_lost_updates
+from trl_opsd.models.padding import agree
+from trl_opsd.run.precision import autocast, rounds_float32, warn_of_lost_updates
 
 BF16 = ["bfloat16"]
 KINDS = {
@@ -193,6 +195,21 @@ def test_a_frozen_base_is_not_rounded_for_each_token(watched, tmp_path):
         written = trainer.complete(trainer.tokenize(tiny.PROMPTS[:2]))
     assert max(map(len, written)) > 4
     assert trainer.products.rounded_weights == sum(one.requires_grad for one in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("enable", [lambda: torch.set_float32_matmul_precision("high"), lambda: enable_tf32(True)])
+def test_products_in_tf32_are_known_however_they_were_enabled(enable):
+    """`tf32=True` sets them by backend, after which torch answers no question about all of them."""
+    assert not rounds_float32()
+    enable()
+    try:
+        assert rounds_float32()
+        assert agree(torch.full((3, 2), 1.01), torch.ones(3, 2))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for backend in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+            backend.fp32_precision = "none"
+    assert not agree(torch.full((3, 2), 1.01), torch.ones(3, 2))
 
 
 def test_loss_and_gradient_are_as_accurate_as_with_naive_autocast(make_trainer):
