@@ -66,17 +66,17 @@ def cast_weights(model: nn.Module, device_type: str, copies: dict[Tensor, nn.Par
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | Conv1D)]
     try:
         for layer in layers if torch.is_autocast_enabled(device_type) else ():
-            for name, weight in list(layer._parameters.items()):
-                if weight is not None and weight.is_floating_point() and weight.dtype not in (dtype, torch.float64):
+            for name, weight in list(layer.named_parameters(recurse=False)):
+                if weight.is_floating_point() and weight.dtype not in (dtype, torch.float64):
                     if weight not in copies:
                         copies[weight] = nn.Parameter(torch.empty_like(weight, dtype=dtype), requires_grad=False)
                     copies[weight].copy_(weight)
                     replaced.append((layer, name, weight))
-                    layer._parameters[name] = copies[weight]
+                    setattr(layer, name, copies[weight])
         yield
     finally:
         for layer, name, weight in replaced:
-            layer._parameters[name] = weight
+            setattr(layer, name, weight)
 
 
 def rounds_float32() -> bool:
@@ -84,8 +84,8 @@ def rounds_float32() -> bool:
 
     `torch.get_float32_matmul_precision` raises an error after `tf32=True`, which transformers sets by backend.
     """
-    matmuls = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-    return any(matmul.fp32_precision not in ("none", "ieee") for matmul in matmuls)
+    backends: Any = torch.backends
+    return any(one.matmul.fp32_precision not in ("none", "ieee") for one in (backends.cuda, backends.mkldnn))
 
 
 def check_scaler(args: TrainingArguments) -> None:

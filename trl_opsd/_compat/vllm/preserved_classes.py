@@ -20,7 +20,8 @@ def preserved_process() -> Iterator[None]:
     routers leave a stream of vLLM's own as the current one, which DeepSpeed, waiting for the default stream, ignores.
     """
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    products = [(one, one.fp32_precision) for one in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)]
+    backends: Any = torch.backends
+    products = [(one, one.fp32_precision) for one in (backends.cuda.matmul, backends.mkldnn.matmul)]
     precision, frozen = None, gc.get_freeze_count()
     with suppress(RuntimeError):  # torch knows no one name for what was set by backend, as `tf32=True` does
         precision = torch.get_float32_matmul_precision()
