@@ -51,7 +51,7 @@ class Products(TorchDispatchMode):
         tensors = [one for one in args if isinstance(one, Tensor)]
         if name in PRODUCTS and tensors[-1].shape[-2] > 1:  # else rotary positions times frequencies
             self._note(tensors[-2:])
-        elif name == "_to_copy" and isinstance(args[0], torch.nn.Parameter) and args[0].dim() > 1:
+        elif name in ("_to_copy", "copy_") and isinstance(args[-1], torch.nn.Parameter) and args[-1].dim() > 1:
             self.rounded_weights += 1
         elif name.startswith(ATTENTION):
             self.found[self._phase[-1]] |= {_named(one.dtype) for one in tensors[:3]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,13 @@ import torch
 from accelerate.utils import DistributedType
 from peft import LNTuningConfig, LoraConfig, get_peft_model
 from products import PHASES, WatchedTrainer
-from transformers import get_linear_schedule_with_warmup
+from torch._dynamo.backends.common import aot_autograd
+from transformers import CompileConfig, get_linear_schedule_with_warmup
+from transformers.utils.import_utils import enable_tf32
 
 from trl_opsd import HFRollout
-from trl_opsd.run.precision import autocast, warn_of_lost_updates
+from trl_opsd.models.padding import agree
+from trl_opsd.run.precision import autocast, rounds_float32, warn_of_lost_updates
 
 BF16 = ["bfloat16"]
 KINDS = {
@@ -116,20 +120,96 @@ def test_a_run_resumes_with_its_base_in_another_dtype(make_trainer, tmp_path):
     assert resumed.state.global_step == 4
 
 
-def test_each_weight_is_rounded_once_per_generation(watched):
-    trainer = watched(bf16=True)
+@pytest.mark.parametrize("lora", [False, True])
+def test_each_weight_is_rounded_once_per_generation(watched, lora):
+    trainer = watched(bf16=True, lora=lora)
+    trainer.rollout.prove()
     with trainer.products:
-        trainer.complete(trainer.tokenize(tiny.PROMPTS[:2]))
+        written = trainer.complete(trainer.tokenize(tiny.PROMPTS[:2]))
+    assert max(map(len, written)) > 4
     assert trainer.products.rounded_weights == sum(one.dim() > 1 for one in trainer.model.parameters()) - 1  # embedding
+
+
+class Casts:
+    """A compiler backend that counts casts of weights in graphs, and notes the addresses of those in bfloat16."""
+
+    def __init__(self) -> None:
+        self.casts, self.addresses = 0, set()
+
+    def __deepcopy__(self, memo: dict) -> Casts:
+        return self  # `generate` copies its options
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list, **options: str) -> Callable:
+        return aot_autograd(fw_compiler=self._compiled)(graph, example_inputs)
+
+    def _compiled(self, graph: torch.fx.GraphModule, example_inputs: list) -> Callable:
+        made = [node for node in graph.graph.nodes if node.target is torch.ops.aten._to_copy.default]
+        self.casts += sum(node.args[0].op == "placeholder" and node.meta["val"].dim() == 2 for node in made)
+
+        def run(*inputs):
+            tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
+            self.addresses |= {one.data_ptr() for one in tensors if one.dim() == 2 and one.dtype == torch.bfloat16}
+            return graph(*inputs)
+
+        return run
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "adapter", "static"])
+def test_a_compiled_rollout_rounds_no_weight_in_a_step_and_writes_the_same_tokens(make_trainer, kind):
+    """Also after the weights have changed, which it reads at the addresses of its graphs."""
+
+    def completions(rollout, **given):
+        torch._dynamo.reset()
+        student = tiny.qwen2().to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+        trainer = make_trainer(model=student, rollout=rollout, bf16=True, max_completion_length=6, **given)
+        held, prompts, found = list(trainer.model.parameters()), trainer.tokenize(tiny.PROMPTS[:2]), []
+        for _ in range(2):
+            torch.manual_seed(0)
+            found += [trainer.complete(prompts), len(casts.addresses)]
+            assert all(one is other for one, other in zip(held, trainer.model.parameters(), strict=True))
+            torch.manual_seed(1)
+            with torch.no_grad():  # as a step does
+                for one in held:
+                    one.add_(0.5 * one.std() * torch.randn_like(one))
+        trainer.rollout.close()
+        return found
+
+    casts = Casts()
+    given = {"peft_config": LoraConfig(**ALL_LINEAR)} if kind == "adapter" else {}
+    expected = completions(HFRollout(), **given)
+    if kind == "static":  # without a graph
+        found = completions(HFRollout(), cache_implementation="static")
+    else:
+        found = completions(HFRollout(compile=CompileConfig(backend=casts)), **given)
+        assert found[1] == found[3] > 0, "CUDA graphs would be recorded again"
+        assert casts.casts == 0
+    assert found[::2] == expected[::2]
+    assert found[0] != found[2], "the change is seen"
 
 
 def test_a_frozen_base_is_not_rounded_for_each_token(watched, tmp_path):
     tiny.qwen2().save_pretrained(tmp_path / "student")
     trainer = watched(lora=True, bf16=True, model=str(tmp_path / "student"))
+    trainer.rollout.prove()
     with trainer.products:
         written = trainer.complete(trainer.tokenize(tiny.PROMPTS[:2]))
     assert max(map(len, written)) > 4
     assert trainer.products.rounded_weights == sum(one.requires_grad for one in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("enable", [lambda: torch.set_float32_matmul_precision("high"), lambda: enable_tf32(True)])
+def test_products_in_tf32_are_known_however_they_were_enabled(enable):
+    """`tf32=True` sets them by backend, after which torch answers no question about all of them."""
+    assert not rounds_float32()
+    enable()
+    try:
+        assert rounds_float32()
+        assert agree(torch.full((3, 2), 1.01), torch.ones(3, 2))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for backend in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+            backend.fp32_precision = "none"
+    assert not agree(torch.full((3, 2), 1.01), torch.ones(3, 2))
 
 
 def test_loss_and_gradient_are_as_accurate_as_with_naive_autocast(make_trainer):

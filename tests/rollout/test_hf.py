@@ -20,6 +20,7 @@ from transformers import CompileConfig, DynamicCache, GenerationMixin, Qwen2ForC
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.data.completions import cut_after_end
 from trl_opsd.models.padding import Reading
+from trl_opsd.rollout.every_row import KnownTokensOnly
 from trl_opsd.rollout.writing_proof import Writing
 
 BY_LENGTH = Reading(0)
@@ -84,6 +85,14 @@ class TestTokens:
         assert len(written) > 30
         assert max(written) < 130
 
+    def test_placeholders_are_masked_without_a_copy_to_the_device_in_each_step(self):
+        mask = KnownTokensOnly(6, [2, 4])
+        ids, scores = torch.tensor([[1]]), torch.zeros(1, 8)
+        with OtherDevice() as device:
+            masked = mask(ids, scores)
+        assert masked.isneginf().tolist() == [[False, False, True, False, True, False, True, True]]
+        assert device.made == 0
+
     @pytest.mark.parametrize("plain", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
     def test_a_row_whose_context_is_full_shortens_no_other(self, make_trainer, plain):
         trainer = make_trainer(
@@ -103,6 +112,16 @@ class TestTokens:
         lengths = [len(ids) for ids in trainer.complete(trainer.tokenize(PROMPTS * 3))]
         assert len(set(lengths)) >= 3
         assert reads.rows == [sum(length > token for length in lengths) for token in range(max(lengths))]
+
+
+class OtherDevice(TorchDispatchMode):
+    """Counts tensors that are made of numbers in Python, which have to be copied to another device."""
+
+    made = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.made += function is torch.ops.aten.lift_fresh.default or "_to_copy" in function.__name__
+        return function(*args, **(kwargs or {}))
 
 
 class Reads:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import sys
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,8 @@ import torch
 
 pytest.importorskip("vllm")
 
+from processes import run
+from transformers.utils.import_utils import enable_tf32
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import build_logitsprocs
@@ -199,3 +203,85 @@ def test_closing_an_engine_leaves_process_groups_alive(make, tmp_path):
     assert torch.distributed.is_initialized()
     assert trainer.rollout._engine is first
     assert trainer.complete(prompts) == expected
+
+
+def test_an_engine_leaves_the_settings_of_the_process_alone(make):
+    """Its worker on a CPU replaces `set_num_threads`, that on a GPU sets the precision; both freeze all objects."""
+
+    def state():
+        matmuls = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+        return torch.get_num_threads(), torch.set_num_threads, gc.get_freeze_count(), matmuls
+
+    trainer = make()
+    options = trainer.rollout._engine_options()
+    gc.unfreeze()
+    before = state()
+    for enable in (lambda: torch.set_float32_matmul_precision("high"), lambda: enable_tf32(True)):
+        torch.set_num_threads(2)
+        enable()
+        expected = state()
+        engine = VLLMEngine(replace(options, seed=3))
+        assert state() == expected
+        engine.write([[5, 6]], [{"max_tokens": 2}])
+        engine.close()
+        assert state() == expected
+        torch.set_num_threads(before[0])
+        torch.set_float32_matmul_precision("highest")
+        for backend in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+            backend.fp32_precision = "none"
+    assert state() == before
+
+
+CALLS = {
+    "write": ([[5]], [{}]),
+    "load": ([],),
+    "load_adapter": ({"a": (torch.ones(1, 1), torch.ones(1, 1), 1.0)},),
+    "forget_prefixes": (),
+    "sleep": (1,),
+    "wake": ("weights",),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_of_an_engine_leaves_the_current_stream_alone(monkeypatch, call):
+    """vLLM's shared experts make a stream of their own the current one; DeepSpeed waits for the default stream."""
+    ours, theirs, current, done = SimpleNamespace(), SimpleNamespace(), [], []
+    ours.wait_stream = lambda stream: done.append(("waits for", stream))
+
+    class Changes:
+        """Every part of an engine, each call of which changes the stream."""
+
+        def __getattr__(self, name):
+            return self
+
+        def __call__(self, *args, **kwargs):
+            current[:] = [theirs]
+            raise KeyboardInterrupt  # also then
+
+    device = SimpleNamespace(current_stream=lambda: current[0], set_stream=lambda stream: current.insert(0, stream))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda: device)
+    current.append(ours)
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine._llm, engine._adapter = Changes(), None
+    with pytest.raises(KeyboardInterrupt):
+        getattr(engine, call)(*CALLS[call])
+    assert current[0] is ours
+    assert done == [("waits for", theirs)]
+
+
+@pytest.mark.timeout(660)
+def test_the_second_model_runner_is_synced_and_reads_as_the_model():
+    """As on every GPU: full and adapter sync, tied and untied, a mixture of experts, a pooling teacher, the mask."""
+    pytest.importorskip("triton", reason="Triton is not made for this system")
+    found = json.loads(run(Path(__file__).parent / "second_runner.py", seconds=600).splitlines()[-1])
+    print(f"\n{found}")
+    pooling = found.pop("pooling")
+    assert max(pooling) < 5e-6
+    assert len(pooling) == 8
+    for name, case in found.items():
+        first, moved, second = case["gaps"]
+        assert max(first, second) < 2e-5 < 1e-3 < moved, name
+        assert case["mode"] == name.split(",")[0]
+    assert found["full, tied"]["likeliest"] >= 259
+    assert max(map(max, found["full, tied"]["written"])) < 259

@@ -40,6 +40,8 @@ class Watched:
         self.asleep = {"weights", "kv_cache"}
         for weight in self._engine._worker.model_runner.get_model().parameters() if level == 2 else ():
             weight.data.fill_(torch.nan)
+        for cache in self._engine._worker.model_runner.kv_caches:  # which gets other memory
+            cache.fill_(torch.nan)
 
     def wake(self, what):
         self.calls.append(f"wake {what}")

@@ -404,7 +404,7 @@ def test_gathered_weights_are_copied_before_the_gather_ends(monkeypatch, split):
             taken.append(tensor)
 
     steps = [["gather 1", name, "synchronize", "leave"] if split else ["gather 0", name, "leave"] for name in "012"]
-    assert done == [step for of_one in steps for step in of_one]
+    assert done == ["synchronize", *(step for of_one in steps for step in of_one)], "first after what was written last"
     aliased = [
         one.untyped_storage()._cdata == of.untyped_storage()._cdata for one, of in zip(taken, tensors, strict=True)
     ]

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trl_opsd.run.precision import rounds_float32
+
 Read = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """Maps token ids, attention mask and positions (`None`: derived from the mask), all [n, L], to hidden states [n, L, H].
 Without a mask, a row holds several that each begin at position 0.
@@ -180,7 +182,7 @@ def agree(found_SH: Tensor, expected_SH: Tensor, half: float = 5e-2) -> bool:
     # NaN is ignored here: the checks for it name the phase in which it arose.
     distance_S = _distances(found_SH, expected_SH).nan_to_num(nan=0.0)
     full = found_SH.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(found_SH.device.type)
-    if full and torch.get_float32_matmul_precision() == "highest":
+    if full and not rounds_float32():
         return bool(distance_S.max() <= 1e-3)
     # In half precision a rounding difference may route a token to another expert: only most tokens have to agree.
     return bool(distance_S.median() <= half)

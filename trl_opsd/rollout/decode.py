@@ -21,7 +21,7 @@ from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.transformers import CACHE
 from trl_opsd.rollout import every_row
 from trl_opsd.rollout.generate import other_generate
-from trl_opsd.rollout.kept_caches import KeptCaches
+from trl_opsd.rollout.kept_caches import KeptCaches, with_one_dtype
 from trl_opsd.run.errors import NonFiniteError
 
 _NEEDS_PLAIN_GENERATE = {
@@ -146,6 +146,7 @@ class RaggedDecoding:
         if compiled:
             tokens = max(generation_config.max_length, getattr(generation_config, "max_cache_len", None) or 0)
             model_kwargs[CACHE] = self.caches.start(model, tokens, batch.size)
+        with_one_dtype(model_kwargs[CACHE])
 
         outputs = model._prefill(input_ids, generation_config, batch.model_kwargs)
         if compiled:

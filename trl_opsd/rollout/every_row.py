@@ -33,12 +33,12 @@ class KnownTokensOnly(LogitsProcessor):
     """Masks ids beyond the vocabulary, which heads padded to round sizes have, and placeholders for images."""
 
     def __init__(self, vocabulary: int, placeholders: Collection[int] = ()) -> None:
-        self._vocabulary, self._placeholders = vocabulary, list(placeholders)
+        self._vocabulary, self._placeholders = vocabulary, torch.tensor([*placeholders], dtype=torch.long)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores[:, self._vocabulary :] = -torch.inf
-        scores[:, self._placeholders] = -torch.inf
-        return scores
+        scores[:, self._vocabulary :].fill_(-torch.inf)
+        self._placeholders = self._placeholders.to(scores.device)  # once: a copy waits for the device
+        return scores.index_fill_(1, self._placeholders, -torch.inf)
 
 
 _SCORES_ONLY = {

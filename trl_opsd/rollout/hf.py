@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
+from torch.nn import Parameter
 from tqdm import tqdm
 from transformers import (
     CompileConfig,
@@ -33,6 +35,7 @@ from trl_opsd.rollout.writing_proof import BY_LENGTH, Writing, prove_writing
 from trl_opsd.run.known import set_known
 from trl_opsd.run.modes import with_own_modes
 from trl_opsd.run.objective_options import check_drawn
+from trl_opsd.run.precision import cast_weights
 from trl_opsd.run.progress import PHASES
 from trl_opsd.run.rng import preserved_rng
 
@@ -71,6 +74,7 @@ class HFRollout(RolloutBackend):
         self._compile = compile
         self.writing: Writing | None = None
         self._caches = KeptCaches()
+        self._casts: dict[Tensor, Parameter] = {}
         self._warned_of: set[str] = set()
 
     def __str__(self) -> str:
@@ -88,7 +92,7 @@ class HFRollout(RolloutBackend):
         self.of_student = of_model(trainer.model, trainer.generation_config, self.writer)
         self._check_drawn({})
         self._bound = copy.deepcopy(trainer.generation_config)
-        self._caches.clear()
+        self.close()
         self._is_split = not self.is_apart and splits_student(trainer.accelerator)
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         if self._is_collective() and getattr(plugin, "reshard_after_forward", True):
@@ -205,7 +209,8 @@ class HFRollout(RolloutBackend):
             if self._compile:
                 self._set_up_compilation(config, prompt_tokens)
         known = KnownTokensOnly(trainer.limits.vocabulary, trainer.placeholders)
-        with _TokenProgress(config.max_new_tokens, trainer.show_progress) as progress:
+        casts = self._cast(student) if loop and not lazily else nullcontext()
+        with _TokenProgress(config.max_new_tokens, trainer.show_progress) as progress, casts:
             written = generate(
                 student,
                 inputs,
@@ -225,6 +230,7 @@ class HFRollout(RolloutBackend):
 
     def close(self) -> None:
         self._caches.clear()
+        self._casts.clear()
 
     def _warn_of_plain(self, reason: str) -> None:
         """Warns that the decoding loop is not used; once for each reason."""
@@ -246,7 +252,7 @@ class HFRollout(RolloutBackend):
         reading, vocabulary = self._trainer.reading, self._trainer.limits.vocabulary
         if reason := other_generate(student):  # its options and results are not known
             return Writing(reading, rows_stay=reason)
-        with preserved_rng(self._trainer.accelerator.device):
+        with preserved_rng(self._trainer.accelerator.device), self._cast(student):
             found = prove_writing(student, reading, vocabulary, self._is_collective())
         if replace(found, rows_stay=None) != Writing(reading):
             logger.warning(
@@ -254,6 +260,12 @@ class HFRollout(RolloutBackend):
                 f"than a forward pass, so it is called for {found}, which is slower."
             )
         return found
+
+    def _cast(self, student: CausalLM) -> AbstractContextManager[None]:
+        """Rounds weights once for all calls inside. Compiled graphs keep the copies, whose addresses they contain."""
+        if self._is_split:  # by what splits it
+            return nullcontext()
+        return cast_weights(student, self._trainer.accelerator.device.type, self._casts if self._compile else {})
 
     def _padded(self, prompt_ids: list[list[int]], writing: Writing) -> dict[str, Tensor]:
         inputs: dict[str, Tensor] = self._trainer.pad_prompts(prompt_ids)

@@ -7,6 +7,7 @@ far, serves every rollout, and a smaller batch uses the first rows of the same b
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,6 +75,31 @@ class KeptCaches:
                 vars(layer).update({name: _first_rows(value, rows) for name, value in vars(layer).items()})
             self._by_rows[rows] = cache
         return self._by_rows[rows]
+
+
+def with_one_dtype(kept: Any) -> Any:
+    """A cache that takes keys in the dtype of the values; it stays the same object.
+
+    Under autocast keys come out of a rotation in float32, and values out of a product in half precision. A static cache
+    takes only one dtype; another would take twice the memory, and all of it would be cast again for each token.
+    """
+    kind: Any = type(kept)
+    kept.__class__ = _of_one_dtype(kind)
+    return kept
+
+
+@cache
+def _of_one_dtype(kind: Any) -> Any:
+    if hasattr(kind, "takes_one_dtype"):
+        return kind
+
+    class OfOneDtype(kind):
+        takes_one_dtype = True
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return kind.update(self, key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+    return OfOneDtype
 
 
 def _first_rows(value: Any, rows: int) -> Any:

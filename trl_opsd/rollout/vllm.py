@@ -142,6 +142,8 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         self._asleep.remove(what)
         if what == "weights" and self._mode == "full":
             self._sent, self._has_weights = None, False
+        if what == "kv_cache":
+            self._engine.wipe_cache()  # new memory, whatever was in it; attention may multiply NaNs in it by 0
 
     # ---- Construction -------------------------------------------------------------------------------------------
 

@@ -45,6 +45,8 @@ class Stream:
     _drawn: Iterator[tuple[str, Tensor]] = field(default=iter(()), init=False, repr=False)
 
     def __enter__(self) -> Iterator[tuple[str, Tensor]]:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # tensors may be pulled on another stream than their last write is on
         self._drawn = self._draw()
         return self._drawn
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainingArguments
 from transformers.integrations import is_fsdp_enabled
+from transformers.pytorch_utils import Conv1D
 
 from trl_opsd._compat.peft import rewrites_base
 
@@ -43,6 +44,48 @@ def autocast(accelerator: Accelerator) -> Iterator[None]:
     else:
         with torch.autocast(accelerator.device.type, dtype=dtype):
             yield
+
+
+@contextmanager
+def cast_weights(model: nn.Module, device_type: str, copies: dict[Tensor, nn.Parameter]) -> Iterator[None]:
+    """Replaces the weights of linear layers by copies in autocast's dtype while the context is open, for reading only.
+
+    Autocast would round them to the same values, but again in each call where they are frozen or the call is compiled.
+    Other weights are left alone, and so are the parameters themselves: optimizers, DDP and weight syncs see no change.
+    Does nothing without autocast.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            A model that is whole in this process, inside of `torch.no_grad`.
+        device_type (`str`):
+            The device type of autocast.
+        copies (`dict[torch.Tensor, torch.nn.Parameter]`):
+            Copies from an earlier call, which get the current values at the same addresses; missing ones are added.
+    """
+    dtype, replaced = torch.get_autocast_dtype(device_type), []
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | Conv1D)]
+    try:
+        for layer in layers if torch.is_autocast_enabled(device_type) else ():
+            for name, weight in list(layer.named_parameters(recurse=False)):
+                if weight.is_floating_point() and weight.dtype not in (dtype, torch.float64):
+                    if weight not in copies:
+                        copies[weight] = nn.Parameter(torch.empty_like(weight, dtype=dtype), requires_grad=False)
+                    copies[weight].copy_(weight)
+                    replaced.append((layer, name, weight))
+                    setattr(layer, name, copies[weight])
+        yield
+    finally:
+        for layer, name, weight in replaced:
+            setattr(layer, name, weight)
+
+
+def rounds_float32() -> bool:
+    """Whether products of float32 factors may be rounded, by TF32 or bfloat16, whichever of torch's settings says so.
+
+    `torch.get_float32_matmul_precision` raises an error after `tf32=True`, which transformers sets by backend.
+    """
+    backends: Any = torch.backends
+    return any(one.matmul.fp32_precision not in ("none", "ieee") for one in (backends.cuda, backends.mkldnn))
 
 
 def check_scaler(args: TrainingArguments) -> None:

@@ -19,7 +19,7 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.platforms import current_platform
 
 from trl_opsd._compat.vllm.launcher_environment import launcher_environment
-from trl_opsd._compat.vllm.preserved_classes import preserved_classes, retype
+from trl_opsd._compat.vllm.preserved_classes import preserved_classes, preserved_process, retype
 from trl_opsd._compat.vllm.refusals import refused, starting
 from trl_opsd._compat.vllm.reload import HEAD, end_reload, expert_kernels, has_head
 from trl_opsd._compat.vllm.sampling_params import vocabulary_mask
@@ -72,6 +72,7 @@ class VLLMEngine:
 
     name = "vLLM"
 
+    @preserved_process()
     def __init__(self, options: EngineOptions) -> None:
         _ensure_expert_group()
         # vLLM's transformers backend modifies the model classes of transformers, among them the student's.
@@ -109,6 +110,7 @@ class VLLMEngine:
             finalizer.detach()
         self._finalizer = weakref.finalize(self, _shut_down, client.engine_core)
 
+    @preserved_process()
     def close(self) -> None:
         """Frees the device memory. Called automatically when the engine is garbage-collected."""
         self._finalizer()
@@ -116,6 +118,7 @@ class VLLMEngine:
 
     # ---- Writing ------------------------------------------------------------------------------------------------
 
+    @preserved_process()
     def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
         """Generates one completion for each prompt.
 
@@ -133,6 +136,7 @@ class VLLMEngine:
         )
         return [_written(output) for output in outputs]
 
+    @preserved_process()
     def forget_prefixes(self) -> None:
         """Clears the prefix cache, which was computed with earlier weights."""
         if not self._llm.reset_prefix_cache():
@@ -155,6 +159,7 @@ class VLLMEngine:
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
+    @preserved_process()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces all weights in one call, through vLLM's reload path, which also repacks and quantises them.
 
@@ -182,6 +187,7 @@ class VLLMEngine:
             for method, kernel in kernels.items():
                 method.moe_kernel = method.moe_kernel or kernel
 
+    @preserved_process()
     def load_adapter(self, layers: Mapping[str, tuple[Tensor, Tensor, float]]) -> None:
         """Replaces the adapter, from memory.
 
@@ -220,10 +226,12 @@ class VLLMEngine:
 
     # ---- Sleep --------------------------------------------------------------------------------------------------
 
+    @preserved_process()
     def sleep(self, level: int) -> None:
         """Frees device memory: level 1 moves the weights to host memory, level 2 discards them."""
         self._llm.sleep(level=level)
 
+    @preserved_process()
     def wake(self, what: str) -> None:
         """Allocates memory for `"weights"` or `"kv_cache"` again. After level 2 the weights are arbitrary."""
         self._llm.wake_up(tags=[what])

@@ -1,12 +1,47 @@
-"""Undoes in-place changes of a library to shared classes, without affecting the library's own objects."""
+"""Undoes what a library changes for the whole process: shared classes, and settings of torch and Python."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 from torch import nn
+
+
+@contextmanager
+def preserved_process() -> Iterator[None]:
+    """Restores torch's current stream, threads and precision of products, and unfreezes what was frozen, on exit.
+
+    vLLM's worker on a GPU sets the precision, that on a CPU replaces `torch.set_num_threads` by a function that does
+    nothing, and the engine takes all objects out of garbage collection, the trainer's too. Its shared experts and some
+    routers leave a stream of vLLM's own as the current one, which DeepSpeed, waiting for the default stream, ignores.
+    """
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    backends: Any = torch.backends
+    products = [(one, one.fp32_precision) for one in (backends.cuda.matmul, backends.mkldnn.matmul)]
+    precision, frozen = None, gc.get_freeze_count()
+    with suppress(RuntimeError):  # torch knows no one name for what was set by backend, as `tf32=True` does
+        precision = torch.get_float32_matmul_precision()
+    device = torch.get_device_module() if torch.accelerator.is_available() else None
+    stream = device.current_stream() if device else None
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads:
+            set_threads(threads)
+        if precision:
+            torch.set_float32_matmul_precision(precision)
+        for backend, value in products:
+            backend.fp32_precision = value
+        if not frozen:
+            gc.unfreeze()
+        if device and stream and (left := device.current_stream()) != stream:
+            stream.wait_stream(left)
+            device.set_stream(stream)  # through vLLM's replacement, which notes the current one
 
 
 @contextmanager

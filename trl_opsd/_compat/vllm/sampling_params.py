@@ -56,7 +56,7 @@ def vocabulary_mask(vocabulary: int, placeholders: Collection[int] = ()) -> type
 
     Both of vLLM's model runners accept it: the second passes other arguments, and requires its own base class.
     """
-    never = list(placeholders)
+    never = torch.tensor([*placeholders], dtype=torch.long)
 
     class VocabularyMask(LogitsProcessor):
         def __init__(self, vllm_config: Any, *_: Any) -> None:
@@ -69,9 +69,10 @@ def vocabulary_mask(vocabulary: int, placeholders: Collection[int] = ()) -> type
             """Does nothing: the mask is the same for every request."""
 
         def apply(self, logits: Tensor, *_: Any) -> Tensor:
-            logits[:, vocabulary:] = -torch.inf
-            logits[:, never] = -torch.inf
-            return logits
+            nonlocal never
+            never = never.to(logits.device)  # once: a copy waits for the device
+            logits[:, vocabulary:].fill_(-torch.inf)
+            return logits.index_fill_(1, never, -torch.inf)
 
     return type("VocabularyMask", (VocabularyMask, _second_base()), {})
 
