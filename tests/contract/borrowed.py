@@ -107,7 +107,7 @@ OWNERS = (
             "_tag_names": "for the model card",
             "_tokenize_prompts": "prompts are checked, and teachers' prompts tokenized, where TRL tokenizes",
             "_tokenizer": "the one inside a processor",
-            "_tool_call_loop": "its conversations, for rewards",
+            "_tool_call_loop": "its conversations, for rewards; processes write on until none has calls",
             "beta": "assigning to it sets the divergence",
             "chat_template_kwargs": "changed while a teacher's prompts are tokenized",
             "compute_loss": "where a loss may take part in collectives",

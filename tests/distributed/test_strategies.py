@@ -123,6 +123,7 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
     for generated in (results[name] for name in written if name in results):
         assert [len(ids) for ids in generated["written"]] == [3, 3, 60, 60]
         assert generated["written"] == generated["alone"]
+        assert generated["beside_none"] == generated["alone"][:2], "where the other process has no prompts"
     sources = {source for source, *_ in results["by_teacher"]}
     assert sources == {True, False}
     assert len(results["by_teacher"]) == 16

@@ -184,11 +184,13 @@ def generated(folder: Path, whole: Any, **options: Any) -> dict[str, Any]:
     trainer.generation_config.min_new_tokens = LENGTHS[process]
     trainer.readers = replace(trainer.readers, student_limits=replace(trainer.limits, completion=LENGTHS[process]))
     written = trainer.complete(prompt_ids)
+    beside_none = trainer.complete(prompt_ids if process == 0 else [])
 
     whole.load_state_dict(variants.weights(trainer))
     how = {"max_new_tokens": LENGTHS[process], "min_new_tokens": LENGTHS[process], "do_sample": False}
     by_itself = [whole.generate(torch.tensor([ids]), **how)[0, len(ids) :].tolist() for ids in prompt_ids]
-    return {"losses": losses_of_steps, "written": gather_object(written), "alone": gather_object(by_itself)}
+    of_all = {"written": written, "alone": by_itself, "beside_none": beside_none}
+    return {"losses": losses_of_steps, **{name: gather_object(each) for name, each in of_all.items()}}
 
 
 def sharded_teacher(trainer: OPSDTrainer) -> dict[str, Any]:

@@ -61,6 +61,15 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_tokenize_prompts": ("self", "prompts"),
     "_generate": ("self", "prompts"),
     "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "has_tool_images"),
+    "_tool_call_loop": (
+        "self",
+        "prompts",
+        "prompt_ids",
+        "completion_ids",
+        "completions",
+        "images",
+        "multimodal_fields",
+    ),
     "_generate_and_score_completions": ("self", "inputs"),
     "_set_signature_columns_if_needed": ("self",),
     "_get_train_sampler": ("self", "dataset"),
@@ -184,17 +193,33 @@ class SeamTrainer(
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: dict, has_tool_images: bool = False
     ) -> list[list[int]]:
-        hidden, self._hides_engine = self._hides_engine, False
-        with self.phase("complete"), preserved_mode(self.model):
-            completions = self.mixed(prompt_ids, self._checked)
-            for row, prompt, ids in zip(self._requests, prompt_ids, completions, strict=False):
-                self.note_logprobs(row, prompt, ids)
-        self._hides_engine = hidden
+        completions = self._turn(prompt_ids)
+        assert completions is not None, "this process has prompts"
         if self._first_turn:
             # TRL reads the last token of each completion. An empty one travels as a pad token and is masked below.
             self._first_turn = False
             self._unwritten_rows = [row for row, ids in enumerate(completions) if not ids]
             completions = [ids or [self._tokenizer.pad_token_id] for ids in completions]
+        return completions
+
+    def _tool_call_loop(
+        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, images: Any, multimodal_fields: Any
+    ) -> tuple:
+        """As TRL's, which ends with the calls of this process; those of others may go on. Collective."""
+        looped = super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, images, multimodal_fields)
+        _, self._conversations, *_ = looped
+        while self._turn([]) is not None:
+            pass
+        return looped
+
+    def _turn(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
+        """What is written for these prompts; `None` in a later turn in which no process has any. Collective."""
+        hidden, self._hides_engine = self._hides_engine, False
+        with self.phase("complete"), preserved_mode(self.model):
+            completions = (self.mixed if self._first_turn else self.together)(prompt_ids, self._checked)
+            for row, prompt, ids in zip(self._requests, prompt_ids, completions or (), strict=False):
+                self.note_logprobs(row, prompt, ids)
+        self._hides_engine = hidden
         return completions
 
     def _checked(self, prompt_ids: list[list[int]]) -> list[list[int]]:
