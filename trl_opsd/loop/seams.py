@@ -16,7 +16,7 @@ from transformers import ProcessorMixin
 
 from trl_opsd._compat.deepspeed import recompute_buffers
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
-from trl_opsd._compat.sharding import is_split_model, keep_output_dtype
+from trl_opsd._compat.sharding import is_split_model, keep_float32
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.intake import Request
@@ -136,8 +136,7 @@ class SeamTrainer(
         if self.handed_in is None and is_peft(self.model):
             self._take_samples(self.model)
         self._check_fsdp()
-        if self._dist.is_fsdp:
-            keep_output_dtype(self.accelerator.state.fsdp_plugin)
+        keep_float32(self.accelerator, self.args.accelerator_config.gradient_accumulation_kwargs or {})
         if is_split_model(self.model):
             with preserved_rng(self.accelerator.device):
                 recompute_buffers(without_peft(self.model))
