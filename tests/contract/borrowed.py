@@ -275,6 +275,7 @@ OWNERS = (
         only_taken=True,
         names={
             "_VALID_DICT_FIELDS": "options that may come as JSON",
+            "_n_gpu": "1 without a launcher, where several accelerators are visible",
             "bf16": "off without an accelerator",
             "dataloader_pin_memory": "off without an accelerator",
             "ddp_find_unused_parameters": "set for a student of which some weights get no gradient",

@@ -41,7 +41,7 @@ from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.whole_steps import WholeSteps
 from trl_opsd.loop.wrapping import WrappedToTrain
 from trl_opsd.models.mode import preserved_mode
-from trl_opsd.models.model_checks import whole_checkpoint
+from trl_opsd.models.model_checks import whole_checkpoint, whole_on
 from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.models.trainable import check_can_learn
 from trl_opsd.run.groups import set_group_timeout
@@ -119,11 +119,17 @@ class SeamTrainer(
 
     def __init__(self, *, args: DistillationConfig, processor: ProcessorMixin | None = None, **kwargs: Any) -> None:
         self.processor = processor
+        if args.n_gpu > 1:
+            logger.warning(
+                f"{args.n_gpu} accelerators are visible, but this one process trains on {args.device} alone: start "
+                "processes for all of them with `accelerate launch`, `torchrun` or `trl-opsd train`."
+            )
+            set_known(args, _n_gpu=1)  # transformers would copy the student to all, which TRL refuses
         # TRL would build an engine of its own, and its tool loop would use it.
         use_vllm, args.use_vllm = args.use_vllm, False
         loading = args.model_init_kwargs
         if isinstance(kwargs.get("model"), str):
-            args.model_init_kwargs = {"use_safetensors": True, **(loading or {})}
+            args.model_init_kwargs = {"use_safetensors": True, **whole_on(args.device), **(loading or {})}
             quantised = kwargs.get("quantization_config") or args.model_init_kwargs.get("quantization_config")
             if not quantised and (dtype := dtype_of_frozen_base(args, kwargs.get("peft_config"))):
                 args.model_init_kwargs.setdefault("dtype", dtype)
