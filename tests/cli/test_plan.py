@@ -105,6 +105,37 @@ def test_tiles_of_the_loss_are_planned_as_the_loss_makes_them():
     assert loss(of("1.5b"), of("7b"), 9999, loads[-1])[0] == 151936 * (480 * 16 + 120 * 8)
 
 
+BY_HAND = {
+    "1.5B and 7B on one device": (
+        ("1.5b", "7b", Choice("single", "none", 16), replace(LOAD, batch=16, length=1024), 0, 8.7),
+        [
+            6.2 + 12.4 + 15.2 + 3.1 + 0.9,
+            6.2 + 12.4 + 15.2 + 2.1,
+            6.2 + 12.4 + 6.2 + 15.2 + 0.47 + 8.7 + 0.6 + 1.0 + 0.1,
+        ],
+    ),
+    "with an engine": (
+        ("1.5b", "7b", Choice("single", "none", 16, "vllm"), replace(LOAD, batch=16, length=1024), 8.0, 8.7),
+        [6.2 + 12.4 + 15.2 + 0.3 + 8, 35.9 + 8, 50.9 + 8],
+    ),
+    "7B and 72B on eight": (
+        ("7b", "72b", Choice("zero3", "zero3", 8), replace(LOAD, gpus=8), 0, 4.4),
+        [1.9 + 11.4 + 3.8 + 1 + 15.2 + 0.7, 18.1 + 5.3 + 2.1, 18.1 + 1.1 + 3.1 + 4.4 + 0.6 + 2.2 + 0.1],
+    ),
+}
+"""Models, placement, load, GB of an engine and of activations; and GB of each phase: weights, optimizer, gradients,
+teacher, copies of weights (of the head alone while the student learns), activations, loss tile, the rest.
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", BY_HAND)
+def test_parts_add_up_to_what_they_are_by_hand(name):
+    (student, teacher, choice, load, engine, activations), expected = BY_HAND[name]
+    found = phases(of(student), of(teacher), load, choice, lambda *_: int(activations * 1e9), int(engine * 1e9))
+    assert [sum(parts.values()) / 1e9 for parts in found.values()] == pytest.approx(expected, abs=0.2)
+
+
 def test_zero3_divides_weights_gradients_and_optimizer():
     student, teacher, load = of("7b"), of("7b"), replace(LOAD, gpus=8, batch=1, prompt=16, length=16)
     parts = phases(student, teacher, load, Choice("zero3", "zero3", 1), tracer(student, load))["student learns"]

@@ -107,7 +107,7 @@ OWNERS = (
             "_tag_names": "for the model card",
             "_tokenize_prompts": "prompts are checked, and teachers' prompts tokenized, where TRL tokenizes",
             "_tokenizer": "the one inside a processor",
-            "_tool_call_loop": "its conversations, for rewards",
+            "_tool_call_loop": "its conversations, for rewards; processes write on until none has calls",
             "beta": "assigning to it sets the divergence",
             "chat_template_kwargs": "changed while a teacher's prompts are tokenized",
             "compute_loss": "where a loss may take part in collectives",
@@ -275,6 +275,7 @@ OWNERS = (
         only_taken=True,
         names={
             "_VALID_DICT_FIELDS": "options that may come as JSON",
+            "_n_gpu": "1 without a launcher, where several accelerators are visible",
             "bf16": "off without an accelerator",
             "dataloader_pin_memory": "off without an accelerator",
             "ddp_find_unused_parameters": "set for a student of which some weights get no gradient",

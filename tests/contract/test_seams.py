@@ -22,7 +22,6 @@ from trl_opsd.loop import (
     generations,
     loaders,
     logged,
-    rewarded,
     saving,
     seams,
     steps,
@@ -37,7 +36,6 @@ from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.generations import Generations
 from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.logged import Logged
-from trl_opsd.loop.rewarded import Rewarded
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.loop.steps import GuardedSteps
@@ -55,7 +53,6 @@ CUTS = [
         (DistillationTrainer, Evaluations, evaluation.SEAMS),
         (DistillationTrainer, Logged, logged.SEAMS),
         (DistillationTrainer, Generations, generations.SEAMS),
-        (DistillationTrainer, Rewarded, rewarded.SEAMS),
         (Trainer, SafeCheckpoints, saving.SEAMS),
         (Trainer, GuardedSteps, steps.SEAMS),
         (Trainer, EachRowOnce, loaders.SEAMS),

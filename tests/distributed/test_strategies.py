@@ -119,10 +119,12 @@ def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
         assert all(torch.tensor(loss).bfloat16().item() != loss for loss in half["losses"]), (
             "the loss itself is not rounded"
         )
+    assert results["accumulated"] < 1e-5, "micro-batches add up in less than float32"
     written = ("generated", "not_gathered", "unpadded", "unpadded_not_gathered")
     for generated in (results[name] for name in written if name in results):
         assert [len(ids) for ids in generated["written"]] == [3, 3, 60, 60]
         assert generated["written"] == generated["alone"]
+        assert generated["beside_none"] == generated["alone"][:2], "where the other process has no prompts"
     sources = {source for source, *_ in results["by_teacher"]}
     assert sources == {True, False}
     assert len(results["by_teacher"]) == 16

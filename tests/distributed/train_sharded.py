@@ -10,23 +10,27 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import forks
+import fsdp_on_cpu
 import tiny
 import torch
 import variants
 from accelerate.utils import gather_object
+from datasets import Dataset
+from deepspeed.utils import safe_get_full_fp32_param
 from products import WatchedTrainer
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from trl_opsd import HFRollout, OPSDTrainer
-from trl_opsd._compat.sharding import in_zero3_model, is_split
+from trl_opsd._compat.sharding import in_zero3_model, is_split, whole
 
 LENGTHS = (3, 60)
 """Tokens that each process generates; one finishes long before the other."""
@@ -67,6 +71,7 @@ def train(folder: Path, strategy: str) -> None:
     results["bfloat16"] = {
         name: in_bfloat16(folder, variants.of(strategy)[name][1]) for name in variants.half(strategy)
     }
+    results["accumulated"] = accumulated(folder)
     results["processes"] = trainer.accelerator.num_processes
     if strategy == "fsdp2":
         results["refused"] = refusal(folder, {"teacher_offload": "zero3"})
@@ -150,9 +155,7 @@ def in_bfloat16(folder: Path, made_of: dict[str, Any]) -> dict[str, Any]:
     frequencies afterwards.
     """
     trainer = variants.build(folder, made_of, 2, trainer_class=WatchedTrainer, bf16=True)
-    # On an accelerator DeepSpeed ends autocast here; on a CPU it looks for that of an accelerator, and finds none.
-    ended = torch.autocast("cpu", enabled=False)
-    with mock.patch("deepspeed.runtime.engine.autocast_if_enabled", return_value=ended):
+    with deepspeed_on_cpu():
         trainer.train()
     rollout = HFRollout()
     rollout.bind(trainer)
@@ -166,6 +169,47 @@ def in_bfloat16(folder: Path, made_of: dict[str, Any]) -> dict[str, Any]:
         "frequencies": frequencies.tolist(),
         "losses": losses(trainer),
     }
+
+
+def accumulated(folder: Path) -> float:
+    """How far the gradient of 16 equal micro-batches is from that of one, relative to its norm, in bfloat16."""
+
+    def stepped(calls: int, rate: float) -> Tensor:
+        args = tiny.config(
+            folder / "out",
+            bf16=True,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=calls,
+            max_steps=1,
+            optim="sgd",
+            learning_rate=rate,
+            max_grad_norm=1e9,
+        )
+        fsdp_on_cpu.allow()
+        trainer = OPSDTrainer(
+            model=str(folder / "qwen2" / "student"),
+            teacher_model=str(folder / "qwen2" / "teacher"),
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": tiny.PROMPTS[1:2] * 2 * calls}),
+            processing_class=tiny.tokenizer(),
+            rollout=variants.Recorded(),
+        )
+        with deepspeed_on_cpu():
+            trainer.train()
+        return torch.cat([master(one).double().flatten() for one in trainer.model.parameters()])
+
+    def master(parameter: Tensor) -> Tensor:
+        is_of_zero = hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
+        return safe_get_full_fp32_param(parameter) if is_of_zero else whole(parameter)
+
+    start, one, many = stepped(1, 1e-30), stepped(1, 1.0), stepped(16, 1.0)
+    return float((many - one).norm() / (one - start).norm())
+
+
+def deepspeed_on_cpu() -> AbstractContextManager[Any]:
+    """On an accelerator DeepSpeed ends autocast; on a CPU it looks for that of an accelerator, and finds none."""
+    ended = torch.autocast("cpu", enabled=False)
+    return mock.patch("deepspeed.runtime.engine.autocast_if_enabled", return_value=ended)
 
 
 def losses(trainer: OPSDTrainer) -> list[float]:
@@ -184,11 +228,13 @@ def generated(folder: Path, whole: Any, **options: Any) -> dict[str, Any]:
     trainer.generation_config.min_new_tokens = LENGTHS[process]
     trainer.readers = replace(trainer.readers, student_limits=replace(trainer.limits, completion=LENGTHS[process]))
     written = trainer.complete(prompt_ids)
+    beside_none = trainer.complete(prompt_ids if process == 0 else [])
 
     whole.load_state_dict(variants.weights(trainer))
     how = {"max_new_tokens": LENGTHS[process], "min_new_tokens": LENGTHS[process], "do_sample": False}
     by_itself = [whole.generate(torch.tensor([ids]), **how)[0, len(ids) :].tolist() for ids in prompt_ids]
-    return {"losses": losses_of_steps, "written": gather_object(written), "alone": gather_object(by_itself)}
+    of_all = {"written": written, "alone": by_itself, "beside_none": beside_none}
+    return {"losses": losses_of_steps, **{name: gather_object(each) for name, each in of_all.items()}}
 
 
 def sharded_teacher(trainer: OPSDTrainer) -> dict[str, Any]:

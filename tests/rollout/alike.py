@@ -196,6 +196,7 @@ class Alike:
             assert len(found["gaps"]) == 4, "before each of three steps, and after the last"
             assert max(found["gaps"]) <= 1e-4
         assert [len(found["completions"]) for found in results] == [3, 1]
+        assert [found["beside none"] for found in results] == [[], results[1]["completions"]]
         assert len({tuple(ids) for found in results for ids in found["completions"]}) == 4, "they can be told apart"
         assert len({seed for found in results for seed in found["seeds"]}) == 4
         assert "has the id 1000" in results[0]["error"], "the other process asked for it"

@@ -39,6 +39,7 @@ def main(folder: Path, server: dict[str, object]) -> None:
         "split": is_split_model(trainer.accelerator.unwrap_model(trainer.model_wrapped)),
         "completions": trainer.complete(prompts),
         "expected": by_hf(trainer, prompts),
+        "beside none": trainer.complete(prompts if process == 1 else []),
         "gaps": [row["rollout/logprob_gap"] for row in trainer.state.log_history if "rollout/logprob_gap" in row]
         + [trainer.rollout._proof.check()],
     }

@@ -19,11 +19,12 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+from trl.trainer import distillation_trainer
 
 from trl_opsd import FrozenTeacher, OPSDConfig, Teacher
 from trl_opsd._compat.deepspeed import loading, reader_config
 from trl_opsd.run.kept import targets_device
-from trl_opsd.teacher import Hosted, Resident, Streamed
+from trl_opsd.teacher import Hosted, Resident, Streamed, build
 from trl_opsd.teacher.forward import bytes_per_token, pass_groups
 from trl_opsd.teacher.parts import parts_of, tensors_of
 from trl_opsd.teacher.prefetch import HostBlock, Prefetcher
@@ -472,21 +473,42 @@ class TestRefusals:
         assert trainer.teacher.targets(rollout()).hidden.shape == (6, 7, 48)
 
     @pytest.mark.refusal
-    @pytest.mark.parametrize("on_disk", [["lm_head"], ["model.layers.0"], ["model.embed_tokens", "model.norm"]])
-    def test_a_teacher_may_be_partly_on_disk_but_not_its_head(self, make_trainer, tmp_path, on_disk):
-        whole = make_trainer().teacher.targets(rollout()).hidden
-        spread = partial(make_trainer, teacher_model=_on_disk(tiny.qwen2(48, 1), on_disk, tmp_path / "disk"))
-        if "lm_head" in on_disk:
-            with pytest.raises(ValueError, match=r"its output head is not in memory.* Keep the head on a device"):
-                spread()
-        else:
-            assert torch.equal(spread().teacher.targets(rollout()).hidden, whole)
+    @pytest.mark.parametrize("who", ["student", "teacher"])
+    @pytest.mark.parametrize(
+        ("places", "named"), [([0, 1], "0, 1"), (["cpu", "disk"], "cpu, disk"), ([torch.device("cuda", 1)], "cuda:1")]
+    )
+    def test_a_model_on_other_devices_is_refused(self, make_trainer, who, places, named):
+        model = tiny.qwen2()
+        model.hf_device_map = {f"model.layers.{layer}": place for layer, place in enumerate(places)}
+        said = rf"The {who} \(Qwen2ForCausalLM\) was loaded with a `device_map` onto {named}, but this .* on cpu: load"
+        with pytest.raises(ValueError, match=said):
+            make_trainer(**{"model" if who == "student" else "teacher_model": model})
+
+    @pytest.mark.before_loading
+    def test_one_process_loads_onto_its_own_accelerator_and_not_onto_all(self, make_trainer, tmp_path, monkeypatch):
+        def loaded(path, **how):
+            raise RuntimeError(how["device_map"])
+
+        own = torch.device("cuda", 0)
+        args = tiny.config(tmp_path)
+        for module in (build, distillation_trainer):
+            monkeypatch.setattr(module, "create_model_from_path", loaded)
+        vars(args)["_setup_devices"] = own
+        for load in (partial(make_trainer, args=args), partial(build.build_teacher, "teacher", args, own)):
+            with pytest.raises(RuntimeError, match=re.escape(str({"": own}))):
+                load()
+
+    def test_one_process_trains_on_one_of_several_accelerators_and_says_so(self, make_trainer, tmp_path, caplog):
+        args = tiny.config(tmp_path)
+        args._n_gpu = 2  # as without a launcher
+        make_trainer(args=args).train()
+        assert "2 accelerators are visible, but this one process trains on cpu alone" in caplog.text
 
     @pytest.mark.refusal
     def test_models_without_values_are_refused(self, make_trainer, tmp_path):
         with init_empty_weights():
             empty = AutoModelForCausalLM.from_config(tiny.qwen2(48, 1).config)
-        with pytest.raises(ValueError, match="its output head is not in memory"):
+        with pytest.raises(ValueError, match="some of its weights are not in memory"):
             make_trainer(teacher_model=empty)
         for student in (empty, _on_disk(tiny.qwen2(), ["model.layers.0"], tmp_path / "disk")):
             with pytest.raises(ValueError, match=r"of the student is not in memory .* it cannot be trained"):

@@ -123,6 +123,28 @@ def gathered(parameters: Sequence[Tensor], written: bool = False) -> Iterator[No
         yield
 
 
+@contextmanager
+def forwards_apart(model: Any) -> Iterator[None]:
+    """Lets each process call a gathered model as often as it likes.
+
+    DeepSpeed compares all processes as the first two forwards begin. TRL removes its hooks meanwhile, but not that one.
+
+    Args:
+        model (`Any`):
+            As accelerate has wrapped it; nothing is changed unless it is ZeRO-3's engine.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    coordinator = getattr(getattr(optimizer, "parameter_offload", optimizer), "param_coordinator", None)
+    if coordinator is None:
+        yield
+        return
+    coordinator.reset_step = lambda: None
+    try:
+        yield
+    finally:
+        del coordinator.reset_step
+
+
 def register_external_parameters(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Tells ZeRO-3 that a module's forward also reads parameters of another module.
 

@@ -56,15 +56,26 @@ def unsharded(layer: nn.Module) -> Iterator[None]:
         split.reshard()
 
 
-def keep_output_dtype(plugin: Any) -> None:
-    """Makes FSDP2 return a forward's outputs, such as the loss, uncast; accelerate casts them to the compute dtype.
+def keep_float32(accelerator: Accelerator, accumulation: Mapping[str, Any]) -> None:
+    """Has micro-batches of a student that is sharded add up their gradients in float32, and in shards; and FSDP2 reduce
+    them so, and return the loss as it is. By default they do all of it in the compute dtype, and FSDP2 adds up whole
+    gradients in each process.
 
     Args:
-        plugin ([`~accelerate.FullyShardedDataParallelPlugin`]):
-            The launch's plugin, before the student is wrapped.
+        accelerator ([`~accelerate.Accelerator`]):
+            The launch's, before the student is wrapped.
+        accumulation (`Mapping[str, Any]`):
+            What the user has set, of `gradient_accumulation_kwargs`.
     """
-    if plugin.mixed_precision_policy is not None:
-        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+    state = accelerator.state
+    if accelerator.distributed_type == DistributedType.FSDP:
+        if policy := state.fsdp_plugin.mixed_precision_policy:
+            policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
+            state.fsdp_plugin.mixed_precision_policy = policy
+        accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = accumulation.get("sync_each_batch", True)
+    plugin = getattr(state, "deepspeed_plugin", None)
+    if plugin is not None and plugin.zero_stage >= 2 and accelerator.mixed_precision == "bf16":
+        plugin.deepspeed_config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
 
 
 def reshard(model: nn.Module) -> None:

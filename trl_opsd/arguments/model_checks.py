@@ -38,7 +38,7 @@ def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) ->
     own_code = {"trust_remote_code": args.trust_remote_code}
     config = language_config(student, "model", {**own_code, **(args.model_init_kwargs or {})})
     check_own_loss({**config, **(args.model_init_kwargs or {})})
-    check_in_memory(student)
+    check_in_memory(student, args.device)
     _check_no_foreign_adapter(student, teachers)
     _check_teacher_models(teachers, args)
 

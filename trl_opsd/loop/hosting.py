@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.deepspeed import register_external_parameters, with_current_autocast
+from trl_opsd._compat.deepspeed import forwards_apart, register_external_parameters, with_current_autocast
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import DistillationTrainer, pad, unwrap_model_for_generation
@@ -136,6 +136,7 @@ class Hosting(SharedRows):
                     generation_kwargs=self.generation_kwargs,
                     gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
                 ) as student,
+                forwards_apart(self.model_wrapped) if self.args.ds3_gather_for_generation else nullcontext(),
                 torch.no_grad(),
                 # One context for all tokens, so that each weight is cast once and not for each token.
                 autocast(self.accelerator),

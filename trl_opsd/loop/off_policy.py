@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 
-from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import completion_ids
@@ -78,10 +76,18 @@ class OffPolicy(DistillationTrainer):
         else:
             found = {number: self._of_dataset(row, prompt_ids[number]) for number, row in given.items()}
         rest = [number for number in range(len(prompt_ids)) if number not in found]
-        asked = rest + self._surplus(prompt_ids, len(rest))
-        written = write([prompt_ids[number] for number in asked]) if asked else []
-        found.update(dict(zip(rest, written[: len(rest)], strict=True)))
+        written = self.together([prompt_ids[number] for number in rest], write) or []
+        found.update(dict(zip(rest, written, strict=True)))
         return [found[number] for number in range(len(prompt_ids))]
+
+    def together(
+        self, prompt_ids: list[list[int]], write: Callable[[list[list[int]]], list[list[int]]]
+    ) -> list[list[int]] | None:
+        """What is written for these prompts; for none of them if only other processes have some, since writing may be
+        collective. `None` where no process has any. Collective.
+        """
+        rows = torch.tensor([len(prompt_ids)], device=self.accelerator.device)
+        return write(prompt_ids) if self.accelerator.gather(rows).any() else None
 
     def _of_dataset(self, row: Request, prompt_ids: list[int]) -> list[int]:
         most = self.args.max_completion_length
@@ -95,17 +101,6 @@ class OffPolicy(DistillationTrainer):
                 "for an image or the like and is never written: remove it, or the row."
             )
         return ids
-
-    def _surplus(self, prompt_ids: list[list[int]], rows: int) -> list[int]:
-        """Rows that are written besides and dropped, where processes write together: all have to write, and as many
-        rows each where the student is split. Collective.
-        """
-        counts = gather_object([rows])
-        if not max(counts):
-            return []
-        most = max(counts) if is_split_model(self.model) else max(rows, 1)
-        shortest = min(range(len(prompt_ids)), key=lambda number: len(prompt_ids[number]))
-        return [shortest] * (most - rows)
 
     def note_sources(self, rows: Sequence[Any] | None, sums: Tensor) -> None:
         """Adds the sums of a micro-batch to those of its sources; of rows from elsewhere, nothing."""

@@ -27,20 +27,7 @@ from trl_opsd.rewards.functions import Rewards
 from trl_opsd.rewards.given import NOT_PASSED
 from trl_opsd.types import Rollout
 
-__all__ = ["SEAMS", "Rewarded"]
-
-SEAMS: dict[str, tuple[str, ...]] = {
-    "_tool_call_loop": (
-        "self",
-        "prompts",
-        "prompt_ids",
-        "completion_ids",
-        "completions",
-        "images",
-        "multimodal_fields",
-    ),
-}
-"""Overridden methods of TRL's trainer, with their parameters; a test compares them with the installed ones."""
+__all__ = ["Rewarded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +161,6 @@ class Rewarded(DistillationTrainer):
             return [[message] for message in parsed], ids
         texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
         return [[{"role": "assistant", "content": text}] for text in texts], ids
-
-    def _tool_call_loop(
-        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, images: Any, multimodal_fields: Any
-    ) -> tuple:
-        found: tuple = super()._tool_call_loop(
-            prompts, prompt_ids, completion_ids, completions, images, multimodal_fields
-        )
-        _, self._conversations, *_ = found
-        return found
 
     # ---- The log ------------------------------------------------------------------------------------------------
 

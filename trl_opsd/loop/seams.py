@@ -16,7 +16,7 @@ from transformers import ProcessorMixin
 
 from trl_opsd._compat.deepspeed import recompute_buffers
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
-from trl_opsd._compat.sharding import is_split_model, keep_output_dtype
+from trl_opsd._compat.sharding import is_split_model, keep_float32
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.intake import Request
@@ -41,7 +41,7 @@ from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.whole_steps import WholeSteps
 from trl_opsd.loop.wrapping import WrappedToTrain
 from trl_opsd.models.mode import preserved_mode
-from trl_opsd.models.model_checks import whole_checkpoint
+from trl_opsd.models.model_checks import whole_checkpoint, whole_on
 from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.models.trainable import check_can_learn
 from trl_opsd.run.groups import set_group_timeout
@@ -61,6 +61,15 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_tokenize_prompts": ("self", "prompts"),
     "_generate": ("self", "prompts"),
     "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "has_tool_images"),
+    "_tool_call_loop": (
+        "self",
+        "prompts",
+        "prompt_ids",
+        "completion_ids",
+        "completions",
+        "images",
+        "multimodal_fields",
+    ),
     "_generate_and_score_completions": ("self", "inputs"),
     "_set_signature_columns_if_needed": ("self",),
     "_get_train_sampler": ("self", "dataset"),
@@ -110,11 +119,17 @@ class SeamTrainer(
 
     def __init__(self, *, args: DistillationConfig, processor: ProcessorMixin | None = None, **kwargs: Any) -> None:
         self.processor = processor
+        if args.n_gpu > 1:
+            logger.warning(
+                f"{args.n_gpu} accelerators are visible, but this one process trains on {args.device} alone: start "
+                "processes for all of them with `accelerate launch`, `torchrun` or `trl-opsd train`."
+            )
+            set_known(args, _n_gpu=1)  # transformers would copy the student to all, which TRL refuses
         # TRL would build an engine of its own, and its tool loop would use it.
         use_vllm, args.use_vllm = args.use_vllm, False
         loading = args.model_init_kwargs
         if isinstance(kwargs.get("model"), str):
-            args.model_init_kwargs = {"use_safetensors": True, **(loading or {})}
+            args.model_init_kwargs = {"use_safetensors": True, **whole_on(args.device), **(loading or {})}
             quantised = kwargs.get("quantization_config") or args.model_init_kwargs.get("quantization_config")
             if not quantised and (dtype := dtype_of_frozen_base(args, kwargs.get("peft_config"))):
                 args.model_init_kwargs.setdefault("dtype", dtype)
@@ -127,8 +142,7 @@ class SeamTrainer(
         if self.handed_in is None and is_peft(self.model):
             self._take_samples(self.model)
         self._check_fsdp()
-        if self._dist.is_fsdp:
-            keep_output_dtype(self.accelerator.state.fsdp_plugin)
+        keep_float32(self.accelerator, self.args.accelerator_config.gradient_accumulation_kwargs or {})
         if is_split_model(self.model):
             with preserved_rng(self.accelerator.device):
                 recompute_buffers(without_peft(self.model))
@@ -185,17 +199,33 @@ class SeamTrainer(
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: dict, has_tool_images: bool = False
     ) -> list[list[int]]:
-        hidden, self._hides_engine = self._hides_engine, False
-        with self.phase("complete"), preserved_mode(self.model):
-            completions = self.mixed(prompt_ids, self._checked)
-            for row, prompt, ids in zip(self._requests, prompt_ids, completions, strict=False):
-                self.note_logprobs(row, prompt, ids)
-        self._hides_engine = hidden
+        completions = self._turn(prompt_ids)
+        assert completions is not None, "this process has prompts"
         if self._first_turn:
             # TRL reads the last token of each completion. An empty one travels as a pad token and is masked below.
             self._first_turn = False
             self._unwritten_rows = [row for row, ids in enumerate(completions) if not ids]
             completions = [ids or [self._tokenizer.pad_token_id] for ids in completions]
+        return completions
+
+    def _tool_call_loop(
+        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, images: Any, multimodal_fields: Any
+    ) -> tuple:
+        """As TRL's, which ends with the calls of this process; those of others may go on. Collective."""
+        looped = super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, images, multimodal_fields)
+        _, self._conversations, *_ = looped
+        while self._turn([]) is not None:
+            pass
+        return looped
+
+    def _turn(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
+        """What is written for these prompts; `None` in a later turn in which no process has any. Collective."""
+        hidden, self._hides_engine = self._hides_engine, False
+        with self.phase("complete"), preserved_mode(self.model):
+            completions = (self.mixed if self._first_turn else self.together)(prompt_ids, self._checked)
+            for row, prompt, ids in zip(self._requests, prompt_ids, completions or (), strict=False):
+                self.note_logprobs(row, prompt, ids)
+        self._hides_engine = hidden
         return completions
 
     def _checked(self, prompt_ids: list[list[int]]) -> list[list[int]]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations import is_fsdp_enabled
@@ -225,21 +226,24 @@ def check_student(student: nn.Module, args: TrainingArguments) -> None:
     Raises:
         ValueError: A part of it is not in memory, its quantisation blocks gradients, or AdamW cannot step in its dtype.
     """
-    check_in_memory(student)
+    check_in_memory(student, args.device)
     _check_quantization(student)
     if not args.deepspeed_plugin:  # DeepSpeed steps on master weights of its own
         check_trained_dtypes(student)
 
 
-def check_in_memory(student: Any) -> None:
-    """Refuses a student with parameters that are not in memory: updates to them would be lost.
+def check_in_memory(student: Any, device: torch.device) -> None:
+    """Refuses a student with parameters that are not in memory, where updates would be lost, or on other devices.
 
     Args:
         student (`Any`):
             A model; a path, which is not loaded yet, is not checked.
+        device (`torch.device`):
+            That of this process.
 
     Raises:
-        ValueError: A weight is on the meta device, because of a device map or because no values were loaded.
+        ValueError: A weight is on the meta device, because of a device map or because no values were loaded; or the
+            device map has another device.
     """
     if not isinstance(student, nn.Module) or is_fsdp_enabled():  # under FSDP only the main process may have loaded it
         return
@@ -249,6 +253,43 @@ def check_in_memory(student: Any) -> None:
                 f"{name!r} of the student is not in memory (its device is 'meta'), so it cannot be trained: load the "
                 "student with `from_pretrained` and without parts on disk or in host memory (`device_map`)."
             )
+    check_one_device(
+        student, device, "student", "several processes with ZeRO-3 or FSDP2 (`docs/sharding.md`) divide it"
+    )
+
+
+def whole_on(device: torch.device) -> dict[str, Any]:
+    """Loading options of a process without a launcher, for which TRL would spread a model over all accelerators."""
+    return {} if device.type in ("cpu", "mps") else {"device_map": {"": device}}
+
+
+def check_one_device(model: Any, device: torch.device, who: str, instead: str) -> None:
+    """Refuses a model that accelerate has put elsewhere: the loss reads both heads on one device, and what is in host
+    memory or on disk is copied for each token.
+
+    Args:
+        model (`Any`):
+            The model.
+        device (`torch.device`):
+            Where it has to be.
+        who, instead (`str`):
+            What it is, and what makes it fit, for the message.
+
+    Raises:
+        ValueError: Its `hf_device_map` has another device, or host memory or disk.
+    """
+
+    def is_elsewhere(place: Any) -> bool:
+        kind, _, index = (f"{device.type}:{place}" if isinstance(place, int) else str(place)).partition(":")
+        return kind != device.type or int(index or 0) != (device.index or 0)
+
+    places = list((getattr(model, "hf_device_map", None) or {}).values())
+    if any(map(is_elsewhere, places)):
+        raise ValueError(
+            f"The {who} ({type(model).__name__}) was loaded with a `device_map` onto "
+            f"{', '.join(sorted(set(map(str, places))))}, but this process computes on {device}: load it without "
+            f"`device_map`. If it does not fit there, {instead}."
+        )
 
 
 def _check_quantization(student: nn.Module) -> None:

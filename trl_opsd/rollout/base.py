@@ -43,7 +43,8 @@ class RolloutBackend(ABC):
 
         Args:
             prompt_ids (`list[list[int]]`):
-                The prompts, not padded, each with at least one token.
+                The prompts, not padded, each with at least one token. None where only other processes have some: with
+                `lmbda` below 1, and in a later turn with tools.
             step (`int`):
                 Optimizer steps done so far; the student's weights do not change within a step.
 

@@ -151,9 +151,15 @@ class HFRollout(RolloutBackend):
         with self._trainer.student_for_generation() as student:
             writing = self.writing = self.writing or self._proved(student)
             lazily = lazily and not changes_generate(student)
-            for rows in writing.together.groups_to_continue(lengths, rooms, self._is_collective()):
-                prompts, theirs = [prompt_ids[row] for row in rows], [rooms[row] for row in rows]
-                for place, completion in self._written(student, writing, sampling, prompts, theirs, lazily):
+            groups = writing.together.groups_to_continue(lengths, rooms, self._is_collective())
+            yield from self._in_groups(groups, prompt_ids, rooms, student, writing, sampling, lazily)
+
+    def _in_groups(self, groups: list[list[int]], prompt_ids: list[list[int]], rooms: list[int], *how: Any) -> Rows:
+        """Continues groups of prompts; where forward passes are collective, processes with fewer write one token."""
+        for rows in [*groups, *[[]] * (self._most(len(groups)) - len(groups))]:
+            some, theirs = [prompt_ids[row] for row in rows] or [[0]], [rooms[row] for row in rows] or [1]
+            for place, completion in self._written(some, theirs, *how):
+                if rows:
                     yield rows[place], completion
 
     def _sampling(self) -> GenerationConfig:
@@ -171,11 +177,11 @@ class HFRollout(RolloutBackend):
 
     def _written(
         self,
+        prompt_ids: list[list[int]],
+        rooms: list[int],
         student: CausalLM,
         writing: Writing,
         sampling: GenerationConfig,
-        prompt_ids: list[list[int]],
-        rooms: list[int],
         lazily: bool,
     ) -> Rows:
         """Continues prompts in one batch, each by as many tokens as it has room for."""
@@ -190,12 +196,10 @@ class HFRollout(RolloutBackend):
         config.max_new_tokens, loop = max(*rooms, 1), None
         if reason := obstacle(student, config) or writing.rows_stay:
             self._warn_of_plain(reason)
-        if self._anywhere(bool(reason) and len(set(rooms)) > 1):
+        if self._most(bool(reason) and len(set(rooms)) > 1):
             # Plain `generate` has one length for all; in a later turn with tools a prompt may fill most of the context.
-            for places in BY_LENGTH.groups(rooms, self._is_collective()):
-                some, theirs = [prompt_ids[place] for place in places], [rooms[place] for place in places]
-                for place, completion in self._written(student, writing, sampling, some, theirs, lazily):
-                    yield places[place], completion
+            groups = BY_LENGTH.groups(rooms, self._is_collective())
+            yield from self._in_groups(groups, prompt_ids, rooms, student, writing, sampling, lazily)
             return
         if reason is None:
             loop = RaggedDecoding(
@@ -241,12 +245,12 @@ class HFRollout(RolloutBackend):
                 f"ends: {reason}."
             )
 
-    def _anywhere(self, here: bool) -> bool:
-        """Whether something holds in any process, where forward passes are collective; else whether it does here."""
+    def _most(self, here: int) -> int:
+        """The largest number of all processes, where forward passes are collective; else that of this process."""
         if not self._is_collective():
             return here
         accelerator = self._trainer.accelerator
-        return bool(accelerator.gather(torch.tensor([int(here)], device=accelerator.device)).any())
+        return int(accelerator.gather(torch.tensor([here], device=accelerator.device)).max())
 
     def _proved(self, student: CausalLM) -> Writing:
         reading, vocabulary = self._trainer.reading, self._trainer.limits.vocabulary

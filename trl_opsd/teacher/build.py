@@ -18,7 +18,7 @@ from trl_opsd._compat.sharding import broadcast_from_first, in_zero3_model, trai
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
 from trl_opsd.models.backbone import Run
-from trl_opsd.models.model_checks import naming_trust, whole_checkpoint
+from trl_opsd.models.model_checks import naming_trust, whole_checkpoint, whole_on
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.samples import Samples
 from trl_opsd.run.server_urls import server_urls
@@ -243,6 +243,8 @@ def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedMode
             config = reader_config(asked or theirs.dtype or torch.float32, theirs.get_text_config().hidden_size, device)
     elif args.distributed_state.distributed_type != DistributedType.NO:
         kwargs["device_map"] = {"": device}
+    else:
+        kwargs = {**whole_on(device), **kwargs}
     trust = naming_trust(f"`teacher_model={path!r}`", "teacher_trust_remote_code")
     with loading(config), trust, whole_checkpoint("teacher_model"):
         model: PreTrainedModel = create_model_from_path(path, **kwargs)

@@ -10,6 +10,7 @@ import torch
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, call
+from trl_opsd.models.model_checks import check_one_device
 from trl_opsd.teacher.placement import Placement
 from trl_opsd.types import OutputHead
 
@@ -19,16 +20,16 @@ class Resident(Placement):
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The teacher. One that is quantised or has a device map stays where it was loaded.
+            The teacher. One that is quantised or has a device map was loaded there.
         device (`torch.device`):
             Where it is kept.
 
     Raises:
-        ValueError: Its output head is not in memory, or weights were never loaded.
+        ValueError: A part of it is elsewhere or not in memory.
     """
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
-        _check_in_memory(model)
+        _check_in_memory(model, device)
         fixed = getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False)
         self.model = model if fixed else model.to(device)
         self.device = next(one.device for one in model.parameters() if not one.is_meta)
@@ -45,15 +46,11 @@ class Resident(Placement):
         return passes
 
 
-def _check_in_memory(model: CausalLM) -> None:
-    """accelerate loads weights from disk when a layer is called, but the loss never calls the head."""
-    if OutputHead.of(model).weight.is_meta:
-        reason = "its output head is not in memory, and the loss reads it at every step"
-    elif getattr(model, "hf_device_map", None) is None and any(one.is_meta for one in model.parameters()):
-        reason = "some of its weights were never loaded"
-    else:
-        return
-    raise ValueError(
-        f"The teacher ({type(model).__name__}) cannot be used as it was loaded: {reason}. Keep the head on a device in "
-        "its `device_map`, or load it without one; `teacher_offload='stream'` then takes little device memory."
-    )
+def _check_in_memory(model: CausalLM, device: torch.device) -> None:
+    """Refuses weights that are not where the loss, which never calls the head, can read them."""
+    check_one_device(model, device, "teacher", "`teacher_offload='stream'` takes little device memory")
+    if any(one.is_meta for one in model.parameters()):
+        raise ValueError(
+            f"The teacher ({type(model).__name__}) cannot be used as it was loaded: some of its weights are not in "
+            "memory. Load it with `from_pretrained`; `teacher_offload='stream'` then takes little device memory."
+        )

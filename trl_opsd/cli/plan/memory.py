@@ -117,7 +117,7 @@ def phases(
         **always,
         **awake,
         "gradients": gradients,
-        "gathered or cast weights": gathered,
+        "gathered or cast weights": gathered or (2 * student.head if copies else 0),
         BUCKETS: kept + reduced,
         **between,
         "activations": activations(choice.micro, products),

@@ -1,0 +1,101 @@
+"""Trains and evaluates two processes; the rows of one call a tool.
+
+    PYTHONPATH=tests python tests/distributed/tool_turns.py FOLDER
+
+Forks a pair of processes for each launch, and writes which rows each turn has written and what was learned.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import forks
+import fsdp_on_cpu
+import tiny
+import torch
+from accelerate.utils import gather_object
+from trl.chat_template_utils import qwen3_chat_template
+
+from trl_opsd import HFRollout, OPSDTrainer
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
+ANSWER = "four<|im_end|>"
+CALLS = {"train": ((3, 1), (0, 0)), "evaluate": ((0, 0), (2, 1))}
+"""Calls of the two rows of each process, before they answer."""
+LAUNCHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "zero3": ("zero3_cpu", {}),
+    "zero3, not gathered": ("zero3_cpu", {"ds3_gather_for_generation": False}),
+    "fsdp2": ("fsdp2_cpu", {}),
+    "ddp, vllm": ("ddp", {"use_vllm": True}),
+    "zero3, vllm": ("zero3_cpu", {"use_vllm": True}),
+}
+LIMIT = 60
+"""Seconds after which processes that wait for each other are ended."""
+
+
+class Calling(OPSDTrainer):
+    """Has its rollout write, which processes may do together, and puts calls and an answer in place of that."""
+
+    def complete(self, prompt_ids):
+        super().complete(prompt_ids)
+        left = [calls - len(self.turns) for calls in self.calls[self.accelerator.process_index]]
+        self.turns.append(len(prompt_ids))
+        texts = [CALL if calls > 0 else ANSWER for calls in left if calls >= 0]
+        return self.processing_class(texts)["input_ids"] if texts else []
+
+    def teach(self, rollout, rows):
+        pairs = zip(rollout.completion_ids, rollout.weights, strict=True)
+        self.learned = [self.processing_class.decode(ids[weights == 1]) for ids, weights in pairs]
+        return super().teach(rollout, rows)
+
+
+def trained(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    words = tiny.tokenizer()
+    words.chat_template = qwen3_chat_template
+    rows = tiny.rows(4).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    args = tiny.config(folder / "out", max_completion_length=500, max_steps=1, per_device_eval_batch_size=2, **options)
+    fsdp_on_cpu.allow()
+    trainer = Calling(
+        model=str(folder / "student"),
+        teacher_model=str(folder / "teacher"),
+        args=args,
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=words,
+        rollout=None if args.use_vllm else HFRollout(),
+        tools=[tiny.add],
+    )
+    if not args.use_vllm:
+        trainer.generation_config.max_new_tokens = 3
+    found: dict[str, Any] = {}
+    for what, calls in CALLS.items():
+        trainer.turns, trainer.calls = [], calls
+        getattr(trainer, what)()
+        found[what] = {"turns": gather_object([trainer.turns]), "learned": sorted(gather_object(trainer.learned))}
+    found["loss"], found["calls"] = (trainer.state.log_history[0][name] for name in ("loss", "tools/call_frequency"))
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+def main(folder: Path) -> None:
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
+    from trl_opsd._compat.vllm import engine
+
+    engine.LLM = partial(engine.LLM, enforce_eager=True)  # compiling would take most of the time
+    tiny.qwen2(64, max_position_embeddings=2048).save_pretrained(folder / "student")  # vLLM needs heads of 32
+    tiny.qwen2(48, seed=1, max_position_embeddings=2048).save_pretrained(folder / "teacher")
+    found = {name: forks.launch(how, trained, folder, options)[0] for name, (how, options) in LAUNCHES.items()}
+    (folder / "results.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
