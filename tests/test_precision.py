@@ -154,7 +154,7 @@ class Casts:
         return run
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "adapter", "static"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "adapter", "static", "beams"])
 def test_a_compiled_rollout_rounds_no_weight_in_a_step_and_writes_the_same_tokens(make_trainer, kind):
     """Also after the weights have changed, which it reads at the addresses of its graphs."""
 
@@ -175,10 +175,11 @@ def test_a_compiled_rollout_rounds_no_weight_in_a_step_and_writes_the_same_token
         return found
 
     casts = Casts()
-    given = {"peft_config": LoraConfig(**ALL_LINEAR)} if kind == "adapter" else {}
+    options = {"adapter": {"peft_config": LoraConfig(**ALL_LINEAR)}, "beams": {"generation_kwargs": {"num_beams": 2}}}
+    given = options.get(kind, {})
     expected = completions(HFRollout(), **given)
-    if kind == "static":  # without a graph
-        found = completions(HFRollout(), cache_implementation="static")
+    if kind in ("static", "beams"):  # without a graph
+        found = completions(HFRollout(), cache_implementation="static", **given)
     else:
         found = completions(HFRollout(compile=CompileConfig(backend=casts)), **given)
         assert found[1] == found[3] > 0, "CUDA graphs would be recorded again"

@@ -196,6 +196,8 @@ class HFRollout(RolloutBackend):
         config.max_new_tokens, loop = max(*rooms, 1), None
         if reason := obstacle(student, config) or writing.rows_stay:
             self._warn_of_plain(reason)
+            if config.cache_implementation == "static" and torch.is_autocast_enabled(trainer.accelerator.device.type):
+                config.cache_implementation = "dynamic"  # a static one has one dtype, autocast gives two
         if self._most(bool(reason) and len(set(rooms)) > 1):
             # Plain `generate` has one length for all; in a later turn with tools a prompt may fill most of the context.
             groups = BY_LENGTH.groups(rooms, self._is_collective())
