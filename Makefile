@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick real trackers test-sglang test-latest test-lowest check lint types spelling floors wheel docs format lock clean
+.PHONY: help venv demo test quick real trackers test-long test-sglang test-latest test-lowest check lint types spelling floors wheel docs format lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,6 +56,9 @@ real: .real/smollm2/config.json ## test with a pretrained model of 135M paramete
 trackers: .trackers/.made ## test with trackio, TensorBoard and W&B, which are installed apart; a minute
 	rm -rf build/trackio
 	PYTHONPATH=.trackers TRACKIO_DIR=build/trackio $(BIN)/pytest -m trackers tests/report/test_trackers.py
+
+test-long: venv ## run the tests that `make test` leaves out for their time; a quarter of an hour
+	$(BIN)/pytest -m long $(PYTEST_ARGS)
 
 test-sglang: venv ## test with a real SGLang server; builds an environment for it in .sglang, 2 GB
 	$(BIN)/python tools/sglang_env.py .sglang

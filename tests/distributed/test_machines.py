@@ -17,6 +17,8 @@ from processes import CONFIGS
 from safetensors.torch import load_file
 
 ROOT = CONFIGS.parent.parent
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
 SECONDS = 600
 STEPS = 6
 NAMES = tuple(f"opsd{os.getpid()}n{number}" for number in range(2))
