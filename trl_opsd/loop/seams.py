@@ -26,6 +26,7 @@ from trl_opsd.loop.attributes import Attributes
 from trl_opsd.loop.by_teacher import ByTeacher
 from trl_opsd.loop.card import Cards
 from trl_opsd.loop.collapse import Courses
+from trl_opsd.loop.dealing import of_package
 from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
 from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.generations import Generations
@@ -149,6 +150,7 @@ class SeamTrainer(
         self._epochs = EpochCount()
         self.add_callback(self._epochs)
         self._first_turn = False
+        self._surplus: list[list[int]] = []
         self._unwritten_rows: list[int] = []
         self._loss_rows: Tensor | None = None
         self._unread: list[tuple[Mapping[str, Any], Tensor, Tensor | None]] = []
@@ -221,6 +223,8 @@ class SeamTrainer(
     def _turn(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
         """What is written for these prompts; `None` in a later turn in which no process has any. Collective."""
         hidden, self._hides_engine = self._hides_engine, False
+        if self._first_turn:
+            self._surplus = prompt_ids[:1]
         with self.phase("complete"), preserved_mode(self.model):
             completions = (self.mixed if self._first_turn else self.together)(prompt_ids, self._checked)
             for row, prompt, ids in zip(self._requests, prompt_ids, completions or (), strict=False):
@@ -229,7 +233,11 @@ class SeamTrainer(
         return completions
 
     def _checked(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        return self.checked_completions(prompt_ids, self._from_rollout(prompt_ids))
+        if prompt_ids or (of_package(self.complete) and of_package(self.rollout.complete)):
+            return self.checked_completions(prompt_ids, self._from_rollout(prompt_ids))
+        # A user's own is called where those of others are, but never without a prompt: few would be made for that.
+        self.checked_completions(self._surplus, self._from_rollout(self._surplus))
+        return []
 
     def begin_batch(self, inputs: list[dict[str, Any]]) -> list[Request]:
         """Reads and checks the rows of a generation batch, and counts it. Collective."""

@@ -43,8 +43,8 @@ class RolloutBackend(ABC):
 
         Args:
             prompt_ids (`list[list[int]]`):
-                The prompts, not padded, each with at least one token. None where only other processes have some: with
-                `lmbda` below 1, and in a later turn with tools.
+                The prompts, not padded, each with at least one token. A process that has none while others have some
+                (with `lmbda` below 1, and in a later turn with tools) gives its first again and drops what is returned.
             step (`int`):
                 Optimizer steps done so far; the student's weights do not change within a step.
 
