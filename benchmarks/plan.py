@@ -75,15 +75,17 @@ def trained(models: list[str], sharding: str, *numbers: object) -> list[list[dic
         config = ROOT / "trl_opsd" / "accelerate_configs" / f"{sharding}_cpu.yaml"
         launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port", "0"]
     with TemporaryDirectory() as folder:
-        subprocess.run(
+        done = subprocess.run(
             [
                 *[sys.executable, *launcher],
                 *[str(CLI / "training_peak.py"), folder, *map(str, numbers), *models],
             ],
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{CLI.parent}:{CLI}", "OMP_NUM_THREADS": "1"},
-            check=True,
             capture_output=True,
+            text=True,
         )
+        if done.returncode:
+            raise RuntimeError(f"the training ended with {done.returncode}:\n{done.stderr[-4000:]}")
         found = [json.loads(file.read_text()) for file in Path(folder).glob("peak-*.json")]
     assert len(found) == processes, "a launch may silently start one"
     return found

@@ -12,7 +12,10 @@ import torch
 from trl_opsd.models.grouping import cheapest_groups, equal_groups, even_groups, fewest_groups
 from trl_opsd.teacher.forward import length_groups
 
-TO_SIX = list(itertools.product(range(6), repeat=6))
+TO_SIX = [
+    way for way in itertools.product(range(6), repeat=6) if all(way[i] <= max((-1, *way[:i])) + 1 for i in range(6))
+]
+"""Each way to split six rows, once."""
 LENGTHS = [random.Random(seed).choices(range(1, 200), k=count) for seed, count in enumerate((1, 2, 3, 7, 12, 33))]
 
 

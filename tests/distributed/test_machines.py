@@ -91,8 +91,9 @@ class Run:
     def ended(self) -> list[int]:
         return [process.wait(SECONDS) for process in self.processes]
 
-    def said(self, rank: int = 0) -> str:
-        return self.outputs[rank].read_text()[-6000:]
+    def said(self, *ranks: int) -> str:
+        """The ends of what these machines printed, by default of all: a refusal is printed by one."""
+        return "\n".join(self.outputs[rank].read_text()[-6000:] for rank in ranks or (0, 1))
 
 
 def weights(disk: Path, output: str) -> dict[str, torch.Tensor]:
@@ -116,7 +117,7 @@ def test_disks_that_are_not_what_the_options_say_are_refused_before_anything_is_
 def test_a_run_whose_second_machine_died_resumes_where_both_have_a_checkpoint(machines, folder, config):
     own = {"save_on_each_node": True}
     whole = Run(folder, config, ("one", "two"), f"whole_{config}", **own)
-    assert whole.ended() == [0, 0], whole.said(1) + whole.said()
+    assert whole.ended() == [0, 0], whole.said()
 
     torn = Run(folder, config, ("one", "two"), f"torn_{config}", **own)
     latest = folder / "two" / f"torn_{config}" / "checkpoint-4"
@@ -129,11 +130,11 @@ def test_a_run_whose_second_machine_died_resumes_where_both_have_a_checkpoint(ma
     died = time.monotonic()
     assert torn.processes[0].wait(SECONDS) != 0
     print(f"{config}: the first machine ended {time.monotonic() - died:.0f} s after the second")
-    assert "train with `resume_from_checkpoint=True`" in torn.said()
+    assert "train with `resume_from_checkpoint=True`" in torn.said(0)
 
     (latest / "trainer_state.json").unlink()  # as if it had died while it wrote
     resumed = Run(folder, config, ("one", "two"), f"torn_{config}", resume_from_checkpoint=True, **own)
-    assert resumed.ended() == [0, 0], resumed.said(1) + resumed.said()
-    assert f"{STEPS} steps" in resumed.said() or "2 are done" in resumed.said()
+    assert resumed.ended() == [0, 0], resumed.said()
+    assert "2 are done" in resumed.said(0)
     expected, found = (weights(folder / "one", f"{name}_{config}") for name in ("whole", "torn"))
     assert all(torch.equal(expected[name], found[name]) for name in expected)
