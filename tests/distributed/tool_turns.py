@@ -43,8 +43,8 @@ LIMIT = 60
 class Calling(OPSDTrainer):
     """Has its rollout write, which processes may do together, and puts calls and an answer in place of that."""
 
-    def complete(self, prompt_ids):
-        super().complete(prompt_ids)
+    def checked_completions(self, prompt_ids, completions):
+        super().checked_completions(prompt_ids, completions)
         left = [calls - len(self.turns) for calls in self.calls[self.accelerator.process_index]]
         self.turns.append(len(prompt_ids))
         texts = [CALL if calls > 0 else ANSWER for calls in left if calls >= 0]
