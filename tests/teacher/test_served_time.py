@@ -121,8 +121,8 @@ def test_a_busy_server_says_when_to_ask_again(breathless, said, expected):
 def test_a_busy_server_is_let_be_until_then(served, checkpoint, breathless):
     with pretended(checkpoint[1]) as server:
         teacher = served(server)
-        server.fault = refuse_then(4, well, **{"Retry-After": "1"})
-        with takes(1, 2):
+        server.fault = refuse_then(4, well, **{"Retry-After": "2"})
+        with takes(2, 4):
             check_equal(teacher, checkpoint[1], rows())
         assert len(server.asked) == 2 + 4 + 4, "each of four rows was refused once"
 
