@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import TrainingArguments
 
-from trl_opsd.run import manifest
+from trl_opsd.run import checkpoint, manifest
 from trl_opsd.run.checkpoint import (
     UNFINISHED,
     begin,
@@ -449,3 +450,26 @@ def test_a_checkpoint_of_another_kind_of_launch_is_refused(tmp_path, written, de
     fits = {"global_step4": deepspeed, "optimizer_0": fsdp, "optimizer.pt": not (deepspeed or fsdp)}[written]
     with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="resume under the launch that wrote it"):
         check_launch(tmp_path, deepspeed, fsdp)
+
+
+@pytest.mark.parametrize(
+    ("on_each_node", "sees", "saves", "said"),
+    [
+        (False, (True, True), (True, False), None),
+        (True, (True, False), (True, True), None),
+        (False, (True, False), (True, False), "Processes 1 do not see what process 0 writes"),
+        (True, (True, True), (True, True), "All machines see the same"),
+        (True, (True, True), (True, False), None),
+    ],
+    ids=["one disk", "a disk each", "a disk each, not said", "one disk, said to be two", "one machine"],
+)
+def test_an_output_folder_is_on_the_disks_that_the_options_say(tmp_path, monkeypatch, on_each_node, sees, saves, said):
+    """`tests/distributed/test_machines.py` has real disks."""
+    found = [(rank, *each) for rank, each in enumerate(zip(sees, saves, strict=True))]
+    own = []
+    monkeypatch.setattr(checkpoint, "gather_object", lambda mine: own.extend(mine) or found)
+    args = TrainingArguments(str(tmp_path / "out"), save_on_each_node=on_each_node, use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+        checkpoint.check_disk(args)
+    assert own == [(0, True, True)], "this process sees the mark"
+    assert os.listdir(tmp_path / "out") == [], "and it is gone"

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
 from trl_opsd import ServerError
+from trl_opsd.loop import saving
 from trl_opsd.run.checkpoint import UNFINISHED, checkpoint_to_resume
 from trl_opsd.run.manifest import MANIFEST, problems
 
@@ -190,6 +191,20 @@ def test_an_error_says_in_its_last_line_from_where_to_resume(make_trainer, tmp_p
         assert notes[-1].startswith(f"To go on from {tmp_path / left}, the newest checkpoint")
     else:
         assert notes[-1].startswith(f"{tmp_path} has no checkpoint of this run")
+
+
+@pytest.mark.parametrize("others", [("checkpoint-1", ""), ("", "checkpoint-2 is not complete")])
+def test_all_machines_resume_from_a_checkpoint_that_each_has(make_trainer, tmp_path, monkeypatch, others):
+    trainer = make_trainer(**EACH_STEP, max_steps=2)
+    trainer.train()
+    folder, refusal = others
+    answers = iter([(folder and str(tmp_path / folder), refusal)])
+    monkeypatch.setattr(saving, "gather_object", lambda mine: [*mine, *[next(answers, mine[0])]])
+    if refusal:
+        with pytest.raises(ValueError, match=refusal):
+            trainer._whole_checkpoint(True)
+    else:
+        assert trainer._whole_checkpoint(True) == str(tmp_path / "checkpoint-1")
 
 
 def test_a_read_only_output_folder_leaves_checkpoints_intact(make_trainer, tmp_path, monkeypatch):
