@@ -159,6 +159,13 @@ def config(folder: Any, **overrides: Any) -> OPSDConfig:
     return OPSDConfig(**options(folder, **overrides))
 
 
+def save_pair(folder: Any) -> None:
+    """Saves a student and a teacher with their tokenizer, in folders of these names."""
+    for name, model in {"student": qwen2(32, seed=0), "teacher": qwen2(48, seed=1)}.items():
+        model.save_pretrained(folder / name)
+        tokenizer().save_pretrained(folder / name)
+
+
 def options(folder: Any, **overrides: Any) -> dict[str, Any]:
     """The options of [`config`], as TRL's own config takes them too."""
     return {

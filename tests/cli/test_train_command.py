@@ -30,10 +30,8 @@ LAUNCHED = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory):
     """Arguments for a student, a teacher and rows, all on disk."""
-    folder, words = tmp_path_factory.mktemp("disk"), tiny.tokenizer()
-    for name, model in {"student": tiny.qwen2(32, seed=0), "teacher": tiny.qwen2(48, seed=1)}.items():
-        model.save_pretrained(folder / name)
-        words.save_pretrained(folder / name)
+    folder = tmp_path_factory.mktemp("disk")
+    tiny.save_pair(folder)
     tiny.rows(16).to_json(folder / "rows.jsonl")
     models = ["--model_name_or_path", folder / "student", "--teacher_model_name_or_path", folder / "teacher"]
     return [*map(str, models), "--dataset_name", str(folder / "rows.jsonl")]

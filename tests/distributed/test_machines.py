@@ -48,10 +48,8 @@ def machines():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Models and rows that both machines see, and disks that one machine sees as `disk`."""
-    folder, words = tmp_path_factory.mktemp("machines"), tiny.tokenizer()
-    for name, model in {"student": tiny.qwen2(32, seed=0), "teacher": tiny.qwen2(48, seed=1)}.items():
-        model.save_pretrained(folder / name)
-        words.save_pretrained(folder / name)
+    folder = tmp_path_factory.mktemp("machines")
+    tiny.save_pair(folder)
     tiny.rows(32).to_json(folder / "rows.jsonl")
     for name in ("disk", "one", "two", "shared"):
         (folder / name).mkdir()
