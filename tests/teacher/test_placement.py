@@ -322,9 +322,9 @@ class TestPasses:
         return SimpleNamespace(prompt_ids=torch.empty(0, device="meta"), ended=lambda: measured)
 
     def test_passes_are_long_enough_to_hide_the_streaming(self):
-        """PERFORMANCE: 9 to 14 thousand tokens, whatever the model's size."""
+        """9 to 14 thousand tokens hide the copies, whatever the size; the first layer of a pass is hidden by nothing."""
         first, *_ = pass_groups(self.config(), self.rows([2048] * 64), few=True)
-        assert 9_000 <= 2048 * len(first) <= 14_000
+        assert 14_000 <= 2048 * len(first) <= 20_000
 
     def test_a_row_too_long_for_the_budget_is_read_alone(self):
         assert pass_groups(self.config(), self.rows([10, 100_000, 10])) == [[1], [0, 2]]

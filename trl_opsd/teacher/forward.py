@@ -23,9 +23,9 @@ from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.run.kept import Keeper
 from trl_opsd.types import Rollout, TeacherTargets
 
-PASS_BYTES = 2_000_000_000
-"""Memory limit for the activations of one pass, in bytes; about enough for a pass to hide the copies of streamed
-layers."""
+PASS_BYTES = 3_000_000_000
+"""Memory limit for the activations of one pass, in bytes: with those of a 7B teacher, long enough for an H100 to compute a
+layer while it copies the next one, and for the first copies, which nothing hides, to be a small part."""
 BUSY_TOKENS = {"cpu": 128, "accelerator": 4096}
 """Tokens of a pass below which padding costs nothing, as fewer tokens take as long."""
 MOST_TOKENS = {"cpu": 1024, "accelerator": math.inf}
@@ -93,7 +93,7 @@ def pass_groups(
             The rows.
         reading ([`~models.padding.Reading`], *optional*, defaults to `PADDED`):
             How a pass reads them.
-        pass_bytes (`int`, *optional*, defaults to 2 GB):
+        pass_bytes (`int`, *optional*, defaults to 3 GB):
             Memory limit for the activations of one pass.
         few (`bool`, *optional*, defaults to `False`):
             Whether each pass copies or gathers the weights again.

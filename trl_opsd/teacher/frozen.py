@@ -27,7 +27,7 @@ class FrozenTeacher(Teacher):
             its parameters no longer require gradients.
         cache_device (`str`, *optional*, defaults to `"auto"`):
             Where targets are kept until they are used: see `OPSDConfig.teacher_cache_device`.
-        pass_bytes (`int`, *optional*, defaults to 2 GB):
+        pass_bytes (`int`, *optional*, defaults to 3 GB):
             Memory limit for the activations of one pass.
         progress (`bool`, *optional*, defaults to `False`):
             Show a progress bar when reading takes longer than a few seconds.
