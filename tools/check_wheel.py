@@ -1,7 +1,8 @@
 """Builds the wheel and uses it as users do: alone, beside the locked libraries, and as `pip` installs it today.
 
 The last is an empty environment with the newest of everything but torch (of which an index may serve a CPU build in the
-locked version alone), without extras: README's code trains there, on toys.
+locked version alone), first without extras: README's code trains there, on toys, and the command takes its one step.
+Then with the small extras; what imports the large ones, vLLM and DeepSpeed, is imported beside the locked libraries.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ for name in trl_opsd.__all__:
 from importlib.resources import files
 assert (files("trl_opsd") / "accelerate_configs" / "zero3.yaml").is_file()
 assert (files("trl_opsd") / "report" / "template" / "page.html").is_file()
+import trl_opsd._compat.deepspeed, trl_opsd._compat.vllm.engine
 print("imported from the wheel:", *trl_opsd.__all__)
 """
 README = """
@@ -57,7 +59,13 @@ assert not importlib.util.find_spec("aiohttp"), "an extra is installed: what a p
 libraries = ("torch", "transformers", "trl", "peft", "datasets")
 versions = [f"{name} {importlib.metadata.version(name)}" for name in libraries]
 print("README's code trained with", *versions, "losses", *losses)
+tiny.rows(16).to_json("rows.jsonl")
 """
+DRY_RUN = (
+    *("--model_name_or_path", "Qwen/Qwen2.5-0.5B-Instruct", "--teacher_model_name_or_path", "Qwen/Qwen2.5-1.5B-Instruct"),
+    *("--dataset_name", "rows.jsonl", "--max_completion_length", "8", "--use_cpu", "--output_dir", "dry"),
+)
+WITH_SMALL_EXTRAS = "import trl_opsd.report.curves, trl_opsd.teacher.serve.server, vl_convert, aiohttp"
 
 
 def main() -> None:
@@ -83,6 +91,9 @@ def main() -> None:
         run(*pip, "install", "-q", wheel, at=folder)
         run(plain / "bin" / "trl-opsd", "--help", at=folder, quiet=True)
         run(plain / "bin" / "python", "-I", "-c", README, REPOSITORY, at=folder)
+        run(plain / "bin" / "trl-opsd", "train", "--dry_run", *DRY_RUN, at=folder, quiet=True)
+        run(*pip, "install", "-q", f"{wheel}[server,report]", at=folder)
+        run(plain / "bin" / "python", "-I", "-c", WITH_SMALL_EXTRAS, at=folder)
 
 
 def build(folder: Path) -> Path:
