@@ -1,4 +1,4 @@
-"""What a divergence between two next-token distributions is; knows no hidden states.
+"""The interface of a divergence between two next-token distributions; knows no hidden states.
 
 R rows (tokens) · V vocabulary size; log-probabilities in nats
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _SHOWN = 120
-"""Longest `repr` of a setting that is shown."""
+"""Characters of the longest `repr` that is shown; of a longer one, a digest."""
 
 
 class Divergence(ABC):
@@ -75,7 +75,7 @@ class Divergence(ABC):
 
 
 class Terms(NamedTuple):
-    """What each token of the vocabulary adds to a divergence, computed so that nothing is lost near agreement.
+    """What each entry of the vocabulary adds to a divergence, in a form that stays accurate near agreement.
 
     A term is an entry of the divergence plus `drift * (p_s - p_t)`, whose sum over the vocabulary is 0. With it no term
     is below 0, and the rounding of a normaliser, which shifts a row of log-probabilities alike, cancels.
@@ -127,7 +127,7 @@ def describe(divergence: Divergence) -> str:
 
 
 def _setting(value: Any) -> str:
-    """A value in words: an array by shape and digest, anything else by its `repr` without an address."""
+    """A value as text that is the same in every process: an array by digest, else its `repr` without addresses."""
     if hasattr(value, "__array__"):
         array = torch.as_tensor(value).detach().cpu()
         content = array.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()

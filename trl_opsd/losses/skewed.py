@@ -80,10 +80,8 @@ class SkewedReverseKL(Entrywise):
 
 
 def _to_mixture(log_p_RV: Tensor, log_q_RV: Tensor, skew: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`m / q - 1` and `log(m / q)` of `m = skew q + (1 - skew) p`, and where q is too small for either to be right.
-
-    From the gap `log p - log q`, so both are exactly 0 where the models agree. Overwrites both log-probabilities.
-    """
+    """`m / q - 1` and `log(m / q)` of `m = skew q + (1 - skew) p`, and where q is too small for either to be right."""
+    # From the gap, so both are exactly 0 where the models agree; both log-probabilities are overwritten.
     gap_RV = log_p_RV.sub_(log_q_RV)
     far_RV = gap_RV > FAR
     surplus_RV = gap_RV.clamp_(max=FAR).expm1_().mul_(1 - skew)

@@ -1,4 +1,4 @@
-"""A divergence that reads the teacher's likeliest tokens one by one, and all others as one.
+"""A divergence that reads the teacher's K likeliest tokens one by one, and all others as one bucket.
 
 R rows (tokens) · V vocabulary size · K + 1 buckets; log-probabilities in nats
 """
@@ -73,7 +73,7 @@ class TopKTeacher(Divergence):
 
 
 def _buckets(log_RV: Tensor, probs_RV: Tensor, ids_RK: Tensor) -> Tensor:
-    """Log-probabilities of the tokens, and of all others together, [R, K + 1]."""
+    """Log-probabilities of the K tokens, and of all others together, [R, K + 1]."""
     rest_R1 = probs_RV.scatter(-1, ids_RK, 0.0).sum(-1, keepdim=True)
-    least = torch.finfo(rest_R1.dtype).tiny  # where the others have no probability: 0 * log 0 is 0
+    least = torch.finfo(rest_R1.dtype).tiny  # others without probability: 0 * log 0 is 0
     return torch.cat([log_RV.gather(-1, ids_RK), rest_R1.clamp(min=least).log()], dim=-1)
