@@ -66,8 +66,8 @@ def eager_(
     gradient_RV: Tensor | None,
 ) -> Tensor:
     """The statistics of R rows of products, [9, R], and the gradient in `gradient_RV`; overwrites the products."""
-    # `clip`, nats per entry, needs an `Entrywise` divergence, and `SampledReverseKL` needs `sampled`. `gradient_RV` may be
-    # `student_RV` itself, so it is written last.
+    # `clip`, nats per entry, needs an `Entrywise` divergence, and `SampledReverseKL` needs `sampled`. `gradient_RV` may
+    # be `student_RV` itself, so it is written last.
     for finish, products_RV in zip(finishes, (student_RV, teacher_RV), strict=True):
         finish(products_RV)
     slope_RV = finishes[0].slope(student_RV)

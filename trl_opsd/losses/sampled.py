@@ -99,9 +99,7 @@ def gradient_of(force_R: Tensor, student_RV: Tensor, ids_R: Tensor) -> Tensor:
 
 
 def check_sampled(sampled: Sampled | None, divergence: Divergence, tokens: int, vocabulary: int) -> None:
-    """Refuses sampled tokens that are missing where the divergence needs them, or that do not fit the tokens of the
-    loss.
-    """
+    """Refuses sampled tokens that the divergence needs and lacks, or that do not fit the tokens of the loss."""
     if sampled is None:
         if isinstance(divergence, SampledReverseKL):
             raise ValueError(

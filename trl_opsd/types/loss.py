@@ -73,9 +73,9 @@ class LossParts:
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 36], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies and
-    pull in nats times weight; the others without weights, as [`PerToken`] has them. From `high_entropy_weight` on all
-    are 0 where the row is only a part of a completion."""
+    """[B, 36], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
+    and pull in nats times weight; the others without weights, as [`PerToken`] has them. From `high_entropy_weight` on
+    all are 0 where the row is only a part of a completion."""
 
     scored: Tensor | None = None
     """[2], float32: the number of tokens that `token_selection` scored, and the sum of their scores in nats; `None`

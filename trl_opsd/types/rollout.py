@@ -161,9 +161,7 @@ class Rollout:
         )
 
     def ended(self) -> Rollout:
-        """The same rows, each ending with its last token that counts, as no later state is needed; waits for the
-        device.
-        """
+        """The same rows, each cut after its last token that counts: no later state is needed. Waits for the device."""
         needed_BC = self.counts.flip(1).cumsum(1).flip(1) > 0
         mask_BC = self.completion_mask * needed_BC
         return replace(self, completion_mask=mask_BC, lengths=lengths_of(self.prompt_mask, mask_BC))
