@@ -23,8 +23,7 @@ from trl_opsd.types import OutputHead, Rollout
 
 
 def prove_training(model: CausalLM, run: Run | None = None) -> list[str]:
-    """Refuses a student that fails in training mode or passes no gradient; names the parameters that text does not
-    reach.
+    """Refuses a student that fails in training mode or passes no gradient; names parameters that text does not reach.
 
     These are trainable parameters below the head, such as a vision tower's. For a sharded student gradients are not
     probed and none are named. Other probes run in eval mode, in which some families differ.
