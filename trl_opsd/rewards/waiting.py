@@ -1,4 +1,4 @@
-"""Runs coroutines in a thread with an event loop of its own, which stays: their clients belong to one loop."""
+"""Runs coroutines in a thread with its own event loop, which stays, as HTTP clients are bound to one loop."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ T = TypeVar("T")
 
 @final
 class EventLoop:
-    """An event loop that begins with the first coroutine, and ends with this object.
+    """An event loop that starts with the first coroutine, and stops with this object.
 
-    The caller's own thread may have a running loop, as in a notebook, where no other can be run.
+    The caller's thread may have a running loop, as in a notebook, where no other can be run.
     """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine returns; waits for it."""
+        """Waits for a coroutine and returns its result."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_forever, args=(self._loop,), name="rewards", daemon=True).start()
@@ -33,7 +33,7 @@ class EventLoop:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # Ctrl-C: what still waits is given up
+            future.cancel()  # after Ctrl-C nothing awaits it
             raise
 
 
