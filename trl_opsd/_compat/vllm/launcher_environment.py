@@ -37,7 +37,7 @@ def launcher_environment() -> Iterator[None]:
 
 
 def _device() -> str:
-    """The number of this process's device, which is not its local rank where a task sees one device alone."""
+    """The index of this process's device, which is not its local rank where each process sees a single device."""
     if torch.accelerator.is_available():
         return str(torch.accelerator.current_device_index())
     return os.environ.get("LOCAL_RANK", "0")

@@ -1,4 +1,4 @@
-"""What a weight reload in vLLM needs besides the weights."""
+"""What reloading weights in vLLM needs besides the weights."""
 
 from __future__ import annotations
 
@@ -17,19 +17,15 @@ def has_head(model: Any) -> bool:
 
 
 def expert_kernels(model: Any) -> dict[Any, Any]:
-    """Kernels of mixtures of experts that must be rebuilt after new weights, by the method object that holds them.
-
-    Only on the CPU: there vLLM packs the experts' weights when it builds the kernel, and does not repack later ones.
-    """
+    """Kernels of mixtures of experts that must be rebuilt after new weights, by the method object that holds them."""
+    # Only on the CPU does vLLM pack the experts' weights when it builds the kernel, and never repack them.
     methods = [getattr(layer, "quant_method", None) for layer in model.modules()] if current_platform.is_cpu() else []
     return {method: kernel for method in methods if (kernel := getattr(method, "moe_kernel", None)) is not None}
 
 
 def end_reload(runner: Any) -> None:
-    """Ends an aborted reload; otherwise vLLM would count partially loaded layers toward the next one.
-
-    Incomplete layers get their previous tensors back, in the layout that vLLM computes with.
-    """
+    """Ends an aborted reload; otherwise vLLM would count partially loaded layers toward the next one."""
+    # Incomplete layers get their previous tensors back, in the layout that vLLM computes with.
     model = runner.get_model()
     for layer in model.modules():
         info = get_layerwise_info(layer)
