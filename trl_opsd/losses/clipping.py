@@ -26,9 +26,8 @@ def clipped_(
     student_RV: Tensor,
     teacher_RV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The clipped value [R], its gradient with respect to the student's logits [R, V], and whether any entry of the row
-    was clipped, [R]; overwrites the log-probabilities. The value may be negative: entries below 0 are left as they are.
-    """
+    """The clipped value [R], its gradient for the student's logits [R, V], and whether an entry was clipped [R]."""
+    # Overwrites the log-probabilities. The value may be negative: entries below 0 are left as they are.
     terms_RV, slopes_RV, drift = divergence.terms(log_student_RV, log_teacher_RV, student_RV, teacher_RV)
     # The clip applies to entries, not to terms, which contain the drift as well.
     shift_RV = (student_RV - teacher_RV).mul_(drift)

@@ -133,12 +133,9 @@ def _same_first_(student_RV: Tensor, teacher_RV: Tensor) -> Tensor:
 
 
 def _normalise_(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Turns logits, of which the largest is 0, into log-probabilities, in place; returns these, the probabilities, the
-    entropy [R], and the sum of the probabilities relative to the largest [R].
-
-    Not `torch.log_softmax`: with it the probabilities would need the exponentials a second time, and on a CPU it sums
-    them sequentially, which over a vocabulary costs a digit of the gradient.
-    """
+    """Log-probabilities in place of logits whose largest is 0; with probabilities, entropy [R] and their sum [R]."""
+    # Not `torch.log_softmax`: the probabilities would need the exponentials a second time, and on a CPU it sums them
+    # sequentially, which over a vocabulary costs a digit of the gradient. The sum is relative to the largest one.
     probs_RV = logits_RV.exp()
     total_R1 = probs_RV.sum(-1, keepdim=True)
     logits_RV.sub_(total_R1.log())

@@ -73,5 +73,6 @@ def _on_a_tile(
     student_RV, teacher_RV = values[..., :columns]
     plain, numbers_R = Finish(None, None), torch.arange(rows, device=device)
     sampled = Sampled(ids=numbers_R, pull=numbers_R - 1.0, logprobs=-1.0 - numbers_R)
+    # The gradient is written in place of the student's logits, as in training.
     statistics = step(divergence, clip, (plain, plain), student_RV, teacher_RV, None, sampled, student_RV)
     return (*statistics, student_RV)

@@ -22,10 +22,8 @@ def looked_at(tokens: int, rows: slice) -> slice:
 
 
 def top_shared_(logits_2RV: Tensor) -> Tensor:
-    """[2, R]: the share of one model's K likeliest tokens that are among the other's, and the probability that the
-    student gives to these; overwrites the student's logits.
-    """
-    # Logits of student and teacher; each row may be shifted by a constant.
+    """[2, R]: the share of one model's K likeliest tokens that are among the other's, and the student's mass there."""
+    # Logits of student and teacher, up to a constant per row; the student's are overwritten.
     top_2RK, ids_2RK = logits_2RV.topk(min(LIKELIEST, logits_2RV.size(-1)), sorted=False)
     both_RK = (ids_2RK[0].unsqueeze(-1) == ids_2RK[1].unsqueeze(-2)).any(-1)
     first_R1 = top_2RK[0].amax(-1, keepdim=True)

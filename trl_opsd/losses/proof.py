@@ -41,6 +41,7 @@ def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.devi
     if is_ours(divergence):
         return []
     logits = 3 * torch.randn(2, len(_APART), vocabulary, generator=torch.Generator().manual_seed(0))
+    # Teachers at three distances: far, near, and almost equal.
     logits[1] = logits[0].lerp(logits[1], torch.tensor(_APART)[:, None])
     logs_2RV = logits.to(device).log_softmax(-1)
 
@@ -51,6 +52,7 @@ def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.devi
         logs_2rV = logs_2rV.clone()
         return by(*logs_2rV, *logs_2rV.exp())
 
+    # The definition is `value` differentiated by autograd, whatever the class overrides.
     defined = partial(Divergence.value_and_gradient, divergence)
     by_autograd, again = computed(defined), computed(defined)
     for what, found in zip(("value", "gradient"), by_autograd, strict=True):

@@ -77,9 +77,8 @@ class Drawn(NamedTuple):
 
 
 def drawn(divergence: Divergence, sampled: Sampled, log_student_R: Tensor, log_teacher_R: Tensor) -> Drawn:
-    """What the sampled tokens add, from both log-probabilities of each. Differentiable where `log_student_R` is: the
-    gradient of `value + pulled` is then that of the loss.
-    """
+    """What the sampled tokens add, from both log-probabilities of each; differentiable where `log_student_R` is."""
+    # The dense loss differentiates `value + pulled` by autograd; the streamed one uses `force`, the same gradient.
     zero_R, force_R = torch.zeros_like(log_student_R), sampled.pull
     pulled_R = zero_R if sampled.pull is None else -sampled.pull * log_student_R
     if not isinstance(divergence, SampledReverseKL):

@@ -42,6 +42,7 @@ class SkewedForwardKL(Entrywise):
     def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
         surplus_RV, rise_RV, far_RV = _to_mixture(log_student_RV, log_teacher_RV, self.skew)
         values_RV = surplus_RV.sub_(rise_RV).mul_(teacher_RV)
+        # Where p_t is negligible, the term tends to (1 - skew) p_s.
         values_RV = torch.where(far_RV, student_RV * (1 - self.skew), values_RV)
         slopes_RV = rise_RV.neg_().expm1_().mul_(student_RV).mul_(self.skew - 1)
         return Terms(values_RV, slopes_RV, drift=1 - self.skew)

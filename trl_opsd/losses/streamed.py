@@ -172,6 +172,8 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream_N: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        # The hidden states' gradient is a row per token and can be scaled by any upstream gradient; the head's is
+        # summed over tokens already.
         hidden_NH, head = ctx.hidden_gradient, ctx.head_gradient
         if hidden_NH is not None:
             hidden_NH = hidden_NH * upstream_N.unsqueeze(-1)
@@ -204,12 +206,9 @@ class _Fold:
     def run(
         self, weights_N: Tensor | None, wanted: tuple[bool, ...]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        """Statistics of each token, [N] each, and the gradients of student hidden, weight and bias, if `wanted`.
-
-        The statistics are those of [`~losses.elementwise.eager_`], the first with the pull added, then which tokens
-        were ranked and the two numbers of [`~losses.likeliest.top_shared_`]. The gradients are those of the sum of the
-        weighted divergences, in float32.
-        """
+        """Statistics of each token, [N] each, and the gradients of student hidden, weight and bias, if `wanted`."""
+        # Statistics are those of `eager_`, the first with the pull added, then `ranked`, `top_shared` and `top_mass`.
+        # The gradients are those of the sum of the weighted divergences, in float32.
         student = _Side.of(self.student, self.dtypes[0], self.vocabulary)
         teacher = _Side.of(self.teacher, self.dtypes[1], self.vocabulary)
         (tokens, width), vocabulary = student.hidden_NH.shape, student.weight_VH.size(0)
@@ -251,6 +250,7 @@ class _Fold:
                 some_2KV = products_2CV[:, looked_at(tokens, tile)]
                 ranked_2KV[:, kept : kept + some_2KV.size(1)] = some_2KV
                 kept += some_2KV.size(1)
+                # Logits are finished in a copy, as the step below finishes the tile itself.
                 if tile.stop == min(ranked_from + ranked_tokens, tokens):
                     span = slice(ranked_from, tile.stop)
                     for side, products_KV in zip((student, teacher), ranked_2KV[:, :kept], strict=True):
@@ -263,6 +263,7 @@ class _Fold:
                     drawn = None if self.sampled is None else self.sampled.rows(rows)
                     gradient_RV = gradient_GV[_shift(rows, -group.start)] if any(wanted) else None
                     statistics_9N[:, rows] = step(*objective, finishes, *products, weights_R, drawn, gradient_RV)
+            # Once per group: each product reads and writes the whole gradient of the head.
             student.backproject_(gradient_GV, group, hidden_NH, *shared)
         statistics_9N[0].add_(statistics_9N[_PULLED])
         if hidden_NH is not None:  # no divergence without a gradient: that of a user may be NaN where its value is not

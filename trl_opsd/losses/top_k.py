@@ -62,9 +62,11 @@ class TopKTeacher(Divergence):
         if self.k >= log_teacher_RV.size(-1):
             return self.of.value_and_gradient(log_student_RV, log_teacher_RV, student_RV, teacher_RV)
         ids_RK = log_teacher_RV.topk(self.k).indices
+        # The teacher's tokens for both models, so that buckets correspond.
         log_student_RB = _buckets(log_student_RV, student_RV, ids_RK)
         log_teacher_RB = _buckets(log_teacher_RV, teacher_RV, ids_RK)
         student_RB, teacher_RB = log_student_RB.exp(), log_teacher_RB.exp()
+        # Chain rule through the buckets: a token of the rest moves its bucket by its share of the bucket's probability.
         values_RB, slopes_RB, _ = self.of.terms(log_student_RB, log_teacher_RB, student_RB, teacher_RB)
         total_R1 = slopes_RB.sum(-1, keepdim=True)
         own_RK = slopes_RB[:, :-1] - student_RV.gather(-1, ids_RK) * total_R1

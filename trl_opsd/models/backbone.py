@@ -46,6 +46,7 @@ def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADD
     check_no_holes(lengths)
     groups = reading.groups([one.total for one in lengths], is_split_model(model))
     parts = [_completion_hidden(model, rollout.select(rows), [lengths[row] for row in rows]) for rows in groups]
+    # Rows come back in their original order.
     order = torch.tensor([row for rows in groups for row in rows], device=parts[0].device)
     return torch.cat(parts)[order.argsort()]
 
@@ -110,6 +111,7 @@ class _Places:
 
 def context_of(model: CausalLM) -> int | None:
     """The context length of a model in tokens, or `None` where its config has no limit."""
+    # A multimodal model's limits are those of its language model.
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit
 

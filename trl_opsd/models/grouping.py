@@ -29,11 +29,7 @@ def fewest_groups(lengths: Sequence[int], fits: Fits, packed: bool = False) -> l
 
 
 def cheapest_groups(lengths: Sequence[int], fits: Fits, least: float) -> list[list[int]]:
-    """Row numbers of the padded groups with the lowest total cost, and of equal costs the fewest groups.
-
-    A group costs its tokens, but at least `least`, below which a pass gets no faster. A row that does not fit is a
-    group by itself.
-    """
+    """Row numbers of the padded groups with the lowest total cost, and of equal costs the fewest groups."""
     order = longest_first(lengths)
     # Dynamic programming over the sorted rows. For each number of rows: cost and number of their groups, and where the
     # last group begins, negated so that ties prefer a small last group.
@@ -43,8 +39,10 @@ def cheapest_groups(lengths: Sequence[int], fits: Fits, least: float) -> list[li
         for begin in range(end - 1, -1, -1):
             width = lengths[order[begin]]
             tokens = width * (end - begin)
+            # A row that does not fit is a group by itself.
             if begin < end - 1 and not fits(tokens, width):  # then no larger group fits either
                 break
+            # A group costs its tokens, but at least `least`, below which a pass gets no faster.
             cost, number, _ = best[begin]
             found = min(found, (cost + max(tokens, least), number + 1, -begin))
         best.append(found)
@@ -68,6 +66,7 @@ def even_groups(lengths: Sequence[int], number: int, packed: bool = False) -> li
         middle = (below + enough) // 2
         below, enough = (middle, enough) if len(within(middle)) > number else (below, middle)
     groups = within(enough)
+    # The number is fixed, as processes make equally many passes: halve the largest.
     while len(groups) < number:
         largest = max(groups, key=lambda rows: (len(rows) > 1, sum(lengths[row] for row in rows)))
         groups.remove(largest)

@@ -52,12 +52,10 @@ def whole_head(model: CausalLM) -> Iterator[OutputHead]:
 
 
 def prove_head(model: CausalLM, role: str, run: Run | None = None) -> None:
-    """Refuses a model whose own logits differ from [`~types.OutputHead`] applied to its last hidden state.
-
-    The loss never calls the model's own head, so an architecture that post-processes its logits in a way that
-    [`~types.OutputHead.of`] cannot read would silently be trained on a wrong objective.
-    """
+    """Refuses a model whose own logits differ from [`~types.OutputHead`] applied to its last hidden state."""
     head = OutputHead.of(model)
+    # The loss never calls the model's own head, so an architecture that post-processes its logits in a way that
+    # `OutputHead.of` cannot read would silently be trained on a wrong objective.
     rows, expected = shape_of(head)[0], model.config.get_text_config().vocab_size
     if rows != expected:
         raise ValueError(

@@ -54,6 +54,7 @@ def naming_trust(what: str, option: str, tokenizer_of: str | None = None) -> Ite
 @contextmanager
 def whole_checkpoint(called: str) -> Iterator[None]:
     """Refuses a checkpoint that lacks weights of the model loaded in the body: transformers draws them at random."""
+    # Patched because TRL's call to load a model drops the loading info.
     load: Any = vars(PreTrainedModel)["from_pretrained"]
 
     def loaded(cls: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,6 +148,7 @@ def same_weights(one: Any, its_loading: Mapping[str, Any], other: Any, other_loa
     if not isinstance(one, str) or not isinstance(other, str):
         return False
     of_place = {*LOCATION_OPTIONS, *_OF_NO_CONSEQUENCE}
+    # Options that change weights, such as quantisation, make two loads of one checkpoint different models.
     altering = [
         {name: value for name, value in loading.items() if name not in of_place and value is not None}
         for loading in (its_loading, other_loading)
@@ -204,14 +206,13 @@ def whole_on(device: torch.device) -> dict[str, Any]:
 
 
 def check_one_device(model: Any, device: torch.device, who: str, instead: str) -> None:
-    """Refuses a model with parts elsewhere: the loss needs both heads on one device, and offloaded parts would be
-    copied for every token. `instead` is the message's advice.
-    """
+    """Refuses a model with parts on other devices; `instead` is the message's advice."""
 
     def is_elsewhere(place: Any) -> bool:
         kind, _, index = (f"{device.type}:{place}" if isinstance(place, int) else str(place)).partition(":")
         return kind != device.type or int(index or 0) != (device.index or 0)
 
+    # The loss needs both heads on one device, and offloaded parts would be copied for every token.
     places = list((getattr(model, "hf_device_map", None) or {}).values())
     if any(map(is_elsewhere, places)):
         raise ValueError(
@@ -222,9 +223,8 @@ def check_one_device(model: Any, device: torch.device, who: str, instead: str) -
 
 
 def _check_quantization(student: nn.Module) -> None:
-    """Refuses 4-bit weights on a CPU with AVX512-BF16: the first forward in eval mode makes bitsandbytes repack them
-    into a layout without a backward pass.
-    """
+    """Refuses 4-bit weights on a CPU with AVX512-BF16, where bitsandbytes' layout has no backward pass."""
+    # The first forward in eval mode, in a rollout, makes bitsandbytes repack the weights for inference.
     on_cpu = next(student.parameters()).device.type == "cpu"
     if on_cpu and any(getattr(layer, "support_avx512bf16_for_cpu", False) for layer in student.modules()):
         raise ValueError(

@@ -75,11 +75,7 @@ PADDED = Reading()
 
 
 def prove_reading(read: Read, vocabulary: int, device: torch.device, borders: Collection[int], called: str) -> Reading:
-    """Determines which rows can share a pass by comparing a row's hidden states in a batch with those it has alone.
-
-    Refuses a model whose hidden states differ between two passes or depend on later tokens. Beyond `borders`
-    (positions) a model may compute differently.
-    """
+    """Determines which rows can share a pass by comparing a row's hidden states in a batch with those it has alone."""
     ids_L = torch.arange(1, _WIDTH + 1, device=device).mul(vocabulary // (_WIDTH + 1))
     alone_SH = _plain(read, ids_L[None, :_SHORT])[0]
     short_S = slice(_LEFT, _LEFT + _SHORT)
@@ -89,6 +85,8 @@ def prove_reading(read: Read, vocabulary: int, device: torch.device, borders: Co
     mask_2L[0] = 0
     mask_2L[0, short_S] = 1
     beside_SH, begun_LH = read(pair_2L * mask_2L, mask_2L, None)
+    # Beyond some positions (`borders`) a model may compute differently, so short rows alone prove nothing about long
+    # ones.
     if agree(beside_SH[short_S], alone_SH) and agree(begun_LH[:_SHORT], alone_SH):
         return _within_borders(read, ids_L[:_SHORT], borders)
     # They differ. First exclude causes other than batching, so that the message names the right one.
@@ -96,6 +94,7 @@ def prove_reading(read: Read, vocabulary: int, device: torch.device, borders: Co
         raise ValueError(gap)
     if gap := _gap(_plain(read, ids_L[None])[0, :_SHORT], alone_SH, called, "when more tokens follow"):
         raise ValueError(gap)
+    # Padding fails, but rows of equal length need none.
     together_SH = _plain(read, torch.stack([ids_L[:_SHORT], ids_L[_SHORT : 2 * _SHORT]]))[0]
     return Reading(0, batches_equal_lengths=agree(together_SH, alone_SH))
 
@@ -116,10 +115,7 @@ def _within_borders(read: Read, ids_S: Tensor, borders: Collection[int]) -> Read
 
 
 def gap_of_packing(read: Read, vocabulary: int, device: torch.device) -> float | None:
-    """Largest distance between hidden states of three packed rows and of each alone, relative to the norm of the state.
-
-    `None` where they agree up to rounding.
-    """
+    """Largest relative distance of hidden states of packed rows from those of each alone; `None` if only rounding."""
     ids_L = torch.arange(1, _WIDTH + 1, device=device).mul(vocabulary // (_WIDTH + 1))
     rows = [ids_L[:_SHORT], ids_L.flip(0), ids_L[-_SHORT:]]
     positions_N = torch.cat([torch.arange(len(row), device=device) for row in rows])

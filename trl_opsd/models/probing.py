@@ -22,6 +22,7 @@ def explain_forward_errors(model: CausalLM, role: str) -> Iterator[None]:
     try:
         yield
     except CANNOT_RUN as error:
+        # The trainer explains this one; it is not the model's fault.
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ValueError(

@@ -22,14 +22,12 @@ from trl_opsd.types import OutputHead
 
 
 def prove_padding(model: CausalLM, role: str, run: Run | None = None) -> Reading:
-    """Determines by forward passes which rows can share a batch; refuses a model for which no way gives correct states.
-
-    In `transformers`, padding changes the output of some families: learned positions that count it, convolutions and
-    recurrences that read it, rotary frequencies that depend on the longest row. An unaffected family costs two small
-    passes.
-    """
+    """Determines by forward passes which rows can share a batch; refuses a model for which none works."""
     # Borders are tested by position ids beyond them, which a model that takes none cannot be given.
     takes_positions = "position_ids" in inspect.signature(backbone_of(model).forward).parameters
+    # In `transformers`, padding changes the output of some families: learned positions that count it, convolutions and
+    # recurrences that read it, rotary frequencies that depend on the longest row. An unaffected family costs two small
+    # passes.
     reading: Reading = _probed(
         model,
         role,
@@ -46,17 +44,15 @@ def prove_padding(model: CausalLM, role: str, run: Run | None = None) -> Reading
 
 
 def prove_packing(model: CausalLM, role: str, reading: Reading, run: Run | None = None) -> None:
-    """Refuses `padding_free` for a model whose packed rows change each other, which five small passes measure.
-
-    It depends on architecture and kernels: convolutions and recurrences continue from row to row, and attention needs
-    restarting positions to separate rows.
-    """
+    """Refuses `padding_free` for a model whose packed rows change each other, which five small passes measure."""
     refused = f"`padding_free=True`: the {role} ({type(model).__name__})"
     if reading.padded_up_to != math.inf:
         raise ValueError(f"{refused} cannot read rows as one, it reads them {reading}: leave the option out.")
     if reason := _beyond_probe(model):
         raise ValueError(f"{refused} {reason}: leave the option out.")
     try:
+        # It depends on architecture and kernels: convolutions and recurrences continue from row to row, and attention
+        # needs restarting positions to separate rows.
         gap = _probed(model, role, run, gap_of_packing)
     except CANNOT_RUN as error:
         if isinstance(error, torch.OutOfMemoryError):

@@ -46,6 +46,7 @@ def first_change(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> str
 
 def _differ(before: Tensor, now: Tensor) -> bool:
     def same(one: Tensor, other: Tensor) -> bool:
+        # Compared in the coarser dtype: a launcher may cast weights either way.
         return torch.equal(one.nan_to_num(), other.to(one.dtype).nan_to_num())
 
     # Integers are quantised weights, which bitsandbytes reorders on first use on a CPU: they cannot be compared.

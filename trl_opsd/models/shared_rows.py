@@ -36,17 +36,14 @@ class RowGroup:
 
     @contextmanager
     def shares(self, student: CausalLM) -> Iterator[None]:
-        """Makes a student's layers exchange positions for heads in training mode, from the first [`reads`] on.
-
-        In evaluation mode, and so when it generates or teaches, each process computes its own rows. The backward pass
-        belongs in the context too: gradient checkpointing runs layers again in it.
-        """
+        """Makes a student's layers exchange positions for heads in training mode, from the first [`reads`] on."""
         name = student.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS[name]
 
         def over_the_group(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **more: Any
         ) -> Any:
+            # In evaluation mode, and so when it generates or teaches, each process computes its own rows.
             if not (module.training and module in self._modules):
                 return attend(module, query, key, value, *mask, **more)
             if asked := [one for one in _BEYOND if more.get(one) is not None]:
@@ -61,6 +58,7 @@ class RowGroup:
                 if groups is not None:  # DeepSpeed changes the number where it repeats heads
                     module.num_key_value_groups = groups
 
+        # Also for the backward pass: gradient checkpointing runs layers again in it.
         ALL_ATTENTION_FUNCTIONS[name] = over_the_group
         try:
             yield
@@ -75,6 +73,7 @@ class RowGroup:
             self._modules.update(student.modules())
         self._calls = 0
         yield
+        # A layer with its own attention would silently see its part of the positions only.
         layers = student.config.get_text_config().num_hidden_layers
         if self._calls < layers:
             raise ValueError(

@@ -54,6 +54,7 @@ def known_end_tokens(end_ids: list[int], rows: int) -> list[int]:
 
 def placeholders(config: PretrainedConfig, rows: int) -> list[int]:
     """The placeholder tokens of images, videos and audio, which must not occur in a text."""
+    # Configs name these tokens in two ways.
     names = (f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
     stated: set[Any] = {getattr(config, name, None) for name in names}
     return sorted(token for token in stated if _known(token, rows))

@@ -23,13 +23,10 @@ from trl_opsd.types import OutputHead, Rollout
 
 
 def prove_training(model: CausalLM, run: Run | None = None) -> list[str]:
-    """Refuses a student that fails in training mode or passes no gradient; names parameters that text does not reach.
-
-    These are trainable parameters below the head, such as a vision tower's. For a sharded student gradients are not
-    probed and none are named. Other probes run in eval mode, in which some families differ.
-    """
+    """Refuses a student that fails in training mode or passes no gradient; names parameters out of reach."""
     # Dropout advances the random state, which the caller preserves.
     run = run or partial(call, model)
+    # Other probes run in eval mode, in which some families differ. Of a sharded student no gradient is probed.
     whole = not any(map(is_split, model.parameters()))  # a graph without a backward pass disturbs hooks of shards
     try:
         with preserved_mode(model), torch.set_grad_enabled(whole), catch_warnings():
@@ -54,6 +51,7 @@ def prove_training(model: CausalLM, run: Run | None = None) -> list[str]:
             "require one, so they would never be updated: load it without quantisation for inference, without "
             f"`torch.no_grad` in its forward, and with `{CHECKPOINTING}_kwargs={{'use_reentrant': False}}`."
         )
+    # Parameters outside the graph, such as a vision tower's, would make DDP wait for their gradients.
     reached = _reached(hidden_BCH)
     return [name for name, number in learns.items() if number not in reached]
 

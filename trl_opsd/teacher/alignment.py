@@ -30,16 +30,14 @@ _CALLED_AGAIN = (
 def prove_alignment(
     read: Callable[[Rollout], TeacherTargets], rollout: Rollout, targets: TeacherTargets, where: str
 ) -> None:
-    """Scores a row again beside a copy with another token before its last one: only the last target may differ.
-
-    Refuses targets that have read the token they should predict. `where` is the method that returned them, for
-    messages.
-    """
+    """Refuses targets that have read the token they should predict; `where` is their method, for messages."""
     # The teacher may be collective, so every process calls it, also one without the three such tokens that a verdict
     # needs.
     row = int(rollout.counts.sum(-1).argmax())
     places = rollout.counts[row].nonzero().flatten().tolist()
     up_to_last = rollout.completion_mask[row, : places[-1] + 1 if places else 0].nonzero().flatten().tolist()
+    # A row is scored again beside a copy with another token before its last one. Only the last target may differ: an
+    # earlier difference means that states are shifted towards later tokens, none that they are shifted back.
     pair = _with_another_token(rollout.select([row, row]), up_to_last)
     try:
         with preserved_rng(rollout.completion_ids.device):
@@ -52,6 +50,7 @@ def prove_alignment(
         )
         return
     read_nH, changed_nH = hidden_2CH[:, places].float()
+    # Nothing can be concluded without three tokens, without another token, or from NaNs, which other checks report.
     if len(places) < 3 or torch.equal(*pair.completion_ids) or not hidden_2CH[:, places].isfinite().all():
         return
     if _differ(read_nH, targets.of(row, torch.tensor(places)).to(read_nH)).any():

@@ -56,6 +56,7 @@ class Expected:
                 f"states of {self.width} numbers in {_word(dtype)}.{last} It has to serve {self.path!r}."
             )
         states_MH = torch.frombuffer(content, dtype=dtype).view(-1, self.width)
+        # More states than tokens are accepted where the surplus repeats the row's beginning.
         if len(states_MH) < tokens or not _repeats(states_MH[:-tokens], states_MH[-tokens:]):
             raise WrongStatesError(
                 f"{asked} answered {len(states_MH)} states for {tokens} tokens: it does not return one for each token; "
@@ -75,6 +76,7 @@ class Expected:
             )
         if self.norm is None or (highest <= 1 + _ABOVE[states_LH.dtype] and median >= _BELOW):
             return
+        # A pooler's default normalisation is the likeliest cause, and has its own remedy.
         if ((states_LH.float().norm(dim=-1) - 1).abs() < 1e-2).all():
             raise WrongStatesError(
                 f"{asked} answered states that are normalised to length 1, although the request says "

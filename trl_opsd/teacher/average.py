@@ -49,6 +49,7 @@ class Average(TrainerCallback):
     def swapped_in(self) -> Iterator[None]:
         """The student's parameters hold the averages while the context lasts."""
         student = self._student()
+        # Shards cannot be swapped with full tensors: the student's values are gathered, overwritten and written back.
         if any(is_split(student[name]) for name in self._teacher):
             own = {name: whole(student[name]) for name in self._teacher}
             write(student, self._teacher)
@@ -102,4 +103,5 @@ class Average(TrainerCallback):
         student = self._student()
         for name, tensor in self._teacher.items():
             parameter = student[name]
+            # Swapping storage copies nothing, and optimizer state that refers to the parameters stays valid.
             parameter.data, tensor.data = tensor.data, parameter.data

@@ -81,10 +81,9 @@ def build_teachers(
     handed_in: Samples | None = None,
     progress: bool = False,
 ) -> Teachers:
-    """All teachers by name, from what was passed for each; `None` is the student itself.
-
-    `handed_in` are samples of the weights under the student's adapter, `reading` returns how the student batches rows.
-    """
+    """All teachers by name, from what was passed for each; `None` is the student itself."""
+    # `handed_in` are samples of the weights under the student's adapter, which must stay as they are for a base
+    # teacher.
     origin = Origin(student, handed_in) if args.teacher_model_kind == "base" and handed_in is not None else None
     urls = server_urls("teacher_server_url", args.teacher_server_url)
     teachers: dict[str, Teacher] = {}
@@ -128,6 +127,7 @@ def build_own_teacher(
                 "`LoraConfig`, or 'base' or 'live'."
             )
         adapter = {name: whole(parameter).clone() for name, parameter in followed.items()}
+        # Random initialisation may differ between processes until DDP wraps the student.
         broadcast_from_first(adapter, device)
         average = _average(student, adapter, args)
         return own(average.swapped_in, kept=adapter.values()), average
@@ -190,6 +190,7 @@ def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedMode
     config = None
     if args.teacher_offload != "none":
         kwargs["device_map"] = None
+        # Refused by its config, before gigabytes are loaded.
         theirs = AutoConfig.from_pretrained(path, **location(args))
         _check_movable(theirs, args.teacher_offload)
         if args.teacher_offload == "zero3":

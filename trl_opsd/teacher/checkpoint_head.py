@@ -34,15 +34,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CheckpointHead:
-    """The head and the final norm of a causal language model that is not loaded.
-
-    The architecture, built from the config without weights, tells which tensors of the checkpoint they are.
-    """
+    """The head and the final norm of a causal language model that is not loaded."""
 
     def __init__(self, path: str, place: Mapping[str, Any], trust_remote_code: bool) -> None:
         # `place` has options such as `revision`. Of a sharded checkpoint on the Hub only the index and the files with
         # these tensors are downloaded.
         self._path, self._files = path, _Tensors(path, place)
+        # The architecture, built from the config without weights, tells which tensors of the checkpoint are needed.
         with naming_trust(f"`teacher_model={path!r}`", "teacher_trust_remote_code"):
             self.config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **place)
             with loading(None), torch.device("meta"):
@@ -71,6 +69,7 @@ class CheckpointHead:
             return None
         module = self._model.get_submodule(name)
         weights = {part: self._read(parameter).float() for part, parameter in module.named_parameters()}
+        # Run in float32 on the CPU to measure its map: norms differ in what their weight means (Gemma adds 1).
         module.to(torch.float32).to_empty(device="cpu").load_state_dict(weights)
         return FinalNorm.of(module, self.width)
 
@@ -113,6 +112,7 @@ class _Tensors:
 
     def find(self, names: list[str]) -> str:
         """The first of these names that the checkpoint has, also after another prefix or without its first part."""
+        # Prefixes differ between versions of transformers and between kinds of model.
         for name in (*names, *(name.partition(".")[2] for name in names)):
             close = [one for one in self._file_of if one == name] or [
                 one for one in self._file_of if name and one.endswith(f".{name}")

@@ -57,12 +57,14 @@ def compared(
     def scores(share: Share, criterion: str) -> Tensor:
         if criterion == "teacher_divergence":
             sampled = replace(share.of_tokens(rollout, device), pull=None)
+            # Scored by the unweighted divergence alone, without the pull.
             found_N = of(replace(share, weights_N=None), sampled).divergence
             return found_N.abs() if isinstance(divergence, SampledReverseKL) else found_N  # a log ratio, of either sign
         return streamed_entropy(
             LazyLogits(share.of_student(hidden_BCH, device), head, temperatures[0]), chunk_tokens, vocabulary
         )
 
+    # A part of a completion has no positions within the whole, so sums by tenth are not computed.
     real = None if rollout.begins_at is not None else rollout.completion_mask
     parts: LossParts | None = None
     for share in shares:

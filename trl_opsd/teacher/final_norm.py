@@ -44,10 +44,12 @@ class FinalNorm:
         if width % 2:
             signs_H[-1] = 0
         one_H, other_H = module(_LARGE * torch.stack([signs_H, -signs_H]))
+        # An affine map after a normalisation: opposite inputs give bias plus and minus scale.
         scale_H, bias_H = (one_H - other_H) / 2 * signs_H, (one_H + other_H) / 2
         if width % 2:
             scale_H[-1] = 0
         found = cls(scale_H * (signs_H.square().mean().sqrt()), bias_H)
+        # A norm maps any input to unit mean square; another module does not.
         probe_NH = _LARGE * torch.randn(4, width, generator=torch.Generator().manual_seed(0))
         return found if ((found.rms(module(probe_NH)) - 1).abs() < _EXACT + 2 / width * (width % 2)).all() else None
 

@@ -40,17 +40,15 @@ def read(
     progress: bool = False,
     reading: Reading = PADDED,
 ) -> TeacherTargets:
-    """The last hidden states at the positions that predict the completion tokens that may count, kept by row.
-
-    `groups` are the rows of each pass. If `passes` is larger, surplus passes re-read one row so that collectives stay
-    matched between processes.
-    """
+    """The last hidden states at the positions that predict the completion tokens that may count, kept by row."""
     bar = tqdm(groups, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
     keeper = Keeper(rollout.weights, cache_device)
+    # Tokens after a row's last that counts need no state.
     rollout = rollout.ended()
     with torch.no_grad():
         for rows in bar:
             keeper.put(rows, run(completion_hidden, rollout.select(rows).cut().to(device), reading))
+        # Surplus passes re-read one row so that collectives stay matched between processes.
         for _ in range(passes - len(groups)):
             run(completion_hidden, rollout.select([0]).cut().to(device), reading)
     return keeper.targets()

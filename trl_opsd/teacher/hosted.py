@@ -42,6 +42,7 @@ class Offloaded(Placement):
     def reading(self, passes: int) -> Iterator[Run]:
         sizes = [self._rest.nbytes, *self.buffer_sizes([block.nbytes for block in self._blocks])]
         with self.prefetcher.borrow(sizes) as (rest, *buffers), self._head.in_use():
+            # What belongs to no layer is needed from the first operation on.
             self.prefetcher.wait(self.prefetcher.fetch(self._rest, rest))
             self._rest.point_to(rest)
             arrivals = _Arrivals(self._blocks, buffers, self.prefetcher, visits=passes * len(self._blocks))
@@ -96,6 +97,7 @@ class _Arrivals:
             self._fetch((layer + ahead) % len(self._blocks))
 
     def _fetch(self, layer: int) -> None:
+        # Already fetched or on its way.
         if layer in self._holds:
             return
         # Never into the buffer of the layer that computes: a copy waits only for work queued so far.
@@ -108,10 +110,7 @@ class _Arrivals:
 
 
 class HeadOnDevice:
-    """A copy of a head that stays on the device, because the loss needs it after the teacher is offloaded.
-
-    It is refreshed for each scoring, so that it fits the hidden states even if the masters change in between.
-    """
+    """A copy of a head that stays on the device, because the loss needs it after the teacher is offloaded."""
 
     def __init__(self, model: CausalLM, tensors: list[Tensor], prefetcher: Prefetcher) -> None:
         self._model, self._prefetcher = model, prefetcher
@@ -129,6 +128,7 @@ class HeadOnDevice:
     def in_use(self) -> Iterator[None]:
         """Refreshes the copy and points the model's head to it."""
         try:
+            # Refreshed for each scoring, so that it fits the hidden states even if the masters changed in between.
             self._prefetcher.wait(self._prefetcher.fetch(self._block, self._buffer))
             self._block.point_to(self._buffer)
             yield

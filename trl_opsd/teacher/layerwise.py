@@ -28,4 +28,5 @@ class Streamed(Offloaded):
         return f"in host memory, copied to {self.device} layer by layer"
 
     def buffer_sizes(self, layers: list[int]) -> list[int]:
+        # Two buffers in turn: one layer computes from one while the next is copied to the other.
         return [max(layers)] * min(2, len(layers))

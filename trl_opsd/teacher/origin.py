@@ -20,6 +20,7 @@ class Origin:
     def __init__(self, student: CausalLM, handed_in: Mapping[str, Tensor]) -> None:
         self._student = student
         self._handed_in = handed_in  # samples of the base weights, from before an adapter is added here
+        # Some initialisations (PiSSA) move part of the base weights into the adapter.
         kinds = {name: config for name, config in student.peft_config.items() if rewrites_base(config)}
         changed = first_change(handed_in, sampled(student))
         if kinds or changed is not None:

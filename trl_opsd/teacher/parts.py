@@ -35,6 +35,7 @@ def parts_of(model: CausalLM) -> Parts:
     head = [tensor for tensor in (output.weight, output.bias) if tensor is not None]
     taken = {id(tensor) for tensor in head}
     layers = _distinct(layer_list(model))
+    # A tensor shared by several layers must be on the device for all of them: it goes with the rest.
     holders = Counter(id(tensor) for layer in layers for tensor in tensors_of(layer))
     own = [[one for one in tensors_of(layer) if holders[id(one)] == 1 and id(one) not in taken] for layer in layers]
     taken |= {id(tensor) for tensor in chain.from_iterable(own)}

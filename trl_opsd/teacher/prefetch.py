@@ -80,6 +80,7 @@ class Prefetcher:
         if self._stream is None:
             block.copy_to(buffer)
             return None
+        # Queued work may still use the buffer's previous contents.
         self._stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self._stream:
             block.copy_to(buffer)

@@ -119,10 +119,7 @@ class Replica:
         self._facts = Facts.of(answer)
 
     async def states(self, ids: Sequence[int], expected: Expected, dtype: torch.dtype, seconds: float) -> Tensor:
-        """The last hidden states of a row, [L, H], of token ids in the teacher's vocabulary.
-
-        Raises `BusyError` if it accepts no more work, `ServerError` if there is no answer in time or not the teacher's.
-        """
+        """The last hidden states of a row, [L, H], of token ids in the teacher's vocabulary."""
         request: dict[str, Any] = {
             "model": self.facts.name,
             "input": list(ids),
@@ -135,6 +132,7 @@ class Replica:
         most = expected.max_bytes(len(ids), dtype)
         answer = await self._session.ask("POST", f"{self.url}/pooling", json=request, max_bytes=most, seconds=seconds)
         _check_status(answer)
+        # In a thread, because checking a long row would block the other requests of this loop.
         return await to_thread(expected.states, answer.asked, answer.content, len(ids), dtype)
 
     async def _health_error(self) -> str | None:

@@ -57,6 +57,7 @@ class Replicas:
         self._expected = expected
         # An id outside the vocabulary is not tried: where the tokenizer has more ids than the model, vLLM accepts it.
         spread = [place * (vocabulary - 1) // 7 for place in range(8)]  # up to the last id
+        # The second row differs in its last token only, which no earlier state may depend on.
         rows = [spread, [*spread[:-1], spread[0]]]
         read = self._background.run(_all([self._read_each(one, rows) for one in self._live]))
         for replica, (one, other) in zip(self._live, read, strict=True):
@@ -106,10 +107,7 @@ class Replicas:
             )
 
     def start(self, ids: Sequence[int]) -> Future[Tensor]:
-        """Starts to score a row of L token ids; the future's result is its states, [L, H].
-
-        It raises a `ServerError` if no server is left, or none has scored the row within the deadline.
-        """
+        """Starts to score a row of L token ids; the future has its states, [L, H], or a `ServerError`."""
         return self._background.start(self._states(ids, monotonic() + self._deadline))
 
     async def _states(self, ids: Sequence[int], until: float) -> Tensor:
@@ -133,6 +131,7 @@ class Replicas:
                 if replica is not None:
                     replica.busy, replica.rows = replica.busy + len(ids), replica.rows + 1
                     asked[asyncio.create_task(self._ask(replica, ids))] = replica, monotonic()
+                # After this time the loop sends the row to one more server, and takes the first answer.
                 patience = max(_SECONDS, 4 * self._longest)
                 done, _ = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -154,6 +153,7 @@ class Replicas:
     async def _least_busy(self, besides: Collection[Replica]) -> Replica | None:
         """A server with room, other than those; waits only if there are no others."""
         while self._live:
+            # Taken before the search: an event set meanwhile must not be missed.
             changed, now = self._changed, monotonic()
             others = [one for one in self._live if one.rows < _ROWS and one not in besides]
             if room := [one for one in others if one.free_at <= now]:
@@ -194,6 +194,7 @@ class Replicas:
             self._notify()
 
     def _notify(self) -> None:
+        # A new event each time, so that waiters wake once per change.
         self._changed.set()
         self._changed = asyncio.Event()
 

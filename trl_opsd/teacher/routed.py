@@ -88,11 +88,8 @@ def shares(
     selection: Selection | None = None,
     host_BC: Tensor | None = None,
 ) -> list[Share]:
-    """Splits the tokens in a loss by teacher, and starts to copy their targets, beside the student's forward.
-
-    Without `host_BC`, the weights in host memory, it waits for the device. Teachers without a token are left out, but
-    for the first, so that there is always a loss. Refuses a token with a weight but no target.
-    """
+    """Splits the tokens in a loss by teacher, and starts to copy their targets, beside the student's forward."""
+    # Without a copy of the weights in host memory, this waits for the device.
     host_BC = weights_BC.cpu() if host_BC is None else host_BC
     rows = kept_by_row(targets, weights_BC).rows or ()
     numbers = [0] * len(rows) if targets.teacher is None else targets.teacher.tolist()
@@ -102,6 +99,7 @@ def shares(
         theirs_BC = torch.zeros_like(host_BC)
         theirs_BC[theirs] = host_BC[theirs]
         places_N = theirs_BC.flatten().nonzero().squeeze(1)
+        # A teacher without a token is left out, but for the first, so that there is always a loss.
         if number and not len(places_N):
             continue
         weights_N = theirs_BC.flatten()[places_N]
@@ -112,6 +110,7 @@ def shares(
                 f"{missing} tokens have a weight in the loss but no target: they are padding, or were not written by "
                 "the student. Leave their `loss_weights` at 0."
             )
+        # Without a row, an empty tensor of the teacher's width stands for its states.
         kept = [rows[row].hidden for row in theirs] or [_no_states(head)]
         if targets.teacher is not None:
             kept = [_as_of(head, states) for states in kept]

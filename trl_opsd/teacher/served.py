@@ -113,6 +113,7 @@ class ServedTeacher(Teacher):
     def targets(self, rollout: Rollout) -> TeacherTargets:
         check_no_holes(rollout.measured())
         rows = self._rows(rollout)
+        # Equal completions of one prompt give equal rows, which are requested once.
         asked = {row for row in rows if row is not None}
         # Longest first, as the longest row should not be the last to start.
         reading = {row: self._begun(row) for row in sorted(asked, key=lambda row: -len(row.ids))}

@@ -13,6 +13,7 @@ from trl_opsd.teacher.base import Teacher
 
 def share_memory(teacher: Any, student: CausalLM) -> bool:
     """Whether training the student would change the teacher, or freezing the teacher freeze the student."""
+    # By address too, as two modules may hold views of one tensor.
     theirs = {place for one in _models(teacher) for place in _places(one)}
     return bool(theirs) and isinstance(student, nn.Module) and not theirs.isdisjoint(_places(student))
 

@@ -124,11 +124,7 @@ def check_own(teacher: Teacher) -> None:
 def check_tokenizers(
     tokenizer: PreTrainedTokenizerBase | None, teachers: Mapping[str, Any], given: Any, args: OPSDConfig
 ) -> None:
-    """Refuses teachers whose tokenizer maps ids differently than the student's, before a teacher is loaded.
-
-    `given` are the teachers' tokenizers; without one, that found at the teacher's path, or where the object was loaded
-    from.
-    """
+    """Refuses teachers whose tokenizer maps ids differently than the student's, before a teacher is loaded."""
     if tokenizer is None:
         return
     if isinstance(given, Mapping) and (unknown := set(given) - set(teachers)):
@@ -136,6 +132,7 @@ def check_tokenizers(
             f"`teacher_processing_class` names {sorted(unknown)}, but the teachers are {sorted(teachers)}: use their "
             "names."
         )
+    # Without a given tokenizer, the one at the teacher's path or where the object was loaded from is compared.
     for name, teacher in teachers.items():
         theirs = given.get(name) if isinstance(given, Mapping) else given
         source = None

@@ -63,6 +63,7 @@ class Teachers(Mapping[str, Teacher]):
     def targets(self, rollout: Rollout, names: Sequence[str]) -> TeacherTargets:
         """[`~teacher.routed.targets_of`]; the first answer of a user's teacher is examined."""
         targets = targets_of(self, rollout, names, self._unproved)
+        # The probe costs one more call, so it is made once per teacher.
         self._unproved.difference_update(names)
         return targets
 

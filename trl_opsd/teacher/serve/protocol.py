@@ -109,6 +109,7 @@ def parse(content: bytes, served: Served) -> Wanted:
         raise Refusal(404, f"The model {shown(name)} does not exist: this server has {served.name!r}.")
     if asked.get("task", TASK) not in (None, TASK):
         raise Refusal(400, f"Unsupported task: {shown(asked['task'])}. Supported tasks: ({TASK!r},)")
+    # vLLM's default normalises states, from which the loss could not be computed.
     if asked.get("use_activation") is not False:
         raise Refusal(400, "Send `use_activation: false`: states are answered as they are, never normalised.")
     encoding = _one_of(asked, "encoding_format", _ENCODINGS)

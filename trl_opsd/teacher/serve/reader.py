@@ -85,8 +85,10 @@ class Reader(threading.Thread):
         while passes := self.waiting.passes():
             taken: list[tuple[Asked, int]] = []
             try:
+                # Offloaded weights come to the device once for all passes that wait.
                 with torch.no_grad(), self._teacher.placement.reading(passes) as run:
                     for _ in range(passes):
+                        # Requests may have been abandoned, so there can be fewer passes than counted.
                         if not (taken := self.waiting.take()):
                             break
                         self._read(run, taken)
@@ -120,6 +122,7 @@ class Reader(threading.Thread):
             self._hand(asked.fail, NoStates(f"The teacher could not read this, {why}"))
 
     def _hand(self, method: Any, *values: Any) -> None:
+        # Futures and requests belong to the event loop's thread.
         self._loop.call_soon_threadsafe(method, *values)
 
 

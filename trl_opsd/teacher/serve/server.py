@@ -82,6 +82,7 @@ class TeacherServer:
             return
         if self._token is None:
             try:
+                # A browser sends the host name of its web page, even where that resolves to loopback (DNS rebinding).
                 host = urlsplit(f"//{request.host}").hostname or ""
             except ValueError:
                 host = ""
@@ -128,6 +129,7 @@ class TeacherServer:
         if request.content_type != "application/json":
             raise Refusal(400, "Unsupported Media Type: Only 'application/json' is allowed")
         if "Content-Encoding" in request.headers:
+            # A small compressed body could expand without bound.
             raise Refusal(415, "The request is compressed: send it as it is.")
         try:
             async with asyncio.timeout(self._patience):
@@ -146,6 +148,7 @@ class TeacherServer:
             async with asyncio.timeout(self._patience):
                 await answer.write_eof()
         except (TimeoutError, ConnectionError):
+            # The headers were sent, so only a broken connection tells the client that the answer is incomplete.
             if request.transport is not None:
                 request.transport.abort()
         return answer

@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with explained(lambda: PROG, whole="--traceback" in given):
         try:
             token = options.token()
+            # The address is taken before the model is loaded, so that a port in use is noticed at once.
             with bound(options.host, options.port) as listener:
                 context = check_model(path, options)
                 teacher = load(path, options)
@@ -149,6 +150,7 @@ async def _serve(
     log = asyncio.create_task(_log(server, reader))
     await stop.wait()
     log.cancel()
+    # Waiting rows are refused, rows in flight are answered.
     server.close()
     await runner.cleanup()
     await asyncio.to_thread(reader.join, _SHUTDOWN_SECONDS)

@@ -62,10 +62,7 @@ class Asked:
 
 
 class Waiting:
-    """Requests in round-robin order: one with further rows moves to the end after each pass.
-
-    A pass has the first waiting row, so that none waits forever, and others that fit well into a pass with it.
-    """
+    """Requests in round-robin order: one with further rows moves to the end after each pass."""
 
     def __init__(self, groups: Groups, most_tokens: int, gather_seconds: float) -> None:
         self._groups, self._most, self._gather = groups, most_tokens, gather_seconds
@@ -112,8 +109,10 @@ class Waiting:
         """The rows of the next pass, as request and row number; empty if none wait."""
         while rows := self._first_rows():
             groups = self._groups([len(asked.rows[row]) for asked, row in rows])
+            # The pass of the first waiting row, so that none waits forever, with others that fit well beside it.
             group = next(group for group in groups if 0 in group)
             with self._changed:
+                # A request may have been abandoned since its rows were listed.
                 taken = [rows[one] for one in sorted(group) if rows[one][0] in self._requests]
                 for asked, row in taken:
                     del asked.unread[row]
