@@ -18,15 +18,13 @@ Config = dict[str, Any]
 
 
 def reader_config(dtype: torch.dtype, width: int, device: torch.device, layer: int = 0) -> Config:
-    """A ZeRO-3 config for a frozen model: sharded over the processes, in host memory, gathered layer by layer.
-
-    It takes nothing from the student's config: its optimizer, scheduler, accumulation or batch size would be set up for
-    the teacher too, or be refused.
-    """
+    """A ZeRO-3 config for a frozen model: sharded over the processes, in host memory, gathered layer by layer."""
     # `layer` has the elements of the largest layer: the next is gathered while one computes. DeepSpeed's default
     # prefetches a fraction of a large model's layer.
     ahead = {"stage3_prefetch_bucket_size": layer, "stage3_max_live_parameters": 2 * layer} if layer else {}
     return {
+        # Nothing of the student's config: its optimizer, scheduler, accumulation or batch size would be set up for the
+        # teacher too, or be refused.
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 2**62,
         "bf16": {"enabled": dtype == torch.bfloat16},
@@ -105,6 +103,7 @@ def forwards_apart(model: Any) -> Iterator[None]:
     if coordinator is None:
         yield
         return
+    # Shadowed on the instance, so that deleting it restores the method.
     coordinator.reset_step = lambda: None
     try:
         yield
@@ -138,12 +137,10 @@ def with_current_autocast(function: Callable[..., Any], device: torch.device) ->
 
 @contextmanager
 def loading(config: Config | None) -> Iterator[None]:
-    """Makes `from_pretrained` use this DeepSpeed config, or none, instead of the student's.
-
-    While a ZeRO-3 config is alive, `transformers` shards every model it loads by that config; and with accelerate's
-    `fsdp_cpu_ram_efficient_loading` it fills the model with zeros in all processes but the first, for FSDP to replace.
-    Both settings are restored on exit, also after an exception.
-    """
+    """Makes `from_pretrained` use this DeepSpeed config, or none, instead of the student's, while it is open."""
+    # While a ZeRO-3 config is alive, `transformers` shards every model it loads by that config; and with accelerate's
+    # `fsdp_cpu_ram_efficient_loading` it fills the model with zeros in all processes but the first, for FSDP to
+    # replace.
     students = integration._hf_deepspeed_config_weak_ref  # there are public functions to set and unset it, not to read
     ours = None
     try:
@@ -180,11 +177,9 @@ def recompute_buffers(model: Any) -> None:
 
 
 def exchanging_attention(attend: Callable[..., Any], query_BHLD: Tensor, key_BHLD: Tensor, group: Any) -> Any:
-    """A causal attention function for rows that a group of processes shares, by DeepSpeed's Ulysses.
-
-    Before it attends, every process gives its part of the positions and gets all positions of its part of the heads;
-    afterwards the reverse. `attend` is the attention within a process.
-    """
+    """A causal attention function for rows that a group of processes shares, by DeepSpeed's Ulysses."""
+    # Before it attends, every process gives its part of the positions and gets all positions of its part of the heads;
+    # afterwards the reverse. `attend` is the attention within a process.
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # slow to import, and optional
 
     return UlyssesSPAttentionHF(

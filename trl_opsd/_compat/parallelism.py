@@ -22,13 +22,11 @@ def launched(args: Any) -> ParallelismConfig:
 
 @contextmanager
 def sharing_rows_ourselves(sizes: ParallelismConfig) -> Iterator[None]:
-    """Hides sequence parallelism from accelerate and transformers, which would divide the rows of the dataset.
-
-    For them all processes are data parallel while the context is open: each generates its own rows.
-    """
+    """Hides sequence parallelism from accelerate and transformers, which would divide the rows of the dataset."""
     if not sizes.sp_enabled:
         yield
         return
+    # For them all processes are data parallel while the context is open: each generates its own rows.
     with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false"):
         yield
 

@@ -86,6 +86,7 @@ def base_parameters(model: CausalLM) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         name = plain_name(name)
+        # Adapter parameters are inside a wrapper, but not below its original layer.
         inside = _inside(name, wrappers)
         part = name.removeprefix(f"{inside}.").partition(".")[0]
         if inside is None or part in ("base_layer", "original_module"):
@@ -132,6 +133,7 @@ def merged_weights(model: CausalLM) -> Iterator[Weight]:
     Refuses adapters of a type that cannot be merged here.
     """
     tuned, saved = _tuned_layers(model), _saved_modules(model)
+    # Merged lazily, one at a time: all merged copies at once would take a second model's memory.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if layer_name := _inside(name, tuned):
             kind = name.removeprefix(f"{layer_name}.base_layer.")
@@ -253,6 +255,7 @@ def _merged_weight(layer: Any, base: Tensor, adapters: list[str]) -> Tensor:
         if variant is None:
             weight = weight + layer.get_delta_weight(adapter).detach().float()
         else:
+            # Variants such as DoRA are not a sum.
             weight = variant.merge_safe(layer, adapter, weight).detach()
     return weight
 

@@ -40,14 +40,12 @@ def class_of(model: nn.Module) -> type[nn.Module]:
 
 @contextmanager
 def unsharded(layer: nn.Module) -> Iterator[None]:
-    """Gathers a layer's parameters while the context is open, if FSDP2 has sharded them.
-
-    FSDP2 gathers them before the layer's forward. This is for a layer whose weight is used without calling it; the
-    gradient of the weight is reduced together with those of all other layers.
-    """
+    """Gathers a layer's parameters while the context is open, if FSDP2 has sharded them."""
     if not (isinstance(layer, FSDPModule) and any(isinstance(one, DTensor) for one in layer.parameters())):
         yield
         return
+    # FSDP2 gathers before the layer's own forward, but the head's weight is used without calling it. Its gradient is
+    # reduced together with those of all other layers.
     split: FSDPModule = layer
     split.unshard()
     try:
@@ -57,10 +55,8 @@ def unsharded(layer: nn.Module) -> Iterator[None]:
 
 
 def keep_float32(accelerator: Accelerator, accumulation: Mapping[str, Any]) -> None:
-    """Makes a sharded student accumulate and reduce gradients in float32 and in shards, before it is wrapped.
-
-    By default both use the compute dtype, and FSDP2 accumulates unsharded gradients in each process.
-    """
+    """Makes a sharded student accumulate and reduce gradients in float32 and in shards, before it is wrapped."""
+    # By default both use the compute dtype, and FSDP2 accumulates unsharded gradients in each process.
     state = accelerator.state
     if accelerator.distributed_type == DistributedType.FSDP:
         if policy := state.fsdp_plugin.mixed_precision_policy:
@@ -113,6 +109,7 @@ def whole_copy(model: Any) -> Any:
     """A copy of a model in every process; with ZeRO-3 gathered in host memory, tensor by tensor. Collective."""
     if not in_zero3_model(model):
         return deepcopy(model)
+    # `deepcopy` would copy empty shards.
     copied = empty_twin(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
         set_module_tensor_to_device(copied, name, "cpu", whole(tensor))

@@ -37,6 +37,7 @@ def installed() -> dict[str, str]:
     """The version of each library of [`bounds`] that is installed."""
     found = {}
     for name in {**bounds(), "vllm": None}:
+        # vLLM's build for CPUs is another distribution.
         for build in (name, f"{name}-cpu"):
             try:
                 found[name] = metadata.version(build)

@@ -22,6 +22,7 @@ class WeightGroup:
     def __init__(self, name: str, host: str, workers: int, backend: str) -> None:
         self._name, self._size, self._backend = name, 1 + workers, backend
         self.address = _own_address(host)  # by which the server can reach this process
+        # Bound here, since a `TCPStore` would listen on all interfaces.
         listener = socket.create_server((self.address, 0), family=_family(self.address))
         self.port: int = listener.getsockname()[1]
         """Port of the rendezvous, which listens on the interface of `address` only."""
@@ -33,6 +34,7 @@ class WeightGroup:
 
     def meet(self) -> None:
         """Waits up to a minute for the others, who call SGLang's `init_custom_process_group` with the same store."""
+        # `init_process_group` can only make the launch's default group, so this one is built from torch's internals.
         store = c10d.PrefixStore(self._name, self._store)
         with _interface_of(self.address):
             self._group, _ = c10d._new_process_group_helper(

@@ -91,16 +91,15 @@ def look_ahead(rows: Rows, intake: Intake) -> None:
     if not rows.can_be_read_ahead:
         return
     kind = None
+    # One row of each shape has every form of error that the dataset has.
     for requests in _requests(rows, rows.one_of_each_shape, intake):
         kind = common_kind((request.student for request in requests.values()), kind)
 
 
 def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
-    """Checks every row against the limits; with `dropped`, overlong prompts are removed and counted there instead.
-
-    The rows of a stream are checked when they are used; its overlong ones are filtered while it is read.
-    """
+    """Checks every row against the limits; with `dropped`, overlong prompts are removed and counted there instead."""
     if _is_stream(rows.dataset):
+        # A stream is filtered while it is read, and otherwise checked when its rows are used.
         kept = rows.dataset if dropped is None else rows.dataset.filter(_stays(rows.where, reader, dropped))
         return Rows(kept, rows.where, None, rows.progress)
     # First one row of each shape, then those that their bytes do not prove to fit; only suspects are parsed again.
@@ -142,12 +141,11 @@ def _may_not_fit(survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbe
 
 
 def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
-    """[rows, 2]: the number of tokens of each row's prompt and their largest id, or 0 where the models know all ids.
-
-    Those of many stored rows are cached like a `datasets` map, for the machine's other processes and for later runs.
-    """
+    """[rows, 2]: the number of tokens of each row's prompt and their largest id, or 0 where the models know all ids."""
     if rows.survey is None or len(numbers) <= _FEW or not datasets.is_caching_enabled():
         return _count(rows, numbers, reader)
+    # Cached like a `datasets` map, for the machine's other processes and for later runs; the key has all that counts
+    # depend on.
     read = digest(rows.dataset.select(numbers), reader.columns)
     key = Hasher.hash([read, reader.tokenizer, reader.settings, reader.knows_all_ids])
     path = Path(datasets.config.HF_DATASETS_CACHE) / "trl_opsd" / f"{key}.npy"

@@ -26,8 +26,10 @@ def at_most_one_token_per_byte(tokenizer: PreTrainedTokenizerBase) -> bool:
         return False
     short_space = backend.token_to_id(_SPACE) is not None
     rewrites = any(not _is_harmless(step, short_space) for step in normalizers)
+    # Without a fallback, characters outside the vocabulary vanish, and a text may have no token at all.
     knows_all = backend.model.byte_fallback or backend.model.unk_token is not None
     by_bytes = any(step["type"] == "ByteLevel" for step in splitters)
+    # SentencePiece writes a space as a character of three bytes: unless that is one token, a space may become three.
     spaces_grow = any(step["type"] == "Metaspace" for step in splitters) and not short_space
     return (by_bytes or knows_all) and not rewrites and not spaces_grow
 

@@ -48,6 +48,7 @@ def check_template_arguments(tokenizer: PreTrainedTokenizerBase, option: str, na
     if taken := sorted(_TAKEN & set(names)):
         raise ValueError(f"`{option}` sets {taken[0]!r}, which the trainer sets itself: remove it.")
     template = str(tokenizer.chat_template or "")  # a dict of several is searched as a whole
+    # A word search rather than an analysis of the template: it errs on the side of silence.
     words = set(re.findall(r"[A-Za-z_]\w*", template))
     unread = [name for name in names if name not in words | signature(tokenizer.apply_chat_template).parameters.keys()]
     if not template or not unread:
@@ -143,6 +144,7 @@ def _around_answer(messages: list[Any], render: Callable[..., str]) -> tuple[str
     """What a template writes between a prompt and its answer, and after the answer."""
     prompt = render(messages)
     whole = render([*messages, {"role": "assistant", "content": _ANSWER}], add_generation_prompt=False)
+    # A template may write the prompt alone and with an answer differently; what differs begins after the common part.
     shared = len(commonprefix([prompt, whole]))  # noqa: RUF071 (characters are meant)
     before, _, after = whole[shared:].rpartition(_ANSWER)
     return before.strip(), after.strip()

@@ -47,6 +47,8 @@ def completion_ids(
     check_completion(row, where)
     prompt, completion = row["prompt"], row[COMPLETION]
     if isinstance(prompt, str):
+        # Tokenized together, as the student would have generated them: tokens may differ from those of the completion
+        # alone.
         whole = tokenizer(prompt + completion)["input_ids"]
         joined = whole[: len(prompt_ids)] == prompt_ids  # otherwise a token spans the border
         ids = whole[len(prompt_ids) :] if joined else tokenizer(completion, add_special_tokens=False)["input_ids"]
@@ -61,6 +63,7 @@ def completion_ids(
             raise ValueError(
                 f"{where}: the chat template of the tokenizer refuses it with its completion: {error}."
             ) from error
+        # Off-policy rows are trained after the same prompt tokens as rollouts, so the template must not change them.
         if whole["input_ids"][: len(prompt_ids)] != prompt_ids:
             raise ValueError(
                 f"{where}: with its completion the chat template does not begin with what the student reads before it, "

@@ -42,6 +42,7 @@ class Intake:
         check_columns(row, where, self.teachers if len(self.teachers) > 1 else (), features=row)
         teacher = teacher_of(row, where, self.teachers)
         student = Prompt.of(row["prompt"], f"The prompt in {where}")
+        # `teacher_prompt_fn` takes precedence over the columns, but needs the completion.
         in_row = self.prompts.prompt_fn is None and self.prompts.in_row(row)
         return Request(row, where, student, teacher, self.prompts.of(row, where) if in_row else student)
 

@@ -57,6 +57,7 @@ def _how_to_get_prompts(names: Collection[str], features: Mapping[str, Any]) -> 
                 "take what precedes the answer in each conversation, for instance `dataset.map(lambda row: "
                 f"{{'prompt': {messages}}}, remove_columns={name!r})`"
             )
+    # A misspelt 'prompt' first, then the names that well-known datasets use.
     (found,) = get_close_matches("prompt", names, n=1, cutoff=0.75) or [*(set(_QUESTIONS) & set(names)), "question"][:1]
     return f"rename the column that holds the prompts, for instance `dataset.rename_column({found!r}, 'prompt')`"
 
@@ -78,10 +79,7 @@ def refuse_images(column: str, where: str) -> NoReturn:
 
 
 def check_prompt(prompt: Any, where: str) -> str:
-    """Refuses a prompt that is empty or no text (`ValueError`) or of another type (`TypeError`); returns its kind.
-
-    The kind is `"text"` or `"messages"`.
-    """
+    """Refuses a prompt that is empty or of another type (`TypeError`); returns its kind, `"text"` or `"messages"`."""
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"{where} is empty: give the model something to answer, or remove the row.")
@@ -147,6 +145,7 @@ def _check_message(message: Any, where: str) -> None:
         hint = f", `[{_SHAREGPT} for one in row['prompt']]`" if found == "a dict with ['from', 'value']" else ""
         raise ValueError(f"{where} is {found}: expected a dict with 'role' and 'content'{hint}.")
     content = message["content"]
+    # A call of tools may stand in place of content.
     if content is None and message.get("tool_calls"):
         return
     if isinstance(content, str):
@@ -198,6 +197,7 @@ class PromptLimits:
 
     def covers(self, other: PromptLimits) -> bool:
         """Whether every prompt within the other limits is within these."""
+        # Where a teacher's limits are no stricter in any respect, its prompts need no check of their own.
         wide = self.context is None or (other.context is not None and other.context <= self.context)
         return wide and other.vocabulary <= self.vocabulary and other.completion >= self.completion
 

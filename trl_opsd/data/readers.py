@@ -55,6 +55,7 @@ class Reader:
         return PromptLimits(
             vocabulary=min(one.vocabulary for one in limits),
             context=min(contexts, default=None),
+            # The longest completion leaves the least room for a prompt.
             completion=max(one.completion for one in limits),
         )
 
@@ -160,6 +161,7 @@ class Readers:
 
     def with_teachers(self, vocabulary: int | None, contexts: Mapping[str, int | None]) -> Readers:
         """A copy with the limits of the loaded teachers: their contexts, and the shared vocabulary or `None`."""
+        # The student's prompts too may only have ids that all models know.
         limits = replace(self.student_limits, vocabulary=vocabulary or self.student_limits.vocabulary)
         theirs = {
             name: replace(
@@ -216,6 +218,7 @@ class Readers:
         decode: Callable[..., list[str]],
     ) -> list[list[int]] | None:
         """The teachers' prompts before these completions, as token ids; `None` if they are the student's prompts."""
+        # Where no row differs, the student's token ids are reused and nothing is tokenized again.
         alike = all(map(self.are_alike, requests))
         if not alike:
             reader = self.teacher
@@ -250,6 +253,7 @@ class Readers:
                     f"{request.where}, but its context is {limits.context} tokens: shorten its prompt, or the output "
                     "of tools."
                 )
+            # The completion is known by now, so no room has to be kept for it.
             replace(limits, completion=0).check(
                 len(ids), max(ids, default=0), f"What the teacher reads for {request.where}"
             )

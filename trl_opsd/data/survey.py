@@ -68,6 +68,7 @@ class Survey:
             part = slice(start, start + _ROWS)
             for name in names:
                 shape, sizes[name][part] = _summed(table.column(name).slice(start, _ROWS).combine_chunks(), name)
+                # Wraps around at 64 bits, as hashes may.
                 shapes[part] += shape * _hash(name)
         survey = cls(shapes, sizes)
         return survey if rows is None else survey.select(rows)
@@ -95,6 +96,7 @@ def has_values(dataset: Dataset, column: str) -> bool:
 
 def _stored(dataset: Dataset, names: list[str]) -> tuple[pa.Table, Numbers | None]:
     """The columns as stored, and the numbers of the selected rows in their order; `None` for all of them."""
+    # `select` and `shuffle` only record indices; the table itself keeps all rows.
     rows = dataset._indices
     return dataset.data.table.select(names), None if rows is None else rows.column(0).to_numpy()
 
@@ -141,6 +143,7 @@ def _summed(values: pa.Array, name: str) -> tuple[Numbers, Numbers]:
             shapes, sizes = shapes + shape * _hash(part), sizes + size
     elif _is_list(kind):
         lengths = _integers(pc.list_value_length(values))
+        # All lists of a column are one flat array; each list's sum is a difference of two running sums.
         ends = np.cumsum(lengths)
         starts = ends - lengths
         shape, size = _summed(pc.list_flatten(values), name)
@@ -159,6 +162,7 @@ def _summed(values: pa.Array, name: str) -> tuple[Numbers, Numbers]:
             sizes = sizes + 4 * (sizes - _integers(pc.utf8_length(values)))
     elif _is_number(kind):
         sizes = sizes + 32  # more than any number has as text
+    # A missing value has the shape 0, whatever its kind.
     if values.null_count:
         shapes = np.where(values.is_valid().to_numpy(zero_copy_only=False), shapes, np.uint64(0))
     return shapes, sizes
@@ -213,6 +217,7 @@ def digest(dataset: Dataset, columns: Collection[str] | None) -> str:
 def _feed(streams: defaultdict[str, Any], path: str, values: pa.Array) -> None:
     """Adds values to the hash streams below a path, independent of where a table is cut."""
     kind = values.type
+    # Streams by path, so that the digest depends on contents alone, and not on chunks or storage types.
     streams[f"{path} is valid"].update(values.is_valid().to_numpy(zero_copy_only=False))
     if pa.types.is_struct(kind):
         for place in range(kind.num_fields):

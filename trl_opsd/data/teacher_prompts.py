@@ -101,6 +101,7 @@ class TeacherPrompts:
         try:
             return self.prompt_fn(row, completion_text)
         except Exception as error:
+            # The user's own exception goes on, with the row named.
             error.add_note(f"`teacher_prompt_fn` raised this for {where}, which has the columns {sorted(row)}.")
             raise
 
@@ -114,6 +115,7 @@ class TeacherPrompts:
             )
         if kind == "text":
             return (self.template or TEXT_TEMPLATE).format(prompt=prompt, privileged_context=context)
+        # The context goes to the last user message, which the answer follows.
         users = [position for position, message in enumerate(prompt) if message["role"] == "user"]
         if not users:
             raise ValueError(

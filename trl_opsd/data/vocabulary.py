@@ -39,13 +39,12 @@ def check_token_maps(
 def shared_vocabulary(
     student_rows: int, teacher_rows: Mapping[str, int], tokenizer: PreTrainedTokenizerBase
 ) -> int | None:
-    """The number of token ids that all models share; `None` if all heads have the same size, so that nothing is masked.
-
-    Models with one tokenizer are padded to different multiples (Qwen2.5: 151936 or 152064 rows for 151665 tokens). Ids
-    from this number on are unused and may lack a row in another model: they are masked on both sides and never sampled.
-    """
+    """The number of token ids that all models share; `None` if all heads have the same size and nothing is masked."""
     if all(rows == student_rows for rows in teacher_rows.values()):
         return None
+    # Models with one tokenizer are padded to different multiples (Qwen2.5: 151936 or 152064 rows for 151665 tokens).
+    # The ids beyond the tokenizer's are unused and may lack a row in another model: they are masked on both sides and
+    # never sampled.
     tokens = largest_id(tokenizer) + 1
     sides = [("student", student_rows), *teacher_rows.items()]
     for role, rows in sides:

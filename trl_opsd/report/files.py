@@ -77,6 +77,7 @@ def keep_until(run: Path, step: int) -> None:
     state_file(run).unlink(missing_ok=True)
     file = _samples_file(run)
     if file.exists():
+        # Lines after the step come from the training that the resumed run replaces.
         kept = [one for one in recorded_in(run) if one.step <= step] if step else []
         file.write_text("".join(map(_line, kept)), encoding="utf-8")
 
@@ -138,6 +139,7 @@ def _finite(value: Any) -> Any:
 def log_of(run: Path) -> list[dict[str, Any]]:
     """The `log_history` of a run or a checkpoint, from whichever file has the latest step; empty if there is none."""
     newest, _ = newest_complete(run)
+    # The folder may be a run with its own record, a checkpoint, or a run with checkpoints.
     files = [state_file(run), run / TRAINER_STATE_NAME, *([newest / TRAINER_STATE_NAME] if newest else [])]
     states = [_state(file) for file in files if file.exists()]
     return max(states, key=_step, default={"log_history": []})["log_history"]

@@ -62,6 +62,7 @@ def page(
     environment = Environment(
         loader=PackageLoader("trl_opsd.report", "template"),
         autoescape=select_autoescape(default=True),
+        # A misspelt name in the template is an error instead of an empty place.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -91,6 +92,7 @@ def _splits(recorded: Sequence[Recorded]) -> list[_Split]:
         if first.step == last.step:
             found.append(_Split(name, last.step, None, [(one, None) for one in last.samples]))
         else:
+            # Evaluations repeat their prompts, so that the same one is shown before and after.
             after = {one.prompt: one for one in last.samples}
             pairs = [(one, after.pop(one.prompt, None)) for one in first.samples]
             found.append(_Split(name, first.step, last.step, [*pairs, *((None, one) for one in after.values())]))

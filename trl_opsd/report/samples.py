@@ -112,6 +112,7 @@ def samples_of(
 def _said(logits: LazyLogits, vocabulary: int | None, ids_n: Tensor) -> tuple[list[Any], list[Any], list[Any]]:
     """A model's probabilities of these tokens, and the largest at each position with their ids."""
     given, largest, which = [], [], []
+    # In chunks, since these logits are formed in full.
     for hidden_cH, ids_c in zip(logits.hidden.split(CHUNK), ids_n.split(CHUNK), strict=True):
         probabilities_cV = (logits_of(hidden_cH, logits.head)[:, :vocabulary] / logits.temperature).softmax(-1)
         given += probabilities_cV.gather(1, ids_c.to(probabilities_cV.device)[:, None]).squeeze(1).tolist()
@@ -137,6 +138,7 @@ def _pieces(ids: Sequence[int], decode: Callable[[list[int]], str]) -> Iterator[
     """The text that each token adds; that of a character of several tokens comes with the last."""
     done = ""
     for end in range(1, len(ids) + 1):
+        # Decoded from the start each time, since a token's text depends on those before it.
         text = decode(list(ids[:end])).rstrip("\N{REPLACEMENT CHARACTER}")
         yield text[len(done) :]
         done = text if len(text) > len(done) else done

@@ -47,6 +47,7 @@ def given_rewards(reward_funcs: Any, reward_processing_classes: Any) -> list[Giv
         called = f"reward_funcs[{number}]"
         name = _name(source, called)
         seen[name] += 1
+        # Two functions of one name get their own columns in the log.
         given = Given(name if seen[name] == 1 else f"{name}_{seen[name]}", source, tokenizer)
         _check(given, called, f"reward_processing_classes[{number}]")
         if given.is_model and tokenizer is None:
@@ -94,6 +95,7 @@ def check_columns(rewards: Sequence[Given], datasets: Mapping[str, Collection[st
     for where, columns in datasets.items() if functions else ():
         if columns is None:
             continue
+        # A column would silently be replaced by the argument of the same name.
         if taken := sorted({*OURS} - {*NOT_PASSED} & {*columns}):
             raise ValueError(
                 f"{where} has a column {taken[0]!r}, but reward functions are given something else under that name: "

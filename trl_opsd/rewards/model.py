@@ -38,6 +38,7 @@ def check_model(source: Any, called: str) -> None:
                 f"`{called}` was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
                 "path, or load it before the config is built."
             )
+    # transformers would add a head with random weights, and any text would get some number.
     if kinds and not any("SequenceClassification" in kind or "RewardModel" in kind for kind in kinds):
         raise ValueError(
             f"`{called}` is a {kinds[0]}, whose weights have no head that gives one number for a text: {_HOW}."
@@ -61,6 +62,7 @@ def loaded_tokenizer(source: Any, called: str) -> PreTrainedTokenizerBase:
 
 def loaded_model(path: str) -> Any:
     """The model at a path, unsharded in each process."""
+    # Without the student's ZeRO-3 config, which would shard this model too.
     with loading(None):
         return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, use_safetensors=True)
 

@@ -15,10 +15,7 @@ T = TypeVar("T")
 
 @final
 class EventLoop:
-    """An event loop that starts with the first coroutine, and stops with this object.
-
-    The caller's thread may have a running loop, as in a notebook, where no other can be run.
-    """
+    """An event loop that starts with the first coroutine, and stops with this object."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -26,6 +23,7 @@ class EventLoop:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Waits for a coroutine and returns its result."""
         if self._loop is None:
+            # In its own thread, as the caller's may have a running loop, as in a notebook, where no other can be run.
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_forever, args=(self._loop,), name="rewards", daemon=True).start()
             weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)

@@ -33,6 +33,8 @@ def why_no_adapter(config: Any, model_impl: str, layers: Iterable[str]) -> str |
         return f"vLLM's {config.architectures[0]} takes no adapters"
     for name in layers:
         last = name.rpartition(".")[2]
+        # vLLM gives a fused layer the adapters of its parts (q, k, v); a checkpoint that is fused itself has a single
+        # one.
         parts = getattr(model, "packed_modules_mapping", {}).get(last, [last])
         if parts != [last]:
             return f"vLLM expects the adapter of {name} in parts, as {' and '.join(parts)}"

@@ -98,8 +98,10 @@ class VLLMEngine:
         retype(self._worker.model_runner.get_model(), changed)
         self._adapter: LoRARequest | None = None
         if options.lora_rank:
+            # vLLM itself loads adapters from files.
             self._lora_manager._load_adapter = self._built_adapter
         client = self._llm.llm_engine.engine_core
+        # vLLM's own finalizer would destroy the launch's process groups; `_shut_down` replaces it.
         if finalizer := getattr(client, "_finalizer", None):  # not in every version
             finalizer.detach()
         self._finalizer = weakref.finalize(self, _shut_down, client.engine_core)
@@ -156,6 +158,7 @@ class VLLMEngine:
         # (Gemma 2, Bloom) reject it.
         keeps = has_head(model)
         kernels = expert_kernels(model)
+        # A missing kernel makes vLLM build it anew from the new weights.
         for method in kernels:
             method.moe_kernel = None
         try:

@@ -14,6 +14,7 @@ from torch import distributed
 @contextmanager
 def launcher_environment() -> Iterator[None]:
     """Sets `RANK`, `WORLD_SIZE` and so on while the context is open; vLLM reads them while an engine is built."""
+    # The process group knows the rank also where no launcher has set variables.
     group = distributed.is_initialized()
     rank = distributed.get_rank() if group else 0
     given = {
