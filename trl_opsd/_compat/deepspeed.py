@@ -139,8 +139,7 @@ def with_current_autocast(function: Callable[..., Any], device: torch.device) ->
 def loading(config: Config | None) -> Iterator[None]:
     """Makes `from_pretrained` use this DeepSpeed config, or none, instead of the student's, while it is open."""
     # While a ZeRO-3 config is alive, `transformers` shards every model it loads by that config; and with accelerate's
-    # `fsdp_cpu_ram_efficient_loading` it fills the model with zeros in all processes but the first, for FSDP to
-    # replace.
+    # `fsdp_cpu_ram_efficient_loading` it fills the model with zeros, for FSDP to replace, in all processes but one.
     students = integration._hf_deepspeed_config_weak_ref  # there are public functions to set and unset it, not to read
     ours = None
     try:

@@ -31,6 +31,7 @@ def drop_import_noise() -> None:
         warnings.filterwarnings("ignore", *about)
     for name, start in _NOISE.items():
         logger = logging.getLogger(name)
+        # Importing again, as tests do, must not stack filters.
         if not any(isinstance(one, _NotAbout) for one in logger.filters):
             logger.addFilter(_NotAbout(start))
 

@@ -24,6 +24,7 @@ LONGEST_BUILD = 600.0
 def check_builds() -> None:
     """Raises `RuntimeError` for a lock that nobody holds; warns of one that another node may hold."""
     world = os.environ.get("WORLD_SIZE", "1")
+    # On several nodes with a shared folder, another node's build looks like a killed one.
     several_nodes = os.environ.get("LOCAL_WORLD_SIZE", world) != world
     for lock, age in unheld_locks():
         message = (
@@ -38,6 +39,7 @@ def check_builds() -> None:
 
 def unheld_locks() -> list[tuple[Path, float]]:
     """Locks of DeepSpeed's extensions that no process of this machine has open, and their ages in seconds."""
+    # torch 2.14 and later: the system releases a killed process's lock.
     if not hasattr(cpp_extension, "FileBaton"):
         return []
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())

@@ -110,8 +110,7 @@ def describe_adapters(model: CausalLM) -> dict[str, Any] | None:
 @contextmanager
 def without_adapter(model: CausalLM) -> Iterator[None]:
     """Disables the adapters while the context is open, and restores `requires_grad` afterwards."""
-    # PEFT would leave every adapter parameter trainable, also those that the method or the user keeps frozen (MiCA's
-    # `lora_B`).
+    # PEFT would leave every adapter parameter trainable, also those that the method (MiCA) or the user keeps frozen.
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         with model.disable_adapter():

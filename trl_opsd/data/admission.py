@@ -144,8 +144,7 @@ def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
     """[rows, 2]: the number of tokens of each row's prompt and their largest id, or 0 where the models know all ids."""
     if rows.survey is None or len(numbers) <= _FEW or not datasets.is_caching_enabled():
         return _count(rows, numbers, reader)
-    # Cached like a `datasets` map, for the machine's other processes and for later runs; the key has all that counts
-    # depend on.
+    # Cached like a `datasets` map, for the machine's other processes and later runs, by all that counts depend on.
     read = digest(rows.dataset.select(numbers), reader.columns)
     key = Hasher.hash([read, reader.tokenizer, reader.settings, reader.knows_all_ids])
     path = Path(datasets.config.HF_DATASETS_CACHE) / "trl_opsd" / f"{key}.npy"

@@ -47,8 +47,7 @@ def completion_ids(
     check_completion(row, where)
     prompt, completion = row["prompt"], row[COMPLETION]
     if isinstance(prompt, str):
-        # Tokenized together, as the student would have generated them: tokens may differ from those of the completion
-        # alone.
+        # Tokenized together, as the student would have generated them: alone, a completion may have other tokens.
         whole = tokenizer(prompt + completion)["input_ids"]
         joined = whole[: len(prompt_ids)] == prompt_ids  # otherwise a token spans the border
         ids = whole[len(prompt_ids) :] if joined else tokenizer(completion, add_special_tokens=False)["input_ids"]

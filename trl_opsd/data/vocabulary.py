@@ -15,8 +15,7 @@ def check_token_maps(
 ) -> None:
     """Refuses a teacher's tokenizer that gives a token another id than the student's."""
     mine, yours = _tokens(student), _tokens(teacher)
-    # One that was saved where the teacher was loaded from (`source`) may be older than its model: ids that it lacks are
-    # not compared.
+    # One saved where the teacher was loaded from (`source`) may be older than the model: ids it lacks are not compared.
     compared = mine.keys() | yours.keys() if source is None else yours.keys()
     differing = sorted(number for number in compared if mine.get(number) != yours.get(number))
     if not differing:
@@ -43,8 +42,7 @@ def shared_vocabulary(
     if all(rows == student_rows for rows in teacher_rows.values()):
         return None
     # Models with one tokenizer are padded to different multiples (Qwen2.5: 151936 or 152064 rows for 151665 tokens).
-    # The ids beyond the tokenizer's are unused and may lack a row in another model: they are masked on both sides and
-    # never sampled.
+    # Ids beyond the tokenizer's may lack a row in another model: they are masked on both sides and never sampled.
     tokens = largest_id(tokenizer) + 1
     sides = [("student", student_rows), *teacher_rows.items()]
     for role, rows in sides:

@@ -16,9 +16,9 @@ ONE_IN = 5
 
 def by_tenth(real_BC: Tensor, weights_BC: Tensor, divergence_BC: Tensor) -> Tensor:
     """[B, 20]: sums of the weights in each tenth of a completion, then of the divergences (already weighted)."""
-    # `real` is not 0 at every token of the completion, also where its weight is 0, so that tenths do not depend on
-    # which tokens count.
+    # `real` marks every token of the completion, also of weight 0: tenths do not depend on which tokens count.
     places_BC = (real_BC != 0).cumsum(1)
+    # Tokens before the first real one and after the last fall into some tenth too, with a weight of 0.
     tenths_BC = (places_BC - 1).clamp(min=0) * TENTHS // places_BC[:, -1:].clamp(min=1)
     values_B2C = torch.stack([weights_BC, divergence_BC], dim=1)
     sums_B2T = values_B2C.new_zeros(len(values_B2C), 2, TENTHS)

@@ -57,6 +57,7 @@ class Divergence(ABC):
         self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
     ) -> Tensor:
         """The value of `value_and_gradient`, [R], where no gradient is needed; not by autograd."""
+        # One that overrides the pair may compute its value more cheaply or exactly there.
         if type(self).value_and_gradient is not Divergence.value_and_gradient:
             return self.value_and_gradient(log_student_RV, log_teacher_RV, student_RV, teacher_RV)[0]
         with torch.no_grad():
@@ -132,6 +133,7 @@ def _setting(value: Any) -> str:
         array = torch.as_tensor(value).detach().cpu()
         content = array.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
         return f"{array.dtype} {list(array.shape)}, sha256 {hashlib.sha256(content).hexdigest()[:16]}"
+    # An address differs between processes and runs, which compare this text.
     text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
     if len(text) <= _SHOWN:
         return text

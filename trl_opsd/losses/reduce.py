@@ -45,6 +45,7 @@ def reduce(
         return none_B if values_N is None else spread(values_N).sum(1)
 
     added_N = 0.0 if per_token.pulled is None else per_token.pulled
+    # The pull is logged separately: divergences are those of the distributions alone.
     divergence_BC, entropy_BC = spread(divergence.detach() - added_N), spread(per_token.student_entropy)
     columns = (
         weights_BC.sum(1),

@@ -64,6 +64,7 @@ def divergence_of(divergence: Divergence | str | None, given: Settings) -> Diver
     if divergence is None:
         divergence = next((name for name, end in BETAS.items() if given.beta == end), "jsd")
     found = divergence if isinstance(divergence, Divergence) else DIVERGENCES[divergence](given)
+    # An object that already has buckets keeps its own K.
     if given.top_k is None or isinstance(found, TopKTeacher):
         return found
     return TopKTeacher(found, given.top_k)  # type: ignore[arg-type]  # which refuses what is not entrywise

@@ -286,6 +286,7 @@ class _Side:
     @classmethod
     def of(cls, lazy: LazyLogits, dtype: torch.dtype, vocabulary: int | None) -> _Side:
         head = lazy.head
+        # Scale and temperature cost nothing inside the product; below a cap the temperature has to be applied after it.
         gain = head.scale / (lazy.temperature if head.softcap is None else head.softcap)
         return cls(
             hidden_NH=_operand(lazy.hidden, dtype),
@@ -312,6 +313,7 @@ class _Side:
     ) -> None:
         """Propagates the gradient of these rows' logits to hidden states, weight and bias, where given."""
         gradient_GV = gradient_GV[: rows.stop - rows.start]
+        # The first group overwrites, so the head's gradient needs no zeroing.
         slope, carry = self.gain * (1.0 if self.finish.cap is None else self.finish.cap), float(rows.start > 0)
         if hidden_NH is not None:
             _addmm_(hidden_NH[rows], gradient_GV, self.weight_VH, alpha=slope, beta=0)
@@ -339,6 +341,7 @@ def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _product_dtype(side: LazyLogits) -> torch.dtype:
     kind = side.hidden.device.type
+    # Products with `out` are not autocast, so its dtype is applied here.
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return torch.promote_types(side.hidden.dtype, side.head.weight.dtype)

@@ -20,7 +20,7 @@ class TopKTeacher(Divergence):
     """A divergence between two distributions over K + 1 buckets: each of the teacher's K likeliest tokens, and one for
     all others together.
 
-    It is what can be learned from a teacher that tells its K likeliest tokens and no more. Both models' buckets add up
+    It is what can be learned from a teacher that reveals only its K likeliest tokens. Both models' buckets add up
     to 1, so a divergence that is never negative is not here either. It is at most that of the whole vocabulary, and
     equal to it with K = V (data processing inequality; of an f-divergence, which `AdaptiveKL` is not). Within the last
     bucket nothing is learned: its tokens keep their ratios.
@@ -30,7 +30,7 @@ class TopKTeacher(Divergence):
 
     Args:
         of ([`~losses.divergence.Entrywise`]):
-            The divergence between the buckets: any of this package's that reads whole distributions.
+            The divergence between the buckets: any of this package's that compares whole distributions.
         k (`int`):
             K, at least 1; from V on there is no last bucket.
 

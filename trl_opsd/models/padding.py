@@ -85,8 +85,7 @@ def prove_reading(read: Read, vocabulary: int, device: torch.device, borders: Co
     mask_2L[0] = 0
     mask_2L[0, short_S] = 1
     beside_SH, begun_LH = read(pair_2L * mask_2L, mask_2L, None)
-    # Beyond some positions (`borders`) a model may compute differently, so short rows alone prove nothing about long
-    # ones.
+    # Beyond some positions (`borders`) a model may compute differently, so short rows prove nothing about long ones.
     if agree(beside_SH[short_S], alone_SH) and agree(begun_LH[:_SHORT], alone_SH):
         return _within_borders(read, ids_L[:_SHORT], borders)
     # They differ. First exclude causes other than batching, so that the message names the right one.

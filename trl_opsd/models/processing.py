@@ -61,6 +61,7 @@ def text_tokenizer(processing_class: Any) -> Any:
         return processing_class
     tokenizer = getattr(processing_class, "tokenizer", None)
     if isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.chat_template is None:
+        # Some checkpoints keep the template with the processor only.
         tokenizer.chat_template = getattr(processing_class, "chat_template", None)
     return tokenizer
 

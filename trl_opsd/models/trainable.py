@@ -55,6 +55,7 @@ def check_optimizer(student: nn.Module, optimizer: Any) -> None:
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:  # none was passed, or the launcher makes it
         return
+    # By identity, as the optimizer has no names.
     trained = {id(one): name for name, one in student.named_parameters() if one.requires_grad}
     held = {id(one) for group in groups for one in group["params"]}
     left_out = [name for place, name in trained.items() if place not in held]

@@ -88,6 +88,7 @@ def charts(log: Sequence[Mapping[str, Any]]) -> list[Chart]:
         points: dict[str, dict[float, float]] = {}
         for entry in log:
             split = _split(entry)
+            # Times and speeds of an evaluation cannot be compared with those of training.
             if split and not group.of_evaluations:
                 continue
             for name, value in sorted(entry.items()):  # a log loaded from JSON may have another order
@@ -158,7 +159,9 @@ def picture(chart: Chart) -> str:
 
     names = [curve.name for curve in chart.curves]
     values = list(_values(chart.curves))
+    # A single point draws no line, so points are marked.
     is_short = any(len(curve.points) < 2 for curve in chart.curves)
+    # Rewards and rates may vary little far from 0; other axes begin there.
     scale = {"zero": False} if chart.title in ("Reward", "Learning rate") else {}
     title = {"labelColor": _GREY, "titleColor": _GREY, "gridColor": "#7f7f7f40", "domainColor": _GREY}
     axis = {

@@ -31,6 +31,7 @@ class Advantages:
 def total(rewards_RF: Tensor, weights_F: Tensor) -> Tensor:
     """[R], the weighted sum of each row's rewards, ignoring NaN; NaN if all are."""
     sums_R = (rewards_RF * weights_F).nansum(dim=1)
+    # A sum of nothing would be 0, which is a reward like any other.
     return sums_R.masked_fill(rewards_RF.isnan().all(dim=1), torch.nan)
 
 

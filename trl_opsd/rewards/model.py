@@ -93,6 +93,7 @@ class RewardModel:
 
     @torch.inference_mode()
     def _scored(self, texts: list[str]) -> list[float]:
+        # The chat template has already added special tokens.
         read = self._tokenizer(
             text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
         ).to(self._model.device)

@@ -26,6 +26,7 @@ class EventLoop:
             # In its own thread, as the caller's may have a running loop, as in a notebook, where no other can be run.
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_forever, args=(self._loop,), name="rewards", daemon=True).start()
+            # The thread does not hold this object, so it can be collected.
             weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:

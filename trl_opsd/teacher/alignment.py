@@ -31,8 +31,7 @@ def prove_alignment(
     read: Callable[[Rollout], TeacherTargets], rollout: Rollout, targets: TeacherTargets, where: str
 ) -> None:
     """Refuses targets that have read the token they should predict; `where` is their method, for messages."""
-    # The teacher may be collective, so every process calls it, also one without the three such tokens that a verdict
-    # needs.
+    # A teacher may be collective, so every process calls it, also without the three such tokens that a verdict needs.
     row = int(rollout.counts.sum(-1).argmax())
     places = rollout.counts[row].nonzero().flatten().tolist()
     up_to_last = rollout.completion_mask[row, : places[-1] + 1 if places else 0].nonzero().flatten().tolist()

@@ -47,7 +47,7 @@ class Expected:
 
     def states(self, asked: str, content: bytearray, tokens: int, dtype: torch.dtype) -> Tensor:
         """The states of a row, [L, H], in the memory of the answer; raises `WrongStatesError` for others."""
-        # Each number is checked, in about 1 ns. `asked` begins the messages.
+        # Each number is checked, in about 1 ns. `asked` is the beginning of messages.
         row_bytes = self.width * dtype.itemsize
         if len(content) % row_bytes or len(content) < min(tokens, 2) * row_bytes:
             last = f" Is it only the last one? Start the server with `{START}`." if len(content) <= row_bytes else ""
@@ -109,8 +109,7 @@ def are_same(one: Tensor, other: Tensor) -> bool:
 def _repeats(extra_KH: Tensor, states_LH: Tensor) -> bool:
     """Whether surplus states are repeated beginnings of the row, as vLLM returns for preempted rows."""
     # vLLM keeps the states of a row that was preempted and computed again from its first token
-    # (vllm-project/vllm#55192), so that the last L are the whole row. It is not requested again: it would be preempted
-    # again.
+    # (vllm-project/vllm#55192), so that the last L are the whole row. A new request would be preempted as well.
     at = 0
     for state_H in extra_KH:
         if at == len(states_LH) or not are_same(state_H[None], states_LH[at : at + 1]):

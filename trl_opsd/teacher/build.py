@@ -82,8 +82,7 @@ def build_teachers(
     progress: bool = False,
 ) -> Teachers:
     """All teachers by name, from what was passed for each; `None` is the student itself."""
-    # `handed_in` are samples of the weights under the student's adapter, which must stay as they are for a base
-    # teacher.
+    # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
     origin = Origin(student, handed_in) if args.teacher_model_kind == "base" and handed_in is not None else None
     urls = server_urls("teacher_server_url", args.teacher_server_url)
     teachers: dict[str, Teacher] = {}

@@ -40,7 +40,7 @@ class CheckpointHead:
         # `place` has options such as `revision`. Of a sharded checkpoint on the Hub only the index and the files with
         # these tensors are downloaded.
         self._path, self._files = path, _Tensors(path, place)
-        # The architecture, built from the config without weights, tells which tensors of the checkpoint are needed.
+        # The architecture, built from the config without weights, shows which tensors of the checkpoint are needed.
         with naming_trust(f"`teacher_model={path!r}`", "teacher_trust_remote_code"):
             self.config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **place)
             with loading(None), torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The final norm of a model, examined by running it: states that it made can be told from all others.
+"""The final norm of a model, examined by running it: states that it made can be distinguished from all others.
 
 N tokens · H hidden width
 """

@@ -101,8 +101,7 @@ def max_over_processes(passes: int, device: torch.device) -> int:
 def bytes_per_token(model: CausalLM, width: int) -> int:
     """Bytes of the activations of a token in a row of `width` tokens, estimated from the config alone."""
     # At once live ten vectors of the hidden width (residuals, norms in float32, attention), three of the inner width,
-    # and a byte of the attention mask for each token of the row; eager attention also keeps its scores, twice in
-    # float32.
+    # and a byte of mask for each token of the row; eager attention also keeps its scores, twice in float32.
     config = model.config.get_text_config()
     hidden = _largest(config, "hidden_size") or model_shape(model)[1]
     inner = _largest(config, "intermediate_size") or _largest(config, "n_inner") or 4 * hidden

@@ -38,8 +38,7 @@ class OwnTeacher(Teacher):
         kept: Collection[Tensor] = (),
     ) -> None:
         self.model = student
-        # `as_teacher` makes the student's parameters the teacher's: `disable_adapter`, or no change for the live
-        # student.
+        # `as_teacher` makes the student's parameters the teacher's: `disable_adapter`, or nothing for the live student.
         with as_teacher():
             self._head = OutputHead.of(student)
         # The module, not its tensors, which FSDP2 replaces when training begins. The last match, as a head may be tied.

@@ -146,6 +146,7 @@ def _no_states(head: OutputHead) -> Tensor:
 
 def _as_of(head: OutputHead, states_nH: Tensor) -> Tensor:
     """Restores width and dtype of one teacher's states, if all teachers' were joined in one block of the widest."""
+    # Padding and float32 come from joining teachers of different widths and dtypes.
     own_nH = states_nH[:, : shape_of(head)[1]]
     return own_nH.to(head.weight.dtype) if own_nH.dtype == torch.float32 else own_nH
 

@@ -56,8 +56,7 @@ class ServedTeacher(Teacher):
         progress: bool = False,
     ) -> None:
         # `path` is the checkpoint, from which config, output head and final norm are loaded; `place` has options such
-        # as `revision`. `deadline` limits a batch over all attempts, `timeout` the wait for servers that are not up
-        # yet.
+        # as `revision`. `deadline` limits a batch over all attempts, `timeout` the wait for servers at the start.
         self._path, self._urls = path, tuple(urls)
         self._cache_device, self._progress = cache_device, progress
         self._replicas = Replicas(urls, deadline, timeout)

@@ -66,7 +66,7 @@ class Rollout:
     nothing, and so does `None`."""
     logprobs: Tensor | None = None
     """[B, C], float32: log-probability of each token in the distribution that it was drawn from, in nats, 0 for
-    padding; `None` where the rollout does not say."""
+    padding; `None` where the rollout returns none."""
     lengths: tuple[Length, ...] | None = None
     """B of them, in host memory; `None` until they are read from the masks."""
     begins_at: int | None = None
@@ -84,6 +84,7 @@ class Rollout:
         mask, tool_mask = batch["completion_mask"], batch.get("tool_mask")
         weights = batch.get("loss_weights")
         if weights is None:
+            # Output of tools is part of the completion, but was not sampled by the student.
             weights = ((mask if tool_mask is None else mask * tool_mask) != 0).float()
         return cls(
             prompt_ids=batch["prompt_ids"],
@@ -133,6 +134,7 @@ class Rollout:
 
     def after(self, prompts: Mapping[str, Tensor]) -> Rollout:
         """The same completion tokens after other prompts: `input_ids` and `attention_mask`, [B, P]."""
+        # Lengths were those of the other prompts.
         return replace(self, prompt_ids=prompts["input_ids"], prompt_mask=prompts["attention_mask"], lengths=None)
 
     def measured(self) -> tuple[Length, ...]:
@@ -146,6 +148,7 @@ class Rollout:
         lengths = self.measured()
         prompt, completion = (max(*each, 1) for each in list(zip(*lengths, strict=True))[:2])
         weights, on_host = self.weights[:, :completion], self.on_host
+        # A slice is another tensor, so the host copy is cut with it.
         if on_host is not None and on_host.holds(self.weights):
             on_host = OnHost.known(weights, on_host.copy[:, :completion])
         return replace(
@@ -179,6 +182,7 @@ class Rollout:
 def lengths_of(prompt_mask_BP: Tensor, completion_mask_BC: Tensor) -> tuple[Length, ...]:
     """The length of each row, from the masks; waits for the device."""
     prompts, tokens = prompt_mask_BP.size(1), prompt_mask_BP.size(1) + completion_mask_BC.size(1)
+    # One transfer for both masks; everything after it is computed on the host.
     real_BL = (torch.cat([prompt_mask_BP, completion_mask_BC], dim=1) != 0).cpu()
     places_L = torch.arange(tokens)
     before_B = prompts - places_L.where(real_BL, prompts)[:, :prompts].amin(1)

@@ -58,6 +58,7 @@ class TeacherTargets:
     @classmethod
     def by_row(cls, rows: Iterable[RowTargets], tokens: int, teacher: Tensor | None = None) -> TeacherTargets:
         """Targets of B rows of C = `tokens` completion tokens."""
+        # Without `__init__` the slot `hidden` stays empty, so that `__getattr__` fills it on first access.
         self = object.__new__(cls)
         for name, value in {"rows": tuple(rows), "tokens": tokens, "teacher": teacher}.items():
             object.__setattr__(self, name, value)
@@ -81,6 +82,7 @@ class TeacherTargets:
         """[n, H_t]: the states at these positions of a row, which are ascending, in host memory, and may count."""
         if self.rows is None:
             return self.hidden[row].index_select(0, places_n.to(self.hidden.device))
+        # Kept places are ascending, so a binary search finds the indices.
         kept = self.rows[row]
         return kept.hidden.index_select(0, torch.searchsorted(kept.places, places_n).to(kept.hidden.device))
 

@@ -33,8 +33,7 @@ def why_no_adapter(config: Any, model_impl: str, layers: Iterable[str]) -> str |
         return f"vLLM's {config.architectures[0]} takes no adapters"
     for name in layers:
         last = name.rpartition(".")[2]
-        # vLLM gives a fused layer the adapters of its parts (q, k, v); a checkpoint that is fused itself has a single
-        # one.
+        # vLLM gives a fused layer the adapters of its parts (q, k, v); of a checkpoint that is fused there is only one.
         parts = getattr(model, "packed_modules_mapping", {}).get(last, [last])
         if parts != [last]:
             return f"vLLM expects the adapter of {name} in parts, as {' and '.join(parts)}"
@@ -42,7 +41,7 @@ def why_no_adapter(config: Any, model_impl: str, layers: Iterable[str]) -> str |
 
 
 def may_have_head(config: Any) -> bool:
-    """Whether vLLM's model of an architecture may have an output head apart from its embeddings."""
+    """Whether vLLM's model of an architecture may have an output head besides its embeddings."""
     # Searches the source of the model class, as a server's model cannot be inspected.
     names = [name for name in config.architectures or () if name in ModelRegistry.models]
     if not names:

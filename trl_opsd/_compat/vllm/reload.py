@@ -12,7 +12,7 @@ HEAD = "lm_head.weight"
 
 
 def has_head(model: Any) -> bool:
-    """Whether a model, or the language model inside a multimodal one, has an output head apart from its embeddings."""
+    """Whether a model, or the language model inside a multimodal one, has an output head besides its embeddings."""
     return any(name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules())
 
 
@@ -29,6 +29,7 @@ def end_reload(runner: Any) -> None:
     model = runner.get_model()
     for layer in model.modules():
         info = get_layerwise_info(layer)
+        # vLLM counts loaded elements to know when a layer is complete.
         info.load_numel = 0
         info.loaded_weights.clear()
     finalize_layerwise_reload(model, runner.model_config)

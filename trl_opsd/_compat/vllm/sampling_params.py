@@ -31,6 +31,7 @@ def checked(given: dict[str, Any]) -> dict[str, Any]:
     if isinstance(given.get("structured_outputs"), dict):
         given = {**given, "structured_outputs": StructuredOutputsParams(**given["structured_outputs"])}
     if given.get("stop"):
+        # Stop strings are matched against text.
         given = {**given, "detokenize": True}
     with refusals():
         SamplingParams(**given)
