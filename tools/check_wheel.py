@@ -62,7 +62,8 @@ print("README's code trained with", *versions, "losses", *losses)
 tiny.rows(16).to_json("rows.jsonl")
 """
 DRY_RUN = (
-    *("--model_name_or_path", "Qwen/Qwen2.5-0.5B-Instruct", "--teacher_model_name_or_path", "Qwen/Qwen2.5-1.5B-Instruct"),
+    *("--model_name_or_path", "Qwen/Qwen2.5-0.5B-Instruct"),
+    *("--teacher_model_name_or_path", "Qwen/Qwen2.5-1.5B-Instruct"),
     *("--dataset_name", "rows.jsonl", "--max_completion_length", "8", "--use_cpu", "--output_dir", "dry"),
 )
 WITH_SMALL_EXTRAS = "import trl_opsd.report.curves, trl_opsd.teacher.serve.server, vl_convert, aiohttp"

@@ -322,7 +322,7 @@ class TestPasses:
         return SimpleNamespace(prompt_ids=torch.empty(0, device="meta"), ended=lambda: measured)
 
     def test_passes_are_long_enough_to_hide_the_streaming(self):
-        """9 to 14 thousand tokens hide the copies, whatever the size; the first layer of a pass is hidden by nothing."""
+        """9 to 14 thousand tokens hide the copies of a model of any size, but that of the first layer."""
         first, *_ = pass_groups(self.config(), self.rows([2048] * 64), few=True)
         assert 14_000 <= 2048 * len(first) <= 20_000
 

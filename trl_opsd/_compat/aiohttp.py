@@ -1,4 +1,4 @@
-"""aiohttp, for those who talk to a server or are one; without it, how to install it."""
+"""aiohttp, for clients and servers of HTTP; where it is missing, the error says how to install it."""
 
 from __future__ import annotations
 

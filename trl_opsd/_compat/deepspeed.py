@@ -18,24 +18,13 @@ Config = dict[str, Any]
 
 
 def reader_config(dtype: torch.dtype, width: int, device: torch.device, layer: int = 0) -> Config:
-    """A ZeRO-3 config for a frozen model: sharded over the processes, in host memory, gathered layer by layer.
-
-    It takes nothing from the student's config: its optimizer, scheduler, accumulation or batch size would be set up for
-    the teacher too, or be refused.
-
-    Args:
-        dtype (`torch.dtype`):
-            Dtype of the weights; DeepSpeed's default is float32.
-        width (`int`):
-            Hidden size. Tensors of up to ten times as many elements, norms and biases, stay gathered.
-        device (`torch.device`):
-            Device of the forward pass.
-        layer (`int`, *optional*, defaults to 0):
-            Elements of the largest layer: the next is gathered while one computes. 0 leaves DeepSpeed's defaults, of
-            which the first is a fraction of a layer of a large model.
-    """
+    """A ZeRO-3 config for a frozen model: sharded over the processes, in host memory, gathered layer by layer."""
+    # `layer` has the elements of the largest layer: the next is gathered while one computes. DeepSpeed's default
+    # prefetches a fraction of a large model's layer.
     ahead = {"stage3_prefetch_bucket_size": layer, "stage3_max_live_parameters": 2 * layer} if layer else {}
     return {
+        # Nothing of the student's config: its optimizer, scheduler, accumulation or batch size would be set up for the
+        # teacher too, or be refused.
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 2**62,
         "bf16": {"enabled": dtype == torch.bfloat16},
@@ -43,6 +32,7 @@ def reader_config(dtype: torch.dtype, width: int, device: torch.device, layer: i
         "zero_optimization": {
             "stage": 3,
             "offload_param": {"device": "cpu", "pin_memory": device.type != "cpu"},
+            # Smaller tensors, norms and biases, stay gathered.
             "stage3_param_persistence_threshold": 10 * width,
             # No layer is needed again before all others have been used: keep none gathered.
             "stage3_max_reuse_distance": 0,
@@ -52,19 +42,14 @@ def reader_config(dtype: torch.dtype, width: int, device: torch.device, layer: i
 
 
 def extension_names() -> list[str]:
-    """The C++ extensions that DeepSpeed builds at their first use, by the names of their folders."""
+    """The C++ extensions that DeepSpeed builds on first use, by the names of their folders."""
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     return list(ALL_OPS)
 
 
 def settings_without_gradient_check(config: Config) -> list[str]:
-    """Names of settings with which DeepSpeed does not check gradients before a step, and so cannot skip it.
-
-    Args:
-        config (`dict`):
-            The student's DeepSpeed config.
-    """
+    """Names of settings with which DeepSpeed does not check gradients before a step, and so cannot skip it."""
     zero = config.get("zero_optimization", {})
     settings = {
         "zero_optimization.stage": zero.get("stage", 0) != 0,
@@ -75,35 +60,21 @@ def settings_without_gradient_check(config: Config) -> list[str]:
 
 
 def setting_without_loss_scale(config: Config) -> str | None:
-    """The name of a setting with which DeepSpeed has an optimizer without [`rescaled`], or `None`.
-
-    Args:
-        config (`dict`):
-            The student's DeepSpeed config.
-    """
+    """The name of a setting with which DeepSpeed's optimizer does not support [`rescaled`], or `None`."""
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage == 0:
         return "zero_optimization.stage"
     autocast = config.get("torch_autocast", {})
     if autocast.get("enabled") and "float16" in str(autocast.get("dtype")).replace("bfloat16", ""):
-        return "torch_autocast.dtype"  # whose loss scale is of another kind
+        return "torch_autocast.dtype"  # a loss scale of another kind
     accumulates = config.get("data_types", {}).get("grad_accum_dtype")
     return "data_types.grad_accum_dtype" if stage == 1 and accumulates is not None else None
 
 
 @contextmanager
 def rescaled(optimizer: Any, before: float, after: float) -> Iterator[float]:
-    """Has the optimizer divide the gradient of its next step by `after`, whose losses were divided by `before` so far.
-
-    Args:
-        optimizer (`Any`):
-            DeepSpeed's, of ZeRO stage 1 to 3, which holds the gradient times its loss scale.
-        before, after (`float`):
-            The denominators.
-
-    Yields:
-        `float`: what losses are divided by in the body.
-    """
+    """Makes the next step divide the gradient by `after`, though losses were divided by `before`; yields `after`."""
+    # A ZeRO optimizer holds the gradient times its loss scale, and divides by the scale when it steps.
     optimizer.override_loss_scale(optimizer.loss_scale * after / before)
     try:
         yield after
@@ -125,19 +96,14 @@ def gathered(parameters: Sequence[Tensor], written: bool = False) -> Iterator[No
 
 @contextmanager
 def forwards_apart(model: Any) -> Iterator[None]:
-    """Lets each process call a gathered model as often as it likes.
-
-    DeepSpeed compares all processes as the first two forwards begin. TRL removes its hooks meanwhile, but not that one.
-
-    Args:
-        model (`Any`):
-            As accelerate has wrapped it; nothing is changed unless it is ZeRO-3's engine.
-    """
+    """Lets each process call a gathered model as often as it needs."""
+    # DeepSpeed compares all processes at the start of the first two forwards. TRL removes its other hooks meanwhile.
     optimizer = getattr(model, "optimizer", None)
     coordinator = getattr(getattr(optimizer, "parameter_offload", optimizer), "param_coordinator", None)
     if coordinator is None:
         yield
         return
+    # Shadowed on the instance, so that deleting it restores the method.
     coordinator.reset_step = lambda: None
     try:
         yield
@@ -146,11 +112,9 @@ def forwards_apart(model: Any) -> Iterator[None]:
 
 
 def register_external_parameters(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Tells ZeRO-3 that a module's forward also reads parameters of another module.
-
-    DeepSpeed detects that by itself, but only after it has traced the order in which a forward uses parameters; the
-    next forward without gradients then fails.
-    """
+    """Tells ZeRO-3 that a module's forward also reads parameters of another module."""
+    # DeepSpeed detects that itself, but only after it has traced the order in which a forward uses parameters; the next
+    # forward without gradients then fails.
     split = [one for one in parameters if hasattr(one, "ds_id")]
     if split:
         from deepspeed import zero  # slow to import, and optional
@@ -173,12 +137,9 @@ def with_current_autocast(function: Callable[..., Any], device: torch.device) ->
 
 @contextmanager
 def loading(config: Config | None) -> Iterator[None]:
-    """Makes `from_pretrained` use this DeepSpeed config, or none, instead of the student's.
-
-    While a ZeRO-3 config is alive, `transformers` shards every model it loads by that config; and with accelerate's
-    `fsdp_cpu_ram_efficient_loading` it fills the model with zeros in all processes but the first, for FSDP to replace.
-    Both settings are restored on exit, also after an exception.
-    """
+    """Makes `from_pretrained` use this DeepSpeed config, or none, instead of the student's, while it is open."""
+    # While a ZeRO-3 config is alive, `transformers` shards every model it loads by that config; and with accelerate's
+    # `fsdp_cpu_ram_efficient_loading` it fills the model with zeros, for FSDP to replace, in all processes but one.
     students = integration._hf_deepspeed_config_weak_ref  # there are public functions to set and unset it, not to read
     ours = None
     try:
@@ -194,10 +155,8 @@ def loading(config: Config | None) -> Iterator[None]:
 
 
 def restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Restores a model's buffers in their original dtype.
-
-    ZeRO-3 casts them to the dtype of the weights; rotary frequencies in half precision are wrong at late positions.
-    """
+    """Restores a model's buffers in their original dtype."""
+    # ZeRO-3 casts them to the dtype of the weights; rotary frequencies in half precision are wrong at late positions.
     for name, buffer in buffers.items():
         model.get_buffer(name).data = buffer
 
@@ -217,21 +176,9 @@ def recompute_buffers(model: Any) -> None:
 
 
 def exchanging_attention(attend: Callable[..., Any], query_BHLD: Tensor, key_BHLD: Tensor, group: Any) -> Any:
-    """An attention function of transformers for rows that a group of processes shares, by DeepSpeed's Ulysses.
-
-    Before it attends, every process gives its part of the positions and gets all positions of its part of the heads;
-    afterwards the reverse. Masks are left out: it is causal.
-
-    Args:
-        attend (`Callable`):
-            What attends within a process.
-        query_BHLD (`torch.Tensor`):
-            [B, heads, L, D], of this process's L positions.
-        key_BHLD (`torch.Tensor`):
-            [B, heads of the keys, L, D].
-        group (`torch.distributed.ProcessGroup`):
-            The processes, in the order of their positions.
-    """
+    """A causal attention function for rows that a group of processes shares, by DeepSpeed's Ulysses."""
+    # Before it attends, every process gives its part of the positions and gets all positions of its part of the heads;
+    # afterwards the reverse. `attend` is the attention within a process.
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # slow to import, and optional
 
     return UlyssesSPAttentionHF(
@@ -247,14 +194,7 @@ def exchanging_attention(attend: Callable[..., Any], query_BHLD: Tensor, key_BHL
 
 
 class SplitReader:
-    """Runs functions of a frozen model sharded by DeepSpeed; shards it first if necessary.
-
-    Args:
-        model (`nn.Module`):
-            The model, unsharded or loaded under [`loading`].
-        config (`dict`):
-            From [`reader_config`].
-    """
+    """Runs functions of a frozen model sharded by DeepSpeed; shards it unless it was loaded under [`loading`]."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         from deepspeed import initialize, zero  # slow to import, and optional
@@ -262,7 +202,7 @@ class SplitReader:
         self._stage = _Stage(model)
         buffers = dict(model.named_buffers())
         if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-            # The engine would move all of the model to the device before sharding; this moves one parameter at a time.
+            # The engine would move the whole model to the device before sharding; this moves one parameter at a time.
             zero.Init(self._stage, mem_efficient_linear=False, config_dict_or_path=config)
         self._engine, *_ = initialize(model=self._stage, config=config)
         self._engine.eval()
@@ -273,14 +213,14 @@ class SplitReader:
         device = self._engine.device
         self._stage.task = with_current_autocast(partial(function, self._stage.model, *args), device)
         try:
-            with torch.autocast(device.type, enabled=False):  # else DeepSpeed warns about it
+            with torch.autocast(device.type, enabled=False):  # otherwise DeepSpeed warns
                 return self._engine()
         finally:
             self._stage.task = None
 
 
 class _Stage(nn.Module):
-    """The module that the engine wraps. Its forward calls `task`."""
+    """The module that the engine wraps, whose forward calls `task`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

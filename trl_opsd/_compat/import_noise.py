@@ -1,7 +1,7 @@
-"""Drops what libraries log when they are merely imported, about devices and engines that this process may never use,
-and what they warn of that only they can change.
+"""Drops what libraries log when they are imported, about devices and engines that this process may never use, and
+deprecation warnings that only they can act on.
 
-TRL imports vLLM and DeepSpeed where they are installed, whether or not a training asks for them.
+TRL imports vLLM and DeepSpeed where they are installed, whether or not a training uses them.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ _NOISE = {
     "vllm.triton_utils.importing": "Triton is installed",
     "DeepSpeed": "Setting accelerator to CPU",
 }
-"""Loggers, and how the message begins that is dropped."""
+"""Beginning of the dropped message, by logger."""
 _WARNINGS = (
-    # DeepSpeed and FSDP2 call what torch has given another name, some of it in each step.
+    # DeepSpeed and FSDP2 call functions that torch renamed, some of them in each step.
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning, ""),
-    # TRL and accelerate call what transformers has given another name.
+    # TRL and accelerate call what transformers renamed.
     (r"`(gradient_checkpointing_(en|dis)able|is_gradient_checkpointing)` is deprecated", FutureWarning, ""),
-    # At five places of TRL's own; where vLLM is chosen it is said once.
+    # TRL warns at five places; `_compat.vllm` repeats it once where vLLM is chosen.
     ("TRL currently supports vLLM versions", UserWarning, r"trl\."),
 )
 """Message, category and module of warnings."""
 
 
 def drop_import_noise() -> None:
-    """Filters these messages, and no other of their loggers. Called again it does nothing."""
+    """Filters these messages, and no others of their loggers; idempotent."""
     for about in _WARNINGS:
         warnings.filterwarnings("ignore", *about)
     for name, start in _NOISE.items():
         logger = logging.getLogger(name)
+        # Importing again, as tests do, must not stack filters.
         if not any(isinstance(one, _NotAbout) for one in logger.filters):
             logger.addFilter(_NotAbout(start))
 
 
 class _NotAbout(logging.Filter):
-    """Passes all messages but those that begin with a text."""
+    """Passes all messages that do not begin with a text."""
 
     def __init__(self, start: str) -> None:
         super().__init__()

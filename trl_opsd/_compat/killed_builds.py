@@ -1,8 +1,8 @@
-"""Finds builds of DeepSpeed's C++ extensions that were killed, whose locks would be waited for without end or message.
+"""Finds locks of killed builds of DeepSpeed's C++ extensions, on which a run would wait forever without a message.
 
-torch builds an extension at its first use, under a lock that is a file. A process that is killed meanwhile leaves the
-file, and every later one waits until somebody deletes it (`torch.utils.file_baton`). Since torch 2.14
-the file always stays, and its lock is one of the system's, which ends with the process.
+torch builds an extension on first use, under a lock that is a file. A process that is killed meanwhile leaves the file,
+and every later one waits until somebody deletes it (`torch.utils.file_baton`). Since torch 2.14 the file always stays,
+and its lock is one of the system's, which ends with the process.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from torch.utils import cpp_extension
 from trl_opsd._compat.deepspeed import extension_names
 
 LONGEST_BUILD = 600.0
-"""Seconds after which a build that no process here is at was killed, also where another machine could be at it."""
+"""Seconds after which a lock that no process here holds is a killed build's, even if another machine could hold it."""
 
 
 def check_builds() -> None:
-    """Refuses what a killed build left where this run would wait for it; warns of what another node may be building.
-
-    Raises:
-        RuntimeError: There is a lock that nobody holds; the message says which file to delete.
-    """
+    """Raises `RuntimeError` for a lock that nobody holds; warns of one that another node may hold."""
     world = os.environ.get("WORLD_SIZE", "1")
+    # On several nodes with a shared folder, another node's build looks like a killed one.
     several_nodes = os.environ.get("LOCAL_WORLD_SIZE", world) != world
     for lock, age in unheld_locks():
         message = (
@@ -42,6 +39,7 @@ def check_builds() -> None:
 
 def unheld_locks() -> list[tuple[Path, float]]:
     """Locks of DeepSpeed's extensions that no process of this machine has open, and their ages in seconds."""
+    # torch 2.14 and later: the system releases a killed process's lock.
     if not hasattr(cpp_extension, "FileBaton"):
         return []
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
@@ -54,13 +52,13 @@ def unheld_locks() -> list[tuple[Path, float]]:
         try:
             if str(lock.resolve()) not in held:
                 found.append((lock, time.time() - lock.stat().st_mtime))
-        except FileNotFoundError:  # the build has ended meanwhile
+        except FileNotFoundError:  # the build ended meanwhile
             continue
     return found
 
 
 def _open_files() -> Iterator[str]:
-    """Paths of the files that this user's processes have open; none where the system does not list them."""
+    """Paths of the files that this user's processes have open; none where the system has no `/proc`."""
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             yield os.readlink(entry)

@@ -1,4 +1,4 @@
-"""Reads accelerate's `ParallelismConfig`, and refuses what a trainer here cannot do, before anything is loaded."""
+"""Reads accelerate's `ParallelismConfig`, and refuses unsupported settings before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,42 +12,27 @@ from accelerate.utils import patch_environment
 
 
 def launched(args: Any) -> ParallelismConfig:
-    """The sizes that the options or the accelerate file ask for; all are 1 where neither does.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            The options.
-    """
+    """The sizes of the options or else of the accelerate file; all are 1 where neither sets them."""
     if args.parallelism_config is not None:
         return args.parallelism_config
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
-        return ParallelismConfig()  # which reads what the launcher has set
+        return ParallelismConfig()  # reads the launcher's environment variables
     return ParallelismConfig(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1)
 
 
 @contextmanager
 def sharing_rows_ourselves(sizes: ParallelismConfig) -> Iterator[None]:
-    """Hides sequence parallelism from accelerate and transformers, which would divide the rows of the dataset.
-
-    For them all processes are data parallel while the context is open: each generates rows of its own.
-    """
+    """Hides sequence parallelism from accelerate and transformers, which would divide the rows of the dataset."""
     if not sizes.sp_enabled:
         yield
         return
+    # For them all processes are data parallel while the context is open: each generates its own rows.
     with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false"):
         yield
 
 
 def check_parallelism(args: Any) -> None:
-    """Checks the sizes of a launch against what it shards with and its number of processes.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            The options, before transformers has read them.
-
-    Raises:
-        ValueError: They ask for what is not supported or does not go together.
-    """
+    """Refuses sizes that are not supported, or do not fit the launch's sharding and number of processes."""
     sizes = launched(args)
     for name, what in {"tp_size": "tensor parallelism", "cp_size": "context parallelism"}.items():
         if (size := getattr(sizes, name)) > 1:

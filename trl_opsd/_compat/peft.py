@@ -34,7 +34,7 @@ _IRRELEVANT_FIELDS = (
 )
 """Fields of an adapter's config that do not affect training."""
 _WRAPPER_NAMES = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
-"""What PEFT inserts into the names of the base model's weights."""
+"""Parts that PEFT inserts into the names of the base model's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def is_peft(model: CausalLM) -> bool:
 
 
 def changes_generate(model: CausalLM) -> bool:
-    """Whether an adapter acts on the model in another way while PEFT's `generate` runs: prompt learning, and aLoRA."""
+    """Whether an adapter acts differently within PEFT's `generate`: prompt learning, and aLoRA."""
     configs = model.peft_config.values() if isinstance(model, PeftModel) else ()
     return any(one.is_prompt_learning or getattr(one, "alora_invocation_tokens", None) for one in configs)
 
@@ -68,10 +68,8 @@ def without_peft(model: CausalLM) -> Any:
 
 
 def has_foreign_adapter(model: CausalLM) -> bool:
-    """Whether layers of the model have an adapter that belongs to a `PeftModel` elsewhere, which PEFT put into them.
-
-    A model that transformers has loaded with an adapter, or `add_adapter` gave one, has it as its own.
-    """
+    """Whether the model's layers have an adapter of a `PeftModel` elsewhere that wraps this model."""
+    # An adapter that transformers loaded or added with `add_adapter` is the model's own.
     if is_peft(model) or getattr(model, "_hf_peft_config_loaded", False):
         return False
     return any(isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) for module in model.modules())
@@ -88,6 +86,7 @@ def base_parameters(model: CausalLM) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         name = plain_name(name)
+        # Adapter parameters are inside a wrapper, but not below its original layer.
         inside = _inside(name, wrappers)
         part = name.removeprefix(f"{inside}.").partition(".")[0]
         if inside is None or part in ("base_layer", "original_module"):
@@ -110,11 +109,8 @@ def describe_adapters(model: CausalLM) -> dict[str, Any] | None:
 
 @contextmanager
 def without_adapter(model: CausalLM) -> Iterator[None]:
-    """Disables the adapters while the context is open, and restores `requires_grad` afterwards.
-
-    PEFT itself would leave every adapter parameter trainable, also those that the method or the user keeps frozen
-    (MiCA's `lora_B`).
-    """
+    """Disables the adapters while the context is open, and restores `requires_grad` afterwards."""
+    # PEFT would leave every adapter parameter trainable, also those that the method (MiCA) or the user keeps frozen.
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         with model.disable_adapter():
@@ -133,14 +129,14 @@ def rewrites_base(config: Any) -> bool:
 def merged_weights(model: CausalLM) -> Iterator[Weight]:
     """The weights of a checkpoint of the base model with the active adapters merged, without changing the model.
 
-    Raises:
-        ValueError: An adapter has a type that cannot be merged here.
+    Refuses adapters of a type that cannot be merged here.
     """
     tuned, saved = _tuned_layers(model), _saved_modules(model)
+    # Merged lazily, one at a time: all merged copies at once would take a second model's memory.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if layer_name := _inside(name, tuned):
             kind = name.removeprefix(f"{layer_name}.base_layer.")
-            if kind != name:  # else it is a weight of the adapter
+            if kind != name:  # otherwise a weight of the adapter
                 outer, layer = _holder(layer_name, kind, tuned)
                 yield _merged(_plain(f"{outer}.{kind}"), tensor, layer, kind)
         elif module_name := _inside(name, saved):
@@ -219,7 +215,7 @@ def _inside(name: str, modules: dict[str, Any]) -> str | None:
 
 
 def _holder(name: str, kind: str, tuned: dict[str, Any]) -> tuple[str, Any]:
-    """The layer's name and the wrapper of one of its weights: experts have nested wrappers, one for each weight."""
+    """The layer's name and the wrapper of one of its weights: experts have nested wrappers, one per weight."""
     while isinstance(tuned[name], ParamWrapper) and tuned[name].parameter_name != kind:
         outer = name.removesuffix(".base_layer")
         if outer == name or outer not in tuned:
@@ -258,6 +254,7 @@ def _merged_weight(layer: Any, base: Tensor, adapters: list[str]) -> Tensor:
         if variant is None:
             weight = weight + layer.get_delta_weight(adapter).detach().float()
         else:
+            # Variants such as DoRA are not a sum.
             weight = variant.merge_safe(layer, adapter, weight).detach()
     return weight
 
@@ -272,8 +269,8 @@ def _merged_bias(layer: Any, base: Tensor, adapters: list[str]) -> Tensor:
 
 @contextmanager
 def called_before_peft(look: Callable[[Any], None]) -> Iterator[None]:
-    """Calls `look` with the student just before TRL wraps it with PEFT; TRL loads and wraps it in one go."""
-    from trl_opsd._compat.trl import distillation_trainer  # which imports vLLM, and `trl-opsd plan` needs neither
+    """Calls `look` with the student just before TRL wraps it with PEFT, as TRL loads and wraps it in one call."""
+    from trl_opsd._compat.trl import distillation_trainer  # imports vLLM, which `trl-opsd plan` does not need
 
     wrap = distillation_trainer.get_peft_model
 

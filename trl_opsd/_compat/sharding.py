@@ -25,14 +25,14 @@ def is_split_model(model: nn.Module) -> bool:
 
 
 def splits_student(accelerator: Accelerator) -> bool:
-    """Whether this launch splits the student over processes; it may do that only when a training begins."""
+    """Whether this launch shards the student, possibly only when a training begins."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     is_zero3 = plugin is not None and plugin.zero_stage == 3
     return is_zero3 or accelerator.distributed_type == DistributedType.FSDP
 
 
 def class_of(model: nn.Module) -> type[nn.Module]:
-    """The class of a model before FSDP2 put one of its own around it."""
+    """The class of a model before FSDP2 replaced it by a subclass."""
     if isinstance(model, FSDPModule):
         return next(one for one in type(model).__bases__ if one is not FSDPModule)
     return type(model)
@@ -40,14 +40,12 @@ def class_of(model: nn.Module) -> type[nn.Module]:
 
 @contextmanager
 def unsharded(layer: nn.Module) -> Iterator[None]:
-    """Gathers a layer's parameters while the context is open, if FSDP2 has sharded them.
-
-    FSDP2 gathers them before the layer's forward. This is for a layer whose weight is used without calling it; the
-    gradient of the weight is reduced together with those of all other layers.
-    """
+    """Gathers a layer's parameters while the context is open, if FSDP2 has sharded them."""
     if not (isinstance(layer, FSDPModule) and any(isinstance(one, DTensor) for one in layer.parameters())):
         yield
         return
+    # FSDP2 gathers before the layer's own forward, but the head's weight is used without calling it. Its gradient is
+    # reduced together with those of all other layers.
     split: FSDPModule = layer
     split.unshard()
     try:
@@ -57,19 +55,12 @@ def unsharded(layer: nn.Module) -> Iterator[None]:
 
 
 def keep_float32(accelerator: Accelerator, accumulation: Mapping[str, Any]) -> None:
-    """Has micro-batches of a student that is sharded add up their gradients in float32, and in shards; and FSDP2 reduce
-    them so, and return the loss as it is. By default they do all of it in the compute dtype, and FSDP2 adds up whole
-    gradients in each process.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            The launch's, before the student is wrapped.
-        accumulation (`Mapping[str, Any]`):
-            What the user has set, of `gradient_accumulation_kwargs`.
-    """
+    """Makes a sharded student accumulate and reduce gradients in float32 and in shards, before it is wrapped."""
+    # By default both use the compute dtype, and FSDP2 accumulates unsharded gradients in each process.
     state = accelerator.state
     if accelerator.distributed_type == DistributedType.FSDP:
         if policy := state.fsdp_plugin.mixed_precision_policy:
+            # No cast of outputs either: the loss stays as it is.
             policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
             state.fsdp_plugin.mixed_precision_policy = policy
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = accumulation.get("sync_each_batch", True)
@@ -79,20 +70,20 @@ def keep_float32(accelerator: Accelerator, accumulation: Mapping[str, Any]) -> N
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshards modules that FSDP2 has left gathered after a forward; a no-op for other models."""
+    """Reshards modules that FSDP2 left gathered after a forward; a no-op for other models."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
             state = module._get_fsdp_state()
             group = getattr(state, "_fsdp_param_group", None)
             if group is not None and group.is_unsharded:
-                # torch 2.10 still waits for the forward of another module of the group: the head, which is not called.
+                # torch 2.10 still waits for the forward of the group's other module, the head, which is never called.
                 state._modules_to_run_forward.clear()
                 group._to_sharded()
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's parameters by name, resharded: FSDP2 replaces parameters, and leaves some gathered."""
+    """The optimizer's parameters by name, resharded first: FSDP2 replaces parameters, and leaves some gathered."""
     reshard(model)
     return {plain_name(name): parameter for name, parameter in model.named_parameters()}
 
@@ -104,7 +95,7 @@ def plain_name(name: str) -> str:
 
 @torch.no_grad()
 def whole(parameter: Tensor) -> Tensor:
-    """The unsharded value of a parameter; not a copy if it is not sharded. Collective if it is."""
+    """The unsharded value of a parameter; no copy if it is not sharded, collective if it is."""
     if isinstance(parameter, DTensor):
         value: Tensor = parameter.full_tensor()
         return value
@@ -115,9 +106,10 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def whole_copy(model: Any) -> Any:
-    """A copy of a model in every process; with ZeRO-3 it is gathered in host memory, tensor by tensor. Collective."""
+    """A copy of a model in every process; with ZeRO-3 gathered in host memory, tensor by tensor. Collective."""
     if not in_zero3_model(model):
         return deepcopy(model)
+    # `deepcopy` would copy empty shards.
     copied = empty_twin(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
         set_module_tensor_to_device(copied, name, "cpu", whole(tensor))
@@ -170,11 +162,9 @@ def whole_numel(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def broadcast_from_first(tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Overwrites the tensors of every process with those of the first. Collective.
-
-    Randomly initialised weights may differ between processes until training begins, and with accelerate's
-    `fsdp_cpu_ram_efficient_loading` only the first process has loaded any.
-    """
+    """Overwrites the tensors of every process with those of the first. Collective."""
+    # Randomly initialised weights may differ between processes until training begins, and with accelerate's
+    # `fsdp_cpu_ram_efficient_loading` only the first process has loaded any.
     if not distributed.is_initialized():
         return
     for tensor in tensors.values():

@@ -1,4 +1,4 @@
-"""Compares installed libraries with the bounds of `setup.cfg`, as the metadata of the installed package has them.
+"""Compares installed libraries with the bounds of `setup.cfg`, as this package's metadata has them.
 
 To silence the warning: `logging.getLogger("trl_opsd._compat.versions").setLevel("ERROR")`.
 """
@@ -16,15 +16,12 @@ from packaging.specifiers import SpecifierSet
 logger = get_logger(__name__)
 
 _EXTRAS = ("", "deepspeed", "report", "server", "vllm")
-"""Those of users; `""` is the package without any."""
+"""Extras for users; `""` is the package without extras."""
 
 
 @cache
 def bounds() -> dict[str, SpecifierSet]:
-    """The versions of each library that may be installed, where a version matters.
-
-    Empty for a source tree that is not installed itself.
-    """
+    """The supported versions of each library with bounds; empty for a source tree that is not installed."""
     try:
         wanted = [Requirement(line) for line in metadata.requires("trl_opsd") or ()]
     except metadata.PackageNotFoundError:
@@ -40,6 +37,7 @@ def installed() -> dict[str, str]:
     """The version of each library of [`bounds`] that is installed."""
     found = {}
     for name in {**bounds(), "vllm": None}:
+        # vLLM's build for CPUs is another distribution.
         for build in (name, f"{name}-cpu"):
             try:
                 found[name] = metadata.version(build)
@@ -50,12 +48,7 @@ def installed() -> dict[str, str]:
 
 
 def outside(found: Mapping[str, str]) -> list[str]:
-    """The libraries that are older or newer than their bounds, each with its version and the bounds.
-
-    Args:
-        found (`Mapping[str, str]`):
-            Versions by library, such as [`installed`].
-    """
+    """Descriptions of the libraries that are outside their bounds, from versions by library."""
     return [
         f"{name} {found[name]} (expected {name}{allowed})"
         for name, allowed in bounds().items()
@@ -65,7 +58,7 @@ def outside(found: Mapping[str, str]) -> list[str]:
 
 @cache
 def warn_of_outside() -> None:
-    """Warns, in the first call, about libraries that are installed against the bounds."""
+    """Warns once about libraries outside their bounds."""
     if found := outside(installed()):
         logger.warning(
             f"Older or newer than what trl_opsd was tested with: {', '.join(found)}. Install the expected versions: "

@@ -1,4 +1,4 @@
-"""A process group of this process and the workers of a server, apart from those of the launch."""
+"""A process group of this process and the workers of a server, separate from those of the launch."""
 
 from __future__ import annotations
 
@@ -13,29 +13,19 @@ from torch import Tensor, distributed
 from torch.distributed import distributed_c10d as c10d
 
 MEET_SECONDS = 60.0
-"""Both sides are running and told each other where to meet: they do so at once, or cannot reach each other."""
+"""Both sides run and know the address: they meet at once, or cannot reach each other."""
 
 
 class WeightGroup:
-    """A group in which this process is the first, and broadcasts.
-
-    Args:
-        name (`str`):
-            Its name on both sides.
-        host (`str`):
-            The server, from which the address follows that it can reach this process by.
-        workers (`int`):
-            The others in the group.
-        backend (`str`):
-            `"gloo"` or `"nccl"`.
-    """
+    """A group in which this process has rank 0, and broadcasts to the server's `workers`."""
 
     def __init__(self, name: str, host: str, workers: int, backend: str) -> None:
         self._name, self._size, self._backend = name, 1 + workers, backend
-        self.address = _own_address(host)
+        self.address = _own_address(host)  # by which the server can reach this process
+        # Bound here, since a `TCPStore` would listen on all interfaces.
         listener = socket.create_server((self.address, 0), family=_family(self.address))
         self.port: int = listener.getsockname()[1]
-        """Port of the rendezvous, on the interface with `address` alone."""
+        """Port of the rendezvous, which listens on the interface of `address` only."""
         self._store = distributed.TCPStore(  # type: ignore[attr-defined]
             self.address, self.port, self._size, is_master=True, timeout=timedelta(seconds=MEET_SECONDS),
             wait_for_workers=False, master_listen_fd=listener.detach(),
@@ -43,11 +33,8 @@ class WeightGroup:
         self._group: Any = None
 
     def meet(self) -> None:
-        """Waits for the others, who do what SGLang's `init_custom_process_group` does with the same store.
-
-        Raises:
-            RuntimeError: They do not come within a minute.
-        """
+        """Waits up to a minute for the others, who call SGLang's `init_custom_process_group` with the same store."""
+        # `init_process_group` can only make the launch's default group, so this one is built from torch's internals.
         store = c10d.PrefixStore(self._name, self._store)
         with _interface_of(self.address):
             self._group, _ = c10d._new_process_group_helper(
@@ -57,17 +44,16 @@ class WeightGroup:
         c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self._size)}
 
     def send(self, tensor: Tensor, seconds: float) -> Any:
-        """Begins to broadcast a tensor, and returns what to `wait` for."""
+        """Starts to broadcast a tensor, and returns the work to `wait` for."""
         return self._group.broadcast(tensor, 0, timedelta(seconds=seconds))
 
     def abandon(self) -> None:
-        """Gives up what is being sent. The group stays in torch's table: to destroy it is to wait until its time is
-        over, with gloo, which knows no other end.
-        """
+        """Aborts what is being sent."""
+        # Not destroyed, and so left in torch's table: with gloo, destroying waits until its timeout.
         self._group.abort()
 
     def close(self) -> None:
-        """Leaves the group, when all has been received."""
+        """Leaves the group after everything was received."""
         group, self._group = self._group, None
         if group is not None:
             c10d.destroy_process_group(group)
@@ -81,13 +67,13 @@ def _own_address(host: str) -> str:
     """The address of the interface from which a host is reached; loopback for a server on this machine."""
     family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)  # of a datagram socket: nothing is sent
+        probe.connect(where)  # a datagram socket sends nothing
         return str(probe.getsockname()[0])
 
 
 @contextmanager
 def _interface_of(address: str) -> Iterator[None]:
-    """Has gloo listen on loopback if the server is there, unless the user has chosen an interface."""
+    """Makes gloo listen on loopback if the server is there, unless the user has chosen an interface."""
     if not (address.startswith("127.") or address == "::1") or "GLOO_SOCKET_IFNAME" in os.environ:
         yield
         return

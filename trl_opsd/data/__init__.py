@@ -1,1 +1,1 @@
-"""Turns dataset rows into the token ids of student and teacher."""
+"""Turns dataset rows into the token ids of student and teacher; knows no models."""

@@ -1,6 +1,6 @@
-"""Checks the rows of a whole dataset before training starts, as far as they can be read ahead.
+"""Checks all rows of a dataset before training starts, as far as they can be read ahead.
 
-Form is checked on one row of each shape, and of the others only those are tokenized that may be too long.
+Form is checked on one row of each shape; of the others only those are tokenized that may be too long.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from trl_opsd.data.teacher_prompts import COLUMNS
 logger = get_logger(__name__)
 
 _BATCH = 1000
-"""Rows that are tokenized at once."""
+"""Rows tokenized at once."""
 _SOME = 20
-"""Rows of which a warning judges the others."""
+"""First rows from which a warning generalises."""
 _FEW = 1000
-"""Rows that take a moment: no progress bar, and no cache."""
+"""Rows up to which neither a progress bar nor a cache pays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +46,22 @@ class Rows:
     where: str
     """Its name in messages."""
     survey: Survey | None
-    """The shape and size of each row; `None` for a stream, or where each row has to be read to know them."""
+    """The shape and size of each row; `None` for a stream, or where only reading each row reveals them."""
     progress: bool
     """Whether to show progress bars."""
     read: Any = field(init=False)
-    """The dataset with the values and the columns that are read ahead."""
+    """The dataset, reduced to the columns and plain values that are checked ahead."""
 
     def __post_init__(self) -> None:
         read = self.dataset
-        if self.can_be_read_ahead:  # a transform may compute the prompts from other columns
+        if self.can_be_read_ahead:  # else a transform may need other columns
             read = read.with_format(None)
             read = read.select_columns([name for name in COLUMNS if name in read.column_names])
         object.__setattr__(self, "read", read)
 
     @property
     def can_be_read_ahead(self) -> bool:
-        """Whether rows can be read before a tokenizer is known: a transform may need one, and a stream goes on."""
+        """Whether rows can be read before a tokenizer is loaded: not a stream, nor a transform, which may need one."""
         return not (_is_stream(self.dataset) or has_transform(self.dataset))
 
     @classmethod
@@ -76,61 +76,33 @@ class Rows:
 
     @property
     def one_of_each_shape(self) -> Numbers:
-        """Numbers of rows that stand for all in a check of their form: the first of each shape, in order."""
+        """Row numbers that represent all in a check of their form: the first of each shape, in order."""
         return np.arange(len(self.dataset)) if self.survey is None else self.survey.first_of_each_shape
 
     def first_requests(self, intake: Intake) -> list[Request]:
-        """Some rows, parsed; none of a stream, and none that a transform computes."""
+        """Some rows, parsed; none of a stream or a transform."""
         if not self.can_be_read_ahead:
             return []
         return list(next(_requests(self, range(min(_SOME, len(self.dataset))), intake)).values())
 
 
 def look_ahead(rows: Rows, intake: Intake) -> None:
-    """Runs the checks that need no tokenizer, so that a bad row is refused before a model is loaded.
-
-    A stream cannot be read ahead, and a transform may need the tokenizer: their rows are checked later.
-
-    Args:
-        rows ([`Rows`]):
-            A dataset.
-        intake ([`~data.intake.Intake`]):
-            Parses the rows.
-
-    Raises:
-        ValueError: A row is invalid; the message names it.
-        TypeError: A prompt is neither text nor messages.
-    """
+    """Runs the checks that need no tokenizer, so that a bad row is refused before a model is loaded."""
     if not rows.can_be_read_ahead:
         return
     kind = None
+    # One row of each shape has every form of error that the dataset has.
     for requests in _requests(rows, rows.one_of_each_shape, intake):
         kind = common_kind((request.student for request in requests.values()), kind)
 
 
 def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
-    """Checks every row, and optionally drops those with overlong prompts.
-
-    Args:
-        rows ([`Rows`]):
-            The rows of a stream are not checked here but when they are used; overlong ones are filtered while it is
-            read, if `dropped` is given.
-        reader ([`~data.readers.Reader`]):
-            The reader that must be able to read the prompts.
-        dropped (`Counter`, *optional*):
-            If given, prompts that do not fit are dropped and counted here under the name of the dataset; those of a
-            stream while it is read. When `None`, such a prompt is an error.
-
-    Returns:
-        The rows without those dropped.
-
-    Raises:
-        ValueError: A row cannot be trained on; the message names it.
-        TypeError: A prompt is neither text nor messages.
-    """
+    """Checks every row against the limits; with `dropped`, overlong prompts are removed and counted there instead."""
     if _is_stream(rows.dataset):
+        # A stream is filtered while it is read, and otherwise checked when its rows are used.
         kept = rows.dataset if dropped is None else rows.dataset.filter(_stays(rows.where, reader, dropped))
         return Rows(kept, rows.where, None, rows.progress)
+    # First one row of each shape, then those that their bytes do not prove to fit; only suspects are parsed again.
     numbers = rows.one_of_each_shape
     counts = _counted(rows, numbers, reader)
     if rows.survey is not None:
@@ -154,20 +126,10 @@ def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
 
 
 def _may_not_fit(survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbers:
-    """Numbers of the rows, other than the first of each shape, that are not known to be within the limits.
-
-    A row has the tokens of the first of its shape, which has the same chat template around it, and those of its own
-    text, at most one for each byte. Templates do not write a message more than twice; a prompt of one
-    that does is refused when it is drawn.
-
-    Args:
-        survey ([`~data.survey.Survey`]):
-            Of all rows.
-        first_tokens (`numpy.ndarray`):
-            Number of tokens of the first row of each shape.
-        reader ([`~data.readers.Reader`]):
-            Knows the limits.
-    """
+    """Numbers of the rows, other than the first of each shape, that are not known to be within the limits."""
+    # A row has the tokens of the first of its shape, which has the same chat template around it, and those of its own
+    # text, at most one per byte. Twice the bytes, as some templates write a message twice; a prompt that one writes
+    # more often is refused when it is drawn.
     others = np.ones(len(survey.shapes), bool)
     if reader.is_bounded:
         room = reader.strictest.room_for_prompt
@@ -179,15 +141,10 @@ def _may_not_fit(survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbe
 
 
 def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
-    """For each of these rows, the number of tokens of its prompt and the largest of their ids; [rows, 2].
-
-    Where the models know all ids of the tokenizer, the largest is not looked for, and is 0.
-
-    Those of many stored rows are kept in the cache of `datasets`, for the other processes of this machine and for later
-    runs.
-    """
+    """[rows, 2]: the number of tokens of each row's prompt and their largest id, or 0 where the models know all ids."""
     if rows.survey is None or len(numbers) <= _FEW or not datasets.is_caching_enabled():
         return _count(rows, numbers, reader)
+    # Cached like a `datasets` map, for the machine's other processes and later runs, by all that counts depend on.
     read = digest(rows.dataset.select(numbers), reader.columns)
     key = Hasher.hash([read, reader.tokenizer, reader.settings, reader.knows_all_ids])
     path = Path(datasets.config.HF_DATASETS_CACHE) / "trl_opsd" / f"{key}.npy"
@@ -199,7 +156,7 @@ def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
             path.parent.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 np.save(file, counts)
-            os.replace(file.name, path)
+            os.replace(file.name, path)  # atomic: another process may read it meanwhile
         except OSError as error:
             logger.warning(f"The lengths of the prompts of {rows.where} are not kept for the next run: {error}.")
     return counts
@@ -234,7 +191,7 @@ def _is_stream(dataset: Any) -> bool:
 
 
 def _stays(where: str, reader: Reader, dropped: Counter[str]) -> Callable[[Any], bool]:
-    """A filter for the rows of a stream, which keeps those whose prompt fits, and counts and mentions the others."""
+    """A filter for a stream, which keeps rows whose prompt fits, and counts and reports the others."""
     mentioned = 0
 
     def stays(row: dict[str, Any]) -> bool:

@@ -10,26 +10,26 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerBase
 
 _SPACE = "▁"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's symbol for a space."""
 
 
 def at_most_one_token_per_byte(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether text that is not blank has at least one token, and at most one for each UTF-8 byte after NFC.
-
-    So it is for BPE, which merges bytes or characters, unless its text is rewritten first: those of Qwen, Llama, Gemma,
-    Mistral, GPT. Each of them may add one token to a whole text.
-    """
+    """Whether text that is not blank has at least one token, and at most one for each UTF-8 byte after NFC."""
+    # True of BPE over bytes or characters (Qwen, Llama, Gemma, Mistral, GPT) unless text is rewritten first. Each of
+    # these may add one token to a whole text.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(backend.model) is not models.BPE:
         return False
     try:
         normalizers, splitters = [*_steps(backend.normalizer)], [*_steps(backend.pre_tokenizer)]
-    except Exception:  # a step in Python has no state, and the library raises a bare `Exception`
+    except Exception:  # steps in Python have no state; the library raises a bare `Exception`
         return False
     short_space = backend.token_to_id(_SPACE) is not None
     rewrites = any(not _is_harmless(step, short_space) for step in normalizers)
+    # Without a fallback, characters outside the vocabulary vanish, and a text may have no token at all.
     knows_all = backend.model.byte_fallback or backend.model.unk_token is not None
     by_bytes = any(step["type"] == "ByteLevel" for step in splitters)
+    # SentencePiece writes a space as a character of three bytes: unless that is one token, a space may become three.
     spaces_grow = any(step["type"] == "Metaspace" for step in splitters) and not short_space
     return (by_bytes or knows_all) and not rewrites and not spaces_grow
 

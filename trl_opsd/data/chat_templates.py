@@ -1,4 +1,4 @@
-"""Examines what a tokenizer adds to text, which arguments its chat template reads, and what that makes of prompts."""
+"""Examines what tokenizer and chat template make of prompts, and warns of what is seldom meant."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _TAKEN = {
     "tokenize",
     "return_dict",
 }
-"""Arguments of `apply_chat_template` that TRL passes, or that contradict one of those."""
+"""Arguments of `apply_chat_template` that TRL passes, or that contradict these."""
 _ANSWER = "The answer."
-"""An answer, to see what a template writes around one."""
+"""An answer that shows what a template writes around it."""
 
 
 def added_at_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The token that a tokenizer writes after each text, if there is one, as those of T5 and BERT do."""
+    """The token that a tokenizer appends to each text, if any, as those of T5 and BERT do."""
     read, text = partial(tokenizer, add_special_tokens=False), "a"
     if not read(text)["input_ids"]:  # a vocabulary without letters
         others = set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens)
@@ -44,22 +44,11 @@ def added_at_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def check_template_arguments(tokenizer: PreTrainedTokenizerBase, option: str, names: Collection[str]) -> str | None:
-    """What is wrong with chat template arguments, in words; `None` if the template reads all of them.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its template is searched for the names.
-        option (`str`):
-            The option that holds them.
-        names (`Collection[str]`):
-            The arguments.
-
-    Raises:
-        ValueError: The trainer sets one of them.
-    """
+    """Why chat template arguments have no effect, in words, or `None`; refuses arguments that the trainer sets."""
     if taken := sorted(_TAKEN & set(names)):
         raise ValueError(f"`{option}` sets {taken[0]!r}, which the trainer sets itself: remove it.")
     template = str(tokenizer.chat_template or "")  # a dict of several is searched as a whole
+    # A word search rather than an analysis of the template: it errs on the side of silence.
     words = set(re.findall(r"[A-Za-z_]\w*", template))
     unread = [name for name in names if name not in words | signature(tokenizer.apply_chat_template).parameters.keys()]
     if not template or not unread:
@@ -70,19 +59,7 @@ def check_template_arguments(tokenizer: PreTrainedTokenizerBase, option: str, na
 
 
 def check_parts(messages: Sequence[Mapping[str, Any]], text: str, where: str) -> None:
-    """Refuses a list of content parts that a chat template wrote as Python prints it.
-
-    Args:
-        messages (`Sequence[Mapping[str, Any]]`):
-            A prompt.
-        text (`str`):
-            What the template made of it.
-        where (`str`):
-            The prompt's name in messages.
-
-    Raises:
-        ValueError: The prompt would be Python code.
-    """
+    """Refuses content parts that a chat template wrote as Python prints a list: the prompt would be code."""
     if any(isinstance(one["content"], list) and str(one["content"]) in text for one in messages):
         raise ValueError(
             f"{where} has content in parts, [{{'type': 'text', ...}}], which the chat template of the tokenizer writes "
@@ -91,25 +68,14 @@ def check_parts(messages: Sequence[Mapping[str, Any]], text: str, where: str) ->
 
 
 def check_that_all_is_read(messages: Sequence[Mapping[str, Any]], render: Callable[..., str], where: str) -> None:
-    """Refuses a chat template that leaves a message out; those of the assistant it may shorten.
-
-    Args:
-        messages (`Sequence[Mapping[str, Any]]`):
-            A conversation; its contents are replaced by words that no template changes.
-        render (`Callable`):
-            `render(messages)` applies the template.
-        where (`str`):
-            The conversation's name in messages.
-
-    Raises:
-        ValueError: A model would not see one of them.
-    """
+    """Refuses a chat template that leaves a message out; those of the assistant it may shorten."""
+    # Contents are replaced by words that no template changes, so that each can be found.
     words = [f"word{number}." for number in range(len(messages))]
     marked = [
         {**one, "content": [{"type": "text", "text": word}] if isinstance(one["content"], list) else word}
         for one, word in zip(messages, words, strict=True)
     ]
-    with suppress(TemplateError, TypeError):  # the reader names the row that a template refuses
+    with suppress(TemplateError, TypeError):  # the reader reports the row that a template refuses
         text = render(marked)
         for number, (one, word) in enumerate(zip(messages, words, strict=True), 1):
             if one["role"] != "assistant" and word not in text:
@@ -123,32 +89,18 @@ def check_that_all_is_read(messages: Sequence[Mapping[str, Any]], render: Callab
 def warn_of_prompts(
     tokenizer: PreTrainedTokenizerBase, where: str, prompts: Sequence[Any], render: Callable[..., str]
 ) -> None:
-    """Looks at some prompts as a model will see them, and warns of what is seldom meant.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The student's.
-        where (`str`):
-            The dataset, for messages.
-        prompts (`Sequence`):
-            Some of its prompts, from the first on; all texts, or all messages.
-        render (`Callable`):
-            `render(messages, add_generation_prompt=True)` applies the chat template.
-
-    Raises:
-        ValueError: As [`check_parts`].
-    """
+    """Renders some prompts as a model will see them, and warns of what is seldom meant."""
     if all(isinstance(prompt, str) for prompt in prompts):
         warn_of_bare_text(tokenizer, where, prompts)
         names = (f"The prompt in row {number} of {where}" for number in range(len(prompts)))
         warn_of_ended_text(tokenizer, dict(zip(names, prompts, strict=True)), render)
     elif tokenizer.chat_template:
-        with suppress(TemplateError, TypeError):  # the reader names the row that a template refuses
+        with suppress(TemplateError, TypeError):  # the reader reports the row that a template refuses
             _warn_of_template(where, prompts, render)
 
 
 def warn_of_bare_text(tokenizer: PreTrainedTokenizerBase, where: str, prompts: Iterable[str]) -> None:
-    """Warns when a chat model gets prompts that are text without any of its special tokens."""
+    """Warns when a chat model gets text prompts without any of its special tokens."""
     if not tokenizer.chat_template or any(token in prompt for prompt in prompts for token in _special(tokenizer)):
         return
     logger.warning(
@@ -160,16 +112,7 @@ def warn_of_bare_text(tokenizer: PreTrainedTokenizerBase, where: str, prompts: I
 def warn_of_ended_text(
     tokenizer: PreTrainedTokenizerBase, prompts: Mapping[str, str], render: Callable[..., str]
 ) -> None:
-    """Warns when a prompt that is text ends as an answer does, so that nothing is left to be written; of the first one.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The student's.
-        prompts (`Mapping[str, str]`):
-            By their names in messages: `"The prompt in row 3 of train_dataset"`.
-        render (`Callable`):
-            As in [`warn_of_prompts`].
-    """
+    """Warns of the first text prompt that ends as an answer does, so that nothing is left to generate."""
     ends = {str(tokenizer.eos_token)}
     if tokenizer.chat_template:
         with suppress(TemplateError, TypeError):
@@ -198,9 +141,10 @@ def _warn_of_template(where: str, prompts: Sequence[Any], render: Callable[..., 
 
 
 def _around_answer(messages: list[Any], render: Callable[..., str]) -> tuple[str, str]:
-    """What a template writes between a prompt and the answer to it, and after that answer."""
+    """What a template writes between a prompt and its answer, and after the answer."""
     prompt = render(messages)
     whole = render([*messages, {"role": "assistant", "content": _ANSWER}], add_generation_prompt=False)
+    # A template may write the prompt alone and with an answer differently; what differs begins after the common part.
     shared = len(commonprefix([prompt, whole]))  # noqa: RUF071 (characters are meant)
     before, _, after = whole[shared:].rpartition(_ANSWER)
     return before.strip(), after.strip()

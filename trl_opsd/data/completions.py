@@ -1,4 +1,4 @@
-"""Turns the column `completion` of a dataset into the tokens that the student would have written after a prompt."""
+"""Turns the column `completion` of a dataset into the tokens that the student would have generated after a prompt."""
 
 from __future__ import annotations
 
@@ -17,22 +17,11 @@ __all__ = ["COMPLETION", "check_completion", "completion_ids", "cut_after_end"]
 logger = get_logger(__name__)
 
 COMPLETION = "completion"
-"""The column, as TRL's datasets of prompts and completions have it."""
+"""The column, named as in TRL's datasets of prompts and completions."""
 
 
 def check_completion(row: Mapping[str, Any], where: str) -> None:
-    """Checks that a row has a completion of the kind of its prompt.
-
-    Args:
-        row (`Mapping[str, Any]`):
-            The dataset row, with a checked prompt.
-        where (`str`):
-            Its name in messages.
-
-    Raises:
-        ValueError: It has none, or one of another kind, or one that does not begin with the assistant.
-        TypeError: It is neither text nor messages.
-    """
+    """Refuses a row without a completion of the kind of its prompt: text, or one message of the assistant."""
     if COMPLETION not in row:
         raise ValueError(
             f"{where} has no column 'completion', which `lmbda` below 1 learns from: add one, or set `lmbda=1`."
@@ -54,45 +43,26 @@ def completion_ids(
     ends: Collection[int],
     most: int,
 ) -> list[int]:
-    """The tokens of a row's completion, up to the first end token.
-
-    Args:
-        row (`Mapping[str, Any]`):
-            The dataset row.
-        where (`str`):
-            Its name in messages.
-        prompt_ids (`list[int]`):
-            The prompt, as the student reads it.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The student's.
-        template (`Mapping[str, Any]`):
-            Arguments of its chat template.
-        ends (`Collection[int]`):
-            End tokens. Text that has none gets the tokenizer's if it is one of them, else the first, if there is one.
-        most (`int`):
-            Tokens after which it is cut, as a rollout is.
-
-    Raises:
-        ValueError: The row has no completion that can be read, or the chat template writes the prompt in another way
-            before it.
-        TypeError: It is neither text nor messages.
-    """
+    """The tokens of a row's completion after its prompt, up to the first end token and at most `most`."""
     check_completion(row, where)
     prompt, completion = row["prompt"], row[COMPLETION]
     if isinstance(prompt, str):
+        # Tokenized together, as the student would have generated them: alone, a completion may have other tokens.
         whole = tokenizer(prompt + completion)["input_ids"]
-        joined = whole[: len(prompt_ids)] == prompt_ids  # else a token spans the border
+        joined = whole[: len(prompt_ids)] == prompt_ids  # otherwise a token spans the border
         ids = whole[len(prompt_ids) :] if joined else tokenizer(completion, add_special_tokens=False)["input_ids"]
+        # Text may lack an end token: the tokenizer's is appended if it ends completions, else the first that does.
         own = tokenizer.eos_token_id
         ids = [*ids, *([own] if own in ends else list(ends)[:1])]
     else:
         messages = [*prompt, *completion]
         try:
             whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **template)
-        except (TemplateError, TypeError) as error:  # the latter where content in parts is joined as text
+        except (TemplateError, TypeError) as error:  # a TypeError where content parts are joined as text
             raise ValueError(
                 f"{where}: the chat template of the tokenizer refuses it with its completion: {error}."
             ) from error
+        # Off-policy rows are trained after the same prompt tokens as rollouts, so the template must not change them.
         if whole["input_ids"][: len(prompt_ids)] != prompt_ids:
             raise ValueError(
                 f"{where}: with its completion the chat template does not begin with what the student reads before it, "
@@ -106,7 +76,7 @@ def completion_ids(
 
 
 def _warn_of_loss(answer: Any, text: str) -> None:
-    """Says once that a template does not write answers as they are; some leave out what an answer was thought from."""
+    """Warns once that a template changes answers; some templates strip reasoning."""
     if isinstance(answer, str) and answer.strip() not in text:
         logger.warning_once(
             "The chat template of the tokenizer changes answers of the dataset, or leaves a part of them out, as some "

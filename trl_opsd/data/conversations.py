@@ -1,4 +1,4 @@
-"""Reads a column `messages` of whole conversations as prompts and their completions, as TRL's GKD trainer does."""
+"""Splits a column `messages` of whole conversations into prompts and completions, as TRL's GKD trainer does."""
 
 from __future__ import annotations
 
@@ -17,22 +17,7 @@ _COLUMN = "messages"
 
 
 def with_prompts(datasets: Any, where: str) -> Any:
-    """Splits conversations before their last message, where a dataset has them and no prompts.
-
-    Args:
-        datasets ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or a `dict` of them, *optional*):
-            Anything else is returned unchanged.
-        where (`str`):
-            Its name in messages.
-
-    Returns:
-        The same with the columns `prompt` and `completion` in place of `messages`; of a stream, while it is read.
-
-    Raises:
-        ValueError: A conversation has no answer at its end, or nothing before it; the message names the row. Or there
-            is a column `completion` as well.
-        TypeError: One is no list of messages.
-    """
+    """Replaces `messages` by `prompt` and `completion` in datasets without prompts; other objects stay as they are."""
     if isinstance(datasets, dict):
         named = {name: with_prompts(dataset, f"{where}[{name!r}]") for name, dataset in datasets.items()}
         return type(datasets)(named)
@@ -46,17 +31,17 @@ def with_prompts(datasets: Any, where: str) -> Any:
     given = {"with_indices": True, "remove_columns": [_COLUMN], "fn_kwargs": {"where": where}}
     if isinstance(datasets, IterableDataset):
         return datasets.map(_split_row, **given)
-    with PartialState().local_main_process_first():  # the others find it in the cache
+    with PartialState().local_main_process_first():  # the other processes find it in the cache
         return datasets.with_format(None).map(_split_row, desc=f"Splitting the conversations of {where}", **given)
 
 
 def _has_conversations(dataset: Any) -> bool:
     if not isinstance(dataset, Dataset | IterableDataset):
         return False
-    if isinstance(dataset, Dataset) and has_transform(dataset):  # which may make prompts of them
+    if isinstance(dataset, Dataset) and has_transform(dataset):  # the transform may create prompts
         return False
     columns = dataset.column_names or ()
-    kind = str((dataset.features or {}).get(_COLUMN, "'role'"))  # of a stream it may not be known
+    kind = str((dataset.features or {}).get(_COLUMN, "'role'"))  # a stream may not know its features
     return _COLUMN in columns and "prompt" not in columns and "'role'" in kind
 
 
@@ -65,18 +50,7 @@ def _split_row(row: Mapping[str, Any], number: int, where: str) -> dict[str, Any
 
 
 def split(messages: Any, where: str) -> dict[str, Any]:
-    """The prompt and the completion of a conversation.
-
-    Args:
-        messages (`list[dict]`):
-            The conversation. The assistant has the last word in it.
-        where (`str`):
-            Its row in messages.
-
-    Raises:
-        ValueError: It does not end with an answer, or there is nothing before that.
-        TypeError: It is no list of messages.
-    """
+    """The prompt and the completion of a conversation, which must end with an answer of the assistant."""
     name = f"The conversation in {where}"
     if check_prompt(messages, name) == "text":
         raise TypeError(f"{name} is text: expected a list of messages; call the column 'prompt' if it is one.")

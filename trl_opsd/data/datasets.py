@@ -1,4 +1,4 @@
-"""Operations on whole datasets: their columns, a digest of their contents, and the check of all their rows."""
+"""Operations on whole datasets: their columns, a digest of their contents, and the check of all rows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ EvalDatasets: TypeAlias = AnyDataset | dict[str, AnyDataset] | None
 
 
 DIGEST = "digest"
-"""What precedes the digest in a description of rows; it was "sha256" while each row was written as JSON for it."""
+"""Precedes the digest in a description of rows; in older checkpoints it is "sha256", of each row as JSON."""
 
 
 def columns_of(dataset: AnyDataset | None) -> list[str] | None:
-    """The columns of the rows as they are read, after a transform if there is one; `None` if not known."""
+    """The columns of the rows as they are read, after any transform; `None` if unknown."""
     if dataset is None:
         return None
     if isinstance(dataset, Dataset) and has_transform(dataset) and len(dataset):
@@ -41,34 +41,16 @@ def by_name(eval_dataset: EvalDatasets) -> dict[str, AnyDataset | None]:
 
 
 def describe_rows(dataset: Any, columns: Collection[str] | None) -> str:
-    """The number of rows and a digest of their contents, identical on every machine and in every process.
-
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
-            A stream is not read; its description is "a stream".
-        columns (`Collection[str]`, *optional*):
-            The columns to include. When `None`, or when a transform computes the rows from other columns: all of them.
-    """
+    """The number of rows and a digest of their contents, identical on every machine; a stream is not read."""
     if dataset is None or isinstance(dataset, IterableDataset):
         return "none" if dataset is None else "a stream"
+    # A transform may compute the rows from any column.
     found = digest(dataset, None if has_transform(dataset) else columns)
     return f"{len(dataset)} rows, {DIGEST} {found[:16]}"
 
 
 def admit_all(rows: Mapping[str, Rows], reader: Reader, dropped: Counter[str] | None) -> dict[str, Rows]:
-    """Checks every row of the training and evaluation datasets, unless the reader does not need the check.
-
-    Args:
-        rows (`Mapping[str, Rows]`):
-            Datasets by their names in messages.
-        reader ([`~data.readers.Reader`]):
-            The reader that must be able to read them.
-        dropped (`Counter`, *optional*):
-            As [`~data.admission.admit`] takes it.
-
-    Returns:
-        The same without the dropped rows.
-    """
+    """Checks the rows of all datasets that need it, and returns them without the dropped ones."""
 
     def admitted(one: Rows) -> Rows:
         if not reader.is_needed(columns_of(one.dataset)):

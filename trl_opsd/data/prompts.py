@@ -1,6 +1,7 @@
 """Checks the contents of a dataset row; knows the format of prompts, and no models.
 
-Error messages name the row and the type of an invalid value, but never its contents, which may be confidential.
+`where` is the name of a row or prompt in messages: `"row 3 of train_dataset"`. Messages have the type of an invalid
+value, but never its contents, which may be confidential.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ IMAGE_COLUMNS = ("image", "images")
 """Columns from which TRL reads images."""
 _CONVERSATIONS = ("messages", "conversation", "conversations")
 _SHAREGPT = "{'role': {'human': 'user', 'gpt': 'assistant'}.get(one['from'], one['from']), 'content': one['value']}"
-"""Makes a message of one in ShareGPT's format."""
+"""Code that converts a message in ShareGPT's format."""
 _QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
-"""Columns of other trainers and well-known datasets: whole conversations, and what a prompt is called."""
+"""Names of the prompt column in other trainers and well-known datasets."""
 
 
 def check_columns(
@@ -26,24 +27,8 @@ def check_columns(
     optional: Collection[str] = (),
     features: Mapping[str, Any] | None = None,
 ) -> None:
-    """Checks the names of the columns.
-
-    Args:
-        columns (`Iterable[str]`, *optional*):
-            The names; `None` if they are not known before the first row is read.
-        where (`str`):
-            The dataset or row they belong to, for the message.
-        teachers (`Collection[str]`, *optional*):
-            Names of the teachers, if there are several and each row names its own.
-        optional (`Collection[str]`, *optional*):
-            Columns that need not be there, of which a misspelt one is refused.
-        features (`Mapping[str, Any]`, *optional*):
-            Their types, if these are known.
-
-    Raises:
-        ValueError: There is no column `prompt`, or no `teacher` although there are several; or one is misspelt.
-    """
-    if columns is None:
+    """Refuses columns without `prompt`, without `teacher` where several are named, or with a misspelt optional one."""
+    if columns is None:  # not known before the first row is read
         return
     names = list(columns)
     if "prompt" not in names:
@@ -72,12 +57,13 @@ def _how_to_get_prompts(names: Collection[str], features: Mapping[str, Any]) -> 
                 "take what precedes the answer in each conversation, for instance `dataset.map(lambda row: "
                 f"{{'prompt': {messages}}}, remove_columns={name!r})`"
             )
+    # A misspelt 'prompt' first, then the names that well-known datasets use.
     (found,) = get_close_matches("prompt", names, n=1, cutoff=0.75) or [*(set(_QUESTIONS) & set(names)), "question"][:1]
     return f"rename the column that holds the prompts, for instance `dataset.rename_column({found!r}, 'prompt')`"
 
 
 def check_no_images(row: Mapping[str, Any], where: str) -> None:
-    """Raises `ValueError` at an image in an image column; `None` and lists of `None` are not images."""
+    """Raises `ValueError` at an image in an image column; `None` and lists of `None` are no images."""
     for name in IMAGE_COLUMNS:
         value = row.get(name)
         if value is not None and not (isinstance(value, list) and all(one is None for one in value)):
@@ -93,21 +79,7 @@ def refuse_images(column: str, where: str) -> NoReturn:
 
 
 def check_prompt(prompt: Any, where: str) -> str:
-    """Checks one prompt.
-
-    Args:
-        prompt (`Any`):
-            The prompt.
-        where (`str`):
-            Its name in messages: `"The prompt in row 3 of train_dataset"`.
-
-    Returns:
-        `str`: `"text"` or `"messages"`.
-
-    Raises:
-        ValueError: It is empty, or a message lacks its role or content, or its content is not text.
-        TypeError: It is neither text nor a list of messages.
-    """
+    """Refuses a prompt that is empty or of another type (`TypeError`); returns its kind, `"text"` or `"messages"`."""
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"{where} is empty: give the model something to answer, or remove the row.")
@@ -133,20 +105,18 @@ class Prompt:
     kind: str
     """`"text"` or `"messages"`."""
     where: str
-    """Its name in error messages: `"The prompt in row 3 of train_dataset"`."""
+    """`"The prompt in row 3 of train_dataset"`."""
 
     @property
     def has_parts(self) -> bool:
-        """Whether a message is a list of parts."""
+        """Whether a message's content is a list of parts."""
         return self.kind == "messages" and any(isinstance(one["content"], list) for one in self.value)
 
     @classmethod
     def of(cls, value: Any, where: str) -> Prompt:
-        """Checks a prompt; raises as [`check_prompt`], and `ValueError` when the assistant has the last word in it.
-
-        TRL always asks the chat template to open a turn of the assistant, so that a last message of the assistant would
-        be closed, not continued.
-        """
+        """Checks a prompt, which must not end with a message of the assistant."""
+        # TRL always has the chat template open a turn of the assistant, so a last message of the assistant would be
+        # closed, not continued.
         kind = check_prompt(value, where)
         if kind == "messages" and value[-1]["role"] == "assistant":
             raise ValueError(
@@ -158,17 +128,7 @@ class Prompt:
 
 
 def common_kind(prompts: Iterable[Prompt], kind: str | None = None) -> str | None:
-    """The kind that all prompts have in common, or `None` without any.
-
-    Args:
-        prompts (`Iterable[Prompt]`):
-            In the order of their rows.
-        kind (`str`, *optional*):
-            Kind of the prompts before these: `"text"` or `"messages"`.
-
-    Raises:
-        ValueError: Text and messages are mixed.
-    """
+    """The kind of all these prompts and of those before them, `None` without any; refuses a mixture."""
     for prompt in prompts:
         kind = kind or prompt.kind
         if prompt.kind != kind:
@@ -185,6 +145,7 @@ def _check_message(message: Any, where: str) -> None:
         hint = f", `[{_SHAREGPT} for one in row['prompt']]`" if found == "a dict with ['from', 'value']" else ""
         raise ValueError(f"{where} is {found}: expected a dict with 'role' and 'content'{hint}.")
     content = message["content"]
+    # A call of tools may stand in place of content.
     if content is None and message.get("tool_calls"):
         return
     if isinstance(content, str):
@@ -206,7 +167,7 @@ def _kind(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLimits:
-    """Limits of a tokenized prompt, so that a model can read it and a completion after it."""
+    """Limits of a tokenized prompt that leave room for a completion."""
 
     vocabulary: int
     """Number of token ids that student and teacher share."""
@@ -215,7 +176,7 @@ class PromptLimits:
     completion: int
     """Tokens reserved for the completion: `max_completion_length`."""
     reader: str = "the student"
-    """Whose context it is, in messages."""
+    """The model whose context it is, in messages."""
 
     def fits(self, prompt_tokens: int) -> bool:
         """Whether a prompt of this length leaves room for a whole completion."""
@@ -226,7 +187,7 @@ class PromptLimits:
         return bool(prompt_tokens) and self.fits(prompt_tokens) and largest_id < self.vocabulary
 
     def room(self, prompt_tokens: int) -> int:
-        """Tokens that may follow a prompt of this length, limited by `completion` and the context."""
+        """Tokens that may follow a prompt of this length."""
         return self.completion if self.context is None else min(self.completion, self.context - prompt_tokens)
 
     @property
@@ -236,6 +197,7 @@ class PromptLimits:
 
     def covers(self, other: PromptLimits) -> bool:
         """Whether every prompt within the other limits is within these."""
+        # Where a teacher's limits are no stricter in any respect, its prompts need no check of their own.
         wide = self.context is None or (other.context is not None and other.context <= self.context)
         return wide and other.vocabulary <= self.vocabulary and other.completion >= self.completion
 

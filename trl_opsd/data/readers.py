@@ -1,4 +1,4 @@
-"""Combines prompts, chat templates and limits into two readers: the student's, and the teacher's, which may differ."""
+"""Combines prompts, chat templates and limits into two readers: the student's and the teachers', which may differ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Tokenizes and checks the prompts of the student, or of the teacher."""
+    """Tokenizes and checks the prompts of the student, or of the teachers."""
 
     intake: Intake
     """Parses the rows."""
@@ -29,19 +29,19 @@ class Reader:
     tokenize: Callable[[list[Any]], list[list[int]]]
     """Turns prompts of one kind into token ids, chat template included."""
     tokenizer: PreTrainedTokenizerBase
-    """What `tokenize` uses."""
+    """The tokenizer inside `tokenize`."""
     largest_id: int
     """Its largest token id."""
     settings: tuple[Any, ...]
-    """All else on which the token ids depend; the same in every run that has the same options."""
+    """Everything else that token ids depend on; equal in runs with equal options."""
     limits: Mapping[str, PromptLimits]
     """Limits of the prompts, by the name of the row's teacher."""
     columns: tuple[str, ...] = ("prompt",)
-    """The columns from which prompts are made."""
+    """Columns that prompts are built from."""
     copies: int = 1
-    """How often a prompt may contain what is in the columns."""
+    """How often a prompt may repeat the text of the columns."""
     is_needed: Callable[[list[str] | None], bool] = lambda columns: True
-    """Whether the rows of a dataset with these columns need checking; `None` stands for unknown columns."""
+    """Whether rows with these columns need checking; `None` for unknown columns."""
 
     def limits_of(self, request: Request) -> PromptLimits:
         """Limits of the prompt of a row."""
@@ -49,12 +49,13 @@ class Reader:
 
     @property
     def strictest(self) -> PromptLimits:
-        """Limits of which a prompt that is within them is within those of every row."""
+        """Limits within which a prompt is within those of every row."""
         limits = list(self.limits.values())
         contexts = [one.context for one in limits if one.context is not None]
         return PromptLimits(
             vocabulary=min(one.vocabulary for one in limits),
             context=min(contexts, default=None),
+            # The longest completion leaves the least room for a prompt.
             completion=max(one.completion for one in limits),
         )
 
@@ -69,11 +70,7 @@ class Reader:
         return self.knows_all_ids and at_most_one_token_per_byte(self.tokenizer)
 
     def check_kind(self, prompts: Sequence[Prompt], kind: str | None = None) -> str | None:
-        """Checks that all prompts, and those before them of the given kind, are of one kind, and returns it.
-
-        Raises:
-            ValueError: They are of two kinds, or messages without a chat template.
-        """
+        """The common kind of these prompts and of those before; refuses kinds that this tokenizer cannot complete."""
         kind = common_kind(prompts, kind)
         if kind == "messages" and not self.tokenizer.chat_template:
             raise ValueError(
@@ -89,16 +86,11 @@ class Reader:
         return kind
 
     def token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The token ids of prompts whose kind was checked.
-
-        Raises:
-            ValueError: The chat template refuses one or prints it, or it has two start tokens; the message names its
-                row.
-        """
+        """The token ids of prompts whose kind was checked; refuses what the chat template refuses or prints."""
         try:
             found = self.tokenize([prompt.value for prompt in prompts])
-        except (TemplateError, TypeError) as error:  # the latter where content in parts is joined as text
-            if len(prompts) > 1:
+        except (TemplateError, TypeError) as error:  # a TypeError where content parts are joined as text
+            if len(prompts) > 1:  # one by one, to find the row
                 return [ids for prompt in prompts for ids in self.token_ids([prompt])]
             raise ValueError(f"{prompts[0].where}: the chat template of the tokenizer refuses it: {error}.") from error
         for prompt, ids in zip(prompts, found, strict=True):
@@ -128,9 +120,9 @@ class Readers:
     template: Mapping[str, Any]
     """Chat template arguments that differ for the teacher."""
     tokenizer: PreTrainedTokenizerBase
-    """What `tokenize` uses."""
+    """The tokenizer inside `tokenize`."""
     largest_id: int
-    """Its largest token id, which takes long to find among many."""
+    """Its largest token id, kept because a large vocabulary takes long to search."""
     settings: tuple[Any, ...]
     """The chat template arguments of both, and whatever else `tokenize` depends on."""
     student_limits: PromptLimits
@@ -153,7 +145,7 @@ class Readers:
 
     @property
     def teacher(self) -> Reader:
-        """The teachers' reader, for the prompts in the columns; `teacher_prompt_fn` needs a completion."""
+        """The teachers' reader, for prompts from the columns; `teacher_prompt_fn` needs a completion."""
         return Reader(
             intake=self.intake,
             prompt_of=lambda request: request.of_teacher,
@@ -168,17 +160,8 @@ class Readers:
         )
 
     def with_teachers(self, vocabulary: int | None, contexts: Mapping[str, int | None]) -> Readers:
-        """A copy with the limits of the teachers, once these are loaded.
-
-        Args:
-            vocabulary (`int`, *optional*):
-                Number of token ids that all models share; `None` if that is the student's vocabulary size.
-            contexts (`Mapping[str, int | None]`):
-                Context length of each teacher, by its name.
-
-        Raises:
-            ValueError: A completion does not fit into a teacher's context.
-        """
+        """A copy with the limits of the loaded teachers: their contexts, and the shared vocabulary or `None`."""
+        # The student's prompts too may only have ids that all models know.
         limits = replace(self.student_limits, vocabulary=vocabulary or self.student_limits.vocabulary)
         theirs = {
             name: replace(
@@ -191,10 +174,8 @@ class Readers:
         return replace(self, student_limits=limits, teacher_limits=theirs)
 
     def bounded_by_teacher(self, columns: Iterable[str]) -> Readers:
-        """A copy whose student context is at most the teacher's, if a single teacher reads the student's own prompts.
-
-        With tools, a conversation grows until the context is full.
-        """
+        """A copy whose student context is at most the teacher's, if one teacher scores the student's own prompts."""
+        # With tools, a conversation grows until the context is full.
         if len(self.teacher_limits) > 1 or not self.are_alike(columns):
             return self
         limits = [one for one in (self.student_limits, *self.teacher_limits.values()) if one.context is not None]
@@ -204,24 +185,13 @@ class Readers:
         return replace(self, student_limits=replace(self.student_limits, context=least.context, reader=least.reader))
 
     def read_batch(self, rows: Iterable[Mapping[str, Any]], batch: str) -> list[Request]:
-        """Parses the rows of a generation batch.
-
-        Args:
-            rows (`Iterable[Mapping[str, Any]]`):
-                Dataset rows.
-            batch (`str`):
-                Its name in messages.
-
-        Raises:
-            ValueError: A row is invalid, or prompts are of two kinds; the message names the row.
-            TypeError: A prompt is neither text nor messages.
-        """
+        """Parses the rows of a generation batch of this name, whose prompts must be of one kind."""
         requests = self.intake.read_batch(rows, batch)
         self.student.check_kind([request.student for request in requests])
         return requests
 
     def check_batch(self, prompt_ids: Sequence[list[int]], batch: str) -> None:
-        """Raises `ValueError` when the student cannot read a prompt of a generation batch of this name."""
+        """Raises `ValueError` when a prompt of a generation batch of this name exceeds the student's limits."""
         student = self.student
         for number, ids in enumerate(prompt_ids):
             where = f"The prompt in row {number} of {batch}"
@@ -229,12 +199,12 @@ class Readers:
             student.check_start(ids, where)
 
     def are_alike(self, columns: Iterable[str]) -> bool:
-        """Whether the teacher reads the same prompts as the student."""
+        """Whether the teacher gets the same prompts as the student."""
         prompts = self.intake.prompts
         return not self.template and prompts.prompt_fn is None and not prompts.in_row(columns)
 
     def _may_differ(self, columns: Iterable[str] | None) -> bool:
-        """Whether the teacher may be unable to read rows that the student can, as far as known before training."""
+        """Whether rows that fit the student may not fit a teacher, as far as known before training."""
         if self.intake.prompts.prompt_fn is not None:
             return False
         covered = all(limits.covers(self.student_limits) for limits in self.teacher_limits.values())
@@ -247,22 +217,8 @@ class Readers:
         completion_ids: list[list[int]],
         decode: Callable[..., list[str]],
     ) -> list[list[int]] | None:
-        """The teachers' prompts before these completions, as token ids; `None` if they are the student's prompts.
-
-        Args:
-            requests (`Sequence[Request]`):
-                B dataset rows.
-            prompt_ids (`list[list[int]]`):
-                B, the student's prompts.
-            completion_ids (`list[list[int]]`):
-                B, the student's completions.
-            decode (`Callable`):
-                Turns completions into text, for `teacher_prompt_fn`.
-
-        Raises:
-            ValueError: A prompt is invalid; the message names the row.
-            TypeError: A prompt is neither text nor messages.
-        """
+        """The teachers' prompts before these completions, as token ids; `None` if they are the student's prompts."""
+        # Where no row differs, the student's token ids are reused and nothing is tokenized again.
         alike = all(map(self.are_alike, requests))
         if not alike:
             reader = self.teacher
@@ -297,6 +253,7 @@ class Readers:
                     f"{request.where}, but its context is {limits.context} tokens: shorten its prompt, or the output "
                     "of tools."
                 )
+            # The completion is known by now, so no room has to be kept for it.
             replace(limits, completion=0).check(
                 len(ids), max(ids, default=0), f"What the teacher reads for {request.where}"
             )

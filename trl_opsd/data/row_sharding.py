@@ -24,19 +24,11 @@ _BREAKS_SHARDING = {
     "dispatch_batches": (True, "it sends rows as tensors, and prompts are text; remove it"),
     "even_batches": (False, "one would end an evaluation before the others; remove it, no row is counted twice"),
 }
-"""Options of accelerate with which rows would be read twice or never: the value that does so, and why."""
+"""Options of accelerate, with the value that would read rows twice or never, and the reason."""
 
 
 def check_sharing(args: TrainingArguments) -> None:
-    """Refuses options with which several processes or workers would not read each row exactly once.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            The options, with those of `transformers` already resolved.
-
-    Raises:
-        ValueError: Such an option is set.
-    """
+    """Refuses options with which several processes or workers would not read each row exactly once."""
     for name, (value, why) in _BREAKS_SHARDING.items():
         if getattr(args.accelerator_config, name) is value and (args.world_size > 1 or name == "dispatch_batches"):
             raise ValueError(f"`accelerator_config`: `{name}={value}` on {args.world_size} processes: {why}.")
@@ -49,15 +41,7 @@ def check_sharing(args: TrainingArguments) -> None:
 
 
 def check_alike(each: Sequence[dict[str, str]]) -> None:
-    """Refuses datasets that differ between processes, which would then read shards of different data.
-
-    Args:
-        each (`Sequence[dict[str, str]]`):
-            For each process, descriptions of its datasets by name.
-
-    Raises:
-        ValueError: Two differ; the message names the process.
-    """
+    """Refuses datasets whose descriptions differ between processes, which would then read shards of different data."""
     for process, described in enumerate(each):
         for name, rows in described.items():
             if rows != each[0].get(name):
@@ -70,26 +54,13 @@ def check_alike(each: Sequence[dict[str, str]]) -> None:
 
 @final
 class WholeStream(TorchStream):
-    """All rows of a stream, in order, in every process, so that accelerate shards by rows instead of files.
-
-    Args:
-        stream ([`~datasets.IterableDataset`]):
-            A stream of any number of files.
-        columns (`Collection[str]`):
-            Columns that enter the digest.
-        if_empty (`str`):
-            Error message for a pass without rows.
-
-    Attributes:
-        rows (`int`): number of rows read in this pass.
-        digest (`int`): CRC-32 of the rows read in this pass, which processes compare.
-    """
+    """All rows of a stream, in order, in every process, so that accelerate shards by rows instead of files."""
 
     def __init__(self, stream: IterableDataset, columns: Collection[str], if_empty: str) -> None:
         self._stream = stream
         self._columns = columns
         self._if_empty = if_empty
-        self.rows = self.digest = 0
+        self.rows = self.digest = 0  # of this pass so far; the digest is a CRC-32 that processes compare
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, which determines the order of the next pass if the stream is shuffled."""
@@ -99,6 +70,7 @@ class WholeStream(TorchStream):
         self.rows = self.digest = 0
         for row in self._stream:
             self.rows += 1
+            # Cheap, and enough to notice processes that stream different rows.
             read = repr([row.get(name) for name in self._columns])
             self.digest = zlib.crc32(read.encode(), self.digest)
             yield row

@@ -1,4 +1,4 @@
-"""Reads the column and placeholder `solution`, of TRL's draft of a trainer for this, as `privileged_context`."""
+"""Accepts the column and placeholder `solution`, of TRL's draft of such a trainer, as `privileged_context`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ def has_only_solutions(dataset: Any) -> bool:
 
 
 def solutions_as_context(datasets: Any) -> Any:
-    """Renames the column `solution`, where it is all that a teacher could read besides the prompt.
-
-    Args:
-        datasets ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or a `dict` of them, *optional*):
-            Anything else is returned unchanged.
-    """
+    """Renames the column `solution` where no other column gives a teacher another prompt."""
     if isinstance(datasets, dict):
         return type(datasets)({name: solutions_as_context(dataset) for name, dataset in datasets.items()})
     if isinstance(datasets, Dataset | IterableDataset) and has_only_solutions(datasets):

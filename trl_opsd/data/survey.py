@@ -1,7 +1,7 @@
-"""Reads the rows of a dataset as they are stored, column by column: their shapes, their sizes, and a digest.
+"""Surveys the rows of a dataset as they are stored, column by column: their shapes, their sizes, and a digest.
 
 Rows of one shape have text, numbers, lists and `None` in the same places, and the same roles, so that one of them
-stands for all in a check of their form. No row becomes a Python object, so a million rows take about a second.
+represents all in a check of their form. No row becomes a Python object, so a million rows take about a second.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import pyarrow.compute as pc
 from datasets import Dataset
 
 Numbers: TypeAlias = np.ndarray
-"""One number for each row, or for each value of a column."""
+"""One number per row, or per value of a column."""
 
 _BY_VALUE = ("role", "type", "teacher")
-"""Names of fields whose text is part of the shape; of any other text, only whether it is empty or blank."""
+"""Fields whose text is part of the shape; of other text only whether it is empty or blank."""
 _ROWS = 10_000
-"""Rows that are read at once."""
+"""Rows surveyed at once."""
 
 
 def has_transform(dataset: Any) -> bool:
-    """Whether the rows are computed when they are read, by `Dataset.set_transform`."""
+    """Whether rows are computed when they are read, by `Dataset.set_transform`."""
     return bool(dataset.format["type"] == "custom")
 
 
@@ -40,41 +40,35 @@ class Survey:
     shapes: Numbers
     """[rows], 64-bit hashes."""
     sizes: Mapping[str, Numbers]
-    """For each column [rows], the UTF-8 bytes of all texts in it after NFC normalization, at most."""
+    """By column, [rows]: an upper bound of the UTF-8 bytes of all its texts after NFC normalization."""
     shape_of_row: Numbers = field(init=False)
-    """[rows], the number of its shape in the order in which they first occur."""
+    """[rows], index of the row's shape, in order of first occurrence."""
     first_of_each_shape: Numbers = field(init=False)
-    """[shapes], the number of the first row of each shape."""
+    """[shapes], first row of each shape."""
 
     def __post_init__(self) -> None:
         encoded = pa.array(self.shapes).dictionary_encode()
         shape_of_row = encoded.indices.to_numpy()
         firsts = np.zeros(len(encoded.dictionary), np.int64)
-        firsts[shape_of_row[::-1]] = np.arange(len(shape_of_row))[::-1]  # the last one assigned stays
+        firsts[shape_of_row[::-1]] = np.arange(len(shape_of_row))[::-1]  # the last assignment wins
         object.__setattr__(self, "shape_of_row", shape_of_row)
         object.__setattr__(self, "first_of_each_shape", firsts)
 
     @classmethod
     def of(cls, dataset: Dataset, columns: Collection[str]) -> Survey | None:
-        """Surveys the columns that the dataset has; `None` if its rows are not read as they are stored.
-
-        Args:
-            dataset ([`~datasets.Dataset`]):
-                Any selection and order of rows.
-            columns (`Collection[str]`):
-                Names of columns; those it lacks are ignored.
-        """
+        """Surveys those of the columns that the dataset has; `None` if its rows are not read as they are stored."""
         names = sorted(set(columns) & set(dataset.column_names))
         if has_transform(dataset) or not all(_is_known(dataset.data.schema.field(name).type) for name in names):
             return None
         table, rows = _stored(dataset, names)
-        if rows is not None and len(rows) < len(table) // 10:  # else it is faster to survey what is not selected, too
+        if rows is not None and len(rows) < len(table) // 10:  # otherwise surveying all is faster than taking rows
             table, rows = table.take(rows), None
         shapes, sizes = np.zeros(len(table), np.uint64), {name: np.zeros(len(table), np.int64) for name in names}
         for start in range(0, len(table), _ROWS):
             part = slice(start, start + _ROWS)
             for name in names:
                 shape, sizes[name][part] = _summed(table.column(name).slice(start, _ROWS).combine_chunks(), name)
+                # Wraps around at 64 bits, as hashes may.
                 shapes[part] += shape * _hash(name)
         survey = cls(shapes, sizes)
         return survey if rows is None else survey.select(rows)
@@ -102,12 +96,13 @@ def has_values(dataset: Dataset, column: str) -> bool:
 
 def _stored(dataset: Dataset, names: list[str]) -> tuple[pa.Table, Numbers | None]:
     """The columns as stored, and the numbers of the selected rows in their order; `None` for all of them."""
+    # `select` and `shuffle` only record indices; the table itself keeps all rows.
     rows = dataset._indices
     return dataset.data.table.select(names), None if rows is None else rows.column(0).to_numpy()
 
 
 def _part(table: pa.Table, rows: Numbers | None, start: int) -> pa.Table:
-    """The rows from `start` on that are read at once."""
+    """The rows surveyed at once, from `start` on."""
     return table.slice(start, _ROWS) if rows is None else table.take(rows[start : start + _ROWS])
 
 
@@ -136,10 +131,8 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _summed(values: pa.Array, name: str) -> tuple[Numbers, Numbers]:
-    """Shape and size of each value of a column, or of a field, of this name.
-
-    A shape is a sum of random numbers for what is in it, each multiplied by an odd one for where it is.
-    """
+    """Shape and size of each value of a column, or of a field, of this name."""
+    # A shape is a sum of random numbers for what a value contains, each multiplied by an odd one for its place.
     kind = values.type
     shapes: Numbers = np.full(len(values), _hash("valid"))
     sizes: Numbers = np.zeros(len(values), np.int64)
@@ -150,6 +143,7 @@ def _summed(values: pa.Array, name: str) -> tuple[Numbers, Numbers]:
             shapes, sizes = shapes + shape * _hash(part), sizes + size
     elif _is_list(kind):
         lengths = _integers(pc.list_value_length(values))
+        # All lists of a column are one flat array; each list's sum is a difference of two running sums.
         ends = np.cumsum(lengths)
         starts = ends - lengths
         shape, size = _summed(pc.list_flatten(values), name)
@@ -163,11 +157,12 @@ def _summed(values: pa.Array, name: str) -> tuple[Numbers, Numbers]:
         else:
             state = (sizes > 0).astype(np.int64) + _integers(pc.utf8_is_space(values))
             shapes = shapes + np.array([_hash("empty"), _hash("text"), _hash("blank")])[state]
-        # NFC makes a character that is not ASCII at most three times as long.
+        # NFC makes a non-ASCII character at most three times as long.
         if not pc.all(pc.string_is_ascii(values)).as_py():
             sizes = sizes + 4 * (sizes - _integers(pc.utf8_length(values)))
     elif _is_number(kind):
-        sizes = sizes + 32  # more than any number has when written
+        sizes = sizes + 32  # more than any number has as text
+    # A missing value has the shape 0, whatever its kind.
     if values.null_count:
         shapes = np.where(values.is_valid().to_numpy(zero_copy_only=False), shapes, np.uint64(0))
     return shapes, sizes
@@ -193,12 +188,12 @@ def _per_list(values: Numbers, starts: Numbers, ends: Numbers) -> Numbers:
 
 @cache
 def _hash(text: str) -> np.uint64:
-    """An odd random number."""
+    """An odd pseudo-random number for a text."""
     return np.uint64(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) | 1)
 
 
 def _places(number: int) -> Numbers:
-    """An odd random number for each place in a list."""
+    """An odd pseudo-random number for each place in a list."""
     return np.random.default_rng(0).integers(2**64, size=number, dtype=np.uint64) | np.uint64(1)
 
 
@@ -206,14 +201,7 @@ def _places(number: int) -> Numbers:
 
 
 def digest(dataset: Dataset, columns: Collection[str] | None) -> str:
-    """A digest of the contents in their order, which does not depend on how they are stored.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Any selection and order of rows.
-        columns (`Collection[str]`, *optional*):
-            The columns to include, if it has them; all of them if `None`.
-    """
+    """A digest of these columns (all if `None`) and the order of rows, independent of how they are stored."""
     names = sorted(name for name in dataset.column_names if columns is None or name in columns)
     streams: defaultdict[str, Any] = defaultdict(hashlib.sha256)
     table, rows = _stored(dataset, names)
@@ -227,8 +215,9 @@ def digest(dataset: Dataset, columns: Collection[str] | None) -> str:
 
 
 def _feed(streams: defaultdict[str, Any], path: str, values: pa.Array) -> None:
-    """Adds values to the streams below a path, which do not depend on where a table is cut."""
+    """Adds values to the hash streams below a path, independent of where a table is cut."""
     kind = values.type
+    # Streams by path, so that the digest depends on contents alone, and not on chunks or storage types.
     streams[f"{path} is valid"].update(values.is_valid().to_numpy(zero_copy_only=False))
     if pa.types.is_struct(kind):
         for place in range(kind.num_fields):
@@ -245,7 +234,7 @@ def _feed(streams: defaultdict[str, Any], path: str, values: pa.Array) -> None:
 
 
 def _characters(texts: pa.Array) -> memoryview:
-    """All texts, joined."""
+    """The bytes of all texts, joined, without a copy."""
     _, offsets, data = texts.buffers()
     if not len(texts) or data is None:
         return memoryview(b"")

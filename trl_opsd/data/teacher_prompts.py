@@ -16,10 +16,10 @@ from trl_opsd.data.prompts import Prompt, check_prompt
 Row: TypeAlias = Mapping[str, Any]
 
 TEMPLATE = "{prompt}\n\n{privileged_context}"
-"""The template of TRL's self-distillation trainers, and that of messages here."""
+"""The template for messages, as in TRL's self-distillation trainers."""
 
 TEXT_TEMPLATE = "{privileged_context}\n\n{prompt}"
-"""The template of text: a prompt ends where its answer begins, as in "Q: 1+1? A:", so nothing may come after it."""
+"""The template for text: a prompt ends where its answer begins, as in "Q: 1+1? A:", so nothing may follow it."""
 
 PRIVILEGED = ("teacher_prompt", "privileged_context")
 """The columns that give a teacher a prompt other than the student's; a row has at most one of them."""
@@ -45,11 +45,7 @@ def check_template(template: Any) -> None:
 
 
 def check_prompt_fn(function: Any) -> None:
-    """Refuses a `teacher_prompt_fn` that cannot be called with a row and the text of a completion.
-
-    Raises:
-        TypeError: It is no function of two arguments that returns a prompt.
-    """
+    """Refuses a `teacher_prompt_fn` that cannot be called with a row and the text of a completion (`TypeError`)."""
     expected = "expected a function of two arguments, the row as a dict and the text of the completion"
     if not callable(function) or isinstance(function, type):
         what = f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__}"
@@ -71,11 +67,11 @@ class TeacherPrompts:
     template: str | None = None
     """Joins `prompt` and `privileged_context`; when `None`, [`TEMPLATE`] in messages and [`TEXT_TEMPLATE`] in text."""
     prompt_fn: Callable[[dict[str, Any], str], Any] | None = None
-    """Makes the prompt from a row and the text of the completion; takes precedence over the columns."""
+    """Builds the prompt from a row and the completion's text; takes precedence over the columns."""
 
     @property
     def copies(self) -> int:
-        """How often `template` repeats what is put into it."""
+        """How often `template` repeats its contents."""
         return max((self.template or TEMPLATE).count("{" + name + "}") for name in ("prompt", "privileged_context"))
 
     def in_row(self, columns: Iterable[str]) -> bool:
@@ -83,20 +79,7 @@ class TeacherPrompts:
         return not set(PRIVILEGED).isdisjoint(columns)
 
     def of(self, row: Row, where: str, completion_text: str | None = None) -> Prompt:
-        """The prompt, checked.
-
-        Args:
-            row (`Mapping[str, Any]`):
-                The dataset row.
-            where (`str`):
-                Its name in messages: `"row 3 of train_dataset"`.
-            completion_text (`str`, *optional*):
-                The student's completion. When `None`, `prompt_fn` is not called.
-
-        Raises:
-            ValueError: The prompt is empty, or has no user message to add the privileged context to.
-            TypeError: The prompt is neither text nor messages.
-        """
+        """The teacher's prompt, checked; without the completion's text, `prompt_fn` is not called."""
         if self.prompt_fn is not None and completion_text is not None:
             prompt, source = self._called(dict(row), completion_text, where), "What `teacher_prompt_fn` returned for"
         elif "teacher_prompt" in row and "privileged_context" in row and self.prompt_fn is None:
@@ -118,6 +101,7 @@ class TeacherPrompts:
         try:
             return self.prompt_fn(row, completion_text)
         except Exception as error:
+            # The user's own exception goes on, with the row named.
             error.add_note(f"`teacher_prompt_fn` raised this for {where}, which has the columns {sorted(row)}.")
             raise
 
@@ -131,6 +115,7 @@ class TeacherPrompts:
             )
         if kind == "text":
             return (self.template or TEXT_TEMPLATE).format(prompt=prompt, privileged_context=context)
+        # The context goes to the last user message, which the answer follows.
         users = [position for position, message in enumerate(prompt) if message["role"] == "user"]
         if not users:
             raise ValueError(
@@ -144,7 +129,7 @@ class TeacherPrompts:
 
 
 def _as_text(context: Any, where: str) -> str:
-    """The privileged context as text; the contents of messages are joined by newlines, as in TRL."""
+    """The privileged context as text; contents of messages are joined by newlines, as in TRL."""
     if isinstance(context, str):
         return context
     if isinstance(context, int | float) and not isinstance(context, bool):
@@ -163,19 +148,7 @@ def _text_of(message: Mapping[str, Any]) -> str:
 
 
 def teacher_of(row: Row, where: str, names: Collection[str]) -> str:
-    """The name of a row's teacher.
-
-    Args:
-        row (`Mapping[str, Any]`):
-            The dataset row.
-        where (`str`):
-            Its name in messages.
-        names (`Collection[str]`):
-            All teachers. A single one is used for every row, whatever its column `teacher`.
-
-    Raises:
-        ValueError: The row names none of them.
-    """
+    """The name of a row's teacher; a single teacher scores every row, whatever its column `teacher`."""
     if len(names) == 1:
         return next(iter(names))
     name = row.get("teacher")

@@ -1,4 +1,4 @@
-"""Determines which token ids student and teacher share; knows tokenizers and sizes of heads, and no probabilities."""
+"""Determines which token ids student and teacher share; knows tokenizers and sizes of heads, but no probabilities."""
 
 from __future__ import annotations
 
@@ -13,22 +13,9 @@ _SHOWN = 3
 def check_token_maps(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, role: str = "teacher", source: str | None = None
 ) -> None:
-    """Checks that two tokenizers give every token the same id.
-
-    Args:
-        student ([`~transformers.PreTrainedTokenizerBase`]):
-            The student's.
-        teacher ([`~transformers.PreTrainedTokenizerBase`]):
-            The teacher's.
-        role (`str`, *optional*, defaults to `"teacher"`):
-            Name of the teacher in messages.
-        source (`str`, *optional*):
-            Where the teacher's was saved, if its model may have got tokens since: ids that it lacks are not compared.
-
-    Raises:
-        ValueError: They do not; the message lists the first differing ids.
-    """
+    """Refuses a teacher's tokenizer that gives a token another id than the student's."""
     mine, yours = _tokens(student), _tokens(teacher)
+    # One saved where the teacher was loaded from (`source`) may be older than the model: ids it lacks are not compared.
     compared = mine.keys() | yours.keys() if source is None else yours.keys()
     differing = sorted(number for number in compared if mine.get(number) != yours.get(number))
     if not differing:
@@ -51,28 +38,11 @@ def check_token_maps(
 def shared_vocabulary(
     student_rows: int, teacher_rows: Mapping[str, int], tokenizer: PreTrainedTokenizerBase
 ) -> int | None:
-    """The number of token ids that all models share, where their heads differ in size.
-
-    Models with the same tokenizer are padded to different multiples (Qwen2.5: 151936 or 152064 rows for 151665 tokens).
-    The ids beyond the tokenizer's last are unused, and may lack a row in the other model's embedding.
-
-    Args:
-        student_rows (`int`):
-            Number of rows of the student's head.
-        teacher_rows (`Mapping[str, int]`):
-            Number of rows of each teacher's head, by the teacher's name in messages.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The tokenizer they share.
-
-    Returns:
-        `int`, *optional*: ids from this one on must be masked on both sides and never sampled; `None` when all heads
-        have the same size, where nothing is masked.
-
-    Raises:
-        ValueError: The tokenizer has more tokens than one of the heads has rows.
-    """
+    """The number of token ids that all models share; `None` if all heads have the same size and nothing is masked."""
     if all(rows == student_rows for rows in teacher_rows.values()):
         return None
+    # Models with one tokenizer are padded to different multiples (Qwen2.5: 151936 or 152064 rows for 151665 tokens).
+    # Ids beyond the tokenizer's may lack a row in another model: they are masked on both sides and never sampled.
     tokens = largest_id(tokenizer) + 1
     sides = [("student", student_rows), *teacher_rows.items()]
     for role, rows in sides:

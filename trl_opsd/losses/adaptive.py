@@ -50,6 +50,7 @@ class AdaptiveKL(Entrywise):
 
     def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
         share_R1 = self._share(student_RV, teacher_RV)
+        # One gap, negated in place, serves both directions.
         gap_RV = log_teacher_RV.sub_(log_student_RV)
         forward_RV = kl_terms(gap_RV, teacher_RV, student_RV, log_student_RV)
         reverse_RV = kl_terms(gap_RV.neg_(), student_RV, teacher_RV, log_student_RV)

@@ -1,6 +1,6 @@
-"""Sums a divergence by its place in the completion, and over the tokens about which the student is least certain.
+"""Sums a divergence by position in the completion, and over the tokens about which the student is least certain.
 
-B rows · C completion tokens
+B rows · C completion tokens · T tenths of a completion
 """
 
 from __future__ import annotations
@@ -11,24 +11,14 @@ from torch import Tensor
 from trl_opsd.types.loss import TENTHS
 
 ONE_IN = 5
-"""Of how many tokens one counts as uncertain: the fifth with the highest entropy, as in arXiv 2506.01939."""
+"""One in so many tokens counts as uncertain: the fifth with the highest entropy, as in arXiv 2506.01939."""
 
 
 def by_tenth(real_BC: Tensor, weights_BC: Tensor, divergence_BC: Tensor) -> Tensor:
-    """Weights and divergences of each tenth of a completion.
-
-    Args:
-        real_BC (`torch.Tensor`):
-            Not 0 where there is a token of the completion, whether it counts in the loss or not.
-        weights_BC (`torch.Tensor`):
-            Weights of the tokens.
-        divergence_BC (`torch.Tensor`):
-            Divergences, multiplied by the weights.
-
-    Returns:
-        `torch.Tensor`: [B, 20], the sums of the weights of the ten parts, then those of the divergences.
-    """
+    """[B, 20]: sums of the weights in each tenth of a completion, then of the divergences (already weighted)."""
+    # `real` marks every token of the completion, also of weight 0: tenths do not depend on which tokens count.
     places_BC = (real_BC != 0).cumsum(1)
+    # Tokens before the first real one and after the last fall into some tenth too, with a weight of 0.
     tenths_BC = (places_BC - 1).clamp(min=0) * TENTHS // places_BC[:, -1:].clamp(min=1)
     values_B2C = torch.stack([weights_BC, divergence_BC], dim=1)
     sums_B2T = values_B2C.new_zeros(len(values_B2C), 2, TENTHS)
@@ -36,20 +26,9 @@ def by_tenth(real_BC: Tensor, weights_BC: Tensor, divergence_BC: Tensor) -> Tens
 
 
 def where_uncertain(counts_BC: Tensor, weights_BC: Tensor, divergence_BC: Tensor, entropy_BC: Tensor) -> Tensor:
-    """The weight and the divergence of the tokens of each row at which the student's entropy is highest.
-
-    Args:
-        counts_BC (`torch.Tensor`):
-            Whether a token is in the loss.
-        weights_BC, divergence_BC (`torch.Tensor`):
-            As for [`by_tenth`].
-        entropy_BC (`torch.Tensor`):
-            The student's entropies.
-
-    Returns:
-        `torch.Tensor`: [B, 2]. Of n tokens the first `ceil(n / 5)`, and those of the same entropy as the last of them.
-    """
+    """[B, 2]: weight and divergence (already weighted) of the tokens of each row with the highest student entropy."""
     entropy_BC = entropy_BC.masked_fill(~counts_BC, -torch.inf)
+    # Of n tokens the first ceil(n / 5), and all that tie with the last of them.
     last_B = ((counts_BC.sum(1) - 1) // ONE_IN).clamp(min=0)
     lowest_B1 = entropy_BC.sort(dim=1, descending=True).values.gather(1, last_B[:, None])
     chosen_BC = counts_BC & (entropy_BC >= lowest_B1)

@@ -1,4 +1,4 @@
-"""Clips what each token of the vocabulary adds to a divergence, so that a few of them do not decide the gradient.
+"""Clips what each entry of the vocabulary adds to a divergence, so that a few entries do not dominate the gradient.
 
 R rows (tokens) · V vocabulary size; log-probabilities in nats
 """
@@ -26,27 +26,21 @@ def clipped_(
     student_RV: Tensor,
     teacher_RV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The clipped value [R], its gradient with respect to the student's logits [R, V], and whether an entry of the row
-    was clipped, [R]; overwrites the log-probabilities.
-
-    Only entries that are not clipped have a slope, so the sum over the vocabulary that a softmax subtracts is theirs
-    alone. The value may be negative: entries below 0 are left as they are.
-    """
+    """The clipped value [R], its gradient for the student's logits [R, V], and whether an entry was clipped [R]."""
+    # Overwrites the log-probabilities. The value may be negative: entries below 0 are left as they are.
     terms_RV, slopes_RV, drift = divergence.terms(log_student_RV, log_teacher_RV, student_RV, teacher_RV)
+    # The clip applies to entries, not to terms, which contain the drift as well.
     shift_RV = (student_RV - teacher_RV).mul_(drift)
     cut_RV = terms_RV - shift_RV > clip
-    # The clip in place of the entry, and the slope of what makes an entry a term: nothing else of the row is changed.
+    # A clipped entry becomes the constant `clip`, so only the drift that makes it a term keeps a slope. The sum of
+    # slopes that the softmax subtracts is therefore that of the unclipped entries alone.
     terms_RV = torch.where(cut_RV, shift_RV.add_(clip), terms_RV)
     slopes_RV = torch.where(cut_RV, student_RV * drift, slopes_RV)
     return terms_RV.sum(-1), of_logits_(slopes_RV, student_RV), cut_RV.any(-1)
 
 
 def check_clip(clip: float | None, divergence: Divergence) -> None:
-    """Refuses a clip that is out of range, or of a divergence whose entries are not known.
-
-    Raises:
-        ValueError: It is not above 0, or the divergence is one of the user's own.
-    """
+    """Refuses a clip that is out of range, or that goes with a divergence whose entries are not known."""
     if clip is None:
         return
     if not clip > 0:

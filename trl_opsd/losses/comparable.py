@@ -14,11 +14,7 @@ def check_comparable(
     chunk_tokens: int | None,
     vocabulary: int | None,
 ) -> None:
-    """Refuses arguments that cannot be compared, before any product is computed.
-
-    Raises:
-        ValueError: If shapes, devices or settings are incompatible.
-    """
+    """Refuses shapes, devices and settings that do not go together, before any product is computed."""
     for name, side in (("student", student), ("teacher", teacher)):
         hidden_NH, weight_VH, bias_V = side.hidden, side.head.weight, side.head.bias
         if hidden_NH.ndim != 2:

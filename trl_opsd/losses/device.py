@@ -1,6 +1,6 @@
-"""Device code of the divergences: what one token of the vocabulary adds to each, and its slope.
+"""Triton code of the divergences: what one entry of the vocabulary adds to each, and its slope.
 
-Functions of the device are not annotated: their arguments are Triton's, which Python's types do not describe.
+Device functions are not annotated: their arguments are Triton's, which Python's types do not describe.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from trl_opsd.losses.skewed import SkewedForwardKL, SkewedReverseKL
 
 __all__ = ["BALANCED", "KERNELS", "MEAN_GAP", "THIRD_PASS", "Kernel", "tanh"]
 
+# How the sum of a row's slopes is known: it is 0, or the divergence itself (an entropy less a cross entropy), or
+# unknown until the row has been read a third time.
 BALANCED = tl.constexpr(0)
 MEAN_GAP = tl.constexpr(1)
 THIRD_PASS = tl.constexpr(2)
@@ -49,6 +51,7 @@ def _log1p(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
+    # A series near 0, where the difference of exponentials would cancel.
     y = x * x
     series = x * (1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315))))
     tail = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
@@ -63,10 +66,9 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _kl_term(log_p, log_q, p, q):  # type: ignore[no-untyped-def]
-    """Columns of `KL(p || q)`, plus the difference of both probabilities, whose sum is 0, so that none is below 0.
-
-    A rounding error of a normaliser shifts all gaps alike, and would be larger than the value near agreement.
-    """
+    """Columns of `KL(p || q)` plus `q - p`, whose sum over the vocabulary is 0, so that no term is below 0."""
+    # The rounding error of a normaliser shifts all gaps of a row alike and would exceed the value near agreement; in
+    # `q - p` it has the opposite sign and cancels.
     gap = log_p - log_q
     return p * gap + tl.where(tl.abs(gap) < 0.35, p * _expm1(-gap), q - p)
 
@@ -94,6 +96,7 @@ def _generalized_jsd(gap, log_s, log_t, s, t, beta):  # type: ignore[no-untyped-
 def _to_mixture(log_p, log_q, p, q, skew):  # type: ignore[no-untyped-def]
     """A term of `KL(q || m)` with `m = skew q + (1 - skew) p`, and `log(m / q)`."""
     gap = log_p - log_q
+    # Beyond 80 nats the exponential overflows float32 soon, and q contributes nothing to m.
     surplus = (1.0 - skew) * _expm1(tl.minimum(gap, 80.0))
     rise = _log1p(surplus)
     return tl.where(gap > 80.0, (1.0 - skew) * p, q * (surplus - rise)), rise
@@ -129,7 +132,7 @@ def _alpha_divergence(gap, log_s, log_t, s, t, alpha):  # type: ignore[no-untype
 
 @triton.jit
 def _of_sampled(gap, log_s, log_t, s, t, clip_max):  # type: ignore[no-untyped-def]
-    """All of it is in the sampled token, which the kernel adds."""
+    """Nothing per entry: the kernel adds the value and gradient of the sampled token."""
     return 0.0 * s, 0.0 * s
 
 
@@ -139,20 +142,16 @@ def _no_drift(setting: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The device code of a divergence.
-
-    Attributes:
-        terms: the device function.
-        total: how the sum of the slopes is known where no entry is clipped: as 0, as the divergence itself, which is
-            an entropy less a cross entropy, or by reading the row a third time.
-        setting: the name of the divergence's only setting, a number, or `None` for an infinite one.
-        drift: that of [`~losses.divergence.Terms`], from the setting.
-    """
+    """The device code of a divergence."""
 
     terms: Any
+    """The device function."""
     total: int = THIRD_PASS.value
+    """How the sum of the slopes is known where no entry is clipped: `BALANCED`, `MEAN_GAP` or `THIRD_PASS`."""
     setting: str = ""
+    """Name of the divergence's only setting, a number; where that is `None` it is passed as infinity."""
     drift: Callable[[float], float] = _no_drift
+    """That of [`~losses.divergence.Terms`], from the setting."""
 
 
 KERNELS: Mapping[type[Divergence], Kernel] = MappingProxyType(
@@ -167,4 +166,4 @@ KERNELS: Mapping[type[Divergence], Kernel] = MappingProxyType(
         SampledReverseKL: Kernel(_of_sampled, BALANCED.value, setting="clip_max"),
     }
 )
-"""Device code by class; a divergence without goes through the eager steps."""
+"""Device code by class; all other divergences are computed eagerly."""

@@ -1,4 +1,4 @@
-"""What a divergence between two next-token distributions is; knows no hidden states.
+"""The interface of a divergence between two next-token distributions; knows no hidden states.
 
 R rows (tokens) · V vocabulary size; log-probabilities in nats
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _SHOWN = 120
-"""Longest `repr` of a setting that is shown."""
+"""Characters of the longest `repr` that is shown; of a longer one, a digest."""
 
 
 class Divergence(ABC):
@@ -57,6 +57,7 @@ class Divergence(ABC):
         self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
     ) -> Tensor:
         """The value of `value_and_gradient`, [R], where no gradient is needed; not by autograd."""
+        # One that overrides the pair may compute its value more cheaply or exactly there.
         if type(self).value_and_gradient is not Divergence.value_and_gradient:
             return self.value_and_gradient(log_student_RV, log_teacher_RV, student_RV, teacher_RV)[0]
         with torch.no_grad():
@@ -75,7 +76,7 @@ class Divergence(ABC):
 
 
 class Terms(NamedTuple):
-    """What each token of the vocabulary adds to a divergence, computed so that nothing is lost near agreement.
+    """What each entry of the vocabulary adds to a divergence, in a form that stays accurate near agreement.
 
     A term is an entry of the divergence plus `drift * (p_s - p_t)`, whose sum over the vocabulary is 0. With it no term
     is below 0, and the rounding of a normaliser, which shifts a row of log-probabilities alike, cancels.
@@ -127,11 +128,12 @@ def describe(divergence: Divergence) -> str:
 
 
 def _setting(value: Any) -> str:
-    """A value in words: an array by shape and digest, anything else by its `repr` without an address."""
+    """A value as text that is the same in every process: an array by digest, else its `repr` without addresses."""
     if hasattr(value, "__array__"):
         array = torch.as_tensor(value).detach().cpu()
         content = array.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
         return f"{array.dtype} {list(array.shape)}, sha256 {hashlib.sha256(content).hexdigest()[:16]}"
+    # An address differs between processes and runs, which compare this text.
     text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
     if len(text) <= _SHOWN:
         return text

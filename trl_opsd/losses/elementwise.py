@@ -1,4 +1,4 @@
-"""The elementwise part of the streamed divergence in PyTorch: from products with two heads to values and a gradient.
+"""The elementwise part of the streamed divergence in PyTorch: from products with both heads to values and gradient.
 
 R rows (tokens) · V vocabulary size
 """
@@ -18,7 +18,7 @@ from trl_opsd.losses.sampled import Drawn, SampledReverseKL, drawn, gradient_of
 from trl_opsd.types import Sampled
 
 STATISTICS = 9
-"""Numbers of each row that a step returns."""
+"""Numbers per row that a step returns; [`eager_`] lists them."""
 INFINITE = 1e7
 """Divergence in nats above which the result is infinite. Only an excluded token, whose logit is the lowest float32, can
 cause so much; no finite logits come near."""
@@ -26,15 +26,12 @@ cause so much; no finite logits come near."""
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """What turns the products with a head into logits: a bias is added, then the sum is capped.
-
-    Attributes:
-        bias (`torch.Tensor`, *optional*): [V], float32; it may be -inf.
-        cap (`float`, *optional*): cap of the logits, which are `cap * tanh(sum)`, or the sum itself if it is `None`.
-    """
+    """Turns products with a head into logits: adds a bias, then caps the sum."""
 
     bias: Tensor | None
+    """[V], float32; it may be -inf."""
     cap: float | None
+    """Logits are `cap * tanh(sum)`, or the sum itself where this is `None`."""
 
     def __call__(self, product_RV: Tensor) -> None:
         """Turns products into logits, in place."""
@@ -68,31 +65,9 @@ def eager_(
     sampled: Sampled | None,
     gradient_RV: Tensor | None,
 ) -> Tensor:
-    """The statistics of R rows of products, [9, R], and the gradient; overwrites the products.
-
-    Args:
-        divergence ([`Divergence`]):
-            Any; with `clip`, one of [`~losses.divergence.Entrywise`].
-        clip (`float`, *optional*):
-            Most that each token of the vocabulary may add, in nats.
-        finishes (`tuple[Finish, Finish]`):
-            What turns the student's products into logits, and the teacher's.
-        student_RV, teacher_RV (`torch.Tensor`):
-            [R, V], float32.
-        weights_R (`torch.Tensor`, *optional*):
-            [R], constants that multiply value and gradient.
-        sampled ([`~types.Sampled`], *optional*):
-            The token that was sampled in each row; needed by [`~losses.sampled.SampledReverseKL`].
-        gradient_RV (`torch.Tensor`, *optional*):
-            [R, V], where the gradient with respect to the student's products is written, up to the factor `cap`; it may
-            be `student_RV` itself.
-
-    Returns:
-        `torch.Tensor`: the divergence, the student's and the teacher's entropy, the mean of the teacher's
-        probabilities relative to the largest, which is 1 if all of its logits are equal, 1 if `clip` had an effect,
-        what the pull towards the sampled token adds to the divergence, 1 if a token is the likeliest of both models,
-        1 if the sampled token is the teacher's likeliest, and its importance weight.
-    """
+    """The statistics of R rows of products, [9, R], and the gradient in `gradient_RV`; overwrites the products."""
+    # `clip`, nats per entry, needs an `Entrywise` divergence, and `SampledReverseKL` needs `sampled`. `gradient_RV` may
+    # be `student_RV` itself, so it is written last.
     for finish, products_RV in zip(finishes, (student_RV, teacher_RV), strict=True):
         finish(products_RV)
     slope_RV = finishes[0].slope(student_RV)
@@ -119,6 +94,7 @@ def eager_(
     if weights_R is not None:
         values_2R.mul_(weights_R).masked_fill_(weights_R == 0, 0.0)  # 0 * inf is NaN
     if gradient_RV is not None:
+        # With respect to the products up to the factor `cap`, which `_Side.backproject_` multiplies in.
         assert found_RV is not None, "it was wanted"
         if slope_RV is not None:
             found_RV.mul_(slope_RV)
@@ -126,8 +102,12 @@ def eager_(
             found_RV.mul_(weights_R.unsqueeze(-1))
         gradient_RV.copy_(found_RV)
     value_R, pulled_R = values_2R
+    # The mean of the teacher's probabilities relative to the largest: 1 if all of its logits are equal.
     ratio_R = total_R / teacher_RV.size(-1)
     entropies = student_entropy_R, teacher_entropy_R
+    # The order is that of the kernel's stores and of `_Fold.run`: the divergence without the pull, both entropies, that
+    # ratio, 1 if clipped, the pull's part, 1 if both models have the same likeliest token, 1 if the sampled token is
+    # the teacher's likeliest, and its importance weight.
     return torch.stack([value_R, *entropies, ratio_R, cut_R, pulled_R, same_R, first_R, of_sampled.importance])
 
 
@@ -153,12 +133,9 @@ def _same_first_(student_RV: Tensor, teacher_RV: Tensor) -> Tensor:
 
 
 def _normalise_(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Turns logits, of which the largest is 0, into log-probabilities, in place; returns these, the probabilities, the
-    entropy [R], and the sum of the probabilities relative to the largest [R].
-
-    Not `torch.log_softmax`: with it the probabilities would need the exponentials a second time, and on a CPU it sums
-    them sequentially, which over a vocabulary costs a digit of the gradient.
-    """
+    """Log-probabilities in place of logits whose largest is 0; with probabilities, entropy [R] and their sum [R]."""
+    # Not `torch.log_softmax`: the probabilities would need the exponentials a second time, and on a CPU it sums them
+    # sequentially, which over a vocabulary costs a digit of the gradient. The sum is relative to the largest one.
     probs_RV = logits_RV.exp()
     total_R1 = probs_RV.sum(-1, keepdim=True)
     logits_RV.sub_(total_R1.log())

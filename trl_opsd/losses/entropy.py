@@ -14,22 +14,10 @@ from trl_opsd.types import LazyLogits
 
 @torch.no_grad()
 def streamed_entropy(model: LazyLogits, chunk_tokens: int | None = None, vocabulary: int | None = None) -> Tensor:
-    """The entropy of a model's distribution at each token, without materialising its logits in full.
+    """A model's entropy at each token, [N], nats, float32, without its logits in full and without a gradient.
 
-    It is what [`~losses.streamed_divergence`] returns as `student_entropy`, up to rounding, for one product instead of
-    two. No gradient flows.
-
-    Args:
-        model ([`~types.LazyLogits`]):
-            Hidden states [N, H] and head [V, H].
-        chunk_tokens (`int`, *optional*):
-            Tokens whose logits exist at a time. By default as many as keep the tile within 0.6 GB, or
-            1.5 % of an accelerator's memory if that is more.
-        vocabulary (`int`, *optional*):
-            Number of token ids: the first rows of the head. When `None`, all rows.
-
-    Returns:
-        `torch.Tensor`: [N], nats, float32.
+    It is the `student_entropy` of [`~losses.streamed_divergence`] up to rounding, for one product with a head instead
+    of two; `chunk_tokens` and `vocabulary` are those of that function.
     """
     side = _Side.of(model, _product_dtype(model), vocabulary)
     tokens, width, device = len(side.hidden_NH), len(side.weight_VH), side.hidden_NH.device
@@ -47,7 +35,7 @@ def streamed_entropy(model: LazyLogits, chunk_tokens: int | None = None, vocabul
 
 
 def _entropy_(logits_RV: Tensor) -> Tensor:
-    """[R], of R rows of logits, which it overwrites."""
+    """[R]; overwrites the logits."""
     logits_RV.sub_(logits_RV.amax(-1, keepdim=True))
     probs_RV = logits_RV.exp()
     total_R = probs_RV.sum(-1)

@@ -1,12 +1,12 @@
 """The elementwise part of a tile in one Triton kernel, which reads each logit two or three times and writes it once.
 
 Eagerly, each step of the arithmetic reads and writes the tile in device memory. Here a program reads a row of both
-models once for its normalisers and entropies, and once more for the value and the gradient; divergences whose gradient
-contains a sum over the vocabulary that is not known by then read it a third time.
+models once for normalisers and entropies, and again for value and gradient; divergences whose gradient contains a sum
+over the vocabulary that is not known by then read it a third time.
 
 R rows (tokens) · V vocabulary size, of which rows of tiles hold a multiple of 64
 
-Functions of the device are not annotated: their arguments are Triton's, which Python's types do not describe.
+Device functions are not annotated: their arguments are Triton's, which Python's types do not describe.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = ["KERNELS", "fused_"]
 _WARPS = 8
 """Warps of a program: with them no register is spilled, and 16 bytes are read at once."""
 _LANES = 32 * _WARPS
-"""Threads of a program. Each keeps sums and maxima of its own columns, and they are put together once per row: threads
-that wait for each other for each block of columns would cost more than its arithmetic."""
+"""Threads of a program. Each keeps sums and maxima of its own columns, combined once per row: a reduction across
+threads for each block of columns would cost more than the block's arithmetic."""
 _BLOCK = 8 * _LANES
 """Columns that a program reads at once."""
 _ALIGNED = 64
@@ -94,7 +94,7 @@ def _rows(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One row: statistics [9, R] and, in place of the logits or apart, the gradient."""
+    """One row: statistics [9, R], and the gradient in place of the logits or elsewhere."""
     number = tl.program_id(0)
     row = number.to(tl.int64)
     student += row * student_stride
@@ -107,8 +107,8 @@ def _rows(  # type: ignore[no-untyped-def]
         chosen_s = _logits(student, student_bias, student_cap, chosen, width, padded, STUDENT_BIAS, STUDENT_CAP)
         chosen_t = _logits(teacher, teacher_bias, teacher_cap, chosen, width, padded, TEACHER_BIAS, TEACHER_CAP)
 
-    # Of each thread: largest logit, sum of exponentials, and their sum times the logits, both relative to the largest
-    # so far; and whether one column has both largest logits.
+    # Online softmax, per thread: largest logit so far, the sum of exponentials and the sum of exponentials times
+    # logits, both relative to that largest; and whether one column has the largest logit of both models.
     nothing = tl.zeros((LANES,), tl.float32)
     tops_s, tops_t = nothing + _LOWEST, nothing + _LOWEST
     sums_s, sums_t, moments_s, moments_t, crosses, sames = nothing, nothing, nothing, nothing, nothing, nothing
@@ -200,7 +200,7 @@ def _rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rescaled(down, sums, moments):  # type: ignore[no-untyped-def]
-    """By what sums are multiplied whose largest logit is now higher by `-down`, and their moments after that."""
+    """The factor of sums whose running maximum rose by `-down`, and the moments after it."""
     scale = tl.exp(down)  # 0 where there was none yet: multiplied first, so that nothing overflows
     return scale, moments * scale + (down * scale) * sums
 
@@ -221,7 +221,7 @@ def _terms(  # type: ignore[no-untyped-def]
     ps, pt = tl.exp(log_ps), tl.exp(log_pt)
     cut = 0.0
     if CLIPPED:
-        # A sum of the slopes of some columns is no sum of differences: it needs the gap of log-probabilities.
+        # With a clip only some slopes are summed, so a constant shift no longer cancels: the gap must be normalised.
         term, slope = TERMS(log_ps - log_pt, log_ps, log_pt, ps, pt, setting)
         shift = drift * (ps - pt)
         is_cut = term - shift > clip
@@ -251,12 +251,9 @@ def fused_(
     sampled: Sampled | None,
     gradient_RV: Tensor | None,
 ) -> Tensor:
-    """What [`eager_`] does, in one kernel, for the divergences of [`KERNELS`].
-
-    Tiles of logits and of the gradient have rows in memory of at least the next multiple of 64 columns, of which those
-    beyond V are overwritten.
-    """
+    """What [`eager_`] does, in one kernel, for the divergences of [`KERNELS`]; columns beyond V are overwritten."""
     rows, width = student_RV.shape
+    # Rows of tiles in memory have at least `padded` columns, so that loads and stores stay 16 bytes wide.
     padded = -(-width // _ALIGNED) * _ALIGNED
     student, teacher = finishes
     biases = [None if one.bias is None else pad(one.bias, (0, padded - width)) for one in finishes]

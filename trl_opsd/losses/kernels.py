@@ -1,4 +1,4 @@
-"""Picks the fused kernel where there is one that works, which is tried before it is trusted."""
+"""Picks the fused kernel where one exists and works, which a small random tile shows before any loss relies on it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from trl_opsd.losses.elementwise import Finish, Step, eager_
 from trl_opsd.types import Sampled
 
 _CLIP = 0.01
-"""Nats, where the kernel is tried with a clip."""
+"""Clip of the trial, in nats."""
 _TRIED = 3, 100
-"""Rows and columns of the tile that is tried; the columns are no multiple of what is read at once."""
+"""Rows and columns of the trial tile; the columns are no multiple of a block, so that masks are tested."""
 _LIMIT = 1e-4
 """Largest difference from the eager steps that is rounding, relative to the largest number."""
 
 
 def step_for(divergence: Divergence, clip: float | None, device: torch.device) -> Step:
-    """The kernel for this divergence, with a clip or without, on this device, or the eager steps where there is none.
-
-    Triton's interpreter, which tests use (`TRITON_INTERPRET=1`), runs kernels on a CPU.
-    """
+    """The kernel for this divergence on this device, or the eager steps where none works."""
+    # Triton's interpreter runs kernels on a CPU, for tests.
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return eager_
     fused: Any = import_module("trl_opsd.losses.fused") if find_spec("triton") else None
@@ -47,7 +45,7 @@ def _works(step: Step, divergence: Divergence, clips: bool, device: torch.device
     try:
         ours, expected = (_on_a_tile(one, divergence, _CLIP if clips else None, device) for one in (step, eager_))
     except Exception as error:
-        # Compiling needs a C compiler, and a device that Triton knows: whatever is missing, the eager steps work.
+        # Compiling needs a C compiler and a device that Triton knows; whatever is missing, the eager steps work.
         found = f"failed with {type(error).__name__}: {error}"
     else:
         gap = max(_gap(one, other) for one, other in zip(ours, expected, strict=True))
@@ -75,5 +73,6 @@ def _on_a_tile(
     student_RV, teacher_RV = values[..., :columns]
     plain, numbers_R = Finish(None, None), torch.arange(rows, device=device)
     sampled = Sampled(ids=numbers_R, pull=numbers_R - 1.0, logprobs=-1.0 - numbers_R)
+    # The gradient is written in place of the student's logits, as in training.
     statistics = step(divergence, clip, (plain, plain), student_RV, teacher_RV, None, sampled, student_RV)
     return (*statistics, student_RV)

@@ -103,11 +103,9 @@ def log_mixture(log_p_RV: Tensor, log_q_RV: Tensor, share: float) -> Tensor:
 
 
 def kl_terms(gap_RV: Tensor, p_RV: Tensor, q_RV: Tensor, spare_RV: Tensor) -> Tensor:
-    """The terms of `KL(p || q)` from the gap `log p - log q`: `p gap + q - p`, none of which is below 0.
-
-    Near agreement the rounding of a normaliser, which shifts a row of gaps alike, is larger than the divergence. The
-    sum of `q - p` is 0, and as `p expm1(-gap)` it contains the same shift, which cancels.
-    """
+    """The terms of `KL(p || q)` from the gap `log p - log q`: `p gap + q - p`, none of which is below 0."""
+    # Near agreement the rounding of a normaliser, which shifts a row of gaps alike, is larger than the divergence. The
+    # sum of `q - p` is 0, and as `p expm1(-gap)` it contains the same shift, which cancels.
     surplus_RV = torch.neg(gap_RV, out=spare_RV).expm1_().mul_(p_RV)
     surplus_RV = torch.where(gap_RV > -FAR, surplus_RV, q_RV)  # below, p contributes nothing, and the exponential ends
     return surplus_RV.addcmul_(gap_RV, p_RV)

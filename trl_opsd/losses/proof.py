@@ -1,4 +1,4 @@
-"""Compares what a divergence of the user's own computes with its definition, on random distributions.
+"""Compares what a user's divergence computes with its definition, on random distributions.
 
 R rows (tokens) · V vocabulary size
 """
@@ -17,54 +17,42 @@ from trl_opsd.losses.divergence import Divergence
 
 _Compute: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 _APART = (1.0, 0.3, 0.03)
-"""How far the teacher of each row is from its student: a divergence that is bounded is flat far away."""
+"""Distance of the teacher from the student in each row: a bounded divergence is flat far away, so some are close."""
 _TOLERANCE = 1e-3
 """Largest difference, relative to the largest number: rounding in float32 stays far below it."""
 _ROUNDING = 1e-6
-"""What rounding leaves of 0."""
+"""Absolute difference that rounding explains."""
 _FLAT = 1e-5
 """Gradient with respect to logits, relative to that with respect to log-probabilities: rounding stays below it."""
 
 
 def is_ours(divergence: Divergence) -> bool:
-    """Whether a divergence is one of this package's own, and not of a class derived from one."""
+    """Whether a divergence is of this package itself; a class derived from one of ours is not."""
     return type(divergence).__module__.rpartition(".")[0] == Divergence.__module__.rpartition(".")[0]
 
 
 def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.device) -> list[str]:
-    """Checks that the gradient is that of the value, and that the value of a token depends on that token alone.
+    """Refuses a user's divergence that is not finite, whose gradient is not that of its value, or that mixes tokens.
 
-    The package's own divergences are not checked. Sets the seed of torch's random numbers and Python's; one that draws
-    others is checked for finite numbers only.
-
-    Args:
-        divergence ([`Divergence`]):
-            The divergence.
-        vocabulary (`int`):
-            V.
-        device (`torch.device`):
-            Where it will be computed.
-
-    Returns:
-        `list[str]`: What is possible but hardly meant, a sentence each: negative values, a gradient of 0, and one that
-        does not depend on the teacher.
-
-    Raises:
-        ValueError: One of the two does not hold; or a number is not finite, although all probabilities are positive.
+    Returns a sentence for each thing that is possible but hardly meant: negative values, a gradient of 0, one that does
+    not depend on the teacher.
     """
     kind = type(divergence)
     if is_ours(divergence):
         return []
     logits = 3 * torch.randn(2, len(_APART), vocabulary, generator=torch.Generator().manual_seed(0))
+    # Teachers at three distances: far, near, and almost equal.
     logits[1] = logits[0].lerp(logits[1], torch.tensor(_APART)[:, None])
     logs_2RV = logits.to(device).log_softmax(-1)
 
     def computed(by: _Compute, logs_2rV: Tensor = logs_2RV, seed: int = 0) -> tuple[Tensor, Tensor]:
+        # A divergence may draw random numbers; it must draw the same ones each time to be comparable.
         torch.manual_seed(seed)
         random.seed(seed)
         logs_2rV = logs_2rV.clone()
         return by(*logs_2rV, *logs_2rV.exp())
 
+    # The definition is `value` differentiated by autograd, whatever the class overrides.
     defined = partial(Divergence.value_and_gradient, divergence)
     by_autograd, again = computed(defined), computed(defined)
     for what, found in zip(("value", "gradient"), by_autograd, strict=True):
@@ -80,9 +68,9 @@ def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.devi
             f"`{kind.__name__}.value` is negative, {least:.3g} nats for random distributions: the student is trained "
             "to make it smaller, which may lead away from the teacher."
         )
-    if _gap(by_autograd, again):  # it draws random numbers from elsewhere
+    if _gap(by_autograd, again):  # its random numbers come from elsewhere: nothing more can be compared
         return doubts
-    is_random = _gap(by_autograd, computed(defined, seed=1))  # then each row has draws of its own
+    is_random = _gap(by_autograd, computed(defined, seed=1))  # then each row has its own draws, and may differ alone
     alone, first = computed(defined, logs_2RV[:, :1]), (by_autograd[0][:1], by_autograd[1][:1])
     if not is_random and (gap := _gap(alone, first)):
         raise ValueError(
@@ -97,6 +85,7 @@ def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.devi
             "value and its gradient with respect to the logits. Leave it out, and autograd computes them."
         )
     if gap := _gap(returned, by_autograd):
+        # A subclass of a named divergence that overrides `value` only: training would use the parent's gradient.
         value_from, gradient_from = (
             next(one for one in kind.__mro__ if not names.isdisjoint(vars(one)))
             for names in ({"value", "entries"}, {"value_and_gradient", "terms"})
@@ -118,6 +107,7 @@ def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.devi
             "rounding, scaled up by the optimizer, moves the student at random. What is behind `detach` has no "
             "gradient, nor has what is beyond a bound (`clamp`)."
         )
+    # The same student rows with the teachers permuted: an equal gradient has not used the teacher.
     elif torch.equal(by_autograd[1], computed(defined, torch.stack([logs_2RV[0], logs_2RV[1].roll(1, 0)]))[1]):
         doubts.append(
             f"The gradient of `{kind.__name__}.value` is the same whatever the teacher says, so nothing is learned "
@@ -127,7 +117,7 @@ def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.devi
 
 
 def _is_flat(divergence: Divergence, logs_2RV: Tensor, gradient_RV: Tensor) -> bool:
-    """Whether rounding is all there is of a gradient with respect to the logits."""
+    """Whether the gradient with respect to the logits is nothing but rounding."""
     with torch.enable_grad():
         log_student_RV = logs_2RV[0].clone().requires_grad_()
         value_R = divergence.value(log_student_RV, logs_2RV[1].clone())
@@ -136,7 +126,7 @@ def _is_flat(divergence: Divergence, logs_2RV: Tensor, gradient_RV: Tensor) -> b
 
 
 def _gap(some: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> str:
-    """In words, how far values and gradients are from others; empty if they are equal up to rounding."""
+    """Describes how far values and gradients are from others; empty if equal up to rounding."""
     for what, one, other in zip(("values", "gradients"), some, others, strict=True):
         if one.shape != other.shape:
             return f"{what} of shape {list(one.shape)} and not {list(other.shape)}"

@@ -34,16 +34,18 @@ def reduce(
         num_items = total.where(total > 0, 1.0)
     elif isinstance(num_items, Tensor):
         num_items = num_items.to(divergence.device)
+    # The columns follow `LossParts.ROW_NAMES`.
     none_B = weights_BC.new_zeros(len(weights_BC))
 
     def spread(values_N: Tensor) -> Tensor:
-        # Scattered, because to select the weights of the tokens would wait for the device.
+        # Scattered to [B, C] rather than weights gathered to [N]: boolean indexing would wait for the device.
         return torch.zeros_like(weights_BC).masked_scatter(counts_BC, values_N.to(weights_BC))
 
     def sums(values_N: Tensor | None) -> Tensor:
         return none_B if values_N is None else spread(values_N).sum(1)
 
     added_N = 0.0 if per_token.pulled is None else per_token.pulled
+    # The pull is logged separately: divergences are those of the distributions alone.
     divergence_BC, entropy_BC = spread(divergence.detach() - added_N), spread(per_token.student_entropy)
     columns = (
         weights_BC.sum(1),

@@ -1,9 +1,9 @@
-"""What a loss reads of the sampled tokens alone: the policy gradient of the reverse KL, and a pull towards each token.
+"""Losses of the sampled tokens alone: the policy gradient of the reverse KL, and a pull towards each token.
 
 N tokens in the loss · R rows (tokens) · V vocabulary size; log-probabilities in nats
 
-The gradient of both with respect to the student's logits is a number for each row times `p_s - 1[id]`, so neither adds
-a pass over the vocabulary to the loss that it is added to.
+The gradient of both with respect to the student's logits is a number per row times `p_s - 1[id]`, so neither adds a
+pass over the vocabulary to the loss that it is added to.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SampledReverseKL(Divergence):
         )
 
     def importance(self, log_student_R: Tensor, logprobs_R: Tensor | None) -> Tensor:
-        """The weight of each sampled token, [R]: a constant."""
+        """The importance weight of each sampled token, [R], a constant."""
         if logprobs_R is None:
             return torch.ones_like(log_student_R)
         bound = math.inf if self.clip_max is None else self.clip_max
@@ -77,9 +77,8 @@ class Drawn(NamedTuple):
 
 
 def drawn(divergence: Divergence, sampled: Sampled, log_student_R: Tensor, log_teacher_R: Tensor) -> Drawn:
-    """What the sampled tokens add, from both log-probabilities of each. Differentiable where `log_student_R` is: the
-    gradient of `value + pulled` is then that of the loss.
-    """
+    """What the sampled tokens add, from both log-probabilities of each; differentiable where `log_student_R` is."""
+    # The dense loss differentiates `value + pulled` by autograd; the streamed one uses `force`, the same gradient.
     zero_R, force_R = torch.zeros_like(log_student_R), sampled.pull
     pulled_R = zero_R if sampled.pull is None else -sampled.pull * log_student_R
     if not isinstance(divergence, SampledReverseKL):
@@ -99,22 +98,7 @@ def gradient_of(force_R: Tensor, student_RV: Tensor, ids_R: Tensor) -> Tensor:
 
 
 def check_sampled(sampled: Sampled | None, divergence: Divergence, tokens: int, vocabulary: int) -> None:
-    """Refuses sampled tokens that are missing, or do not belong to the tokens of a loss.
-
-    Args:
-        sampled ([`~types.Sampled`], *optional*):
-            The tokens.
-        divergence ([`Divergence`]):
-            The objective.
-        tokens (`int`):
-            N.
-        vocabulary (`int`):
-            V, ids from this one on have no probability.
-
-    Raises:
-        ValueError: The divergence needs them and they are `None`, a shape or dtype is another, or an id is not known;
-            ids on an accelerator are not read.
-    """
+    """Refuses sampled tokens that the divergence needs and lacks, or that do not fit the tokens of the loss."""
     if sampled is None:
         if isinstance(divergence, SampledReverseKL):
             raise ValueError(
@@ -127,8 +111,8 @@ def check_sampled(sampled: Sampled | None, divergence: Divergence, tokens: int, 
             raise ValueError(f"sampled {name} have shape {list(one.shape)}, expected [{tokens}]: pass one per token.")
     if sampled.ids.dtype != torch.int64:
         raise ValueError(f"sampled ids are {sampled.ids.dtype}, expected torch.int64: call `.long()`.")
-    if sampled.ids.device.type == "cpu" and tokens:
-        ids = sampled.ids.numpy()  # whose numbers are read without an operation of torch's, which would wait on a GPU
+    if sampled.ids.device.type == "cpu" and tokens:  # to read ids on an accelerator would wait for it
+        ids = sampled.ids.numpy()
         least, largest = int(ids.min()), int(ids.max())
         if least < 0 or largest >= vocabulary:
             wrong = least if least < 0 else largest

@@ -42,6 +42,7 @@ class SkewedForwardKL(Entrywise):
     def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
         surplus_RV, rise_RV, far_RV = _to_mixture(log_student_RV, log_teacher_RV, self.skew)
         values_RV = surplus_RV.sub_(rise_RV).mul_(teacher_RV)
+        # Where p_t is negligible, the term tends to (1 - skew) p_s.
         values_RV = torch.where(far_RV, student_RV * (1 - self.skew), values_RV)
         slopes_RV = rise_RV.neg_().expm1_().mul_(student_RV).mul_(self.skew - 1)
         return Terms(values_RV, slopes_RV, drift=1 - self.skew)
@@ -80,10 +81,8 @@ class SkewedReverseKL(Entrywise):
 
 
 def _to_mixture(log_p_RV: Tensor, log_q_RV: Tensor, skew: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`m / q - 1` and `log(m / q)` of `m = skew q + (1 - skew) p`, and where q is too small for either to be right.
-
-    From the gap `log p - log q`, so both are exactly 0 where the models agree. Overwrites both log-probabilities.
-    """
+    """`m / q - 1` and `log(m / q)` of `m = skew q + (1 - skew) p`, and where q is too small for either to be right."""
+    # From the gap, so both are exactly 0 where the models agree; both log-probabilities are overwritten.
     gap_RV = log_p_RV.sub_(log_q_RV)
     far_RV = gap_RV > FAR
     surplus_RV = gap_RV.clamp_(max=FAR).expm1_().mul_(1 - skew)

@@ -31,9 +31,9 @@ from trl_opsd.types import LazyLogits, PerToken, Sampled
 TILE_BYTES = 600_000_000
 """Memory limit of all tiles of one call when `chunk_tokens` is `None`, in bytes; more on a large accelerator."""
 _TILE_SHARE = 0.015
-"""Of an accelerator's memory: a tile that is twice as large reads both heads half as often."""
+"""Share of an accelerator's memory for tiles: a tile twice as large reads both heads half as often."""
 _TILE_MULTIPLE = 16
-"""Tokens by which tiles grow on an accelerator, whose kernels are made for shapes."""
+"""Tiles have a multiple of so many tokens on an accelerator, whose matrix kernels are specialised for shapes."""
 _GROUP_TILES = 4
 """Tiles whose low-precision gradient is collected before it is multiplied into the head's. Reading and writing the
 head's gradient once per tile would cost more than the product: at 790 TFLOP/s and 4.3 TB/s, for any tile under 735
@@ -45,16 +45,15 @@ _BLOCK_ELEMENTS = {"cpu": 1 << 17}
 """Logits of a block, which goes through all elementwise steps before the next: on a CPU, as many as fit its cache."""
 _BLOCK_ELEMENTS_ELSEWHERE = 1 << 24
 _PULLED = 5
-"""Which of the statistics of a step is what the pull adds."""
+"""Index of the pull's part among the statistics of a step."""
 _ROUNDING = 1e-6
-"""Logits are taken as equal if they are this far below the largest on average, in nats: the rounding of their products.
-A model whose logits are spread by only 1e-2, as those of a tiny random one are, is beyond it up to a temperature of
-10,000."""
+"""Logits count as equal if they are at most so far below the largest on average: the rounding of their products. A
+model whose logits spread by only 1e-2, as a tiny random one's do, stays above it up to a temperature of 10,000."""
 
 
 @cache
 def memory_of(device: torch.device) -> int:
-    """Bytes of an accelerator; 0 for a CPU, and where it does not tell, as MPS does not."""
+    """Bytes of an accelerator; 0 for a CPU, and where it cannot be queried (MPS)."""
     try:
         return 0 if device.type == "cpu" else torch.accelerator.get_memory_info(device)[1]
     except RuntimeError:
@@ -62,12 +61,12 @@ def memory_of(device: torch.device) -> int:
 
 
 def tile_bytes(memory: int) -> int:
-    """Limit for all tiles of one call on a device with so many bytes, 0 for a CPU."""
+    """Byte limit for all tiles of one call; `memory` is the device's, 0 for a CPU."""
     return max(TILE_BYTES, int(_TILE_SHARE * memory))
 
 
 def tile_of(tokens: int, token_bytes: int, memory: int) -> int:
-    """Tokens of a tile, of so many that each take so many bytes, within [`tile_bytes`]."""
+    """Tokens of a tile within [`tile_bytes`], at least 1."""
     most = tile_bytes(memory) // token_bytes
     if memory and most >= _TILE_MULTIPLE:
         most -= most % _TILE_MULTIPLE
@@ -173,6 +172,8 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream_N: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        # The hidden states' gradient is a row per token and can be scaled by any upstream gradient; the head's is
+        # summed over tokens already.
         hidden_NH, head = ctx.hidden_gradient, ctx.head_gradient
         if hidden_NH is not None:
             hidden_NH = hidden_NH * upstream_N.unsqueeze(-1)
@@ -205,12 +206,9 @@ class _Fold:
     def run(
         self, weights_N: Tensor | None, wanted: tuple[bool, ...]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        """Statistics of each token, [N], and the gradients of student hidden, weight and bias, if `wanted`.
-
-        The statistics are those of [`~losses.elementwise.Step`], the first with what the pull adds, then which tokens
-        were ranked, and the two numbers of [`~losses.likeliest.top_shared_`]. The gradients are those of the sum of the
-        weighted divergences, in float32.
-        """
+        """Statistics of each token, [N] each, and the gradients of student hidden, weight and bias, if `wanted`."""
+        # Statistics are those of `eager_`, the first with the pull added, then `ranked`, `top_shared` and `top_mass`.
+        # The gradients are those of the sum of the weighted divergences, in float32.
         student = _Side.of(self.student, self.dtypes[0], self.vocabulary)
         teacher = _Side.of(self.teacher, self.dtypes[1], self.vocabulary)
         (tokens, width), vocabulary = student.hidden_NH.shape, student.weight_VH.size(0)
@@ -232,7 +230,7 @@ class _Fold:
         step_rows = _block_rows(student_CV) if step is eager_ else tile_tokens
         finishes, objective = (student.finish, teacher.finish), (self.divergence, self.clip)
         statistics_9N, top_3N = torch.empty(STATISTICS, tokens, device=device), torch.zeros(3, tokens, device=device)
-        # Some rows of each tile are kept, and those of several ranked at once: for one tile it is many small kernels.
+        # Ranked rows are collected over several tiles: tile by tile they would be many small kernels.
         ranked_tokens = max(1, min(tokens, tile_tokens * _GROUP_TILES))
         ranked_2KV = torch.empty(2, -(-ranked_tokens // EVERY), stride, device=device)[..., :vocabulary]
         top_3N[0, looked_at(tokens, slice(0, tokens))], ranked_from, kept = 1.0, 0, 0
@@ -252,6 +250,7 @@ class _Fold:
                 some_2KV = products_2CV[:, looked_at(tokens, tile)]
                 ranked_2KV[:, kept : kept + some_2KV.size(1)] = some_2KV
                 kept += some_2KV.size(1)
+                # Logits are finished in a copy, as the step below finishes the tile itself.
                 if tile.stop == min(ranked_from + ranked_tokens, tokens):
                     span = slice(ranked_from, tile.stop)
                     for side, products_KV in zip((student, teacher), ranked_2KV[:, :kept], strict=True):
@@ -264,6 +263,7 @@ class _Fold:
                     drawn = None if self.sampled is None else self.sampled.rows(rows)
                     gradient_RV = gradient_GV[_shift(rows, -group.start)] if any(wanted) else None
                     statistics_9N[:, rows] = step(*objective, finishes, *products, weights_R, drawn, gradient_RV)
+            # Once per group: each product reads and writes the whole gradient of the head.
             student.backproject_(gradient_GV, group, hidden_NH, *shared)
         statistics_9N[0].add_(statistics_9N[_PULLED])
         if hidden_NH is not None:  # no divergence without a gradient: that of a user may be NaN where its value is not
@@ -286,6 +286,7 @@ class _Side:
     @classmethod
     def of(cls, lazy: LazyLogits, dtype: torch.dtype, vocabulary: int | None) -> _Side:
         head = lazy.head
+        # Scale and temperature cost nothing inside the product; below a cap the temperature has to be applied after it.
         gain = head.scale / (lazy.temperature if head.softcap is None else head.softcap)
         return cls(
             hidden_NH=_operand(lazy.hidden, dtype),
@@ -312,6 +313,7 @@ class _Side:
     ) -> None:
         """Propagates the gradient of these rows' logits to hidden states, weight and bias, where given."""
         gradient_GV = gradient_GV[: rows.stop - rows.start]
+        # The first group overwrites, so the head's gradient needs no zeroing.
         slope, carry = self.gain * (1.0 if self.finish.cap is None else self.finish.cap), float(rows.start > 0)
         if hidden_NH is not None:
             _addmm_(hidden_NH[rows], gradient_GV, self.weight_VH, alpha=slope, beta=0)
@@ -331,13 +333,15 @@ def _addmm_(total: Tensor, a: Tensor, b: Tensor, *, alpha: float, beta: float) -
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Only CUDA has low-precision products with float32 output; elsewhere factors are rounded, then cast to float32."""
+    """A factor in the dtype it is multiplied in: only CUDA has low-precision products with float32 output."""
     tensor = tensor.detach().to(dtype)
+    # Elsewhere the factor is rounded as autocast would, and multiplied in float32.
     return tensor if tensor.is_cuda and dtype in (torch.float16, torch.bfloat16) else tensor.float()
 
 
 def _product_dtype(side: LazyLogits) -> torch.dtype:
     kind = side.hidden.device.type
+    # Products with `out` are not autocast, so its dtype is applied here.
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return torch.promote_types(side.hidden.dtype, side.head.weight.dtype)

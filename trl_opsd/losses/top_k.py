@@ -1,4 +1,4 @@
-"""A divergence that reads the teacher's likeliest tokens one by one, and all others as one.
+"""A divergence that reads the teacher's K likeliest tokens one by one, and all others as one bucket.
 
 R rows (tokens) · V vocabulary size · K + 1 buckets; log-probabilities in nats
 """
@@ -20,7 +20,7 @@ class TopKTeacher(Divergence):
     """A divergence between two distributions over K + 1 buckets: each of the teacher's K likeliest tokens, and one for
     all others together.
 
-    It is what can be learned from a teacher that tells its K likeliest tokens and no more. Both models' buckets add up
+    It is what can be learned from a teacher that reveals only its K likeliest tokens. Both models' buckets add up
     to 1, so a divergence that is never negative is not here either. It is at most that of the whole vocabulary, and
     equal to it with K = V (data processing inequality; of an f-divergence, which `AdaptiveKL` is not). Within the last
     bucket nothing is learned: its tokens keep their ratios.
@@ -30,7 +30,7 @@ class TopKTeacher(Divergence):
 
     Args:
         of ([`~losses.divergence.Entrywise`]):
-            The divergence between the buckets: any of this package's that reads whole distributions.
+            The divergence between the buckets: any of this package's that compares whole distributions.
         k (`int`):
             K, at least 1; from V on there is no last bucket.
 
@@ -62,9 +62,11 @@ class TopKTeacher(Divergence):
         if self.k >= log_teacher_RV.size(-1):
             return self.of.value_and_gradient(log_student_RV, log_teacher_RV, student_RV, teacher_RV)
         ids_RK = log_teacher_RV.topk(self.k).indices
+        # The teacher's tokens for both models, so that buckets correspond.
         log_student_RB = _buckets(log_student_RV, student_RV, ids_RK)
         log_teacher_RB = _buckets(log_teacher_RV, teacher_RV, ids_RK)
         student_RB, teacher_RB = log_student_RB.exp(), log_teacher_RB.exp()
+        # Chain rule through the buckets: a token of the rest moves its bucket by its share of the bucket's probability.
         values_RB, slopes_RB, _ = self.of.terms(log_student_RB, log_teacher_RB, student_RB, teacher_RB)
         total_R1 = slopes_RB.sum(-1, keepdim=True)
         own_RK = slopes_RB[:, :-1] - student_RV.gather(-1, ids_RK) * total_R1
@@ -73,7 +75,7 @@ class TopKTeacher(Divergence):
 
 
 def _buckets(log_RV: Tensor, probs_RV: Tensor, ids_RK: Tensor) -> Tensor:
-    """Log-probabilities of the tokens, and of all others together, [R, K + 1]."""
+    """Log-probabilities of the K tokens, and of all others together, [R, K + 1]."""
     rest_R1 = probs_RV.scatter(-1, ids_RK, 0.0).sum(-1, keepdim=True)
-    least = torch.finfo(rest_R1.dtype).tiny  # where the others have no probability: 0 * log 0 is 0
+    least = torch.finfo(rest_R1.dtype).tiny  # others without probability: 0 * log 0 is 0
     return torch.cat([log_RV.gather(-1, ids_RK), rest_R1.clamp(min=least).log()], dim=-1)

@@ -19,7 +19,7 @@ from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.types import Length, Rollout
 
 Run: TypeAlias = Callable[..., Any]
-"""`run(function, *args)` equals `function(model, *args)`, wherever the model's weights are."""
+"""`run(function, *args)` equals `function(model, *args)`, also where the weights are sharded or offloaded."""
 
 
 def call(model: CausalLM, function: Run, *args: Any) -> Any:
@@ -28,28 +28,15 @@ def call(model: CausalLM, function: Run, *args: Any) -> Any:
 
 
 def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADDED) -> Tensor:
-    """The last hidden state at the position that predicts each completion token.
+    """The last hidden state at the position that predicts each completion token, [B, C, H], undefined at padding.
 
     Equals `model(...).hidden_states[-1][:, P - 1 : -1]` with every token at the position it would have without padding.
-    Prompt and completion of a row are read without the padding between them and other rows' prompts, so that a pass
-    is as wide as its longest row, or, packed, as long as its rows together.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            A causal language model, not wrapped for distributed training.
-        rollout ([`~types.Rollout`]):
-            The rows to read. Waits for the device if their lengths are not known.
-        reading ([`~models.padding.Reading`], *optional*, defaults to `PADDED`):
-            Which rows share a forward pass, as [`prove_padding`] determined.
-
-    Returns:
-        `torch.Tensor`: `[B, C, H]`; undefined at padding.
-
-    Raises:
-        ValueError: A row has masked tokens between others, and `reading` cannot leave them out.
+    `reading` says which rows may share a forward pass, as [`prove_padding`] determined.
     """
     if rollout.begins_at is not None:
         return _hidden_of_part(model, rollout, rollout.begins_at)
+    # The padding between prompt and completion, and before shorter prompts, is left out: a pass is as wide as its
+    # longest row or, packed, as long as its rows together.
     lengths = rollout.measured()
     if reading.packed:
         check_no_holes(lengths)
@@ -59,12 +46,13 @@ def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADD
     check_no_holes(lengths)
     groups = reading.groups([one.total for one in lengths], is_split_model(model))
     parts = [_completion_hidden(model, rollout.select(rows), [lengths[row] for row in rows]) for rows in groups]
+    # Rows come back in their original order.
     order = torch.tensor([row for rows in groups for row in rows], device=parts[0].device)
     return torch.cat(parts)[order.argsort()]
 
 
 def _hidden_of_part(model: CausalLM, rollout: Rollout, begins_at: int) -> Tensor:
-    """[B, C, H], of the first C tokens of a part, at their positions in the whole rows."""
+    """[B, C, H] of a part of each row, with positions counted in the whole row."""
     ids_BC = rollout.input_ids[:, :-1]
     places_C = begins_at + torch.arange(ids_BC.size(1), device=ids_BC.device)
     if (limit := context_of(model)) is not None:
@@ -73,7 +61,7 @@ def _hidden_of_part(model: CausalLM, rollout: Rollout, begins_at: int) -> Tensor
 
 
 def check_no_holes(lengths: Sequence[Length]) -> None:
-    """Rejects masked tokens between others, where rows are read without their padding."""
+    """Refuses masked tokens between others, where rows are computed without a mask."""
     if any(one.masked for one in lengths):
         raise ValueError(
             "A completion has masked tokens between others, which a model that reads rows without padding cannot leave "
@@ -82,7 +70,7 @@ def check_no_holes(lengths: Sequence[Length]) -> None:
 
 
 def _completion_hidden(model: CausalLM, rollout: Rollout, lengths: Sequence[Length], multiple_of: int = 1) -> Tensor:
-    """[B, C, H], from rows that begin at the first column and are padded at the end."""
+    """[B, C, H], from rows shifted to the first column and padded at the end."""
     places = _Places(rollout, lengths)
     starts_B1, totals_B1 = places.starts_B.unsqueeze(1), places.totals_B.unsqueeze(1)
     width = -(-max(one.total for one in lengths) // multiple_of) * multiple_of
@@ -95,7 +83,7 @@ def _completion_hidden(model: CausalLM, rollout: Rollout, lengths: Sequence[Leng
 
 
 def _completion_hidden_packed(model: CausalLM, rollout: Rollout, lengths: Sequence[Length]) -> Tensor:
-    """[B, C, H], from all rows as one of N tokens, in which positions begin at 0 with each row."""
+    """[B, C, H], from all rows as one sequence of N tokens, in which positions restart at 0 with each row."""
     places = _Places(rollout, lengths)
     tokens = sum(one.total for one in lengths)
     row_N = places.rows_B.repeat_interleave(places.totals_B, output_size=tokens)
@@ -108,7 +96,7 @@ def _completion_hidden_packed(model: CausalLM, rollout: Rollout, lengths: Sequen
 
 
 class _Places:
-    """Where the tokens of B rows are, on their device, from lengths in host memory: nothing waits."""
+    """Column indices of the tokens of B rows, on their device, from lengths in host memory: nothing waits."""
 
     def __init__(self, rollout: Rollout, lengths: Sequence[Length]) -> None:
         device, (_, columns) = rollout.prompt_ids.device, rollout.prompt_ids.shape
@@ -118,11 +106,12 @@ class _Places:
         )
         places_C = torch.arange(rollout.completion_ids.size(1), device=device)
         self.predicting_BC = prompts_B.unsqueeze(1) - 1 + places_C
-        """The place of the token that predicts each completion token, counted from the first token of its row."""
+        """Index of the token that predicts each completion token, counted from the first real token of its row."""
 
 
 def context_of(model: CausalLM) -> int | None:
     """The context length of a model in tokens, or `None` where its config has no limit."""
+    # A multimodal model's limits are those of its language model.
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit
 
@@ -136,10 +125,8 @@ def backbone_of(model: CausalLM) -> Any:
 
 
 def positions(mask_BL: Tensor) -> Tensor:
-    """The position of each token without the padding around its row, [B, L], as `generate` numbers them.
-
-    A masked token between others counts, as it does where a model numbers positions by itself.
-    """
+    """The position of each token without the padding around its row, [B, L], numbered as `generate` does."""
+    # A masked token between others keeps its position, as it does where a model numbers positions itself.
     seen_BL = (mask_BL != 0).long().cumsum(-1)
     before_B1 = (seen_BL == 0).sum(-1, keepdim=True)
     after_B1 = (seen_BL == seen_BL[:, -1:]).sum(-1, keepdim=True) - 1  # the last real token is not after itself
@@ -151,17 +138,11 @@ def positions(mask_BL: Tensor) -> Tensor:
 def hidden_states(
     model: CausalLM, input_ids_BL: Tensor, attention_mask_BL: Tensor | None, position_ids_BL: Tensor | None = None
 ) -> Tensor:
-    """The last hidden state, [B, L, H], of right- or left-padded rows; positions are numbered as in `generate`.
-
-    Without a mask, positions are given, and a row holds several that each begin at position 0.
-
-    Raises:
-        ValueError: The backbone returns no `last_hidden_state`.
-    """
+    """The last hidden state, [B, L, H], of right- or left-padded rows, or of packed rows with positions and no mask."""
     backbone = backbone_of(model)
     inputs: dict[str, Any] = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL, "use_cache": False}
     if "position_ids" in inspect.signature(backbone.forward).parameters:
-        # By default a model counts the padding too, which shifts learned positions.
+        # By default a model counts padding too, which shifts learned positions.
         if position_ids_BL is None:
             assert attention_mask_BL is not None, "one of both is given"
             position_ids_BL = positions(attention_mask_BL)

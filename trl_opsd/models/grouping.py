@@ -1,4 +1,4 @@
-"""Splits rows into groups that are read together, such that little of what is read is padding; knows lengths only."""
+"""Groups rows into forward passes with little padding; knows lengths only."""
 
 from __future__ import annotations
 
@@ -6,23 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 
 Fits = Callable[[int, int], bool]
-"""`fits(tokens, width)`: whether a group may have so many tokens, padding included, in rows of that width."""
+"""`fits(tokens, width)`: whether a pass may have so many tokens, padding included, in rows of that width."""
 
 
 def fewest_groups(lengths: Sequence[int], fits: Fits, packed: bool = False) -> list[list[int]]:
-    """As few groups as fit, longest rows first; a row that does not fit is a group by itself.
-
-    Args:
-        lengths (`Sequence[int]`):
-            Tokens of each row.
-        fits (`Callable`):
-            Whether a group may be read.
-        packed (`bool`, *optional*, defaults to `False`):
-            Whether the rows of a group are read as one. Otherwise they are padded to the longest.
-
-    Returns:
-        `list[list[int]]`: the row numbers of each group.
-    """
+    """Row numbers of as few groups as fit, longest rows first; a row that does not fit is a group by itself."""
     groups: list[list[int]] = []
     tokens: list[int] = []
     for row in longest_first(lengths):
@@ -41,27 +29,20 @@ def fewest_groups(lengths: Sequence[int], fits: Fits, packed: bool = False) -> l
 
 
 def cheapest_groups(lengths: Sequence[int], fits: Fits, least: float) -> list[list[int]]:
-    """Padded groups that cost the least in all, longest rows first, where a group costs its tokens but not less than
-    `least`; of equal costs, the fewest groups. A row that does not fit is a group by itself.
-
-    Args:
-        lengths (`Sequence[int]`):
-            Tokens of each row.
-        fits (`Callable`):
-            Whether a group may be read; if not, then neither a larger one.
-        least (`float`):
-            Tokens that cost as much as fewer do.
-    """
+    """Row numbers of the padded groups with the lowest total cost, and of equal costs the fewest groups."""
     order = longest_first(lengths)
-    # An entry for each number of rows: what their groups cost, how many they are, and where the last begins, negated.
+    # Dynamic programming over the sorted rows. For each number of rows: cost and number of their groups, and where the
+    # last group begins, negated so that ties prefer a small last group.
     best: list[tuple[float, int, int]] = [(0, 0, 0)]
     for end in range(1, len(order) + 1):
         found = (math.inf, end + 1, -end)
         for begin in range(end - 1, -1, -1):
             width = lengths[order[begin]]
             tokens = width * (end - begin)
-            if begin < end - 1 and not fits(tokens, width):
+            # A row that does not fit is a group by itself.
+            if begin < end - 1 and not fits(tokens, width):  # then no larger group fits either
                 break
+            # A group costs its tokens, but at least `least`, below which a pass gets no faster.
             cost, number, _ = best[begin]
             found = min(found, (cost + max(tokens, least), number + 1, -begin))
         best.append(found)
@@ -74,25 +55,18 @@ def cheapest_groups(lengths: Sequence[int], fits: Fits, least: float) -> list[li
 
 
 def even_groups(lengths: Sequence[int], number: int, packed: bool = False) -> list[list[int]]:
-    """As many groups as asked for, none empty, whose largest has as few tokens as possible.
-
-    Args:
-        lengths (`Sequence[int]`):
-            Tokens of at least `number` rows.
-        number (`int`):
-            Number of groups.
-        packed (`bool`, *optional*, defaults to `False`):
-            As in [`fewest_groups`].
-    """
+    """Row numbers of exactly `number` groups, none empty, whose largest has as few tokens as possible."""
 
     def within(most: int) -> list[list[int]]:
         return fewest_groups(lengths, lambda tokens, *_: tokens <= most, packed)
 
+    # Bisects the size of the largest group; then splits groups, as too few may have resulted.
     below, enough = 0, len(lengths) * max(lengths)
     while enough - below > 1:
         middle = (below + enough) // 2
         below, enough = (middle, enough) if len(within(middle)) > number else (below, middle)
     groups = within(enough)
+    # The number is fixed, as processes make equally many passes: halve the largest.
     while len(groups) < number:
         largest = max(groups, key=lambda rows: (len(rows) > 1, sum(lengths[row] for row in rows)))
         groups.remove(largest)
@@ -106,11 +80,12 @@ def equal_groups(lengths: Sequence[int], number: int, packed: bool = False) -> l
     order, rows = longest_first(lengths), len(lengths) // number
     if not packed:
         return [order[start : start + rows] for start in range(0, len(order), rows)]
+    # Dealt back and forth, so that no group always gets the longest row of a round.
     rounds = [order[start : start + number] for start in range(0, len(order), number)]
     there_and_back = [each if turn % 2 == 0 else each[::-1] for turn, each in enumerate(rounds)]
     return [list(group) for group in zip(*there_and_back, strict=True)]
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:
-    """The row numbers by length; rows of one length keep their order."""
+    """The row numbers, longest first; rows of equal length keep their order."""
     return sorted(range(len(lengths)), key=lambda row: -lengths[row])

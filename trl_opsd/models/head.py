@@ -1,4 +1,4 @@
-"""The output head of a model: its shape, its gathering, and the check that it reproduces the model's logits.
+"""The output head of a model: its shape, how it is gathered, and the check that it reproduces the model's logits.
 
 B rows · L tokens · V vocabulary size · H hidden size
 """
@@ -52,25 +52,10 @@ def whole_head(model: CausalLM) -> Iterator[OutputHead]:
 
 
 def prove_head(model: CausalLM, role: str, run: Run | None = None) -> None:
-    """Checks that [`~types.OutputHead`] applied to the last hidden state equals `model(x).logits`, by computing both,
-    and that the head has as many rows as the config's `vocab_size`.
-
-    The loss never calls the model's own head, so an architecture that post-processes its logits in a way
-    [`~types.OutputHead.of`] cannot read would silently be trained on a wrong objective.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model, which is run on eight tokens.
-        role (`str`):
-            `"student"` or `"teacher"`, for the message.
-        run (`Callable`, *optional*):
-            `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called directly.
-
-    Raises:
-        ValueError: The logits differ by more than rounding (the message has the difference), the number of rows
-            differs, all logits are equal, or the model cannot be run, for example because it mixes dtypes.
-    """
+    """Refuses a model whose own logits differ from [`~types.OutputHead`] applied to its last hidden state."""
     head = OutputHead.of(model)
+    # The loss never calls the model's own head, so an architecture that post-processes its logits in a way that
+    # `OutputHead.of` cannot read would silently be trained on a wrong objective.
     rows, expected = shape_of(head)[0], model.config.get_text_config().vocab_size
     if rows != expected:
         raise ValueError(
@@ -79,7 +64,7 @@ def prove_head(model: CausalLM, role: str, run: Run | None = None) -> None:
             "config."
         )
     run = run or partial(call, model)
-    # Spread over the vocabulary, and without touching the random state of training.
+    # Spread over the vocabulary, without advancing the random state of training.
     ids_BL = torch.arange(8, device=head.weight.device).mul(rows // 8)[None]
     with preserved_mode(model), torch.no_grad(), explain_forward_errors(model, role):
         model.eval()
@@ -121,6 +106,6 @@ def _own_logits(model: CausalLM, input_ids_BL: Tensor) -> Tensor:
 
 
 def logits_of(hidden_BLH: Tensor, head: OutputHead) -> Tensor:
-    """[..., V], in float32, what a head makes of hidden states [..., H]."""
+    """[..., V], float32: the logits of hidden states [..., H]."""
     logits_BLV = nn.functional.linear(hidden_BLH.to(head.weight.dtype), head.weight, head.bias).float() * head.scale
     return logits_BLV if head.softcap is None else head.softcap * torch.tanh(logits_BLV / head.softcap)

@@ -1,4 +1,4 @@
-"""How many numbers a model caches while it writes, counted on a model without weights or estimated from its config."""
+"""Size of a model's key-value cache, measured on a model without weights or estimated from its config."""
 
 from __future__ import annotations
 
@@ -11,19 +11,13 @@ from trl_opsd._compat.transformers import CACHE
 
 
 def cached_per_token(config: PretrainedConfig) -> int:
-    """Keys and values of a token in all layers; 0 where the config states no attention heads.
-
-    What a layer leaves out, beyond its window or because another layer has it, counts too.
-
-    Args:
-        config ([`~transformers.PretrainedConfig`]):
-            Of the model.
-    """
+    """Numbers (keys and values) per token over all layers, as an upper bound; 0 where the config states no heads."""
+    # Windows and layers that share another's cache are not subtracted.
     text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", 0)
     if not isinstance(layers, int):
         return 0
-    each = getattr(text, "per_layer_config", None)  # where layers differ, the whole one refuses to say
+    each = getattr(text, "per_layer_config", None)  # where layers differ, the whole config has no value
     return sum(_of_layer(each[layer] if each is not None else text) for layer in range(layers))
 
 
@@ -34,19 +28,12 @@ def _of_layer(config: PretrainedConfig) -> int:
 
 
 def cached_numbers(model: PreTrainedModel, tokens: int) -> int:
-    """Numbers that a row of `tokens` has in the cache, states of fixed size included.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            On the meta device, where nothing is computed.
-        tokens (`int`):
-            Of the prompt and the completion.
-    """
+    """Numbers that a row of so many tokens caches, recurrent states included; `model` is on the meta device."""
     try:
         with torch.no_grad():
             output = model(input_ids=torch.zeros(1, tokens, dtype=torch.long, device="meta"), use_cache=True)
         parts = tree_leaves([vars(layer) for layer in output[CACHE].layers])
         found = sum(one.numel() for one in parts if isinstance(one, Tensor) and one.dim() > 1)
-    except Exception:  # of a family that reads values, and keeps its cache elsewhere
+    except Exception:  # a family that reads tensor values, which meta tensors lack, or keeps its cache elsewhere
         found = 0
     return found or tokens * cached_per_token(model.config)

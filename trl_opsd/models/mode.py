@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def preserved_mode(model: nn.Module) -> Iterator[None]:
-    """Restores the mode of a model on exit, also after an exception; metrics are logged by it, and dropout depends."""
+    """Restores the mode on exit, also after an exception: dropout and where TRL logs metrics depend on it."""
     was_training = model.training
     try:
         yield

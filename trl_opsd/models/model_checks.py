@@ -1,4 +1,4 @@
-"""Checks the models a user passes: by their config before they are loaded, and a student once it is loaded."""
+"""Checks the models that a user passes: by their config before they are loaded, and a student once it is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOCATION_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
 """Loading options that locate a model."""
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""Where PEFT describes an adapter."""
+"""File in which PEFT describes an adapter."""
 _OF_NO_CONSEQUENCE = (
     "dtype",
     "torch_dtype",
@@ -32,25 +32,16 @@ _OF_NO_CONSEQUENCE = (
 )
 """Loading options that leave the weights as they are, up to rounding."""
 _NAMED = 8
-"""Most weights that a message names."""
+"""Maximum weights that a message names."""
 
 
 @contextmanager
 def naming_trust(what: str, option: str, tokenizer_of: str | None = None) -> Iterator[None]:
-    """Replaces transformers' refusal of a repository's own code, which asks for an argument that nobody can pass.
-
-    Args:
-        what (`str`):
-            The model or tokenizer, for the message.
-        option (`str`):
-            The option that allows its code, and is not set.
-        tokenizer_of (`str`, *optional*):
-            A path or model id whose tokenizer is loaded: transformers tries a class of its own first, and then says
-            nothing of the code.
-    """
+    """Replaces transformers' refusal of a repository's Python code by one that names the option of this trainer."""
     try:
         yield
     except (ValueError, OSError) as error:
+        # For a tokenizer, transformers tries its own class first, and its error then does not mention the code.
         if "trust_remote_code" not in str(error) and not (tokenizer_of and _has_own_tokenizer(tokenizer_of)):
             raise
         of_student = option == "trust_remote_code"
@@ -62,22 +53,14 @@ def naming_trust(what: str, option: str, tokenizer_of: str | None = None) -> Ite
 
 @contextmanager
 def whole_checkpoint(called: str) -> Iterator[None]:
-    """Refuses a checkpoint that lacks weights of the model loaded from it: transformers draws them at random.
-
-    Tied weights are not lacking, nor are buffers, nor what the architecture says it computes itself.
-
-    Args:
-        called (`str`):
-            The argument that has its path, for the message.
-
-    Raises:
-        ValueError: A weight is missing, or has another shape than the model's.
-    """
+    """Refuses a checkpoint that lacks weights of the model loaded in the body: transformers draws them at random."""
+    # Patched because TRL's call to load a model drops the loading info.
     load: Any = vars(PreTrainedModel)["from_pretrained"]
 
     def loaded(cls: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        wanted = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # all is refused here, in one way
+        wanted = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # so that both are refused below
         model, found = load.__func__(cls, path, *args, **{**kwargs, **wanted})
+        # Buffers, tied weights and what the architecture computes itself are not lacking.
         weights = dict(model.named_parameters())
         resized = sorted(found["mismatched_keys"])
         lacking = sorted(found["missing_keys"] & weights.keys())
@@ -106,20 +89,9 @@ def _has_own_tokenizer(path: str) -> bool:
 def language_config(
     model: Any, called: str, loading: Mapping[str, Any], trust: str = "trust_remote_code"
 ) -> Mapping[str, Any]:
-    """The config of a causal language model, with its `text_config` merged in; empty for anything but a model.
+    """The config of a causal language model with its `text_config` merged in; empty for what is neither model nor path.
 
-    Args:
-        model (`Any`):
-            A path, a model id or a model; anything else is checked elsewhere.
-        called (`str`):
-            The argument it was passed as, for the message.
-        loading (`Mapping[str, Any]`):
-            Options for loading it.
-        trust (`str`, *optional*, defaults to `"trust_remote_code"`):
-            The option that allows Python code of its own.
-
-    Raises:
-        ValueError: It cannot be found, is not a causal language model, or has code of its own that is not allowed.
+    Refuses a path that cannot be found, another kind of model, and Python code that the option `trust` does not allow.
     """
     if isinstance(model, str):
         found, why = _config_file(model, loading)
@@ -164,7 +136,7 @@ def _other_contents(path: str) -> str:
 
 
 def _config_file(path: str, loading: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The config of a model that is loaded with these options, or `None` and why."""
+    """The path of a model's config, or `None` and the reason."""
     try:
         return cached_file(path, CONFIG_NAME, **_place(loading)), _other_contents(path)
     except OSError as error:
@@ -172,17 +144,16 @@ def _config_file(path: str, loading: Mapping[str, Any]) -> tuple[str | None, str
 
 
 def same_weights(one: Any, its_loading: Mapping[str, Any], other: Any, other_loading: Mapping[str, Any]) -> bool:
-    """Whether two paths or model ids lead to the same weights, loaded alike up to their dtype and placement.
-
-    A model id and the folder of its snapshot are the same, as are two revisions that name one commit.
-    """
+    """Whether two paths or model ids lead to the same weights, loaded alike up to their dtype and placement."""
     if not isinstance(one, str) or not isinstance(other, str):
         return False
     of_place = {*LOCATION_OPTIONS, *_OF_NO_CONSEQUENCE}
+    # Options that change weights, such as quantisation, make two loads of one checkpoint different models.
     altering = [
         {name: value for name, value in loading.items() if name not in of_place and value is not None}
         for loading in (its_loading, other_loading)
     ]
+    # Resolved, a model id and the folder of its snapshot are the same, as are two revisions that name one commit.
     folders = [
         Path(found).absolute().parent.resolve()
         for path, loading in ((one, its_loading), (other, other_loading))
@@ -192,15 +163,7 @@ def same_weights(one: Any, its_loading: Mapping[str, Any], other: Any, other_loa
 
 
 def check_own_loss(config: Mapping[str, Any]) -> None:
-    """Refuses a student that adds an auxiliary loss in its own forward, which is not called.
-
-    Args:
-        config (`Mapping[str, Any]`):
-            The student's config, with the changes of `model_init_kwargs`.
-
-    Raises:
-        ValueError: It has an auxiliary loss of its routers (load balancing) or of its log-normalisers (z-loss).
-    """
+    """Refuses a student that adds an auxiliary loss (load balancing, z-loss) in its forward, which is never called."""
     weight_of_routers = config.get("router_aux_loss_coef", config.get("aux_loss_coef", 1.0))
     if config.get("output_router_logits") and weight_of_routers != 0:
         option, loss, off = "output_router_logits", "a load-balancing loss of its experts", "False"
@@ -215,17 +178,7 @@ def check_own_loss(config: Mapping[str, Any]) -> None:
 
 
 def check_student(student: nn.Module, args: TrainingArguments) -> None:
-    """Refuses a loaded student that could not be trained.
-
-    Args:
-        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student.
-        args ([`~transformers.TrainingArguments`]):
-            Says whether DeepSpeed takes the steps.
-
-    Raises:
-        ValueError: A part of it is not in memory, its quantisation blocks gradients, or AdamW cannot step in its dtype.
-    """
+    """Refuses a loaded student that is not in memory, or that quantisation or AdamW's precision keeps from learning."""
     check_in_memory(student, args.device)
     _check_quantization(student)
     if not args.deepspeed_plugin:  # DeepSpeed steps on master weights of its own
@@ -233,18 +186,7 @@ def check_student(student: nn.Module, args: TrainingArguments) -> None:
 
 
 def check_in_memory(student: Any, device: torch.device) -> None:
-    """Refuses a student with parameters that are not in memory, where updates would be lost, or on other devices.
-
-    Args:
-        student (`Any`):
-            A model; a path, which is not loaded yet, is not checked.
-        device (`torch.device`):
-            That of this process.
-
-    Raises:
-        ValueError: A weight is on the meta device, because of a device map or because no values were loaded; or the
-            device map has another device.
-    """
+    """Refuses a loaded student with parameters on the meta device, whose updates would be lost, or on other devices."""
     if not isinstance(student, nn.Module) or is_fsdp_enabled():  # under FSDP only the main process may have loaded it
         return
     for name, parameter in student.named_parameters():
@@ -259,30 +201,18 @@ def check_in_memory(student: Any, device: torch.device) -> None:
 
 
 def whole_on(device: torch.device) -> dict[str, Any]:
-    """Loading options of a process without a launcher, for which TRL would spread a model over all accelerators."""
+    """Loading options for one device, because without a launcher TRL would spread a model over all accelerators."""
     return {} if device.type in ("cpu", "mps") else {"device_map": {"": device}}
 
 
 def check_one_device(model: Any, device: torch.device, who: str, instead: str) -> None:
-    """Refuses a model that accelerate has put elsewhere: the loss reads both heads on one device, and what is in host
-    memory or on disk is copied for each token.
-
-    Args:
-        model (`Any`):
-            The model.
-        device (`torch.device`):
-            Where it has to be.
-        who, instead (`str`):
-            What it is, and what makes it fit, for the message.
-
-    Raises:
-        ValueError: Its `hf_device_map` has another device, or host memory or disk.
-    """
+    """Refuses a model with parts on other devices; `instead` is the message's advice."""
 
     def is_elsewhere(place: Any) -> bool:
         kind, _, index = (f"{device.type}:{place}" if isinstance(place, int) else str(place)).partition(":")
         return kind != device.type or int(index or 0) != (device.index or 0)
 
+    # The loss needs both heads on one device, and offloaded parts would be copied for every token.
     places = list((getattr(model, "hf_device_map", None) or {}).values())
     if any(map(is_elsewhere, places)):
         raise ValueError(
@@ -293,9 +223,8 @@ def check_one_device(model: Any, device: torch.device, who: str, instead: str) -
 
 
 def _check_quantization(student: nn.Module) -> None:
-    """Refuses 4-bit weights on a CPU with AVX512-BF16: the first forward in eval mode makes bitsandbytes repack them
-    into a layout without a backward pass.
-    """
+    """Refuses 4-bit weights on a CPU with AVX512-BF16, where bitsandbytes' layout has no backward pass."""
+    # The first forward in eval mode, in a rollout, makes bitsandbytes repack the weights for inference.
     on_cpu = next(student.parameters()).device.type == "cpu"
     if on_cpu and any(getattr(layer, "support_avx512bf16_for_cpu", False) for layer in student.modules()):
         raise ValueError(

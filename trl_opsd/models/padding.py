@@ -16,8 +16,7 @@ from trl_opsd.run.precision import rounds_float32
 
 Read = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """Maps token ids, attention mask and positions (`None`: derived from the mask), all [n, L], to hidden states [n, L, H].
-Without a mask, a row holds several that each begin at position 0.
-"""
+Without a mask, a row is packed: positions restart at 0 where a sequence begins."""
 
 _SHORT, _LEFT, _WIDTH = 5, 4, 16
 """Tokens of the short row, padding tokens before it, and tokens of the long row."""
@@ -25,16 +24,16 @@ _SHORT, _LEFT, _WIDTH = 5, 4, 16
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Which rows may share a forward pass such that each gets the hidden states it would get alone."""
+    """Which rows may share a forward pass so that each gets the hidden states it would get alone."""
 
     padded_up_to: float = math.inf
     """Rows of at most this many tokens may be padded to one length."""
     batches_equal_lengths: bool = True
-    """Whether longer rows of the same length may share a batch. Otherwise each is read by itself."""
+    """Whether longer rows of equal length may share a pass; otherwise each has its own."""
     packed: bool = False
-    """Whether all rows are read as one, without any padding."""
+    """Whether all rows are concatenated into one sequence, without padding."""
     multiple_of: int = 1
-    """What the number of tokens of padded rows is a multiple of."""
+    """The width of padded rows is rounded up to a multiple of this."""
 
     def __str__(self) -> str:
         if self.packed:
@@ -45,20 +44,8 @@ class Reading:
         return f"padded up to {self.padded_up_to} tokens, beyond {longer}" if self.padded_up_to else longer
 
     def groups(self, lengths: Sequence[int], collective: bool) -> list[list[int]]:
-        """Splits rows into groups that share a forward pass.
-
-        Args:
-            lengths (`Sequence[int]`):
-                Number of tokens of each row.
-            collective (`bool`):
-                Whether a forward pass is collective. Processes with equally many rows then get equally many groups.
-
-        Returns:
-            `list[list[int]]`: the row numbers of each group.
-
-        Raises:
-            ValueError: Processes could get different numbers of groups.
-        """
+        """Row numbers of each forward pass, from the lengths of the rows."""
+        # A collective forward must be called equally often by all processes, whose rows have other lengths.
         if collective and 0 < self.padded_up_to < max(lengths, default=0):
             raise ValueError(
                 f"A row can have {max(lengths)} tokens, but beyond {self.padded_up_to} the rows of a batch change each "
@@ -76,10 +63,10 @@ class Reading:
         return list(groups.values())
 
     def groups_to_continue(self, prompts: Sequence[int], rooms: Sequence[int], collective: bool) -> list[list[int]]:
-        """As [`~Reading.groups`], for generation: lengths of the prompts, and the most tokens that may follow each."""
+        """[`~Reading.groups`] for generation, where each row grows from its prompt by up to its room."""
         if not self.padded_up_to:
             return self.groups(prompts, collective)
-        # Rows that start with the same length may cross the border at different steps.
+        # Rows with prompts of one length may cross the border at different steps.
         apart = Reading(self.padded_up_to, batches_equal_lengths=False)
         return apart.groups([sum(both) for both in zip(prompts, rooms, strict=True)], collective)
 
@@ -88,43 +75,31 @@ PADDED = Reading()
 
 
 def prove_reading(read: Read, vocabulary: int, device: torch.device, borders: Collection[int], called: str) -> Reading:
-    """Determines which rows can share a batch, by comparing a row's hidden states in a batch with those it has alone.
-
-    Args:
-        read (`Callable`):
-            Runs the model.
-        vocabulary (`int`):
-            Vocabulary size.
-        device (`torch.device`):
-            Device of the inputs.
-        borders (`Collection[int]`):
-            Positions beyond which the model may compute differently.
-        called (`str`):
-            The model's name in messages.
-
-    Raises:
-        ValueError: A row's hidden states differ when it is read again, or depend on later tokens.
-    """
+    """Determines which rows can share a pass by comparing a row's hidden states in a batch with those it has alone."""
     ids_L = torch.arange(1, _WIDTH + 1, device=device).mul(vocabulary // (_WIDTH + 1))
     alone_SH = _plain(read, ids_L[None, :_SHORT])[0]
     short_S = slice(_LEFT, _LEFT + _SHORT)
+    # One pass tests both: the short row with padding on either side, and a longer row beside it that begins alike.
     pair_2L = torch.stack([ids_L.roll(_LEFT), ids_L])
     mask_2L = torch.ones_like(pair_2L)
     mask_2L[0] = 0
     mask_2L[0, short_S] = 1
     beside_SH, begun_LH = read(pair_2L * mask_2L, mask_2L, None)
+    # Beyond some positions (`borders`) a model may compute differently, so short rows prove nothing about long ones.
     if agree(beside_SH[short_S], alone_SH) and agree(begun_LH[:_SHORT], alone_SH):
         return _within_borders(read, ids_L[:_SHORT], borders)
+    # They differ. First exclude causes other than batching, so that the message names the right one.
     if gap := _gap(_plain(read, ids_L[None, :_SHORT])[0], alone_SH, called, "when it is read a second time"):
         raise ValueError(gap)
     if gap := _gap(_plain(read, ids_L[None])[0, :_SHORT], alone_SH, called, "when more tokens follow"):
         raise ValueError(gap)
+    # Padding fails, but rows of equal length need none.
     together_SH = _plain(read, torch.stack([ids_L[:_SHORT], ids_L[_SHORT : 2 * _SHORT]]))[0]
     return Reading(0, batches_equal_lengths=agree(together_SH, alone_SH))
 
 
 def _within_borders(read: Read, ids_S: Tensor, borders: Collection[int]) -> Reading:
-    """Batches a row with one whose position ids are beyond a border, which needs no memory for that many tokens."""
+    """Batches a row with one at positions beyond each border, without allocating that many tokens."""
     if not borders:
         return PADDED
     ids_2S = torch.stack([ids_S, ids_S])
@@ -132,22 +107,14 @@ def _within_borders(read: Read, ids_S: Tensor, borders: Collection[int]) -> Read
     near_SH = read(ids_2S, torch.ones_like(ids_2S), torch.stack([near_S, near_S]))[0]
     for border in sorted(borders):
         beside_SH = read(ids_2S, torch.ones_like(ids_2S), torch.stack([near_S, near_S + border]))[0]
-        # Both batches have the same shape, so that rounding differs less and the tolerance can be smaller.
+        # Both batches have the same shape, so rounding differs less and the tolerance can be smaller.
         if not agree(beside_SH, near_SH, half=1e-2):
             return Reading(border)
     return PADDED
 
 
 def gap_of_packing(read: Read, vocabulary: int, device: torch.device) -> float | None:
-    """How far hidden states of three rows that are read as one are from those of each row alone.
-
-    Args:
-        read, vocabulary, device:
-            As in [`prove_reading`].
-
-    Returns:
-        `float`: the largest distance, relative to the norm of the state; `None` where they agree up to rounding.
-    """
+    """Largest relative distance of hidden states of packed rows from those of each alone; `None` if only rounding."""
     ids_L = torch.arange(1, _WIDTH + 1, device=device).mul(vocabulary // (_WIDTH + 1))
     rows = [ids_L[:_SHORT], ids_L.flip(0), ids_L[-_SHORT:]]
     positions_N = torch.cat([torch.arange(len(row), device=device) for row in rows])
@@ -158,7 +125,8 @@ def gap_of_packing(read: Read, vocabulary: int, device: torch.device) -> float |
     alone_NH = torch.cat([_plain(read, row[None])[0] for row in rows])
     if not agree(packed_NH, alone_NH):
         return float(_distances(packed_NH, alone_NH).max())
-    # Of one shape, so that half precision rounds both alike, and what other rows leave behind is not hidden by it.
+    # Compare two packed passes of one shape, which half precision rounds alike: a small influence of the other rows on
+    # the last one shows, which the tolerance above hides.
     beside = float(_distances(beside_NH[-_SHORT:], packed_NH[-_SHORT:]).nan_to_num(nan=0.0).max())
     return beside if beside > 1e-3 else None
 
@@ -179,12 +147,12 @@ def _gap(found_SH: Tensor, expected_SH: Tensor, called: str, when: str) -> str |
 
 def agree(found_SH: Tensor, expected_SH: Tensor, half: float = 5e-2) -> bool:
     """Whether the vectors of two [S, H] tensors are equal up to rounding; `half` is the tolerance in half precision."""
-    # NaN is ignored here: the checks for it name the phase in which it arose.
+    # NaN is ignored here: other checks report it with the phase in which it arose.
     distance_S = _distances(found_SH, expected_SH).nan_to_num(nan=0.0)
     full = found_SH.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(found_SH.device.type)
     if full and not rounds_float32():
         return bool(distance_S.max() <= 1e-3)
-    # In half precision a rounding difference may route a token to another expert: only most tokens have to agree.
+    # In half precision rounding may route a token to another expert: only most tokens have to agree.
     return bool(distance_S.median() <= half)
 
 

@@ -1,4 +1,4 @@
-"""Helpers for the first forward passes of a model, whose errors are turned into ones that say what to do."""
+"""Runs a model for the first time, and turns its errors into ones that say what to do."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def explain_forward_errors(model: CausalLM, role: str) -> Iterator[None]:
     try:
         yield
     except CANNOT_RUN as error:
+        # The trainer explains this one; it is not the model's fault.
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ValueError(
@@ -32,11 +33,7 @@ def explain_forward_errors(model: CausalLM, role: str) -> Iterator[None]:
 
 
 def without_autocast_if_possible(model: CausalLM, role: str, read: Callable[[], Any]) -> Any:
-    """`read()`, under autocast only where mixed dtypes require it, because autocast rounds the values to compare.
-
-    Raises:
-        ValueError: The weights' dtypes cannot be multiplied with each other, and autocast is off.
-    """
+    """`read()`, under autocast only where mixed dtypes require it, because autocast rounds the values to compare."""
     device = OutputHead.of(model).weight.device.type
     try:
         with torch.autocast(device, enabled=False):

@@ -17,19 +17,7 @@ logger = get_logger(__name__)
 
 
 def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remote_code: bool) -> Any:
-    """Loads the tokenizer or multimodal processor from the student's checkpoint, as TRL does.
-
-    Args:
-        student (`str` or [`~transformers.PreTrainedModel`]):
-            A path, a model id or a model.
-        loading (`Mapping[str, Any]`):
-            Options for loading the student.
-        trust_remote_code (`bool`):
-            Whether it may ship its own Python code.
-
-    Raises:
-        ValueError: The student has no path, or its tokenizer has code of its own that is not allowed.
-    """
+    """Loads the tokenizer or multimodal processor from the student's checkpoint, as TRL does."""
     path = student if isinstance(student, str) else get_config_model_id(student.config)
     if not path:
         raise ValueError(
@@ -50,7 +38,7 @@ def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remo
     with trust:
         try:
             return AutoProcessor.from_pretrained(path, **options)
-        except (ImportError, OSError) as error:  # of a part that reads images, which nobody needs here
+        except (ImportError, OSError) as error:  # of an image processor, which text does not need
             if not has_tokenizer(path, {"revision": options["revision"]}):
                 raise
             logger.warning(
@@ -62,40 +50,24 @@ def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remo
 
 
 def has_tokenizer(path: str, place: Mapping[str, Any]) -> bool:
-    """Whether a path or model id has tokenizer files, without which `AutoTokenizer` builds an empty tokenizer.
-
-    Args:
-        path (`str`):
-            Of a model.
-        place (`Mapping[str, Any]`):
-            Options that say where it is.
-    """
+    """Whether a path or model id has tokenizer files, without which `AutoTokenizer` builds an empty tokenizer."""
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     return any(cached_file(path, name, **place, **quiet) for name in ("tokenizer_config.json", "tokenizer.json"))
 
 
 def text_tokenizer(processing_class: Any) -> Any:
-    """The tokenizer of a multimodal processor, with the processor's chat template if it has none of its own.
-
-    Args:
-        processing_class (`Any`):
-            A [`~transformers.ProcessorMixin`]; anything else is returned as it is.
-    """
+    """A processor's tokenizer, with the processor's chat template if it has none; anything else as it is."""
     if not isinstance(processing_class, ProcessorMixin):
         return processing_class
     tokenizer = getattr(processing_class, "tokenizer", None)
     if isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.chat_template is None:
+        # Some checkpoints keep the template with the processor only.
         tokenizer.chat_template = getattr(processing_class, "chat_template", None)
     return tokenizer
 
 
 def check_processing_class(processing_class: Any) -> None:
-    """Refuses a processing class that cannot tokenize text for a student.
-
-    Raises:
-        TypeError: It is neither a tokenizer nor a processor that has one.
-        ValueError: It has no end-of-sequence token, or no tokens but special ones.
-    """
+    """Refuses what is no tokenizer (a `TypeError`), an empty tokenizer, and one without an end token."""
     processing_class, given = text_tokenizer(processing_class), processing_class
     name = type(given).__name__
     if not isinstance(processing_class, PreTrainedTokenizerBase):

@@ -1,4 +1,4 @@
-"""Determines which rows a model can read in one batch, or as one, before it is trained or used."""
+"""Determines which rows a model can compute in one batch, or packed, before it is trained or used."""
 
 from __future__ import annotations
 
@@ -22,24 +22,12 @@ from trl_opsd.types import OutputHead
 
 
 def prove_padding(model: CausalLM, role: str, run: Run | None = None) -> Reading:
-    """Runs a model on a padded and an unpadded row to determine which rows it can read in one batch.
-
-    In `transformers`, padding changes the output of some families: learned positions that count it, convolutions and
-    recurrences that read it, rotary frequencies that depend on the longest row. Costs two small forward passes for a
-    family that is not affected, and leaves the random state unchanged.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model to probe.
-        role (`str`):
-            `"student"` or `"teacher"`, for the message.
-        run (`Callable`, *optional*):
-            `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called directly.
-
-    Raises:
-        ValueError: No way of batching gives each row the states it has alone; the message has the difference.
-    """
+    """Determines by forward passes which rows can share a batch; refuses a model for which none works."""
+    # Borders are tested by position ids beyond them, which a model that takes none cannot be given.
     takes_positions = "position_ids" in inspect.signature(backbone_of(model).forward).parameters
+    # In `transformers`, padding changes the output of some families: learned positions that count it, convolutions and
+    # recurrences that read it, rotary frequencies that depend on the longest row. An unaffected family costs two small
+    # passes.
     reading: Reading = _probed(
         model,
         role,
@@ -56,26 +44,15 @@ def prove_padding(model: CausalLM, role: str, run: Run | None = None) -> Reading
 
 
 def prove_packing(model: CausalLM, role: str, reading: Reading, run: Run | None = None) -> None:
-    """Reads three rows as one and each alone, to find out whether they change each other.
-
-    Whether they do depends on the architecture and on its kernels: convolutions and recurrences run on from row to row,
-    and attention needs restarting positions to tell the rows apart. Five small forward passes.
-
-    Args:
-        model, role, run:
-            As in [`prove_padding`].
-        reading ([`~models.padding.Reading`]):
-            What [`prove_padding`] has found.
-
-    Raises:
-        ValueError: They do.
-    """
+    """Refuses `padding_free` for a model whose packed rows change each other, which five small passes measure."""
     refused = f"`padding_free=True`: the {role} ({type(model).__name__})"
     if reading.padded_up_to != math.inf:
         raise ValueError(f"{refused} cannot read rows as one, it reads them {reading}: leave the option out.")
     if reason := _beyond_probe(model):
         raise ValueError(f"{refused} {reason}: leave the option out.")
     try:
+        # It depends on architecture and kernels: convolutions and recurrences continue from row to row, and attention
+        # needs restarting positions to separate rows.
         gap = _probed(model, role, run, gap_of_packing)
     except CANNOT_RUN as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -91,7 +68,7 @@ def prove_packing(model: CausalLM, role: str, reading: Reading, run: Run | None 
 
 
 def _beyond_probe(model: CausalLM) -> str | None:
-    """Why rows that are read as one would change each other, or not be read, where only long ones show it."""
+    """Why packed rows would change each other or exceed a limit in this family, where only long rows show it."""
     config = model.config.get_text_config()
     for name in ("attention_chunk_size", "attn_temperature_tuning"):
         if getattr(config, name, None):
@@ -102,10 +79,10 @@ def _beyond_probe(model: CausalLM) -> str | None:
 
 
 def _probed(model: CausalLM, role: str, run: Run | None, probe: Callable[[Read, int, torch.device], Any]) -> Any:
-    """Calls a probe with a function that reads with the model in eval mode; the random state is kept."""
+    """Calls a probe with a function that runs the model in eval mode; mode and random state are restored."""
     run = run or partial(call, model)
     head = OutputHead.of(model)
-    rounded = least_precise(model)
+    rounded = least_precise(model)  # sets the tolerance: a bfloat16 layer in a float32 model rounds all states
     with preserved_mode(model), torch.no_grad(), preserved_rng(head.weight.device):
         model.eval()
         return without_autocast_if_possible(
@@ -118,7 +95,7 @@ def _probed(model: CausalLM, role: str, run: Run | None, probe: Callable[[Read, 
 
 
 def _borders(model: CausalLM) -> set[int]:
-    """Positions within the context at which rotary frequencies may change."""
+    """Positions within the context at which rotary frequencies may change (RoPE scaling)."""
     config, name = model.config.get_text_config(), "original_max_position_embeddings"
     rope = getattr(config, "rope_parameters", None) or {}
     stated = [getattr(config, name, None)]

@@ -21,12 +21,8 @@ Samples: TypeAlias = dict[str, Tensor]
 
 
 def sampled(model: CausalLM) -> Samples:
-    """Samples each weight of a model without its adapters; every process gets the main process's values. Collective.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Its weights may be sharded; a weight on the meta device yields no values.
-    """
+    """Samples each weight of a model without its adapters; every process gets the main process's values. Collective."""
+    # A weight on the meta device yields no values.
     samples = {name: sample(parameter) for name, parameter in base_parameters(model).items()}
     # With accelerate's `fsdp_cpu_ram_efficient_loading` only the main process has loaded the checkpoint.
     of_the_main_process: list[Samples] = broadcast_object_list([samples])
@@ -34,7 +30,7 @@ def sampled(model: CausalLM) -> Samples:
 
 
 def digest(samples: Samples) -> str:
-    """A short hash of the values rounded to bfloat16, so that it does not depend on the dtype they were loaded in."""
+    """A short hash of the values, rounded to bfloat16 so that the dtype they were loaded in does not matter."""
     summed = sha256()
     for name, values in sorted(samples.items()):
         rounded = values.bfloat16() if values.is_floating_point() else values
@@ -50,22 +46,23 @@ def first_change(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> str
 
 def _differ(before: Tensor, now: Tensor) -> bool:
     def same(one: Tensor, other: Tensor) -> bool:
+        # Compared in the coarser dtype: a launcher may cast weights either way.
         return torch.equal(one.nan_to_num(), other.to(one.dtype).nan_to_num())
 
-    # Integers are quantised weights, and bitsandbytes reorders them once they are used on a CPU.
+    # Integers are quantised weights, which bitsandbytes reorders on first use on a CPU: they cannot be compared.
     if not (before.is_floating_point() and now.is_floating_point()):
         return False
     return not (same(before, now) or same(now, before))
 
 
 def sample(parameter: Tensor) -> Tensor:
-    """At most `VALUES` values of a weight, in host memory; none if it is on the meta device. Collective if split."""
+    """At most `VALUES` values of a weight, in host memory; none if it is on the meta device. Collective if sharded."""
     if parameter.is_meta:
         return torch.empty(0)
     values = whole(parameter)
     if hasattr(values, "qdata"):  # torchao tensors cannot be flattened
         values = values.dequantize()
     flat = values.flatten()
-    # Spread by a multiplicative hash: with even steps, all of them could come from one column.
+    # Spread by a multiplicative hash: with even steps, all values could come from one column.
     places = torch.arange(min(VALUES, flat.numel()), device=flat.device) * 2654435761 % max(flat.numel(), 1)
     return flat[places].cpu()

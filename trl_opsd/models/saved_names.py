@@ -9,16 +9,8 @@ from trl_opsd._compat.peft import CausalLM
 
 
 def as_saved(model: CausalLM, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Names and values that `save_pretrained` writes for one weight: for example, the experts of a layer one by one.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The model as it was loaded, which determines its checkpoint format.
-        name (`str`):
-            Name of the weight in the model.
-        tensor (`torch.Tensor`):
-            Its unsharded value, or a tensor on the meta device where only the names are needed.
-    """
+    """Names and values that `save_pretrained` writes for one weight, such as the experts of a layer one by one."""
     if getattr(model, "_weight_conversions", None) == []:  # saved under the same names; skips a slow conversion
         return [(name, tensor)]
+    # The tensor is unsharded, or on the meta device where only the names are needed.
     return list(revert_weight_conversion(model, {name: tensor}).items())

@@ -1,4 +1,4 @@
-"""Lets a group of processes read the same rows, each a part of the positions of every row (Ulysses).
+"""Lets a group of processes compute the same rows, each a part of the positions of every row (Ulysses).
 
 B rows · L positions of one process · D head size
 """
@@ -19,42 +19,31 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import backbone_of
 
 _CAUSAL = ("sdpa", "flash_attention_2", "flash_attention_3")
-"""Implementations of attention that are causal without a mask, which nobody has for a whole row."""
+"""Attention implementations that are causal without a mask: no process has the mask of a whole row."""
 _BEYOND = ("sliding_window", "s_aux", "sinks")
-"""What a layer may ask of attention besides: windows are in masks, and sinks belong to all heads."""
+"""Arguments of attention that are refused: a window needs a mask, and sinks belong to heads of all processes."""
 
 
 class RowGroup:
-    """The processes that share rows with this one, and the student's attention while it reads them.
-
-    Args:
-        size (`int`):
-            Number of processes; consecutive ones form a group.
-
-    Attributes:
-        rank (`int`): number of this process in its group.
-    """
+    """The processes that share rows with this one (`size` consecutive ones), and the student's attention among them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.group, _ = distributed.new_subgroups(size)
-        self.rank = distributed.get_rank(self.group)
+        self.rank = distributed.get_rank(self.group)  # within the group
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._calls = 0
 
     @contextmanager
     def shares(self, student: CausalLM) -> Iterator[None]:
-        """Makes the layers of a student exchange positions for heads in training mode, from the first [`reads`] on.
-
-        In evaluation mode, and so when it generates or teaches, each process reads rows of its own. The backward pass
-        has to be in the context too: gradient checkpointing runs layers again in it.
-        """
+        """Makes a student's layers exchange positions for heads in training mode, from the first [`reads`] on."""
         name = student.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS[name]
 
         def over_the_group(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **more: Any
         ) -> Any:
+            # In evaluation mode, and so when it generates or teaches, each process computes its own rows.
             if not (module.training and module in self._modules):
                 return attend(module, query, key, value, *mask, **more)
             if asked := [one for one in _BEYOND if more.get(one) is not None]:
@@ -66,9 +55,10 @@ class RowGroup:
                 exchanging = exchanging_attention(attend, query, key, self.group)
                 return exchanging(module, query, key, value, None, **more)
             finally:
-                if groups is not None:  # DeepSpeed leaves another number where it repeats heads
+                if groups is not None:  # DeepSpeed changes the number where it repeats heads
                     module.num_key_value_groups = groups
 
+        # Also for the backward pass: gradient checkpointing runs layers again in it.
         ALL_ATTENTION_FUNCTIONS[name] = over_the_group
         try:
             yield
@@ -78,11 +68,12 @@ class RowGroup:
 
     @contextmanager
     def reads(self, student: CausalLM) -> Iterator[None]:
-        """Checks that every layer exchanges positions in the student's pass in the body."""
+        """Checks that every layer has exchanged positions in the student's forward pass in the body."""
         if not self._modules:
             self._modules.update(student.modules())
         self._calls = 0
         yield
+        # A layer with its own attention would silently see its part of the positions only.
         layers = student.config.get_text_config().num_hidden_layers
         if self._calls < layers:
             raise ValueError(
@@ -91,19 +82,7 @@ class RowGroup:
 
 
 def check_shareable(student: CausalLM, size: int, attention: str | None) -> None:
-    """Checks that a student can read rows by parts of their positions.
-
-    Args:
-        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student.
-        size (`int`):
-            Number of processes that share a row.
-        attention (`str`, *optional*):
-            The implementation of attention that the launch names.
-
-    Raises:
-        ValueError: It cannot.
-    """
+    """Refuses a student whose attention cannot be divided by positions among `size` processes."""
     config = student.config.get_text_config()
     kind = student.config._attn_implementation
     expected = (attention,) if attention in _CAUSAL else _CAUSAL

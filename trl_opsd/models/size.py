@@ -1,4 +1,4 @@
-"""What a model is and how large, in words for a person."""
+"""Describes a model and its size in words."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _quantised(model: CausalLM) -> str:
 
 
 def sizes(parameters: Iterable[Tensor]) -> str:
-    """The size of the full weights in each dtype, also where a process holds a shard: `"1.98 GB in float32"`."""
+    """The size of the full, unsharded weights in each dtype: `"1.98 GB in float32"`."""
     found: Counter[str] = Counter()
     for one in parameters:
         found[str(one.dtype).removeprefix("torch.")] += whole_numel(one) * one.element_size()

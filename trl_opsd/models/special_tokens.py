@@ -18,14 +18,7 @@ _HOW_TO_GROW = "after `tokenizer.add_tokens` the model grows by `model.resize_to
 
 
 def configured_vocabulary(model: Any, loading: dict[str, Any]) -> int | None:
-    """The vocabulary size in a model's config; `None` where the config has none. No weights are read.
-
-    Args:
-        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            A path, a model id or a model.
-        loading (`dict`):
-            Options for loading it.
-    """
+    """The vocabulary size in a model's config, or `None` where it has none; loads no weights."""
     if not isinstance(model, str):
         rows: int | None = getattr(model.config.get_text_config(), "vocab_size", None)
         return rows
@@ -36,21 +29,8 @@ def configured_vocabulary(model: Any, loading: dict[str, Any]) -> int | None:
 
 
 def ensure_special_tokens(tokenizer: PreTrainedTokenizerBase | None, rows: int | None) -> None:
-    """Ensures that the padding token is in the vocabulary and the end token can be generated.
-
-    Padding is identified and masked by its mask, never by its id, so any token in the vocabulary will do: the end token
-    is used, as for a tokenizer without a padding token.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-            The student's; its padding token may be replaced. `None` means that it is not loaded yet.
-        rows (`int`, *optional*):
-            Vocabulary size of the model, or `None` if unknown.
-
-    Raises:
-        ValueError: The end token is outside the model's vocabulary.
-    """
-    if tokenizer is None or rows is None:
+    """Refuses an end token that cannot be generated, and replaces a padding token outside the vocabulary."""
+    if tokenizer is None or rows is None:  # not loaded yet, or unknown
         return
     if not _known(tokenizer.eos_token_id, rows):
         raise ValueError(
@@ -63,6 +43,7 @@ def ensure_special_tokens(tokenizer: PreTrainedTokenizerBase | None, rows: int |
             f"{rows} ids, so {tokenizer.eos_token!r} is used for padding instead, which does not change any result. To "
             f"keep the padding token: {_HOW_TO_GROW}."
         )
+        # Padding is identified by its mask, never by its id, so any token of the vocabulary will do.
         tokenizer.pad_token = tokenizer.eos_token
 
 
@@ -72,14 +53,8 @@ def known_end_tokens(end_ids: list[int], rows: int) -> list[int]:
 
 
 def placeholders(config: PretrainedConfig, rows: int) -> list[int]:
-    """The placeholder tokens of images, videos and audio, which must not occur in a text.
-
-    Args:
-        config ([`~transformers.PretrainedConfig`]):
-            Config of a model that may be multimodal.
-        rows (`int`):
-            Vocabulary size of the model.
-    """
+    """The placeholder tokens of images, videos and audio, which must not occur in a text."""
+    # Configs name these tokens in two ways.
     names = (f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
     stated: set[Any] = {getattr(config, name, None) for name in names}
     return sorted(token for token in stated if _known(token, rows))

@@ -1,4 +1,4 @@
-"""Refuses a student of which no weight would be stepped; knows its parameters and its optimizer, and no options."""
+"""Refuses a student of which no weight would be stepped; knows its parameters and its optimizer, but no options."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ logger = get_logger(__name__)
 
 
 def check_can_learn(student: nn.Module) -> None:
-    """Refuses a student that cannot learn: frozen, with a merged adapter, or without gradients.
-
-    Args:
-        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student, with its adapter.
-
-    Raises:
-        ValueError: Nothing would be trained.
-    """
+    """Refuses a student that cannot learn: frozen, with a merged adapter, or without gradients."""
     if not torch.is_grad_enabled():
         raise ValueError("Gradients are switched off by `torch.no_grad` or `inference_mode`: train outside of it.")
     if is_peft(student) and is_merged(student):
@@ -46,20 +38,10 @@ def check_can_learn(student: nn.Module) -> None:
 
 
 def check_trainable(student: nn.Module, optimizers: tuple[Any, Any]) -> None:
-    """Refuses a student of which no weight would be stepped: frozen, or unknown to the optimizer that was passed.
-
-    Args:
-        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student, with its adapter.
-        optimizers (`tuple`):
-            Optimizer and scheduler as they were passed.
-
-    Raises:
-        ValueError: Nothing would be trained.
-    """
+    """Refuses a student of which no weight would be stepped: frozen, or unknown to the optimizer that was passed."""
     check_can_learn(student)
     optimizer, scheduler = optimizers
-    wrapped = getattr(optimizer, "optimizer", None)  # by accelerate, after a training
+    wrapped = getattr(optimizer, "optimizer", None)  # accelerate wraps it in a training
     if scheduler is not None and getattr(scheduler, "optimizer", None) not in (None, optimizer, wrapped):
         raise ValueError(
             "The scheduler belongs to another optimizer, so it would not change this one's rate: pass "
@@ -69,20 +51,11 @@ def check_trainable(student: nn.Module, optimizers: tuple[Any, Any]) -> None:
 
 
 def check_optimizer(student: nn.Module, optimizer: Any) -> None:
-    """Refuses an optimizer that steps none of the student's trained weights, and tells of those it leaves out.
-
-    Args:
-        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student, with its adapter.
-        optimizer (`torch.optim.Optimizer`, *optional*):
-            One without groups is made by the launcher.
-
-    Raises:
-        ValueError: Nothing would be trained.
-    """
+    """Refuses an optimizer that has none of the student's trained weights, and warns of those it lacks."""
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:  # none was passed, or the launcher makes it
         return
+    # By identity, as the optimizer has no names.
     trained = {id(one): name for name, one in student.named_parameters() if one.requires_grad}
     held = {id(one) for group in groups for one in group["params"]}
     left_out = [name for place, name in trained.items() if place not in held]

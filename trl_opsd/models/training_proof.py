@@ -1,4 +1,4 @@
-"""Checks before the first rollout that a student runs in training mode and that gradients reach its layers."""
+"""Probes before the first rollout that a student runs in training mode and that gradients reach its layers."""
 
 from __future__ import annotations
 
@@ -23,29 +23,14 @@ from trl_opsd.types import OutputHead, Rollout
 
 
 def prove_training(model: CausalLM, run: Run | None = None) -> list[str]:
-    """Runs one short row in training mode; the other checks run in eval mode, in which some families differ.
-
-    The caller must preserve the random state, which dropout advances.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student, which is run on eight tokens.
-        run (`Callable`, *optional*):
-            `run(function, *args)` equals `function(model, *args)`, for a model that cannot be called directly.
-
-    Returns:
-        `list[str]`: names of trainable parameters below the head that get no gradient from text, such as those of a
-        vision tower. Empty for a sharded model, which does not need them.
-
-    Raises:
-        ValueError: It cannot be run in training mode; or no gradient passes through it, which is not checked for a
-            sharded model.
-    """
+    """Refuses a student that fails in training mode or passes no gradient; names parameters out of reach."""
+    # Dropout advances the random state, which the caller preserves.
     run = run or partial(call, model)
-    whole = not any(map(is_split, model.parameters()))  # a graph without a backward pass disturbs the hooks of shards
+    # Other probes run in eval mode, in which some families differ. Of a sharded student no gradient is probed.
+    whole = not any(map(is_split, model.parameters()))  # a graph without a backward pass disturbs hooks of shards
     try:
         with preserved_mode(model), torch.set_grad_enabled(whole), catch_warnings():
-            if not whole:  # and nothing is learned here
+            if not whole:  # without gradients, as is meant here
                 filterwarnings("ignore", "None of the inputs have requires_grad=True")
             model.train()
             hidden_BCH = run(completion_hidden, _row(OutputHead.of(model)))
@@ -66,21 +51,13 @@ def prove_training(model: CausalLM, run: Run | None = None) -> list[str]:
             "require one, so they would never be updated: load it without quantisation for inference, without "
             f"`torch.no_grad` in its forward, and with `{CHECKPOINTING}_kwargs={{'use_reentrant': False}}`."
         )
+    # Parameters outside the graph, such as a vision tower's, would make DDP wait for their gradients.
     reached = _reached(hidden_BCH)
     return [name for name, number in learns.items() if number not in reached]
 
 
 def set_find_unused_parameters(names: Sequence[str], args: TrainingArguments, accelerator: Accelerator) -> None:
-    """Enables DDP's `find_unused_parameters` if some trainable parameters get no gradient; DDP would hang otherwise.
-
-    Args:
-        names (`Sequence[str]`):
-            Those parameters, from [`prove_training`].
-        args ([`~transformers.TrainingArguments`]):
-            `ddp_find_unused_parameters` is set unless the user has set it.
-        accelerator ([`~accelerate.Accelerator`]):
-            The one that will wrap the student.
-    """
+    """Sets DDP's `find_unused_parameters` where parameters get no gradient (it would hang), unless the user set it."""
     reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if names and args.ddp_find_unused_parameters is None and not reentrant:
         args.ddp_find_unused_parameters = accelerator.ddp_handler.find_unused_parameters = True

@@ -1,4 +1,4 @@
-"""Builds a model from its config alone, without its weights, of the class that a training loads."""
+"""Builds a model from its config alone, without weights, of the class that a training loads."""
 
 from __future__ import annotations
 
@@ -8,18 +8,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 
 def without_weights(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model as its config initialises it, on the default device.
-
-    Args:
-        config ([`~transformers.PretrainedConfig`]):
-            Of a checkpoint. Its first architecture names the class, as where TRL loads one: of a multimodal checkpoint
-            the whole model. Without a name, the causal language model of its kind.
-        dtype (`torch.dtype`):
-            Of the weights.
-
-    Raises:
-        ValueError: Its kind has no causal language model.
-    """
+    """A model as its config initialises it, on the default device."""
+    # The class that TRL loads: the first architecture, which of a multimodal checkpoint is the whole model; without a
+    # name, the causal language model of the config's kind.
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if named is None:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -1,1 +1,1 @@
-"""The report of a run: what is recorded while it trains, and the page that is made of it."""
+"""The report of a run: what is recorded while it trains, and the page made from it."""

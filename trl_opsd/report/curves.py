@@ -1,4 +1,4 @@
-"""The curves of a run, from its log: which figures stand together, their pictures, and their numbers."""
+"""The curves of a run, from its log: which figures share a chart, their pictures, and their numbers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Chart", "Curve", "charts", "facts", "picture"]
 Point = tuple[float, float]
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Of Okabe and Ito, which are told apart with any colour vision; each has dashes of its own besides."""
+"""Okabe and Ito's palette, distinguishable with any colour vision; each colour also has its own dashes."""
 _DASHES = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (4, 1), (1, 3))
 _GREY = "#7f7f7f"
-"""Read on white and on black."""
+"""Readable on white and on black."""
 _TENTHS = 10
 
 
@@ -36,13 +36,13 @@ class Chart:
 
     title: str
     unit: str
-    """Of the vertical axis."""
+    """Label of the vertical axis."""
     axis: str
-    """The horizontal one."""
+    """Label of the horizontal axis."""
     curves: tuple[Curve, ...]
 
     def shown(self, value: float | None) -> str:
-        """A number with as many decimals as every other of the chart; a dash for none."""
+        """A number with as many decimals as all others of the chart; a dash for `None`."""
         if value is None:
             return "–"
         largest = max((abs(y) for curve in self.curves for _, y in curve.points), default=0.0)
@@ -52,7 +52,7 @@ class Chart:
 
     @property
     def rows(self) -> list[tuple[float, list[float | None]]]:
-        """The numbers of all curves by place on the horizontal axis, at most forty, the first and the last included."""
+        """The numbers of all curves by place on the horizontal axis: at most forty, with the first and the last."""
         at = sorted({x for curve in self.curves for x, _ in curve.points})
         stride = math.ceil(len(at) / 39) or 1
         at = [x for number, x in enumerate(at) if number % stride == 0 or number == len(at) - 1]
@@ -65,9 +65,9 @@ class _Group:
     title: str
     unit: str
     pattern: str
-    """Of the names in a log; its group, if it has one, names the curve."""
+    """Matches names in a log; its group, if any, names the curve."""
     of_evaluations: bool = True
-    """Whether those of evaluations are drawn, too."""
+    """Whether evaluations are drawn too."""
 
 
 _GROUPS = (
@@ -82,20 +82,16 @@ _GROUPS = (
 
 
 def charts(log: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """What a log has of the figures that are drawn.
-
-    Args:
-        log (`Sequence[Mapping[str, Any]]`):
-            `log_history` of a run: a dict for each log, with its `step`.
-    """
+    """The charts that a `log_history` has figures for."""
     found = []
     for group in _GROUPS:
         points: dict[str, dict[float, float]] = {}
         for entry in log:
             split = _split(entry)
+            # Times and speeds of an evaluation cannot be compared with those of training.
             if split and not group.of_evaluations:
                 continue
-            for name, value in sorted(entry.items()):  # a log that was read again has another order
+            for name, value in sorted(entry.items()):  # a log loaded from JSON may have another order
                 short = name.removeprefix(f"{split}_") if split else name
                 match = re.fullmatch(group.pattern, short)
                 if match and _is_number(value) and (not split or short != name):
@@ -104,7 +100,7 @@ def charts(log: Sequence[Mapping[str, Any]]) -> list[Chart]:
                     part = PHASES.get(part, part) if part and name.startswith("time/") else part
                     curve = ", ".join(filter(None, [part, where]))
                     points.setdefault(curve, {})[entry["step"]] = float(value)
-        # A single function is its sum, too.
+        # With a single reward function, its curve equals their sum: draw it once.
         different = {name: one for name, one in points.items() if name.count(",") == 0 or not _is_sum(points, name)}
         if different:
             curves = tuple(Curve(name, tuple(sorted(one.items()))) for name, one in different.items())
@@ -115,7 +111,7 @@ def charts(log: Sequence[Mapping[str, Any]]) -> list[Chart]:
 
 
 def _split(entry: Mapping[str, Any]) -> str:
-    """What the names of an evaluation begin with; empty for a log of the training, and for its summary."""
+    """The prefix of an evaluation's names; empty for a log of the training, and for its summary."""
     return "" if "train_runtime" in entry else evaluated(entry) or ""
 
 
@@ -124,7 +120,7 @@ def _is_sum(points: Mapping[str, dict[float, float]], name: str) -> bool:
 
 
 def _by_place(log: Sequence[Mapping[str, Any]]) -> Chart | None:
-    """The divergence of each tenth of the completions, of the first and of the last log that has it."""
+    """The divergence of each tenth of the completions, in the first and the last log that has it."""
     names = [f"divergence/position_{tenth}" for tenth in range(_TENTHS)]
     having = [entry for entry in log if any(_is_number(entry.get(name)) for name in names)]
     ends = {entry["step"]: entry for entry in (having[:1] + having[-1:])}
@@ -140,7 +136,7 @@ def _by_place(log: Sequence[Mapping[str, Any]]) -> Chart | None:
 
 
 def facts(log: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """The run in a few figures, each with its name."""
+    """The run in a few named figures."""
     found = [("Steps", f"{max(entry['step'] for entry in log)}")] if log else []
     found += [("Time", in_words(entry["train_runtime"])) for entry in log if _is_number(entry.get("train_runtime"))][
         -1:
@@ -158,16 +154,14 @@ def _is_number(value: Any) -> bool:
 
 
 def picture(chart: Chart) -> str:
-    """A chart as SVG, on no background, by Vega-Lite.
-
-    Raises:
-        ImportError: vl-convert-python is not installed.
-    """
+    """A chart as SVG without a background, by Vega-Lite."""
     import vl_convert  # large, and needed by a report alone
 
     names = [curve.name for curve in chart.curves]
     values = list(_values(chart.curves))
+    # A single point draws no line, so points are marked.
     is_short = any(len(curve.points) < 2 for curve in chart.curves)
+    # Rewards and rates may vary little far from 0; other axes begin there.
     scale = {"zero": False} if chart.title in ("Reward", "Learning rate") else {}
     title = {"labelColor": _GREY, "titleColor": _GREY, "gridColor": "#7f7f7f40", "domainColor": _GREY}
     axis = {

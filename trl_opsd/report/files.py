@@ -17,10 +17,10 @@ from trl_opsd.run.strict_json import loads
 __all__ = ["PAGE", "Recorded", "about", "append", "keep_until", "log_of", "recorded_in", "state_file", "tell"]
 
 FOLDER = "report"
-"""In the folder of a run, what is recorded while it trains."""
+"""Folder in that of the run, for what is recorded while it trains."""
 _ABOUT = "about.json"
 PAGE = "report.html"
-"""Beside it, the page."""
+"""The page, beside that folder."""
 
 Value = TypeVar("Value")
 
@@ -30,29 +30,25 @@ class Recorded:
     """Samples of one batch."""
 
     step: int
-    """Optimizer steps that were done."""
+    """Completed optimizer steps."""
     split: str
-    """`"train"`, or what the metrics of an evaluation begin with."""
+    """`"train"`, or the prefix of an evaluation's metrics."""
     samples: tuple[Sample, ...]
 
 
 def state_file(run: Path) -> Path:
-    """Where the log of a run is kept, also of one that saves no checkpoints."""
+    """File of a run's log, also of one that saves no checkpoints."""
     return run / FOLDER / TRAINER_STATE_NAME
 
 
 def tell(run: Path, what: Mapping[str, str]) -> None:
-    """Writes what is trained, by whom and how, in words by topic."""
+    """Writes a description of models, objective and settings, by topic."""
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
     (run / FOLDER / _ABOUT).write_text(json.dumps(dict(what), ensure_ascii=False, indent=1), encoding="utf-8")
 
 
 def about(run: Path) -> dict[str, str]:
-    """What [`tell`] wrote; empty where nothing was recorded.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
+    """What [`tell`] wrote; empty where nothing was recorded."""
     file = run / FOLDER / _ABOUT
     found = loads(file.read_text(encoding="utf-8", errors="replace")) if file.exists() else {}
     if not (isinstance(found, dict) and all(isinstance(one, str) for one in found.values())):
@@ -65,7 +61,7 @@ def _samples_file(run: Path) -> Path:
 
 
 def append(run: Path, recorded: Recorded) -> None:
-    """Adds a line. What is not finite is written as `null`."""
+    """Appends a line; numbers that are not finite become `null`."""
     file = _samples_file(run)
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
@@ -77,26 +73,22 @@ def _line(recorded: Recorded) -> str:
 
 
 def keep_until(run: Path, step: int) -> None:
-    """Removes what was recorded after a step: the run goes on from there. After step 0, everything."""
+    """Removes what was recorded after a step from which the run resumes; after step 0, everything."""
     state_file(run).unlink(missing_ok=True)
     file = _samples_file(run)
     if file.exists():
+        # Lines after the step come from the training that the resumed run replaces.
         kept = [one for one in recorded_in(run) if one.step <= step] if step else []
         file.write_text("".join(map(_line, kept)), encoding="utf-8")
 
 
 def recorded_in(run: Path) -> list[Recorded]:
-    """What was recorded, in its order; nothing where nothing was.
-
-    Raises:
-        ValueError: A line is damaged; the message has its number. A last line that a killed run has not ended is left
-            out.
-    """
+    """All recorded samples, in order; refuses a damaged line."""
     file = _samples_file(run)
     if not file.exists():
         return []
     *lines, rest = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    del rest  # empty, or a line that was not written to its end
+    del rest  # empty, or a last line that a killed run did not finish
     found = []
     for number, line in enumerate(lines, 1):
         try:
@@ -136,7 +128,7 @@ def _a(kind: Any, value: Value) -> Value:
 
 
 def _finite(value: Any) -> Any:
-    """A value with four digits of each number, and `None` for what is not finite."""
+    """A value with numbers rounded to four digits, and `None` for those that are not finite."""
     if isinstance(value, float):
         return float(f"{value:.4g}") if abs(value) < float("inf") else None
     if isinstance(value, dict):
@@ -145,13 +137,9 @@ def _finite(value: Any) -> Any:
 
 
 def log_of(run: Path) -> list[dict[str, Any]]:
-    """`log_history` of a run: of its recording or a checkpoint, whichever is of the later step; of a checkpoint if it
-    is one; empty if there is none.
-
-    Raises:
-        ValueError: A file is damaged.
-    """
+    """The `log_history` of a run or a checkpoint, from whichever file has the latest step; empty if there is none."""
     newest, _ = newest_complete(run)
+    # The folder may be a run with its own record, a checkpoint, or a run with checkpoints.
     files = [state_file(run), run / TRAINER_STATE_NAME, *([newest / TRAINER_STATE_NAME] if newest else [])]
     states = [_state(file) for file in files if file.exists()]
     return max(states, key=_step, default={"log_history": []})["log_history"]
@@ -164,7 +152,7 @@ def _step(state: Any) -> int:
 
 def _state(file: Path) -> Any:
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))  # transformers writes NaN
+        state = json.loads(file.read_text(encoding="utf-8"))  # not strict: transformers writes NaN
         entries = state["log_history"]
         if not (isinstance(state["global_step"], int) and all(isinstance(one["step"], int) for one in entries)):
             raise ValueError("its steps are no numbers")

@@ -1,4 +1,4 @@
-"""Writes the report of a run: one HTML page that needs nothing else and asks no one for anything."""
+"""Writes the report of a run: one self-contained HTML page, which makes no requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Split:
     name: str
     first: int
     last: int | None
-    """Steps; `None` where there is only one."""
+    """Optimizer steps; `None` where there is only one."""
     pairs: list[tuple[Sample | None, Sample | None]]
 
     @property
@@ -35,26 +35,13 @@ class _Split:
 
 
 def write(run: Path, log: Sequence[Mapping[str, Any]] | None = None, to: Path | None = None) -> Path:
-    """Writes the report of a run.
+    """Writes the report of a run (its `output_dir`, or a checkpoint), by default to `report.html` in it.
 
-    Args:
-        run (`Path`):
-            Its `output_dir`, or a checkpoint.
-        log (`Sequence[Mapping[str, Any]]`, *optional*):
-            `log_history`. When `None`, that of the folder.
-        to (`Path`, *optional*):
-            The file; `report.html` in the folder by default.
-
-    Returns:
-        `Path`: The file.
-
-    Raises:
-        ValueError: There is nothing to report, or a file is damaged.
-        ImportError: vl-convert-python is not installed.
-        OSError: The file cannot be written.
+    Raises `ValueError` if there is nothing to report or a file is damaged, `ImportError` without vl-convert-python.
     """
     file = to or run / PAGE
     text = page(run.resolve().name, log_of(run) if log is None else log, recorded_in(run), about(run))
+    # Replaced atomically: a browser may read the page while the run goes on.
     part = file.with_name(file.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, file)
@@ -67,22 +54,7 @@ def page(
     recorded: Sequence[Recorded],
     described: Mapping[str, str] | None = None,
 ) -> str:
-    """The page, as HTML.
-
-    Args:
-        name (`str`):
-            Of the run.
-        log (`Sequence[Mapping[str, Any]]`):
-            `log_history`, a dict for each log.
-        recorded (`Sequence[Recorded]`):
-            Samples, in any order.
-        described (`Mapping[str, str]`, *optional*):
-            Models, objective and settings, in words by topic.
-
-    Raises:
-        ValueError: There is neither.
-        ImportError: vl-convert-python is not installed.
-    """
+    """The page as HTML, from a `log_history`, samples, and a description by topic."""
     if not (log or recorded):
         raise ValueError("there is no log and no sample yet")
     splits = _splits(recorded)
@@ -90,6 +62,7 @@ def page(
     environment = Environment(
         loader=PackageLoader("trl_opsd.report", "template"),
         autoescape=select_autoescape(default=True),
+        # A misspelt name in the template is an error instead of an empty place.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -110,7 +83,7 @@ def _encoded(text: str) -> str:
 
 
 def _splits(recorded: Sequence[Recorded]) -> list[_Split]:
-    """Evaluations first: the same prompts, before and after."""
+    """The samples by dataset, evaluations first, because they show the same prompts before and after."""
     names = sorted(dict.fromkeys(one.split for one in recorded), key=lambda name: name == "train")
     found = []
     for name in names:
@@ -119,6 +92,7 @@ def _splits(recorded: Sequence[Recorded]) -> list[_Split]:
         if first.step == last.step:
             found.append(_Split(name, last.step, None, [(one, None) for one in last.samples]))
         else:
+            # Evaluations repeat their prompts, so that the same one is shown before and after.
             after = {one.prompt: one for one in last.samples}
             pairs = [(one, after.pop(one.prompt, None)) for one in first.samples]
             found.append(_Split(name, first.step, last.step, [*pairs, *((None, one) for one in after.values())]))
@@ -130,6 +104,6 @@ def _step(recorded: Recorded) -> int:
 
 
 def _top(samples: Sequence[Sample]) -> float:
-    """The divergence with the full colour: that of one token in twenty, so that one of them does not pale the rest."""
+    """The divergence with full colour: the 95th percentile, so that a single token does not pale the rest."""
     values = sorted(abs(token.divergence) for one in samples for token in one.tokens if token.divergence is not None)
     return max(values[int(0.95 * (len(values) - 1))], 1e-6) if values else 1.0

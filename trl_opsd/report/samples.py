@@ -1,4 +1,4 @@
-"""Completions of which each token is known by how much the teacher disagrees, and what it would have written.
+"""Completions with the divergence of each token, and what the teacher would have generated there.
 
 B rows · C completion tokens · n tokens of a row in the loss · V vocabulary size · H hidden size
 """
@@ -19,34 +19,34 @@ from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
 __all__ = ["Sample", "Token", "samples_of"]
 
 TOKENS = 200
-"""Tokens of a completion that are."""
+"""Maximum completion tokens recorded."""
 PROMPT = 1000
-"""Characters of a prompt that are; of a longer one, its beginning and its end."""
+"""Maximum characters of a prompt recorded; a longer one is cut in the middle."""
 CHUNK = 32
-"""Tokens whose logits exist at once: a training that only just fits still does."""
+"""Tokens whose logits exist at once, few, so that a training that barely fits still does."""
 CHOICES = 5
-"""The teacher's likeliest tokens that are named at each position."""
+"""The teacher's likeliest tokens recorded at each position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of a completion, and what both models say about it; no numbers where it is not in the loss."""
+    """A token of a completion with both models' numbers, which are `None` where it is not in the loss."""
 
     text: str
-    """As it adds to the text; empty for a token that is only a part of a character."""
+    """The text that it adds; empty for a token that does not complete a character."""
     divergence: float | None = None
     """In nats."""
     student: float | None = None
-    """Probability that the student gives to it."""
+    """The student's probability of it."""
     teacher: float | None = None
-    """Probability that the teacher gives to it."""
+    """The teacher's probability of it."""
     choices: tuple[tuple[str, float], ...] = ()
     """The teacher's likeliest tokens here, with their probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A prompt as the student has read it, and the beginning of its completion."""
+    """A prompt as the student got it, and the beginning of its completion."""
 
     prompt: str
     teacher: str | None
@@ -71,28 +71,8 @@ def samples_of(
     tokenizer: Any,
     names: Sequence[str],
 ) -> list[Sample]:
-    """Some rows of a batch, with the distributions that its loss compares. Waits for the device.
-
-    Args:
-        hidden_BCH (`torch.Tensor`):
-            [B, C, H], the student's last hidden states at the positions that predict the completion.
-        head ([`~types.OutputHead`]), teacher_heads (`Sequence[OutputHead]`):
-            The student's, and those of all teachers in their order.
-        rollout ([`~types.Rollout`]), targets ([`~types.TeacherTargets`]):
-            The B rows, and what their teachers say.
-        rows (`Sequence[int]`):
-            The numbers of those that are looked at.
-        divergence ([`~losses.Divergence`]):
-            The objective. One of sampled tokens says little of a single one: the reverse KL stands for it.
-        temperatures (`tuple[float, float]`):
-            Of the student's distributions, and of the teachers'.
-        vocabulary (`int`, *optional*):
-            Size of the shared vocabulary, where the heads differ in size.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Turns ids into text.
-        names (`Sequence[str]`):
-            Of the teachers, in their order.
-    """
+    """Some rows of a batch, with the distributions that its loss compares; waits for the device."""
+    # A sampled estimate says little about a single token: the reverse KL, its mean, is recorded instead.
     measure = ReverseKL() if isinstance(divergence, SampledReverseKL) else divergence
     prompts, completions = rollout.prompt_lists(), rollout.completion_lists()
     found = []
@@ -115,7 +95,7 @@ def samples_of(
             of_teacher_n, best_nK, ids_nK = _said(teacher, vocabulary, ids_n)
             columns = (nats_n, of_student_n, of_teacher_n, ids_nK, best_nK)
             values = dict(zip(places_n.tolist(), zip(*columns, strict=True), strict=True))
-        # Places are among all columns of the batch; a row of several turns has masked ones between.
+        # Indices are those of the batch's columns: a row of several turns has masked columns in between.
         shown = rollout.completion_mask[row, :TOKENS].nonzero().squeeze(1).tolist()
         written = rollout.completion_ids[row, shown].tolist()
         found.append(
@@ -130,8 +110,9 @@ def samples_of(
 
 
 def _said(logits: LazyLogits, vocabulary: int | None, ids_n: Tensor) -> tuple[list[Any], list[Any], list[Any]]:
-    """What a model gives to tokens: their probabilities, and the largest ones at each position with their ids."""
+    """A model's probabilities of these tokens, and the largest at each position with their ids."""
     given, largest, which = [], [], []
+    # In chunks, since these logits are formed in full.
     for hidden_cH, ids_c in zip(logits.hidden.split(CHUNK), ids_n.split(CHUNK), strict=True):
         probabilities_cV = (logits_of(hidden_cH, logits.head)[:, :vocabulary] / logits.temperature).softmax(-1)
         given += probabilities_cV.gather(1, ids_c.to(probabilities_cV.device)[:, None]).squeeze(1).tolist()
@@ -154,16 +135,17 @@ def _tokens(
 
 
 def _pieces(ids: Sequence[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
-    """What each token adds to the text; of a character of several tokens, all with the last one."""
+    """The text that each token adds; that of a character of several tokens comes with the last."""
     done = ""
     for end in range(1, len(ids) + 1):
+        # Decoded from the start each time, since a token's text depends on those before it.
         text = decode(list(ids[:end])).rstrip("\N{REPLACEMENT CHARACTER}")
         yield text[len(done) :]
         done = text if len(text) > len(done) else done
 
 
 def _after(last: int, token: int, decode: Callable[[list[int]], str]) -> str:
-    """A token as it stands after another: many tokenizers decode a first one without the space before it."""
+    """The text of a token after another, as many tokenizers drop the leading space of a first token."""
     before, both = decode([last]), decode([last, token])
     return both[len(before) :] if both.startswith(before) and len(both) > len(before) else decode([token])
 

@@ -1,4 +1,4 @@
-"""Samples as traces of trackio: its dashboard lists their tokens, each with what both models say of it."""
+"""Logs samples as traces of trackio, whose dashboard lists their tokens with both models' numbers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,8 @@ __all__ = ["log_traces"]
 
 
 def log_traces(recorded: Recorded) -> None:
-    """Logs samples to the run that trackio has open, each as a trace with a span for every token.
-
-    Args:
-        recorded (`Recorded`):
-            Named `eval/sample_0` and so on, by their split.
-
-    Raises:
-        ImportError: trackio is not installed, or is of a version without traces.
-        RuntimeError: It has no run open.
-    """
-    import trackio  # where it is installed
+    """Logs samples to trackio's open run, each as a trace with a span per token."""
+    import trackio  # optional
     from trackio import Trace
 
     traces = {}

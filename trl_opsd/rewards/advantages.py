@@ -1,4 +1,4 @@
-"""Turns the rewards of completions into advantages over the others of their prompts, as TRL's GRPO does.
+"""Turns the rewards of completions into advantages within the group of their prompt, as TRL's GRPO does.
 
 R rows of a generation batch, over all processes · F reward functions · G prompts · n completions of each
 """
@@ -15,40 +15,29 @@ from trl_opsd._compat.trl import nanstd
 __all__ = ["Advantages", "advantages", "total"]
 
 _EPSILON = 1e-4
-"""Added to each standard deviation that is divided by; TRL's."""
+"""Added to each standard deviation before a division, as in TRL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """What rewards come to."""
+    """Advantages of a generation batch."""
 
     values: Tensor
     """[R], float32; 0 for a row without a reward."""
     is_flat: Tensor
-    """[R], whether the deviation that the row is scaled by, or would be, is 0."""
+    """[R], whether the standard deviation that scales the row, or would with scaling, is 0."""
 
 
 def total(rewards_RF: Tensor, weights_F: Tensor) -> Tensor:
-    """[R], the weighted sum of the rewards of each row, without those that are NaN; NaN if all of them are."""
+    """[R], the weighted sum of each row's rewards, ignoring NaN; NaN if all are."""
     sums_R = (rewards_RF * weights_F).nansum(dim=1)
+    # A sum of nothing would be 0, which is a reward like any other.
     return sums_R.masked_fill(rewards_RF.isnan().all(dim=1), torch.nan)
 
 
 def advantages(rewards_RF: Tensor, weights_F: Tensor, number: int, scale: str, aggregation: str) -> Advantages:
-    """The advantages of a generation batch; DeepSeekMath, arXiv 2402.03300, and for `"normalize_then_sum"` 2601.05242.
-
-    Args:
-        rewards_RF (`torch.Tensor`):
-            [R, F], float32, the completions of a prompt next to each other; NaN where a function gave no reward.
-        weights_F (`torch.Tensor`):
-            [F], `reward_weights`.
-        number (`int`):
-            n, completions of each prompt.
-        scale (`str`):
-            `scale_rewards`.
-        aggregation (`str`):
-            `multi_objective_aggregation`.
-    """
+    """The advantages of a generation batch (DeepSeekMath, arXiv 2402.03300; `"normalize_then_sum"`: 2601.05242)."""
+    # The completions of a prompt are adjacent rows; a reward is NaN where its function returned `None`.
     if aggregation == "normalize_then_sum":
         return _normalized_first(rewards_RF, weights_F, number)
     rewards_R = total(rewards_RF, weights_F)
@@ -65,7 +54,7 @@ def _normalized_first(rewards_RF: Tensor, weights_F: Tensor, number: int) -> Adv
     rewards_GnF = rewards_RF.view(-1, number, rewards_RF.size(1))
     differences_GnF = rewards_GnF - rewards_GnF.nanmean(dim=1, keepdim=True)
     scaled_GnF = differences_GnF / (nanstd(rewards_GnF, dim=1, keepdim=True) + _EPSILON)
-    # A reward that is alone among those of its prompt has no deviation, and adds nothing.
+    # A reward that is alone in its group has no deviation, and adds nothing.
     sums_R = (scaled_GnF.view_as(rewards_RF) * weights_F).nansum(dim=1)
     sums_R = sums_R.masked_fill(rewards_RF.isnan().all(dim=1), torch.nan)
     deviation_R = nanstd(sums_R).expand_as(sums_R)

@@ -1,4 +1,4 @@
-"""Calls reward functions with the rows of a batch, and checks that each returns one reward for each row.
+"""Calls reward functions with the rows of a batch, and checks that each returns one reward per row.
 
 B rows · F functions
 """
@@ -27,28 +27,14 @@ class Rewards:
     """All reward functions of a trainer."""
 
     functions: Mapping[str, Callable[..., Any]]
-    """By their names in the log."""
+    """Reward functions by their names in the log."""
     weights: Tensor
     """[F], `reward_weights`."""
     loop: EventLoop
-    """Where those that are coroutines run."""
+    """Event loop of those that are coroutines."""
 
     def of(self, given: Mapping[str, Any], rows: Sequence[str]) -> Tensor:
-        """The rewards of some rows.
-
-        Args:
-            given (`Mapping[str, Any]`):
-                What each function is called with; `completions` has one for each row.
-            rows (`Sequence[str]`):
-                Their names in messages.
-
-        Returns:
-            `torch.Tensor`: [B, F], float32; NaN where a function returned `None`.
-
-        Raises:
-            RuntimeError: A function failed.
-            TypeError, ValueError: It returned something else than one number or `None` for each row.
-        """
+        """The rewards of some rows, named for messages: [B, F], float32, NaN where a function returned `None`."""
         if not rows:
             return torch.empty(0, len(self.functions))
         columns, waiting = {}, {}
@@ -65,7 +51,7 @@ class Rewards:
 async def _all_of(
     functions: Mapping[str, Callable[..., Any]], given: Mapping[str, Any], rows: Sequence[str]
 ) -> dict[str, Any]:
-    """What coroutines return, which wait at the same time."""
+    """What asynchronous functions return, which run concurrently."""
 
     async def one(name: str, function: Callable[..., Any]) -> Any:
         try:
@@ -80,7 +66,7 @@ async def _all_of(
 def _called(name: str, function: Callable[..., Any], given: Mapping[str, Any], rows: Sequence[str]) -> Any:
     try:
         return function(**given)
-    except (torch.OutOfMemoryError, MemoryError):  # which is explained elsewhere
+    except (torch.OutOfMemoryError, MemoryError):  # the trainer explains these
         raise
     except Exception as error:
         raise _failed(name, rows, error) from error

@@ -1,4 +1,4 @@
-"""Checks what a user passes as rewards before a model is loaded, and names each as TRL does."""
+"""Checks the rewards that a user passes, before a model is loaded, and names each as TRL does."""
 
 from __future__ import annotations
 
@@ -16,22 +16,13 @@ from trl_opsd.rewards.model import check_model, loaded_tokenizer
 __all__ = ["OURS", "Given", "check_columns", "given_rewards"]
 
 OURS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric")
-"""What a function is given by name besides the columns of its rows."""
+"""Keyword arguments of a reward function besides the columns of its rows."""
 NOT_PASSED = ("prompt", "completion", "completion_ids")
-"""Columns that it is not given: it has the first in `prompts`, and the others would be taken for what was written."""
+"""Columns that it does not get: the first is in `prompts`, and the others could be mistaken for the rollout's."""
 
 
 class Given:
-    """One reward as it was passed.
-
-    Args:
-        name (`str`):
-            In the log.
-        source (`Any`):
-            A function, a reward model, or the path or model id of one.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-            That of a reward model.
-    """
+    """One reward as it was passed: a function, a reward model, or the path or id of one, with its name in the log."""
 
     def __init__(self, name: str, source: Any, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.name, self.source, self.tokenizer = name, source, tokenizer
@@ -43,18 +34,7 @@ class Given:
 
 
 def given_rewards(reward_funcs: Any, reward_processing_classes: Any) -> list[Given]:
-    """The rewards, with the tokenizers of reward models.
-
-    Args:
-        reward_funcs (`Any`):
-            One, a list of them, or `None`.
-        reward_processing_classes (`Any`):
-            A tokenizer, a list with one for each reward, or `None`.
-
-    Raises:
-        TypeError: One is neither a function nor a reward model, or a tokenizer is none.
-        ValueError: A model cannot be found or gives no single number, or there are not as many tokenizers as rewards.
-    """
+    """The rewards as a list, with reward models' tokenizers; refuses what is neither a function nor a reward model."""
     sources = _listed(reward_funcs)
     tokenizers = _listed(reward_processing_classes) or [None] * len(sources)
     if len(tokenizers) != len(sources):
@@ -67,6 +47,7 @@ def given_rewards(reward_funcs: Any, reward_processing_classes: Any) -> list[Giv
         called = f"reward_funcs[{number}]"
         name = _name(source, called)
         seen[name] += 1
+        # Two functions of one name get their own columns in the log.
         given = Given(name if seen[name] == 1 else f"{name}_{seen[name]}", source, tokenizer)
         _check(given, called, f"reward_processing_classes[{number}]")
         if given.is_model and tokenizer is None:
@@ -109,21 +90,12 @@ def _check(given: Given, called: str, tokenizer_called: str) -> None:
 
 
 def check_columns(rewards: Sequence[Given], datasets: Mapping[str, Collection[str] | None]) -> None:
-    """Checks that functions can be called with the columns of the rows whose completions they see.
-
-    Args:
-        rewards (`Sequence[Given]`):
-            The rewards.
-        datasets (`Mapping[str, Collection[str]]`):
-            The columns of each dataset by its name in messages, `None` where they are not known.
-
-    Raises:
-        ValueError: A column is called as something else that functions are given, or a function cannot be called so.
-    """
+    """Refuses columns whose names clash with other arguments of reward functions, or that one does not accept."""
     functions = [one for one in rewards if not one.is_model]
     for where, columns in datasets.items() if functions else ():
         if columns is None:
             continue
+        # A column would silently be replaced by the argument of the same name.
         if taken := sorted({*OURS} - {*NOT_PASSED} & {*columns}):
             raise ValueError(
                 f"{where} has a column {taken[0]!r}, but reward functions are given something else under that name: "
@@ -142,5 +114,5 @@ def _check_call(one: Given, columns: Sequence[str], where: str) -> None:
             f"The reward function {one.name!r} cannot be called for the rows of {where}: {error}. It is given "
             f"{', '.join(map(repr, given))} by name, and takes those that it does not need as `**kwargs`."
         ) from None
-    except ValueError:  # of a builtin, nothing is known
+    except ValueError:  # builtins may have no signature
         return

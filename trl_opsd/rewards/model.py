@@ -1,4 +1,4 @@
-"""A reward model, which reads a prompt with its completion and gives one number, as a function like all others.
+"""A reward model, which scores a prompt with its completion, as a function like all others.
 
 B rows · L tokens
 """
@@ -21,17 +21,7 @@ _HOW = "pass a model with one label, `AutoModelForSequenceClassification.from_pr
 
 
 def check_model(source: Any, called: str) -> None:
-    """Checks a reward model, by its config where it is not loaded yet.
-
-    Args:
-        source (`str` or [`~transformers.PreTrainedModel`]):
-            A path, a model id or a model.
-        called (`str`):
-            The argument it was passed as, for the message.
-
-    Raises:
-        ValueError: It cannot be found, does not give one number, or is split over the processes.
-    """
+    """Refuses a reward model that is missing, does not give one number, or is sharded; by its config if not loaded."""
     if isinstance(source, str):
         try:
             config = AutoConfig.from_pretrained(source)
@@ -48,6 +38,7 @@ def check_model(source: Any, called: str) -> None:
                 f"`{called}` was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
                 "path, or load it before the config is built."
             )
+    # transformers would add a head with random weights, and any text would get some number.
     if kinds and not any("SequenceClassification" in kind or "RewardModel" in kind for kind in kinds):
         raise ValueError(
             f"`{called}` is a {kinds[0]}, whose weights have no head that gives one number for a text: {_HOW}."
@@ -57,11 +48,7 @@ def check_model(source: Any, called: str) -> None:
 
 
 def loaded_tokenizer(source: Any, called: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in the folder of a reward model.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The tokenizer in the folder of a reward model."""
     path = source if isinstance(source, str) else get_config_model_id(source.config)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
@@ -74,32 +61,22 @@ def loaded_tokenizer(source: Any, called: str) -> PreTrainedTokenizerBase:
 
 
 def loaded_model(path: str) -> Any:
-    """The model at a path, whole in each process."""
+    """The model at a path, unsharded in each process."""
+    # Without the student's ZeRO-3 config, which would shard this model too.
     with loading(None):
         return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, use_safetensors=True)
 
 
 @final
 class RewardModel:
-    """Scores completions with a model, as TRL's GRPO does.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Gives one logit for each text, at its last token.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its tokenizer.
-        template (`Mapping[str, Any]`):
-            Arguments of its chat template.
-        rows (`int`):
-            How many it reads at once.
-    """
+    """Scores completions with a model, as TRL's GRPO does, so many `rows` at a time."""
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any], rows: int) -> None:
         self._model = model.eval().requires_grad_(False)
         self._tokenizer, self._template, self._rows = tokenizer, template, rows
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        # It finds the last token of a text by what is not padding.
+        # The model finds a text's last token, where its logit is, as the last that is not padding.
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
@@ -116,6 +93,7 @@ class RewardModel:
 
     @torch.inference_mode()
     def _scored(self, texts: list[str]) -> list[float]:
+        # The chat template has already added special tokens.
         read = self._tokenizer(
             text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
         ).to(self._model.device)

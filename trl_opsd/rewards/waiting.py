@@ -1,4 +1,4 @@
-"""Runs coroutines in a thread with an event loop of its own, which stays: their clients belong to one loop."""
+"""Runs coroutines in a thread with its own event loop, which stays, as HTTP clients are bound to one loop."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ T = TypeVar("T")
 
 @final
 class EventLoop:
-    """An event loop that begins with the first coroutine, and ends with this object.
-
-    The caller's own thread may have a running loop, as in a notebook, where no other can be run.
-    """
+    """An event loop that starts with the first coroutine, and stops with this object."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine returns; waits for it."""
+        """Waits for a coroutine and returns its result."""
         if self._loop is None:
+            # In its own thread, as the caller's may have a running loop, as in a notebook, where no other can be run.
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_forever, args=(self._loop,), name="rewards", daemon=True).start()
+            # The thread does not hold this object, so it can be collected.
             weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # Ctrl-C: what still waits is given up
+            future.cancel()  # after Ctrl-C nothing awaits it
             raise
 
 

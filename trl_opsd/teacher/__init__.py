@@ -1,4 +1,4 @@
-"""Teachers: they score the student's completions."""
+"""Teachers: they score the student's completions, and never generate."""
 
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher

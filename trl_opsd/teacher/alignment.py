@@ -1,4 +1,4 @@
-"""Determines by experiment whether a teacher of the user's own returns the states that predict the tokens.
+"""Probes whether a user's teacher returns the states that predict the tokens, and not those one token further.
 
 B rows · C completion tokens · n tokens of one completion · H hidden width
 """
@@ -18,10 +18,9 @@ from trl_opsd.types import Rollout, TeacherTargets
 logger = get_logger(__name__)
 
 _CHANGED = 0.05
-"""By how much states differ that have read different tokens, relative to how far those of a row lie apart; rounding
-stays below it."""
+"""Least difference of states of different inputs, relative to the spread within a row; rounding stays below."""
 _QUOTED = 200
-"""Characters of an error that are quoted."""
+"""Characters quoted of an error."""
 _CALLED_AGAIN = (
     "(For this check the teacher was called a second time, for two rows: one that replays recorded answers in order is "
     "now ahead by one.)"
@@ -31,32 +30,18 @@ _CALLED_AGAIN = (
 def prove_alignment(
     read: Callable[[Rollout], TeacherTargets], rollout: Rollout, targets: TeacherTargets, where: str
 ) -> None:
-    """Has a teacher read one row of a batch again, beside the same row with another token before its last one.
-
-    Only the target of the last token may differ, of those that may count. The teacher is called once in every process,
-    as it may be collective. Nothing is known if no completion has three such tokens.
-
-    Args:
-        read (`Callable`):
-            Returns the teacher's targets for a rollout.
-        rollout ([`~types.Rollout`]):
-            B rows that it has read.
-        targets ([`~types.TeacherTargets`]):
-            Its targets for them.
-        where (`str`):
-            The method that returned them, for messages.
-
-    Raises:
-        ValueError: The state that should predict a token has already read it.
-    """
+    """Refuses targets that have read the token they should predict; `where` is their method, for messages."""
+    # A teacher may be collective, so every process calls it, also without the three such tokens that a verdict needs.
     row = int(rollout.counts.sum(-1).argmax())
     places = rollout.counts[row].nonzero().flatten().tolist()
     up_to_last = rollout.completion_mask[row, : places[-1] + 1 if places else 0].nonzero().flatten().tolist()
+    # A row is scored again beside a copy with another token before its last one. Only the last target may differ: an
+    # earlier difference means that states are shifted towards later tokens, none that they are shifted back.
     pair = _with_another_token(rollout.select([row, row]), up_to_last)
     try:
         with preserved_rng(rollout.completion_ids.device):
             hidden_2CH = read(pair).hidden
-    except Exception as error:  # one that looks its targets up does not know the changed row
+    except Exception as error:  # a teacher that looks targets up has none for the changed row
         logger.warning(
             f"`{where}` could not read a row in which one token was changed, {type(error).__name__}: "
             f"{next(iter(str(error).splitlines()), '')[:_QUOTED]}. So it is not known whether its targets are those of "
@@ -64,6 +49,7 @@ def prove_alignment(
         )
         return
     read_nH, changed_nH = hidden_2CH[:, places].float()
+    # Nothing can be concluded without three tokens, without another token, or from NaNs, which other checks report.
     if len(places) < 3 or torch.equal(*pair.completion_ids) or not hidden_2CH[:, places].isfinite().all():
         return
     if _differ(read_nH, targets.of(row, torch.tensor(places)).to(read_nH)).any():
@@ -96,7 +82,7 @@ def prove_alignment(
 
 
 def _with_another_token(pair: Rollout, places: list[int]) -> Rollout:
-    """Replaces the last but one of these tokens of the second row by another one of them, if there is another one."""
+    """Replaces the last but one of these tokens in the second row by another token of the row, if it has another."""
     ids_2C = pair.completion_ids.clone()
     last_but_one = places[-2:][:1]
     known = [*ids_2C[1, places].tolist(), *pair.prompt_lists()[1]]

@@ -1,4 +1,4 @@
-"""Checks the hidden states that a server answers: as many as tokens, finite, and made by the teacher's final norm.
+"""Checks the hidden states that a server answers: one per token, finite, and made by the teacher's final norm.
 
 L tokens of a row · M states of an answer · H hidden width
 """
@@ -19,48 +19,35 @@ START = 'vllm serve TEACHER --runner pooling --pooler-config \'{"task": "token_e
 """How to start a server, for messages."""
 
 _ABOVE = {torch.float32: 1e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-"""By how much rounding may raise the root mean square of what the norm was given."""
+"""Largest excess of the root mean square of the norm's input over 1 that rounding explains."""
 _BELOW = 0.9
-"""The least that its median may be: a norm's epsilon lowers it where the residual stream is tiny. Measured 0.9976."""
+"""Least median of it: a norm's epsilon lowers it where the residual stream is tiny. Measured 0.9976."""
 _SAME = 0.1
-"""Relative distance of two states of one token, which rounding in half precision and other kernels do not reach."""
+"""Relative distance of two states of one token that neither half precision nor other kernels reach."""
 
 
 class WrongStatesError(ServerError):
-    """A server has answered, but not with the states of the teacher; it cannot be trusted with other rows."""
+    """A server answered, but not with the teacher's states; it cannot be trusted with other rows either."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the states of a teacher are known to be, before any was seen."""
+    """What is known of a teacher's states before any was seen."""
 
     path: str
     """The checkpoint, for messages."""
     width: int
     """H."""
     norm: FinalNorm | None
-    """What the states were made by; `None` if that is not known."""
+    """The norm that made the states; `None` if unknown."""
 
     def max_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Limit for an answer: preempted rows are answered more than once."""
+        """Byte limit of an answer: vLLM answers preempted rows more than once."""
         return 4 * tokens * self.width * dtype.itemsize + MIB
 
     def states(self, asked: str, content: bytearray, tokens: int, dtype: torch.dtype) -> Tensor:
-        """The states of a row, [L, H], of which each number was checked, in about 1 ns: nothing is sampled.
-
-        Args:
-            asked (`str`):
-                The server and the request, as the beginning of a message.
-            content (`bytearray`):
-                The answer, which the states share their memory with.
-            tokens (`int`):
-                L.
-            dtype (`torch.dtype`):
-                Of the numbers in the answer.
-
-        Raises:
-            WrongStatesError: They are not.
-        """
+        """The states of a row, [L, H], in the memory of the answer; raises `WrongStatesError` for others."""
+        # Each number is checked, in about 1 ns. `asked` is the beginning of messages.
         row_bytes = self.width * dtype.itemsize
         if len(content) % row_bytes or len(content) < min(tokens, 2) * row_bytes:
             last = f" Is it only the last one? Start the server with `{START}`." if len(content) <= row_bytes else ""
@@ -69,6 +56,7 @@ class Expected:
                 f"states of {self.width} numbers in {_word(dtype)}.{last} It has to serve {self.path!r}."
             )
         states_MH = torch.frombuffer(content, dtype=dtype).view(-1, self.width)
+        # More states than tokens are accepted where the surplus repeats the row's beginning.
         if len(states_MH) < tokens or not _repeats(states_MH[:-tokens], states_MH[-tokens:]):
             raise WrongStatesError(
                 f"{asked} answered {len(states_MH)} states for {tokens} tokens: it does not return one for each token; "
@@ -88,6 +76,7 @@ class Expected:
             )
         if self.norm is None or (highest <= 1 + _ABOVE[states_LH.dtype] and median >= _BELOW):
             return
+        # A pooler's default normalisation is the likeliest cause, and has its own remedy.
         if ((states_LH.float().norm(dim=-1) - 1).abs() < 1e-2).all():
             raise WrongStatesError(
                 f"{asked} answered states that are normalised to length 1, although the request says "
@@ -102,27 +91,25 @@ class Expected:
 
 
 def served_dtype(states: Tensor) -> torch.dtype:
-    """The dtype that states were computed in, from their values in float32: the smallest that loses nothing."""
+    """The dtype that states were computed in, from float32 values: the smallest that loses nothing."""
     halves = (torch.bfloat16, torch.float16)
     return next((dtype for dtype in halves if torch.equal(states.to(dtype).float(), states)), torch.float32)
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """How far states are apart, relative to their length; the largest over the tokens."""
+    """Largest distance of two states of a token, relative to their length."""
     return float(((one - other).float().norm(dim=-1) / other.float().norm(dim=-1).clamp(min=1e-9)).max())
 
 
 def are_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two reads of the same tokens by the same model can have given these states."""
+    """Whether the same model can have given both for the same tokens."""
     return len(one) == 0 or distance(one, other) < _SAME
 
 
 def _repeats(extra_KH: Tensor, states_LH: Tensor) -> bool:
-    """Whether states that were answered too much are beginnings of the row, one after the other.
-
-    vLLM keeps the states of a row that was preempted and read again from its first token (vllm-project/vllm#55192), so
-    that the last ones are the whole row. It is asked for no second time: whoever is preempted will be again.
-    """
+    """Whether surplus states are repeated beginnings of the row, as vLLM returns for preempted rows."""
+    # vLLM keeps the states of a row that was preempted and computed again from its first token
+    # (vllm-project/vllm#55192), so that the last L are the whole row. A new request would be preempted as well.
     at = 0
     for state_H in extra_KH:
         if at == len(states_LH) or not are_same(state_H[None], states_LH[at : at + 1]):

@@ -1,4 +1,4 @@
-"""Keeps an exponential moving average of the student's parameters, for a teacher that follows slowly."""
+"""An exponential moving average of the student's parameters, which a teacher follows."""
 
 from __future__ import annotations
 
@@ -15,33 +15,20 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl_opsd._compat.sharding import is_split, whole, write
 
 FILE = "ema_teacher.safetensors"
-"""Where a checkpoint keeps the average."""
+"""File of the average in a checkpoint."""
 
 
 @final
 class Average(TrainerCallback):
-    """`teacher = (1 - rate) * teacher + rate * student`, after every `every` optimizer steps.
-
-    The average itself is float32: in half precision a step of 5 % of a small difference is rounded away, and the
-    teacher would not move.
-
-    Args:
-        student (`Callable`):
-            Returns the student's current parameters by name.
-        teacher (`Mapping[str, torch.Tensor]`):
-            The tensors to average, by name: not sharded, in the teacher's dtype, on any device. Each average starts
-            from its tensor, and is copied back to it.
-        rate (`float`):
-            Share of the student in an update, in (0, 1].
-        every (`int`):
-            Optimizer steps between updates.
-    """
+    """`teacher = (1 - rate) * teacher + rate * student`, after every `every` optimizer steps."""
 
     def __init__(
         self, student: Callable[[], Mapping[str, Tensor]], teacher: Mapping[str, Tensor], rate: float, every: int
     ) -> None:
         self._student = student
         self._teacher = teacher
+        # Unsharded, on the teacher's devices, and in float32: in half precision a step of 5 % of a small difference is
+        # rounded away, and the teacher would not move. A float32 teacher's tensors are the averages themselves.
         self._average = {name: tensor.detach().float() for name, tensor in teacher.items()}
         self._rate = rate
         self._every = every
@@ -62,6 +49,7 @@ class Average(TrainerCallback):
     def swapped_in(self) -> Iterator[None]:
         """The student's parameters hold the averages while the context lasts."""
         student = self._student()
+        # Shards cannot be swapped with full tensors: the student's values are gathered, overwritten and written back.
         if any(is_split(student[name]) for name in self._teacher):
             own = {name: whole(student[name]) for name in self._teacher}
             write(student, self._teacher)
@@ -78,7 +66,7 @@ class Average(TrainerCallback):
 
     @property
     def copies(self) -> dict[str, Tensor]:
-        """The averages that are not the teacher's own tensors, because these are in half precision."""
+        """The averages that are not the teacher's own tensors because those are in half precision."""
         return {
             name: average
             for name, average in self._average.items()
@@ -92,11 +80,7 @@ class Average(TrainerCallback):
 
     @torch.no_grad()
     def load(self, folder: str | Path) -> None:
-        """Loads the average from a checkpoint.
-
-        Raises:
-            ValueError: The checkpoint has no average, or one of other parameters.
-        """
+        """Loads the average from a checkpoint; refuses one that has none, or that of other parameters."""
         path = Path(folder) / FILE
         if not path.is_file():
             raise ValueError(
@@ -119,4 +103,5 @@ class Average(TrainerCallback):
         student = self._student()
         for name, tensor in self._teacher.items():
             parameter = student[name]
+            # Swapping storage copies nothing, and optimizer state that refers to the parameters stays valid.
             parameter.data, tensor.data = tensor.data, parameter.data

@@ -10,7 +10,7 @@ from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 class Teacher(ABC):
     """Scores rollouts. It never generates, is never trained, and does not know the student.
 
-    `str(teacher)` describes it where the trainer describes itself; by default the name of its class.
+    `str(teacher)` describes it in the trainer's own description; by default the name of its class.
     """
 
     def __str__(self) -> str:
@@ -28,7 +28,7 @@ class Teacher(ABC):
 
     @abstractmethod
     def targets(self, rollout: Rollout) -> TeacherTargets:
-        """Reads every row of a generation batch once.
+        """Scores every row of a generation batch once.
 
         Args:
             rollout ([`~types.Rollout`]):
@@ -40,7 +40,7 @@ class Teacher(ABC):
         """
 
     def expect(self, rollout: Rollout) -> None:  # noqa: B027 (most teachers cannot begin early)
-        """Told of rows that `targets` will soon be asked for, in any grouping. Does nothing here.
+        """Announces rows that `targets` will soon be called with, in any grouping. Does nothing by default.
 
         Args:
             rollout ([`~types.Rollout`]):
@@ -48,4 +48,4 @@ class Teacher(ABC):
         """
 
     def forget_expected(self) -> None:  # noqa: B027 (most teachers cannot begin early)
-        """Told that `targets` will not be asked for rows that were expected so far: a step was interrupted."""
+        """Announces that `targets` will not be called with the rows expected so far: a step was interrupted."""

@@ -1,4 +1,4 @@
-"""Builds teachers from what a user passes, placed as `teacher_offload` says."""
+"""Builds teachers from what a user passes, with the placement that `teacher_offload` names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _PLACEMENTS: dict[str, Callable[[Any, torch.device], Placement]] = {
     "stream": Streamed,
     "zero3": Sharded,
 }
-"""What each `teacher_offload` means."""
+"""Placement by `teacher_offload`."""
 
 
 def build_teacher(
@@ -52,21 +52,7 @@ def build_teacher(
     device: torch.device,
     progress: bool = False,
 ) -> Teacher:
-    """A frozen teacher, placed as `args.teacher_offload` says.
-
-    Args:
-        teacher_model (`str` or [`~transformers.PreTrainedModel`] or [`Teacher`]):
-            A [`Teacher`] is returned as it is.
-        args ([`OPSDConfig`]):
-            Says how to load a teacher from a path, and where it and its targets are kept.
-        device (`torch.device`):
-            Where the teacher runs, unless it was loaded with a device map.
-        progress (`bool`, *optional*, defaults to `False`):
-            Show a progress bar while the teacher reads, if that takes long.
-
-    Raises:
-        ValueError: The teacher cannot teach this student, or not with this placement; the message says why.
-    """
+    """A frozen teacher from a path or a model, placed as `args.teacher_offload` says; a [`Teacher`] stays as it is."""
     if isinstance(teacher_model, Teacher):
         if args.teacher_offload != "none":
             raise ValueError(
@@ -95,25 +81,8 @@ def build_teachers(
     handed_in: Samples | None = None,
     progress: bool = False,
 ) -> Teachers:
-    """All teachers by name.
-
-    Args:
-        models (`Mapping`):
-            What each is built from, by name; `None` is the student itself.
-        student, run, reading:
-            As in [`build_own_teacher`].
-        args ([`OPSDConfig`]):
-            Says how to load them, and where they are kept.
-        device (`torch.device`):
-            Where they run.
-        handed_in (`Mapping[str, torch.Tensor]`, *optional*):
-            Samples of the weights under the student's adapter, if it has one.
-        progress (`bool`, *optional*, defaults to `False`):
-            Show a progress bar while one reads, if that takes long.
-
-    Raises:
-        ValueError: One cannot teach this student, or not with its placement; the message says why.
-    """
+    """All teachers by name, from what was passed for each; `None` is the student itself."""
+    # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
     origin = Origin(student, handed_in) if args.teacher_model_kind == "base" and handed_in is not None else None
     urls = server_urls("teacher_server_url", args.teacher_server_url)
     teachers: dict[str, Teacher] = {}
@@ -136,25 +105,7 @@ def build_own_teacher(
     device: torch.device,
     progress: bool = False,
 ) -> tuple[Teacher, Average | None]:
-    """A teacher that is the student in another state, and the moving average behind it, if there is one.
-
-    Args:
-        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student, loaded, before training.
-        run (`Callable`):
-            `run(function, *args)` equals `function(student, *args)`, also when the student is split.
-        reading (`Callable`):
-            Returns which rows the student reads in one batch.
-        args ([`OPSDConfig`]):
-            Its `teacher_model_kind` says which state.
-        device (`torch.device`):
-            Where a copy would be kept.
-        progress (`bool`, *optional*, defaults to `False`):
-            Show a progress bar while the teacher reads, if that takes long.
-
-    Raises:
-        ValueError: This student cannot be its own teacher in that way; the message says why.
-    """
+    """The student in another state as its teacher (`args.teacher_model_kind`), and its moving average if any."""
     kind = args.teacher_model_kind
     if (kind == "live" or is_peft(student)) and args.teacher_offload != "none":
         raise ValueError(
@@ -166,6 +117,7 @@ def build_own_teacher(
         return own(nullcontext), None
     if kind == "base" and is_peft(student):
         return own(partial(without_adapter, student)), None
+    # An average covers what is trained; everything else is the same in student and teacher.
     followed = {name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad}
     if is_peft(student):
         if others := [name for name in followed if "lora_" not in name]:
@@ -174,6 +126,7 @@ def build_own_teacher(
                 "`LoraConfig`, or 'base' or 'live'."
             )
         adapter = {name: whole(parameter).clone() for name, parameter in followed.items()}
+        # Random initialisation may differ between processes until DDP wraps the student.
         broadcast_from_first(adapter, device)
         average = _average(student, adapter, args)
         return own(average.swapped_in, kept=adapter.values()), average
@@ -223,7 +176,7 @@ def _served(path: str, urls: Sequence[str], args: OPSDConfig, device: torch.devi
 
 
 def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedModel:
-    """A teacher from a path, loaded directly to its placement."""
+    """Loads a teacher from a path directly to its placement."""
     kwargs = {
         "dtype": None,
         "revision": args.teacher_model_revision,
@@ -236,6 +189,7 @@ def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedMode
     config = None
     if args.teacher_offload != "none":
         kwargs["device_map"] = None
+        # Refused by its config, before gigabytes are loaded.
         theirs = AutoConfig.from_pretrained(path, **location(args))
         _check_movable(theirs, args.teacher_offload)
         if args.teacher_offload == "zero3":
@@ -254,7 +208,7 @@ def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedMode
 
 
 def _check_movable(teacher: Any, offload: str) -> None:
-    """Raises if the weights cannot be moved. Takes a model, or a config before there is a model."""
+    """Refuses weights that cannot be moved; takes a model, or a config before there is a model."""
     if offload == "none":
         return
     if getattr(teacher, "is_quantized", False) or getattr(teacher, "quantization_config", None) is not None:

@@ -1,4 +1,4 @@
-"""Reads the output head and the final norm of a checkpoint, and none of its other weights.
+"""Loads the output head and the final norm of a checkpoint, and none of its other weights.
 
 V vocabulary size · H hidden size
 """
@@ -30,36 +30,17 @@ from trl_opsd.teacher.parts import layer_list
 from trl_opsd.types import OutputHead
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Others have a scale beside them."""
+"""Dtypes of weights that need no scale to be understood."""
 
 
 class CheckpointHead:
-    """The head and the final norm of a causal language model that is not loaded.
-
-    Which tensors of the checkpoint they are is found in the architecture, built from the config without weights.
-
-    Args:
-        path (`str`):
-            A folder or a model id. Of a sharded checkpoint on the Hub only the index and the files with these tensors
-            are downloaded.
-        place (`Mapping[str, Any]`):
-            Options that locate it, as `revision`.
-        trust_remote_code (`bool`):
-            Whether its own Python code may be run.
-
-    Attributes:
-        config ([`~transformers.PretrainedConfig`]): its config.
-        norm ([`~teacher.final_norm.FinalNorm`]): the norm it ends with; `None` if it ends with none that is known.
-        vocabulary (`int`): V.
-        width (`int`): H.
-        dtype (`torch.dtype`): that of the head in the checkpoint.
-
-    Raises:
-        ValueError: It has no such tensors, or they are not in safetensors files.
-    """
+    """The head and the final norm of a causal language model that is not loaded."""
 
     def __init__(self, path: str, place: Mapping[str, Any], trust_remote_code: bool) -> None:
+        # `place` has options such as `revision`. Of a sharded checkpoint on the Hub only the index and the files with
+        # these tensors are downloaded.
         self._path, self._files = path, _Tensors(path, place)
+        # The architecture, built from the config without weights, shows which tensors of the checkpoint are needed.
         with naming_trust(f"`teacher_model={path!r}`", "teacher_trust_remote_code"):
             self.config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **place)
             with loading(None), torch.device("meta"):
@@ -67,18 +48,14 @@ class CheckpointHead:
                     self.config, trust_remote_code=trust_remote_code
                 ).eval()
         self.vocabulary, self.width = OutputHead.of(self._model).weight.shape
-        self.norm = self._read_norm()
-        self.dtype = self._read(OutputHead.of(self._model).weight).dtype
+        self.norm = self._read_norm()  # None if the model ends with no known norm
+        self.dtype = self._read(OutputHead.of(self._model).weight).dtype  # as stored
 
     def head(self, dtype: torch.dtype, device: torch.device) -> OutputHead:
-        """The head, which reproduces the logits of the architecture. To be called once.
-
-        Raises:
-            ValueError: It does not, as [`~models.head.prove_head`] found.
-        """
+        """The head, proved by [`~models.head.prove_head`] to reproduce the architecture's logits. Call it once."""
         layer = self._model.get_output_embeddings()
         for name, parameter in list(layer.named_parameters(recurse=False)):
-            value = self._read(parameter).to(device, dtype, copy=True)  # the file may be written again
+            value = self._read(parameter).to(device, dtype, copy=True)  # a view would change when the file is rewritten
             setattr(layer, name, nn.Parameter(value, requires_grad=False))
         with _answering(self._model, self.width, dtype, device):
             prove_head(self._model, "teacher")
@@ -92,6 +69,7 @@ class CheckpointHead:
             return None
         module = self._model.get_submodule(name)
         weights = {part: self._read(parameter).float() for part, parameter in module.named_parameters()}
+        # Run in float32 on the CPU to measure its map: norms differ in what their weight means (Gemma adds 1).
         module.to(torch.float32).to_empty(device="cpu").load_state_dict(weights)
         return FinalNorm.of(module, self.width)
 
@@ -114,7 +92,7 @@ class CheckpointHead:
 
 
 class _Tensors:
-    """The tensors of a checkpoint by name, each read when it is asked for."""
+    """The tensors of a checkpoint by name, each loaded on access."""
 
     def __init__(self, path: str, place: Mapping[str, Any]) -> None:
         self._checkpoint, self._place = path, place
@@ -134,6 +112,7 @@ class _Tensors:
 
     def find(self, names: list[str]) -> str:
         """The first of these names that the checkpoint has, also after another prefix or without its first part."""
+        # Prefixes differ between versions of transformers and between kinds of model.
         for name in (*names, *(name.partition(".")[2] for name in names)):
             close = [one for one in self._file_of if one == name] or [
                 one for one in self._file_of if name and one.endswith(f".{name}")
@@ -161,7 +140,7 @@ class _Tensors:
 
 
 class _Read(BaseModelOutputWithPast):
-    """What a backbone returns, where only the hidden states are known."""
+    """A backbone's output of which only the hidden states are known."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -169,7 +148,7 @@ class _Read(BaseModelOutputWithPast):
 
 @contextmanager
 def _answering(model: CausalLM, width: int, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Has what holds the layers of a model without weights return random states, so that the rest of it can be run."""
+    """Replaces the forward of what holds the layers by random states, so that the head can run without layers."""
     layers = layer_list(model)
     holders = [one for one in model.modules() if one is not model and one is not layers and layers in one.modules()]
     replaced = list({id(one): one for one in (backbone_of(model), *holders)}.values())
@@ -178,7 +157,7 @@ def _answering(model: CausalLM, width: int, dtype: torch.dtype, device: torch.de
         states_BLH = torch.randn(*input_ids.shape, width, generator=torch.Generator().manual_seed(0))
         return _Read(last_hidden_state=states_BLH.to(device, dtype))
 
-    for one in replaced:  # some families call what is inside of the backbone
+    for one in replaced:  # some families call a module inside the backbone
         one.forward = forward
     try:
         yield

@@ -1,4 +1,4 @@
-"""Compares the student with its teachers' targets: each token with those of its own teacher.
+"""Compares the student with its teachers: each token with the targets of its own teacher.
 
 B rows · C completion tokens · N tokens in the loss · H hidden width
 """
@@ -34,34 +34,8 @@ def compared(
     kl_clip: float | None,
     criterion: str | None = None,
 ) -> LossParts:
-    """The loss of one micro-batch. Waits for no device.
-
-    Args:
-        hidden_BCH (`torch.Tensor`):
-            [B, C, H], the student's last hidden states at the positions that predict the completion.
-        head ([`~types.OutputHead`]):
-            The student's.
-        teacher_heads (`Sequence[OutputHead]`):
-            Of all teachers, in their order.
-        shares (`Sequence[Share]`):
-            The tokens in the loss by teacher, with its targets, as [`~teacher.routed.shares`] returns them.
-        rollout ([`~types.Rollout`]):
-            The B rows, with the tokens that were sampled.
-        num_items (`torch.Tensor` or `float`, *optional*):
-            Denominator: the sum of weights over the whole optimizer step. `None` means over this micro-batch.
-        divergence ([`~losses.Divergence`]):
-            The objective.
-        temperatures (`tuple[float, float]`):
-            Of the student's distributions, and of the teachers'.
-        chunk_tokens (`int`, *optional*):
-            Tokens whose logits exist at once.
-        vocabulary (`int`, *optional*):
-            Size of the shared vocabulary, where the heads differ in size.
-        kl_clip (`float`, *optional*):
-            Most that each token of the vocabulary may add to a divergence, in nats.
-        criterion (`str`, *optional*):
-            One of [`~run.selection.LATE`], by which tokens of the shares are selected.
-    """
+    """The loss of a micro-batch, without waiting for a device; `criterion` ([`~run.selection.LATE`]) selects tokens."""
+    # The denominator is that of the whole optimizer step; without one, of this micro-batch.
     if num_items is None:
         num_items = sum(float(share.weights_BC.sum()) for share in shares) or 1.0
     device = head.weight.device
@@ -83,12 +57,14 @@ def compared(
     def scores(share: Share, criterion: str) -> Tensor:
         if criterion == "teacher_divergence":
             sampled = replace(share.of_tokens(rollout, device), pull=None)
+            # Scored by the unweighted divergence alone, without the pull.
             found_N = of(replace(share, weights_N=None), sampled).divergence
             return found_N.abs() if isinstance(divergence, SampledReverseKL) else found_N  # a log ratio, of either sign
         return streamed_entropy(
             LazyLogits(share.of_student(hidden_BCH, device), head, temperatures[0]), chunk_tokens, vocabulary
         )
 
+    # A part of a completion has no positions within the whole, so sums by tenth are not computed.
     real = None if rollout.begins_at is not None else rollout.completion_mask
     parts: LossParts | None = None
     for share in shares:

@@ -1,5 +1,4 @@
-"""Reads a generation batch with a causal language model in as few passes as fit, each row once and up to its last token
-that counts, without a graph.
+"""Scores a generation batch with a causal language model in few passes, each row once, up to its last counting token.
 
 B rows · P prompt tokens · C completion tokens · L = P + C · H hidden width
 """
@@ -24,12 +23,12 @@ from trl_opsd.run.kept import Keeper
 from trl_opsd.types import Rollout, TeacherTargets
 
 PASS_BYTES = 3_000_000_000
-"""Memory limit for the activations of one pass, in bytes: with those of a 7B teacher, long enough for an H100 to compute a
-layer while it copies the next one, and for the first copies, which nothing hides, to be a small part."""
+"""Bytes of the activations of one pass: of a 7B teacher, enough computation for an H100 to hide the copies of streamed
+layers, and for the first one, which nothing hides, to be a small part."""
 BUSY_TOKENS = {"cpu": 128, "accelerator": 4096}
-"""Tokens of a pass below which padding costs nothing, as fewer tokens take as long."""
+"""Tokens of a pass below which padding is free, as fewer tokens take as long."""
 MOST_TOKENS = {"cpu": 1024, "accelerator": math.inf}
-"""Tokens of a pass beyond which a device gets slower: a CPU, whose caches no longer hold what a layer leaves behind."""
+"""Tokens of a pass beyond which a device gets slower: a CPU's caches no longer hold a layer's output."""
 
 
 def read(
@@ -42,36 +41,15 @@ def read(
     progress: bool = False,
     reading: Reading = PADDED,
 ) -> TeacherTargets:
-    """The last hidden states at the positions that predict the completion tokens that may count.
-
-    Args:
-        run (`Callable`):
-            `run(function, *args)` calls `function(model, *args)`.
-        rollout ([`~types.Rollout`]):
-            B rows of at most C completion tokens.
-        groups (`Sequence[Sequence[int]]`):
-            The rows of each pass, each row once.
-        passes (`int`):
-            Forward passes to make, at least as many. Surplus passes re-read one row so that collectives stay matched
-            between processes.
-        device (`torch.device`):
-            Where the model expects its inputs.
-        cache_device (`str`, *optional*, defaults to `"auto"`):
-            Where the result is kept until it is used: see `OPSDConfig.teacher_cache_device`.
-        progress (`bool`, *optional*, defaults to `False`):
-            Show a progress bar when reading takes longer than a few seconds.
-        reading ([`~models.padding.Reading`], *optional*, defaults to `PADDED`):
-            Which rows of a pass the model reads together.
-
-    Returns:
-        [`~types.TeacherTargets`]: Of B rows, kept by row.
-    """
+    """The last hidden states at the positions that predict the completion tokens that may count, kept by row."""
     bar = tqdm(groups, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
     keeper = Keeper(rollout.weights, cache_device)
+    # Tokens after a row's last that counts need no state.
     rollout = rollout.ended()
     with torch.no_grad():
         for rows in bar:
             keeper.put(rows, run(completion_hidden, rollout.select(rows).cut().to(device), reading))
+        # Surplus passes re-read one row so that collectives stay matched between processes.
         for _ in range(passes - len(groups)):
             run(completion_hidden, rollout.select([0]).cut().to(device), reading)
     return keeper.targets()
@@ -84,20 +62,7 @@ def pass_groups(
     pass_bytes: int = PASS_BYTES,
     few: bool = False,
 ) -> list[list[int]]:
-    """The rows of each pass, all of whose activations fit `pass_bytes`.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model that reads them.
-        rollout ([`~types.Rollout`]):
-            The rows.
-        reading ([`~models.padding.Reading`], *optional*, defaults to `PADDED`):
-            How a pass reads them.
-        pass_bytes (`int`, *optional*, defaults to 3 GB):
-            Memory limit for the activations of one pass.
-        few (`bool`, *optional*, defaults to `False`):
-            Whether each pass copies or gathers the weights again.
-    """
+    """The rows of each pass, within `pass_bytes`; `few` says that each pass copies or gathers the weights again."""
     lengths = [one.total for one in rollout.ended().measured()]
     return length_groups(model, lengths, rollout.prompt_ids.device, reading, pass_bytes, few)
 
@@ -110,9 +75,9 @@ def length_groups(
     pass_bytes: int = PASS_BYTES,
     few: bool = False,
 ) -> list[list[int]]:
-    """As [`pass_groups`], of rows that are known by their numbers of tokens, read on a device."""
+    """[`pass_groups`] from the rows' numbers of tokens."""
     if not reading.padded_up_to and is_split_model(model):
-        return [[row] for row in range(len(lengths))]  # a row is a forward pass, of which all processes run as many
+        return [[row] for row in range(len(lengths))]  # one pass per row, as processes must run equally many
     kind = "cpu" if device.type == "cpu" else "accelerator"
 
     def fits(tokens: int, width: int) -> bool:
@@ -120,13 +85,13 @@ def length_groups(
 
     if reading.packed:
         return fewest_groups(lengths, fits, packed=True)
-    # Copied weights hide behind few tokens on a CPU, on an accelerator behind as many as a pass can hold.
+    # On an accelerator copies of weights hide only behind passes as large as possible: the fewest passes win.
     hidden = few and kind != "cpu"
     return cheapest_groups(lengths, fits, math.inf if hidden else BUSY_TOKENS[kind])
 
 
 def max_over_processes(passes: int, device: torch.device) -> int:
-    """The largest number over all processes. Collective."""
+    """The maximum over all processes. Collective."""
     if not distributed.is_initialized():
         return passes
     largest = torch.tensor(passes, device=device)
@@ -135,13 +100,9 @@ def max_over_processes(passes: int, device: torch.device) -> int:
 
 
 def bytes_per_token(model: CausalLM, width: int) -> int:
-    """Bytes of the activations of one token, in a row of `width` tokens.
-
-    An estimate from the model's config alone, so that it does not depend on the placement: per token ten vectors of the
-    hidden width (residuals, norms in float32, attention) and three of the inner width live at once, and one byte of the
-    attention mask for each token of the row; eager attention also keeps its scores, twice in float32. An inner width
-    that the config does not state is assumed to be four times the hidden one; a missing number of heads counts as 0.
-    """
+    """Bytes of the activations of a token in a row of `width` tokens, estimated from the config alone."""
+    # At once live ten vectors of the hidden width (residuals, norms in float32, attention), three of the inner width,
+    # and a byte of mask for each token of the row; eager attention also keeps its scores, twice in float32.
     config = model.config.get_text_config()
     hidden = _largest(config, "hidden_size") or model_shape(model)[1]
     inner = _largest(config, "intermediate_size") or _largest(config, "n_inner") or 4 * hidden
@@ -151,6 +112,6 @@ def bytes_per_token(model: CausalLM, width: int) -> int:
 
 
 def _largest(config: Any, name: str) -> int:
-    """A size from the config, 0 if it is missing, the largest if it is stated per layer."""
+    """A size from the config, 0 if missing, the largest if stated per layer."""
     stated = getattr(config, name, None) or 0
     return max(stated) if isinstance(stated, list | tuple) else int(stated)

@@ -1,4 +1,4 @@
-"""A teacher that is a frozen causal language model; its placement decides where its weights are."""
+"""A teacher that is a frozen causal language model, wherever its placement keeps the weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
 class FrozenTeacher(Teacher):
-    """Freezes a model and reads rollouts with it, as many rows at a time as fit a memory budget.
+    """Freezes a model and scores rollouts with it, as many rows at a time as fit a memory budget.
 
     Args:
         placement ([`~teacher.Placement`]):
@@ -30,19 +30,19 @@ class FrozenTeacher(Teacher):
         pass_bytes (`int`, *optional*, defaults to 3 GB):
             Memory limit for the activations of one pass.
         progress (`bool`, *optional*, defaults to `False`):
-            Show a progress bar when reading takes longer than a few seconds.
+            Show a progress bar when scoring takes longer than a few seconds.
         padding_free (`bool`, *optional*, defaults to `False`):
-            Read the rows of a pass as one: see `OPSDConfig.padding_free`.
+            Pack the rows of a pass into one sequence: see `OPSDConfig.padding_free`.
         pad_to_multiple_of (`int`, *optional*):
-            What the number of tokens of padded rows is a multiple of.
+            Rounds the width of padded rows up to a multiple of this.
 
     Attributes:
-        reading ([`~models.padding.Reading`]): which rows are read in one batch.
+        reading ([`~models.padding.Reading`]): which rows share a forward pass.
 
     Raises:
-        TypeError: `placement` is no placement, as a model or its path.
-        ValueError: The model's logits cannot be rebuilt from its hidden states, or a row's hidden states depend on the
-            other rows, padded or as `padding_free` reads them.
+        TypeError: `placement` is no placement but, for instance, a model or its path.
+        ValueError: The model's logits cannot be computed from its hidden states, or a row's hidden states depend on the
+            other rows, padded or, with `padding_free`, packed.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class FrozenTeacher(Teacher):
         self._cache_device = cache_device
         self._pass_bytes = pass_bytes
         self._progress = progress
+        # The passes that the probes make, so that an offloaded placement prefetches no more.
         with placement.reading(passes=8 if padding_free else 4) as run:
             prove_head(self.model, "teacher", run)
             found = prove_padding(self.model, "teacher", run)
@@ -85,12 +86,12 @@ class FrozenTeacher(Teacher):
 
     @property
     def is_whole(self) -> bool:
-        """Whether [`lent`] gives a model that this process can call by itself."""
+        """Whether [`lent`] gives a model that this process can call directly."""
         return self.placement.is_whole
 
     @contextmanager
     def lent(self) -> Iterator[CausalLM]:
-        """The model, on the device, for other uses than to read a rollout."""
+        """The model on the device, for uses other than to score a rollout."""
         with self.placement.reading(1):
             yield self.model
 
@@ -99,6 +100,6 @@ class FrozenTeacher(Teacher):
         passes = self.placement.passes_to_run(len(groups))
         device = self.placement.device
         with preserved_mode(self.model), self.placement.reading(passes) as run:
-            if self.model.training:  # whoever else has this model may have trained it
+            if self.model.training:  # the caller may have set it to training mode since
                 self.model.eval()
             return read(run, rollout, groups, passes, device, self._cache_device, self._progress, self.reading)

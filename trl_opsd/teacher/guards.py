@@ -7,31 +7,17 @@ import torch
 from trl_opsd.types import Rollout, TeacherTargets
 
 _FEW = 4
-"""Rows whose first and last target are looked at first; if they differ, as they nearly always do, that is all."""
+"""Rows whose first and last target are compared first; if they differ, as nearly always, nothing else is."""
 
 
 def check_depends_on_input(rollout: Rollout, targets: TeacherTargets, teacher: str) -> None:
-    """Checks that the teacher's hidden states are not the same everywhere, as those of zeroed weights are.
-
-    Args:
-        rollout ([`~types.Rollout`]):
-            The rollout the teacher has read.
-        targets ([`~types.TeacherTargets`]):
-            Its targets, row-aligned.
-        teacher (`str`):
-            Its name, for the message.
-
-    Waits for the weights and for one comparison, unless states are alike.
-
-    Raises:
-        ValueError: The hidden states are the same after different tokens.
-    """
+    """Refuses hidden states that are the same after different tokens; waits for the weights and one comparison."""
     counts_BC = rollout.weights.cpu() != 0
     places = {row: counts_BC[row].nonzero().squeeze(1) for row in counts_BC.any(1).nonzero().flatten().tolist()}
     few = [targets.of(row, places[row][[0, -1]]) for row in list(places)[:_FEW]]
     if not few or not (torch.cat(few) == few[0][0]).all():
         return
-    first = few[0][:1]  # the rest is looked at only now
+    first = few[0][:1]  # only now all others
     if not all((targets.of(row, of_row) == first).all() for row, of_row in places.items()):
         return
     read_BC = torch.cat([rollout.prompt_ids[:, -1:], rollout.completion_ids[:, :-1]], dim=1)

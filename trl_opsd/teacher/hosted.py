@@ -1,4 +1,4 @@
-"""A teacher in host memory, copied to the device while it reads; each layer is awaited when it is called."""
+"""A teacher in host memory, copied to the device while it scores; a layer waits for its own copy when it is called."""
 
 from __future__ import annotations
 
@@ -20,21 +20,11 @@ from trl_opsd.types import OutputHead
 
 
 class Offloaded(Placement):
-    """Between uses only a copy of the head is on the device; subclasses say how many layers are while it reads.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The teacher, on any device; its weights move to host memory, pinned where that helps.
-        device (`torch.device`):
-            Where it runs.
-
-    Attributes:
-        prefetcher ([`~teacher.prefetch.Prefetcher`]): copies the weights and counts the bytes.
-    """
+    """Keeps only a copy of the head on the device between uses; a subclass says how many layers while it scores."""
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
         self.model, self.device, self.prefetcher = model, device, Prefetcher(device)
-        parts = parts_of(model)
+        parts = parts_of(model)  # their data moves to host memory, pinned where that helps
         self._layers = [layer for layer, _ in parts.layers]
         self._blocks = [HostBlock(own, device) for _, own in parts.layers]
         self._rest = HostBlock([*parts.embedding, *parts.rest], device)
@@ -46,12 +36,13 @@ class Offloaded(Placement):
 
     @abstractmethod
     def buffer_sizes(self, layers: list[int]) -> list[int]:
-        """Bytes of the buffers for layers of these sizes: one for each layer, or two that they occupy in turn."""
+        """Bytes of the buffers for layers of these sizes: one per layer, or two for all in turn."""
 
     @contextmanager
     def reading(self, passes: int) -> Iterator[Run]:
         sizes = [self._rest.nbytes, *self.buffer_sizes([block.nbytes for block in self._blocks])]
         with self.prefetcher.borrow(sizes) as (rest, *buffers), self._head.in_use():
+            # What belongs to no layer is needed from the first operation on.
             self.prefetcher.wait(self.prefetcher.fetch(self._rest, rest))
             self._rest.point_to(rest)
             arrivals = _Arrivals(self._blocks, buffers, self.prefetcher, visits=passes * len(self._blocks))
@@ -72,7 +63,7 @@ class Offloaded(Placement):
 
 
 class Hosted(Offloaded):
-    """`teacher_offload="cpu"`: all of it is on the device while it reads."""
+    """`teacher_offload="cpu"`: the whole model is on the device while it scores."""
 
     @property
     def where(self) -> str:
@@ -83,10 +74,7 @@ class Hosted(Offloaded):
 
 
 class _Arrivals:
-    """Copies layers ahead, in the order of their numbers, pass after pass, and has each awaited when it is called.
-
-    One that is called out of order is copied at that moment.
-    """
+    """Prefetches layers in order, pass after pass; a layer that is called out of order is copied at that moment."""
 
     def __init__(
         self, blocks: Sequence[HostBlock], buffers: Sequence[Tensor], prefetcher: Prefetcher, visits: int
@@ -100,7 +88,7 @@ class _Arrivals:
             self._fetch(0)
 
     def enter(self, layer: int) -> None:
-        """Before a layer computes: waits for its weights and starts the copies of the next."""
+        """Before a layer computes: waits for its weights and prefetches the next layers."""
         self._fetch(layer)
         self._computing = self._holds.index(layer)
         self._prefetcher.wait(self._copies[self._computing])
@@ -109,9 +97,10 @@ class _Arrivals:
             self._fetch((layer + ahead) % len(self._blocks))
 
     def _fetch(self, layer: int) -> None:
+        # Already fetched or on its way.
         if layer in self._holds:
             return
-        # Not into a buffer that is in use: a copy waits only for work issued so far.
+        # Never into the buffer of the layer that computes: a copy waits only for work queued so far.
         place = layer if len(self._buffers) == len(self._blocks) else 1 - self._computing
         if (evicted := self._holds[place]) is not None:
             self._blocks[evicted].restore()
@@ -121,10 +110,7 @@ class _Arrivals:
 
 
 class HeadOnDevice:
-    """A copy of a head that stays on the device, because the loss needs it after the teacher has been offloaded.
-
-    It is refreshed for each reading, so that it fits the hidden states even if the masters change in between.
-    """
+    """A copy of a head that stays on the device, because the loss needs it after the teacher is offloaded."""
 
     def __init__(self, model: CausalLM, tensors: list[Tensor], prefetcher: Prefetcher) -> None:
         self._model, self._prefetcher = model, prefetcher
@@ -142,6 +128,7 @@ class HeadOnDevice:
     def in_use(self) -> Iterator[None]:
         """Refreshes the copy and points the model's head to it."""
         try:
+            # Refreshed for each scoring, so that it fits the hidden states even if the masters changed in between.
             self._prefetcher.wait(self._prefetcher.fetch(self._block, self._buffer))
             self._block.point_to(self._buffer)
             yield

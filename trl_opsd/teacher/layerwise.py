@@ -1,4 +1,4 @@
-"""A teacher in host memory whose layers are copied to the device one by one; while one computes, the next is copied."""
+"""A teacher in host memory whose layers are copied to the device one by one, each while the one before computes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from trl_opsd.teacher.parts import layer_list
 
 
 class Streamed(Offloaded):
-    """`teacher_offload="stream"`: at most two layers on the device, the head, and what belongs to no layer.
-
-    Raises:
-        ValueError: The model does not keep its layers in a `ModuleList`.
-    """
+    """`teacher_offload="stream"`: on the device are at most two layers, the head, and what belongs to no layer."""
 
     is_whole = False
     passes_cost = True
@@ -32,4 +28,5 @@ class Streamed(Offloaded):
         return f"in host memory, copied to {self.device} layer by layer"
 
     def buffer_sizes(self, layers: list[int]) -> list[int]:
+        # Two buffers in turn: one layer computes from one while the next is copied to the other.
         return [max(layers)] * min(2, len(layers))

@@ -1,4 +1,4 @@
-"""Where the checkpoint of a teacher is, in options of transformers."""
+"""The options of transformers that locate a teacher's checkpoint."""
 
 from __future__ import annotations
 

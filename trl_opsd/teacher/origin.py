@@ -1,4 +1,4 @@
-"""Checks that a student without its adapter is the model that was passed in, and stays so while it teaches."""
+"""Checks that a student without its adapter still is the model that was passed in, while it teaches."""
 
 from __future__ import annotations
 
@@ -15,21 +15,12 @@ _ANOTHER_COPY = "or pass a second copy of it, for instance its path, as `teacher
 
 @final
 class Origin:
-    """The student as it was passed in, before an adapter was added.
-
-    Args:
-        student ([`~peft.PeftModel`]):
-            With its adapter, before training.
-        handed_in (`Mapping[str, torch.Tensor]`):
-            Samples of the weights under the adapter, taken before it was added if that happens in this program.
-
-    Raises:
-        ValueError: Adding the adapter has changed them, or training would.
-    """
+    """The student as it was passed in; refuses an adapter that changes the weights under it, at once or by training."""
 
     def __init__(self, student: CausalLM, handed_in: Mapping[str, Tensor]) -> None:
         self._student = student
-        self._handed_in = handed_in
+        self._handed_in = handed_in  # samples of the base weights, from before an adapter is added here
+        # Some initialisations (PiSSA) move part of the base weights into the adapter.
         kinds = {name: config for name, config in student.peft_config.items() if rewrites_base(config)}
         changed = first_change(handed_in, sampled(student))
         if kinds or changed is not None:

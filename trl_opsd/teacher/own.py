@@ -22,29 +22,9 @@ from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 @final
 class OwnTeacher(Teacher):
-    """Reads with the student's own parameters, so no second copy of the model exists.
+    """Scores with the student's own parameters, so that no second copy of the model exists.
 
     Anything it knows beyond the student has to be in its prompt.
-
-    Args:
-        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student without a distributed wrapper. Its mode is restored after each reading.
-        run (`Callable`):
-            `run(function, *args)` equals `function(student, *args)`, also when the student is split.
-        as_teacher (`Callable`):
-            Makes a context in which the student's parameters are the teacher's: `student.disable_adapter` for the
-            model under the adapter, `contextlib.nullcontext` for the student as it is now.
-        reading (`Callable`):
-            Returns which rows the student reads in one batch; for a split student this is known only later.
-        cache_device (`str`, *optional*, defaults to `"auto"`):
-            Where targets are kept until they are used: see `OPSDConfig.teacher_cache_device`.
-        progress (`bool`, *optional*, defaults to `False`):
-            Show a progress bar when reading takes longer than a few seconds.
-        kept (`Collection[torch.Tensor]`, *optional*):
-            Weights that `as_teacher` puts in place of the student's.
-
-    Attributes:
-        reading ([`~models.padding.Reading`]): which rows are read in one batch; the same as for the student.
     """
 
     def __init__(
@@ -58,16 +38,17 @@ class OwnTeacher(Teacher):
         kept: Collection[Tensor] = (),
     ) -> None:
         self.model = student
+        # `as_teacher` makes the student's parameters the teacher's: `disable_adapter`, or nothing for the live student.
         with as_teacher():
             self._head = OutputHead.of(student)
-        # The module, not its tensors: FSDP2 replaces them when training begins. The last match, as a head may be tied.
+        # The module, not its tensors, which FSDP2 replaces when training begins. The last match, as a head may be tied.
         *_, self._layer = (one for one in student.modules() if getattr(one, "weight", None) is self._head.weight)
         self._run = run
         self._as_teacher = as_teacher
         self._cache_device = cache_device
         self._progress = progress
-        self._reading = reading
-        self._kept = kept
+        self._reading = reading  # a callable: for a sharded student it is known only later
+        self._kept = kept  # weights that `as_teacher` swaps in, to describe their size
 
     def __str__(self) -> str:
         return f"{sizes(self._kept)} in place of the student's" if self._kept else "no weights of its own"
@@ -94,7 +75,7 @@ class OwnTeacher(Teacher):
         device = rollout.completion_ids.device
         with preserved_mode(self.model):
             self.model.eval()
-            # The forward of a split student is collective, so all processes run the same number of passes.
+            # A sharded student's forward is collective, so all processes run the same number of passes.
             groups = pass_groups(self.model, rollout, self.reading, few=is_split_model(self.model))
             passes = max_over_processes(len(groups), device)
             with self._as_teacher():

@@ -1,4 +1,4 @@
-"""Takes a decoder apart by the shape of its module tree; no architecture is known by name."""
+"""Divides a decoder by the shape of its module tree; no architecture is known by name."""
 
 from __future__ import annotations
 
@@ -24,28 +24,24 @@ class Parts:
     embedding: list[Tensor]
     """The input embeddings, if they are not the head's."""
     layers: list[tuple[nn.Module, list[Tensor]]]
-    """The decoder layers in the order they are called, each with the tensors that only it holds."""
+    """The decoder layers in calling order, each with the tensors that only it holds."""
     rest: list[Tensor]
     """Tensors that belong to no layer, or to several: the last norm, positions."""
 
 
 def parts_of(model: CausalLM) -> Parts:
-    """Takes a model apart.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            A causal language model.
-    """
+    """Divides the tensors of a causal language model into the groups that are moved together."""
     output = OutputHead.of(model)
     head = [tensor for tensor in (output.weight, output.bias) if tensor is not None]
     taken = {id(tensor) for tensor in head}
     layers = _distinct(layer_list(model))
+    # A tensor shared by several layers must be on the device for all of them: it goes with the rest.
     holders = Counter(id(tensor) for layer in layers for tensor in tensors_of(layer))
     own = [[one for one in tensors_of(layer) if holders[id(one)] == 1 and id(one) not in taken] for layer in layers]
     taken |= {id(tensor) for tensor in chain.from_iterable(own)}
     embedding = [tensor for tensor in tensors_of(model.get_input_embeddings()) if id(tensor) not in taken]
     if len(embedding) < len(tensors_of(model.get_input_embeddings())):
-        embedding = []  # tied to the head, and looked up on its device
+        embedding = []  # tied to the head, which stays on the device
     taken |= {id(tensor) for tensor in embedding}
     rest = [tensor for tensor in tensors_of(model) if id(tensor) not in taken]
     return Parts(head=head, embedding=embedding, layers=list(zip(layers, own, strict=True)), rest=rest)
@@ -57,13 +53,13 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def layer_list(model: nn.Module) -> nn.ModuleList:
-    """The `ModuleList` that holds the most numbers, which is that of the decoder layers; empty if there is none."""
+    """The `ModuleList` with the most numbers, which is that of the decoder layers; empty if there is none."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=numbers_in, default=nn.ModuleList())  # if lists tie, the first is the outer one
 
 
 def numbers_in(module: nn.Module) -> int:
-    """Elements of the parameters and buffers of a module and of those inside it, also of those that are sharded."""
+    """Elements of all parameters and buffers inside a module, unsharded."""
     return sum(map(whole_numel, tensors_of(module)))
 
 

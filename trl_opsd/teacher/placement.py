@@ -1,4 +1,4 @@
-"""Where a teacher's weights are kept between readings; a placement knows nothing of rollouts or losses."""
+"""Where a teacher's weights are kept between scorings; a placement knows neither rollouts nor losses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trl_opsd.types import OutputHead
 class Placement(ABC):
     """Holds one frozen model. In every placement, the same rows give the same hidden states.
 
-    Between readings the model's own parameters are the masters of its weights: changing them in place changes the
-    teacher. What is on the device during a reading is a copy, and is never copied back.
+    Between scorings the model's own parameters are the masters of its weights: changing them in place changes the
+    teacher. What is on the device during a scoring is a copy, and is never copied back.
     """
 
     model: CausalLM
@@ -33,10 +33,10 @@ class Placement(ABC):
     @property
     @abstractmethod
     def head(self) -> OutputHead:
-        """The head as of the last reading, where the loss can use it at any time."""
+        """The head as of the last scoring, where the loss can use it at any time."""
 
     is_whole: ClassVar[bool] = True
-    """Whether the model itself can be called while it reads, and not only through what [`reading`] yields."""
+    """Whether the model can be called directly within [`reading`], and not only through what that yields."""
     passes_cost: ClassVar[bool] = False
     """Whether each pass copies or gathers the weights again."""
 

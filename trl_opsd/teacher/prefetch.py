@@ -1,4 +1,4 @@
-"""Prefetching: weights in blocks of host memory, and buffers on a device that they are copied to ahead of use."""
+"""Prefetching: weights in blocks of host memory, copied to buffers on a device ahead of their use."""
 
 from __future__ import annotations
 
@@ -13,19 +13,11 @@ from torch import Tensor
 from trl_opsd.run.kept import has_streams
 
 _ALIGNMENT = 256
-"""Bytes; the alignment of allocators, so that to a kernel a view is like a tensor with storage of its own."""
+"""Bytes; the allocators' alignment, so that kernels treat a view like a tensor with its own storage."""
 
 
 class HostBlock:
-    """Tensors of a model in one piece of host memory, copied to the device by a single call.
-
-    Args:
-        tensors (iterable of `torch.Tensor`):
-            Parameters and buffers, each once. Their data moves here one after another, and the memory of each is freed
-            as soon as it has moved.
-        device (`torch.device`):
-            Where they are copied to. If copies can overlap with its computation, the memory is pinned.
-    """
+    """Tensors of a model in one piece of host memory, copied to the device by a single call."""
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
         self._tensors = list(tensors)
@@ -37,10 +29,10 @@ class HostBlock:
         self._masters = self.views(self._host)
         for tensor, master in zip(self._tensors, self._masters, strict=True):
             master.copy_(tensor.data)
-            tensor.data = master
+            tensor.data = master  # frees the tensor's own memory at once, so that the peak is one tensor higher
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Views of this block's tensors in the buffer it was copied to."""
+        """Views of this block's tensors in a buffer that it was copied to."""
         spans = [buffer[start : start + one.nbytes] for start, one in zip(self._starts, self._tensors, strict=True)]
         return [span.view(one.dtype).view(one.shape) for span, one in zip(spans, self._tensors, strict=True)]
 
@@ -60,19 +52,11 @@ class HostBlock:
 
 
 class Prefetcher:
-    """Copies blocks to buffers on a device, and counts the bytes.
-
-    Copies run on a stream of their own where the device has streams.
-
-    Attributes:
-        held_bytes (`int`): bytes of the buffers held now.
-        peak_bytes (`int`): the maximum of `held_bytes` so far.
-        moved_bytes (`int`): bytes copied from the host so far.
-    """
+    """Copies blocks to buffers on a device, on a separate stream where the device has streams, and counts the bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.held_bytes = self.peak_bytes = self.moved_bytes = 0
+        self.held_bytes = self.peak_bytes = self.moved_bytes = 0  # of buffers now and at most; of copies in all
         self._stream = torch.Stream(device) if has_streams(device) else None
 
     def keep(self, nbytes: int) -> Tensor:
@@ -83,7 +67,7 @@ class Prefetcher:
 
     @contextmanager
     def borrow(self, sizes: list[int]) -> Iterator[list[Tensor]]:
-        """Buffers of these sizes in bytes while the context lasts; all copies are complete when it ends."""
+        """Buffers of these byte sizes while the context lasts; all copies are complete when it ends."""
         try:
             yield [self.keep(nbytes) for nbytes in sizes]
         finally:
@@ -91,18 +75,19 @@ class Prefetcher:
             self.held_bytes -= sum(sizes)
 
     def fetch(self, block: HostBlock, buffer: Tensor) -> torch.Event | None:
-        """Starts the copy of a block after all work queued on the buffer; returns what [`wait`] takes."""
+        """Starts the copy of a block after all work queued on the buffer; returns the event for [`wait`]."""
         self.moved_bytes += block.nbytes
         if self._stream is None:
             block.copy_to(buffer)
             return None
+        # Queued work may still use the buffer's previous contents.
         self._stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self._stream:
             block.copy_to(buffer)
         return self._stream.record_event()
 
     def wait(self, copy: torch.Event | None) -> None:
-        """Makes work issued from now on wait for a copy, and those before it."""
+        """Makes work queued from now on wait for a copy and those before it."""
         if copy is not None:
             torch.accelerator.current_stream(self.device).wait_event(copy)
 
@@ -113,14 +98,12 @@ class Prefetcher:
 
 
 def _host_memory(owner: object, nbytes: int, device: torch.device) -> Tensor:
-    """Host memory for copies to a device, pinned while `owner` lives if they can overlap with its computation.
-
-    torch rounds what it pins up to a power of two; on a GPU exactly these bytes are pinned.
-    """
+    """Host memory for copies to a device, pinned while `owner` lives where copies can overlap with computation."""
     if device.type != "cuda" or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=has_streams(device))
+    # torch's own pinned allocator rounds up to a power of two: here exactly these bytes are pinned.
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_DONTFORK)  # as the driver's own: a fork would copy what is pinned, for each loader's worker
+    pages.madvise(mmap.MADV_DONTFORK)  # a fork would copy pinned pages for each data-loader worker
     memory, runtime = torch.frombuffer(pages, dtype=torch.uint8), torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 1))  # for all devices
     finalize(owner, lambda: runtime.cudaHostUnregister(memory.data_ptr())).atexit = False

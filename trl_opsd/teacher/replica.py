@@ -1,4 +1,4 @@
-"""One server that returns a teacher's last hidden states, over the pooling API of vLLM.
+"""The client of one server that returns a teacher's last hidden states, over vLLM's pooling API.
 
 Requests hold token ids, never text. A row is one request.
 """
@@ -26,21 +26,17 @@ from trl_opsd.teacher.answered_states import START, Expected
 logger = logging.getLogger(__name__)
 
 _HEALTH_SECONDS = 10.0
-"""A running server answers these at once, however busy its model is."""
+"""Deadline of health and model requests, which a running server answers at once, however busy its model is."""
 _BUSY = (429, 503)
-"""What a server answers that has as much to do as it takes."""
+"""HTTP statuses of a server that accepts no more work for now."""
 BREATH = 1.0
-"""Seconds before such a server, or one that broke off, is asked again, unless it says when."""
+"""Seconds before a busy server, or one whose connection broke, gets another request, unless it sends `Retry-After`."""
 _LONGEST_BREATH = 60.0
-"""The most that a server may say."""
+"""Upper bound of a server's `Retry-After`."""
 
 
 class BusyError(ServerError):
-    """A server has as much to do as it takes, for other runs too.
-
-    Attributes:
-        seconds (`float`): when to ask it again.
-    """
+    """A server accepts no more work, also because of other runs, until `seconds` have passed."""
 
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
@@ -48,29 +44,25 @@ class BusyError(ServerError):
 
 
 def say(message: str) -> None:
-    """Warns in the main process. A teacher may be used without accelerate, whose logger needs its state."""
+    """Warns in the main process, without accelerate's logger, whose state a teacher used alone lacks."""
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         logger.warning(message)
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a server says about itself."""
+    """What a server reports about itself."""
 
     name: str
-    """The name that requests have to give."""
+    """The model name that requests must contain."""
     source: str
-    """The path or model id that it has loaded."""
+    """The path or model id that it loaded."""
     context: int | None
-    """Most tokens of a request; `None` where there is no limit."""
+    """Maximum tokens of a request; `None` where there is no limit."""
 
     @classmethod
     def of(cls, answer: Answer) -> Facts:
-        """Reads the answer of `/v1/models`; of several models the first, others are adapters on it.
-
-        Raises:
-            ServerError: It is not such an answer.
-        """
+        """Parses the answer of `/v1/models`; of several models the first, as the others are adapters on it."""
         try:
             model = answer.json()["data"][0]
             name, source, context = model["id"], model.get("root") or model["id"], model.get("max_model_len")
@@ -85,28 +77,13 @@ class Facts:
 
 
 class Replica:
-    """A client of one server.
-
-    Args:
-        url (`str`):
-            Its address, without a path.
-        background ([`~run.bounded_http.Background`]):
-            Where its coroutines run.
-
-    Attributes:
-        busy (`int`): tokens it was asked for and has not answered.
-        rows (`int`): the same in rows.
-        failures (`int`): failures since its last answer.
-        failed_at (`float`): when the last of them was counted, by `time.monotonic`.
-        free_at (`float`): when it may be asked again, by the same clock.
-        said (`str`): the last error that it gave rise to, empty if there was none.
-    """
+    """A client of one server (`url` without a path), whose coroutines run in `background`."""
 
     def __init__(self, url: str, background: Background) -> None:
         self.url = url
-        self.busy = self.rows = self.failures = 0
-        self.failed_at = self.free_at = 0.0
-        self.said = ""
+        self.busy = self.rows = self.failures = 0  # tokens and rows in flight; failures since the last answer
+        self.failed_at = self.free_at = 0.0  # `monotonic` times: last counted failure, next allowed request
+        self.said = ""  # its last error
         self._facts: Facts | None = None
         self._session = BoundedSession(
             "The teacher's server",
@@ -120,17 +97,12 @@ class Replica:
 
     @property
     def facts(self) -> Facts:
-        """What it has said about itself when it was connected to."""
+        """What it reported when it was connected to."""
         assert self._facts is not None, "connected first"
         return self._facts
 
     async def connect(self, seconds: float) -> None:
-        """Waits until the server is up, and asks what it serves.
-
-        Raises:
-            ValueError: It is not up in time.
-            ServerError: It is no server for a teacher.
-        """
+        """Waits until the server is up, and asks what it serves; a `ValueError` if it is not up in time."""
         began, has_warned = monotonic(), False
         while why := await self._health_error():
             if monotonic() - began >= seconds:
@@ -147,22 +119,7 @@ class Replica:
         self._facts = Facts.of(answer)
 
     async def states(self, ids: Sequence[int], expected: Expected, dtype: torch.dtype, seconds: float) -> Tensor:
-        """The last hidden states of a row, [L, H], as the server has computed them.
-
-        Args:
-            ids (`Sequence[int]`):
-                L token ids, all in the teacher's vocabulary.
-            expected ([`~teacher.answered_states.Expected`]):
-                What they are compared with.
-            dtype (`torch.dtype`):
-                In which they are sent.
-            seconds (`float`):
-                Within which the row has to be answered.
-
-        Raises:
-            BusyError: It takes no more rows now.
-            ServerError: There is no answer, or it is not that of the teacher.
-        """
+        """The last hidden states of a row, [L, H], of token ids in the teacher's vocabulary."""
         request: dict[str, Any] = {
             "model": self.facts.name,
             "input": list(ids),
@@ -175,6 +132,7 @@ class Replica:
         most = expected.max_bytes(len(ids), dtype)
         answer = await self._session.ask("POST", f"{self.url}/pooling", json=request, max_bytes=most, seconds=seconds)
         _check_status(answer)
+        # In a thread, because checking a long row would block the other requests of this loop.
         return await to_thread(expected.states, answer.asked, answer.content, len(ids), dtype)
 
     async def _health_error(self) -> str | None:
@@ -186,7 +144,7 @@ class Replica:
 
 
 def _check_status(answer: Answer) -> None:
-    """Raises unless a request was answered, with what the answer means."""
+    """Raises unless a request was answered, with what the status means."""
     status, said = answer.status_code, answer.text[:500]
     if status == 200:
         return
@@ -204,5 +162,5 @@ def _check_status(answer: Answer) -> None:
 
 
 def _breath(retry_after: str) -> float:
-    """Seconds to wait; the header may also be a date, which clocks that differ cannot tell."""
+    """Seconds to wait; a `Retry-After` may also be a date, which differing clocks cannot compare."""
     return min(max(float(retry_after), BREATH), _LONGEST_BREATH) if retry_after.isdecimal() else BREATH

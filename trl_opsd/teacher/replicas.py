@@ -1,6 +1,6 @@
-"""Several servers of one teacher: the least busy is asked first, and one that fails is left out.
+"""Load balancing over the servers of one teacher: the least busy gets the next row, and one that fails is dropped.
 
-Rows are asked again elsewhere, since reading a row changes nothing.
+Rows are sent again to another server, since scoring a row changes nothing.
 """
 
 from __future__ import annotations
@@ -23,38 +23,23 @@ from trl_opsd.teacher.replica import BREATH, BusyError, Facts, Replica, say
 T = TypeVar("T")
 
 _ROWS = 32
-"""Rows that one process has a server read at once; it batches them."""
+"""Maximum rows of one process in flight per server, which batches them."""
 _FAILURES = 3
-"""Failures in a row after which a server is left out; a connection may break once."""
+"""Consecutive failures after which a server is dropped; a connection may break once."""
 _SECONDS = 10.0
-"""After this, or four times what the slowest row has taken, a row is asked for elsewhere too, if there is room."""
+"""After this, or four times the slowest row so far, a row is also sent to another server that has room."""
 _ZEROED = 1e-6
-"""Relative distance of the states of two tokens that no weights make, however small their embeddings are."""
+"""Relative distance of the states of two tokens below which the weights must be zero, however small embeddings are."""
 _PROBE_SECONDS = 30.0
-"""The least that a server has for its first two rows, which are short."""
+"""Minimum deadline for a server's first two rows, which are short."""
 
 
 class Replicas:
-    """Clients of all servers of one teacher, in a thread of their own.
-
-    Args:
-        urls (`Sequence[str]`):
-            Their addresses.
-        deadline (`float`):
-            Seconds from the start of a row within which it has to be answered, by whichever server.
-        timeout (`float`):
-            Seconds to wait for servers that are not up yet, and then for their first rows, for these at least 30.
-
-    Attributes:
-        facts ([`~teacher.replica.Facts`]): what the first server says about itself.
-        context (`int` or `None`): most tokens of a request to any of them.
-
-    Raises:
-        ValueError: One is not up in time.
-        ServerError: One is no server for a teacher.
-    """
+    """Clients of all servers of one teacher, which run in a background thread."""
 
     def __init__(self, urls: Sequence[str], deadline: float, timeout: float) -> None:
+        # `deadline`: seconds per row over all attempts. `timeout`: seconds to wait for servers that are not up yet, and
+        # again for their first rows.
         self._deadline, self._timeout = deadline, max(timeout, _PROBE_SECONDS)
         self._background = Background()
         self._live = [Replica(url, self._background) for url in urls]
@@ -62,30 +47,17 @@ class Replicas:
         self._changed = asyncio.Event()
         self._longest = 0.0
         self._background.run(_all([one.connect(timeout) for one in self._live]))
-        self.facts: Facts = self._live[0].facts
+        self.facts: Facts = self._live[0].facts  # as the first server reports them
         self.context = min((one.facts.context for one in self._live if one.facts.context is not None), default=None)
         self._expected: Expected
         self.dtype: torch.dtype
 
     def prove(self, expected: Expected, vocabulary: int) -> Tensor:
-        """Has every server read two short rows, and compares what they say.
-
-        An id that the vocabulary lacks is not tried: where the tokenizer has more ids than the model, vLLM accepts it.
-
-        Args:
-            expected ([`~teacher.answered_states.Expected`]):
-                What is known of the states.
-            vocabulary (`int`):
-                Size of the teacher's.
-
-        Returns:
-            `torch.Tensor`: [L, H], float32, the states of the first row.
-
-        Raises:
-            ServerError: A server does not return the teacher's states, or two differ.
-        """
+        """Compares what the servers return for two short rows; returns the states of the first, [L, H], float32."""
         self._expected = expected
+        # An id outside the vocabulary is not tried: where the tokenizer has more ids than the model, vLLM accepts it.
         spread = [place * (vocabulary - 1) // 7 for place in range(8)]  # up to the last id
+        # The second row differs in its last token only, which no earlier state may depend on.
         rows = [spread, [*spread[:-1], spread[0]]]
         read = self._background.run(_all([self._read_each(one, rows) for one in self._live]))
         for replica, (one, other) in zip(self._live, read, strict=True):
@@ -98,7 +70,7 @@ class Replicas:
         return await _all([self._read_first(replica, row, until) for row in rows])
 
     async def _read_first(self, replica: Replica, row: Sequence[int], until: float) -> Tensor:
-        """A row of one server, which has until then to read it, and may be busy first."""
+        """A row from one server, which may be busy first, until a deadline."""
         while True:
             try:
                 return await replica.states(row, self._expected, torch.float32, until - monotonic())
@@ -135,10 +107,7 @@ class Replicas:
             )
 
     def start(self, ids: Sequence[int]) -> Future[Tensor]:
-        """Starts to read a row of L token ids; the result is its states, [L, H].
-
-        It raises a `ServerError` if no server is left, or none has read the row within the deadline.
-        """
+        """Starts to score a row of L token ids; the future has its states, [L, H], or a `ServerError`."""
         return self._background.start(self._states(ids, monotonic() + self._deadline))
 
     async def _states(self, ids: Sequence[int], until: float) -> Tensor:
@@ -154,7 +123,7 @@ class Replicas:
             ) from None
 
     async def _first_answer(self, ids: Sequence[int]) -> Tensor:
-        """The answer of whichever server is the first, of those that had to be asked."""
+        """The first answer of any of the servers that got the row; a slow server makes another get it too."""
         asked: dict[asyncio.Task[Tensor], tuple[Replica, float]] = {}
         try:
             while True:
@@ -162,6 +131,7 @@ class Replicas:
                 if replica is not None:
                     replica.busy, replica.rows = replica.busy + len(ids), replica.rows + 1
                     asked[asyncio.create_task(self._ask(replica, ids))] = replica, monotonic()
+                # After this time the loop sends the row to one more server, and takes the first answer.
                 patience = max(_SECONDS, 4 * self._longest)
                 done, _ = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -169,7 +139,7 @@ class Replicas:
                     self._answered(replica, ids)
                     if isinstance(error := task.exception(), ServerError):
                         self._failed(replica, error, began)
-                    elif replica in self._live:  # else its other answers are wrong
+                    elif replica in self._live:  # a dropped server's other answers may be wrong too
                         slow = ServerError(f"It was slow: after {patience:g} seconds another was faster.")
                         for other, (late, since) in asked.items():
                             if not other.done() and since < began:
@@ -181,8 +151,9 @@ class Replicas:
                 self._answered(replica, ids)
 
     async def _least_busy(self, besides: Collection[Replica]) -> Replica | None:
-        """A server that takes a row, other than those; waits for it only if there are none."""
+        """A server with room, other than those; waits only if there are no others."""
         while self._live:
+            # Taken before the search: an event set meanwhile must not be missed.
             changed, now = self._changed, monotonic()
             others = [one for one in self._live if one.rows < _ROWS and one not in besides]
             if room := [one for one in others if one.free_at <= now]:
@@ -207,15 +178,11 @@ class Replicas:
         self._notify()
 
     def _failed(self, replica: Replica, error: ServerError, began: float) -> None:
-        """Lets a server be for a while; leaves it out if it answers wrongly, or has failed several times.
-
-        Requests that were under way when it failed have failed with it, and are not counted again. To be busy is no
-        failure.
-        """
+        """Pauses a server, and drops it if its answer is wrong or it failed several times. To be busy is no failure."""
         replica.said, replica.free_at = str(error), monotonic() + BREATH
         if isinstance(error, BusyError):
             replica.free_at = monotonic() + error.seconds
-        elif began >= replica.failed_at:
+        elif began >= replica.failed_at:  # requests in flight at a failure fail with it, and count once
             replica.failures, replica.failed_at = replica.failures + 1, monotonic()
         hopeless = isinstance(error, WrongStatesError) or replica.failures >= _FAILURES
         if replica in self._live and hopeless:
@@ -227,6 +194,7 @@ class Replicas:
             self._notify()
 
     def _notify(self) -> None:
+        # A new event each time, so that waiters wake once per change.
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -30,6 +30,7 @@ class Resident(Placement):
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
         _check_in_memory(model, device)
+        # Quantised weights and device maps cannot be moved with `to`.
         fixed = getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False)
         self.model = model if fixed else model.to(device)
         self.device = next(one.device for one in model.parameters() if not one.is_meta)

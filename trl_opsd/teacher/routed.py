@@ -1,4 +1,7 @@
-"""Gives each row of a generation batch to its own teacher, one teacher after the other."""
+"""Sends each row of a generation batch to its own teacher, one teacher after the other.
+
+B rows · C completion tokens · M states that are kept · N tokens in the loss
+"""
 
 from __future__ import annotations
 
@@ -23,21 +26,7 @@ from trl_opsd.types import OutputHead, Rollout, RowTargets, Sampled, TeacherTarg
 def targets_of(
     teachers: Mapping[str, Teacher], rollout: Rollout, names: Sequence[str], unproved: Collection[str] = ()
 ) -> TeacherTargets:
-    """The targets of each row, from its own teacher.
-
-    Args:
-        teachers (`Mapping[str, Teacher]`):
-            The teachers by name.
-        rollout ([`~types.Rollout`]):
-            B rows.
-        names (`Sequence[str]`):
-            B names, the teacher of each row.
-        unproved (`Collection[str]`, *optional*):
-            Teachers of which it is not known yet whether their targets are those of the tokens.
-
-    Returns:
-        [`~types.TeacherTargets`]: Of B rows; where there are several teachers, kept by row.
-    """
+    """The targets of each row from the teacher in `names`; answers of `unproved` teachers are examined."""
     if len(teachers) == 1:
         ((name, teacher),) = teachers.items()
         return _checked(teacher, rollout, name, name in unproved)
@@ -54,29 +43,29 @@ def targets_of(
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The tokens in a loss that one teacher has scored. N of them, by row and place."""
+    """N tokens in a loss that one teacher has scored, by row and position; tensors in host memory until selected."""
 
     teacher: int
     """Its number."""
     places_N: Tensor
-    """Where the tokens are in [B * C], int64; this and all else in host memory, or where they were selected."""
+    """Indices of the tokens in [B * C], int64."""
     weights_BC: Tensor
     """The weights of these tokens, 0 for all others."""
     weights_N: Tensor | None
-    """The same for these tokens alone; `None` if all are 1, which saves a product with each logit's gradient."""
+    """The weights of these tokens alone; `None` if all are 1, which saves a product with each logit's gradient."""
     kept: Arriving
-    """The teacher's states of these tokens, and maybe of others."""
+    """The teacher's states of these tokens and possibly of others, while they are copied."""
     kept_N: Tensor | None
-    """Which of `kept` these tokens are, int64; `None` if they are all."""
+    """Indices of these tokens in `kept`, int64; `None` if they are all of it."""
     highest_K: Tensor | None = None
-    """[K], int64: which are to be selected, when those of each row are sorted by their scores; `None` if all are."""
+    """[K], int64: indices to select once the tokens of each row are sorted by score; `None` for no selection."""
 
     def of_student(self, hidden_BCH: Tensor, device: torch.device) -> Tensor:
         """The student's states of these tokens, [N, H], on a device; differentiable."""
         return _selected(hidden_BCH.flatten(0, 1), self.places_N).to(device, non_blocking=True)
 
     def of_tokens(self, rollout: Rollout, device: torch.device) -> Sampled:
-        """These tokens, and what is known of how they were sampled, on a device."""
+        """These tokens and how they were sampled, on a device."""
         tokens = rollout.completion_ids.size(1)
         pull_BC = None if rollout.pull is None else rollout.pull[:, None].expand(-1, tokens)
 
@@ -99,29 +88,8 @@ def shares(
     selection: Selection | None = None,
     host_BC: Tensor | None = None,
 ) -> list[Share]:
-    """Splits the tokens in a loss by teacher, and starts to copy their targets.
-
-    To be called before the student reads: the copies run beside the student's forward. Without `host_BC` it waits for
-    the weights, and so for all that the device still has to do.
-
-    Args:
-        heads (`Sequence[OutputHead]`):
-            Of all teachers, in their order.
-        targets ([`~types.TeacherTargets`]):
-            What [`targets_of`] returned, for these rows.
-        weights_BC (`torch.Tensor`):
-            [B, C], 0 for a token that does not count.
-        selection ([`~run.selection.Selection`], *optional*):
-            How many tokens of each row will be selected by their scores.
-        host_BC (`torch.Tensor`, *optional*):
-            The weights in host memory.
-
-    Returns:
-        `list[Share]`: Teachers without a token are left out, but for the first, so that there is always a loss.
-
-    Raises:
-        ValueError: A token has a weight but no target.
-    """
+    """Splits the tokens in a loss by teacher, and starts to copy their targets, beside the student's forward."""
+    # Without a copy of the weights in host memory, this waits for the device.
     host_BC = weights_BC.cpu() if host_BC is None else host_BC
     rows = kept_by_row(targets, weights_BC).rows or ()
     numbers = [0] * len(rows) if targets.teacher is None else targets.teacher.tolist()
@@ -131,6 +99,7 @@ def shares(
         theirs_BC = torch.zeros_like(host_BC)
         theirs_BC[theirs] = host_BC[theirs]
         places_N = theirs_BC.flatten().nonzero().squeeze(1)
+        # A teacher without a token is left out, but for the first, so that there is always a loss.
         if number and not len(places_N):
             continue
         weights_N = theirs_BC.flatten()[places_N]
@@ -141,6 +110,7 @@ def shares(
                 f"{missing} tokens have a weight in the loss but no target: they are padding, or were not written by "
                 "the student. Leave their `loss_weights` at 0."
             )
+        # Without a row, an empty tensor of the teacher's width stands for its states.
         kept = [rows[row].hidden for row in theirs] or [_no_states(head)]
         if targets.teacher is not None:
             kept = [_as_of(head, states) for states in kept]
@@ -159,7 +129,7 @@ def shares(
 
 
 def _highest(weights_BC: Tensor, selection: Selection) -> Tensor:
-    """The numbers of the first tokens of each row, as many as are selected."""
+    """The first indices of each row, as many as are selected."""
     tokens_B = (weights_BC != 0).sum(1).tolist()
     starts_B = accumulate(tokens_B, initial=0)
     each = [range(start, start + selection.kept(tokens)) for start, tokens in zip(starts_B, tokens_B, strict=False)]
@@ -175,7 +145,8 @@ def _no_states(head: OutputHead) -> Tensor:
 
 
 def _as_of(head: OutputHead, states_nH: Tensor) -> Tensor:
-    """In the width and dtype of one of several teachers, if they were read as one block, which is the widest."""
+    """Restores width and dtype of one teacher's states, if all teachers' were joined in one block of the widest."""
+    # Padding and float32 come from joining teachers of different widths and dtypes.
     own_nH = states_nH[:, : shape_of(head)[1]]
     return own_nH.to(head.weight.dtype) if own_nH.dtype == torch.float32 else own_nH
 
@@ -184,7 +155,7 @@ def _checked(teacher: Teacher, rollout: Rollout, name: str, unproved: bool) -> T
     targets = _read(teacher, rollout)
     check_depends_on_input(rollout, targets, name)
     if unproved:
-        if targets.rows is None:  # the teacher may write its next answer over this one
+        if targets.rows is None:  # the teacher may reuse the tensor for its next answer
             targets = replace(targets, hidden=targets.hidden.clone())
         prove_alignment(partial(_read, teacher), rollout, targets, f"{type(teacher).__name__}.targets")
     return targets

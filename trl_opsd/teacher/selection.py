@@ -1,6 +1,6 @@
-"""Keeps those tokens of each row that score highest, so that the products of the loss are formed for them only.
+"""Selects the tokens of each row with the highest scores, so that the loss's products are computed for them only.
 
-B rows · C completion tokens · N tokens in the loss · K of them that are kept
+B rows · C completion tokens · N tokens in the loss · K of them that are selected
 """
 
 from __future__ import annotations
@@ -13,29 +13,19 @@ from trl_opsd.teacher.routed import Share
 
 
 def best(share: Share, scores_N: Tensor) -> Share:
-    """The tokens of each row with the highest scores; of equal ones the first. Waits for no device.
-
-    Their weights keep their ratios, and add up to what the weights of all tokens of their row add up to. A score that
-    is NaN or infinite is the highest, so that what is wrong reaches the loss.
-
-    Args:
-        share ([`~teacher.routed.Share`]):
-            All tokens of one teacher, and how many of each row are to be kept.
-        scores_N (`torch.Tensor`):
-            [N], on the device of the loss.
-
-    Returns:
-        [`~teacher.routed.Share`]: K tokens by row and place; its tensors are on the device of the scores.
-    """
+    """The tokens of each row with the highest scores, of equal ones the first, without waiting for a device."""
     device, (rows, columns) = scores_N.device, share.weights_BC.shape
     assert share.highest_K is not None, "made with a selection"
     places_N = share.places_N.to(device, non_blocking=True)
+    # A score that is NaN or infinite sorts first, so that the fault reaches the loss.
     by_score_N = scores_N.argsort(descending=True, stable=True)
+    # Sorted by score and then stably by row, each row's highest come first, at indices known on the host.
     by_row_N = by_score_N[(places_N[by_score_N] // columns).argsort(stable=True)]
     best_K = by_row_N[share.highest_K.to(device, non_blocking=True)].sort().values
     places_K, total_B = places_N[best_K], share.weights_BC.sum(1).to(device, non_blocking=True)
     weights_K = share.weights_BC.flatten()[share.places_N].to(device, non_blocking=True)[best_K]
     rows_K = places_K // columns
+    # The selected weights keep their ratios and are scaled to the sum of all weights of their row.
     kept_B = weights_K.new_zeros(rows).index_add(0, rows_K, weights_K)
     weights_K = weights_K * (total_B / kept_B)[rows_K]
     weights_BC = weights_K.new_zeros(rows * columns).index_copy(0, places_K, weights_K).view(rows, columns)

@@ -28,49 +28,20 @@ from trl_opsd.teacher.served_agreement import Reached, reached_by_all
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 _EXPECTED_BYTES = 4_000_000_000
-"""Limit for the states of rows that were expected and not asked for yet; more are read when they are asked for."""
+"""Byte limit for states of rows that were requested ahead; others are requested when their targets are needed."""
 
 
 class _Row(NamedTuple):
-    """What a server has to read so that the targets of a row are known."""
+    """The tokens that a server has to score for the targets of a row."""
 
     ids: tuple[int, ...]
     """Prompt and completion up to the token before the last one that counts."""
     first: int
-    """The place of the state that predicts the first token of the completion."""
+    """Index of the state that predicts the first completion token."""
 
 
 class ServedTeacher(Teacher):
-    """A frozen causal language model behind one server or several, as `OPSDConfig.teacher_server_url` says.
-
-    Args:
-        path (`str`):
-            Its checkpoint, a folder or a model id, from which config, output head and final norm are read.
-        urls (`Sequence[str]`):
-            The addresses of its servers: `vllm serve` with the pooler task `token_embed`, or
-            `python -m trl_opsd.teacher.serve`.
-        device (`torch.device`):
-            Where the head is kept.
-        deadline (`float`):
-            Seconds within which the rows of a batch have to be read, over all attempts.
-        timeout (`float`, *optional*, defaults to 0):
-            Seconds to wait for servers that are not up yet, and then for their first rows.
-        place (`Mapping[str, Any]`, *optional*):
-            Options that locate the checkpoint, as `revision`.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether the checkpoint's own Python code may be run.
-        cache_device (`str`, *optional*, defaults to `"auto"`):
-            Where targets are kept until they are used: see `OPSDConfig.teacher_cache_device`.
-        progress (`bool`, *optional*, defaults to `False`):
-            Show a progress bar when reading takes longer than a few seconds.
-
-    Attributes:
-        config ([`~transformers.PretrainedConfig`]): the checkpoint's config.
-
-    Raises:
-        ValueError: A server is not up, or the checkpoint lacks something.
-        ServerError: A server does not return this teacher's states.
-    """
+    """A frozen causal language model behind `vllm serve` (task `token_embed`) or `python -m trl_opsd.teacher.serve`."""
 
     def __init__(
         self,
@@ -84,6 +55,8 @@ class ServedTeacher(Teacher):
         cache_device: str = "auto",
         progress: bool = False,
     ) -> None:
+        # `path` is the checkpoint, from which config, output head and final norm are loaded; `place` has options such
+        # as `revision`. `deadline` limits a batch over all attempts, `timeout` the wait for servers at the start.
         self._path, self._urls = path, tuple(urls)
         self._cache_device, self._progress = cache_device, progress
         self._replicas = Replicas(urls, deadline, timeout)
@@ -116,11 +89,7 @@ class ServedTeacher(Teacher):
         return self._context
 
     def compare_processes(self) -> None:
-        """Compares the servers with those of the other processes. Collective.
-
-        Raises:
-            WrongStatesError: They have another teacher.
-        """
+        """Raises `WrongStatesError` if the servers of other processes have another teacher. Collective."""
         own = Reached(self._urls, self._probe, self._replicas.dtype, self._context)
         self._context = _smallest(*(one.context for one in reached_by_all(own)))
 
@@ -131,7 +100,7 @@ class ServedTeacher(Teacher):
             if row is None or row in self._expected:
                 continue
             kept += len(row.ids) * width
-            if kept > _EXPECTED_BYTES:  # read when it is asked for
+            if kept > _EXPECTED_BYTES:  # the rest is requested when it is needed
                 return
             self._expected[row] = self._replicas.start(row.ids)
 
@@ -143,10 +112,11 @@ class ServedTeacher(Teacher):
     def targets(self, rollout: Rollout) -> TeacherTargets:
         check_no_holes(rollout.measured())
         rows = self._rows(rollout)
+        # Equal completions of one prompt give equal rows, which are requested once.
         asked = {row for row in rows if row is not None}
-        # The longest first: it should not be the last to begin.
+        # Longest first, as the longest row should not be the last to start.
         reading = {row: self._begun(row) for row in sorted(asked, key=lambda row: -len(row.ids))}
-        # A process that waits for others with `overlap="step"` has one of its rows taught again and again.
+        # With `overlap="step"`, a process that waits for others requests one row again and again: keep its answer.
         self._alone = next(iter(reading.items())) if len(rows) == len(reading) == 1 else None
         last = {row: number for number, row in enumerate(rows)}
         keeper = Keeper(rollout.weights, self._cache_device)
@@ -157,26 +127,24 @@ class ServedTeacher(Teacher):
                 states_LH = no_states if row is None else reading[row].result()[row.first :]
                 keeper.put([number], states_LH[None])
                 if row is not None and last[row] == number:
-                    del reading[row]  # else all states of a batch would be held twice
+                    del reading[row]  # otherwise all states of a batch would be held twice
         finally:
             for future in reading.values():
                 future.cancel()
         return keeper.targets()
 
     def _begun(self, row: _Row) -> Future[Tensor]:
-        """The states of a row that was expected, or was the last to be asked for alone; else it is asked for now.
-
-        What has failed since then, perhaps in a training before this one, is asked for again.
-        """
+        """The states of a row that was requested ahead, or was the last single row; else the row is requested now."""
         found = self._expected.pop(row, None)
         if found is None and self._alone is not None and self._alone[0] == row:
             found = self._alone[1]
+        # A request that failed since then, perhaps in an earlier training, is repeated.
         if found is not None and not (found.done() and (found.cancelled() or found.exception())):
             return found
         return self._replicas.start(row.ids)
 
     def _rows(self, rollout: Rollout) -> list[_Row | None]:
-        """What has to be read of each row; `None` where no token counts."""
+        """The tokens to score for each row; `None` where no token counts."""
         found: list[_Row | None] = []
         counts_BC, vocabulary = rollout.counts.cpu(), shape_of(self._head)[0]
         for prompt, completion, counts_C in zip(
@@ -187,7 +155,7 @@ class ServedTeacher(Teacher):
                 found.append(None)
                 continue
             ids = (*prompt, *completion[: places[-1]])
-            if max(ids) >= vocabulary:  # vLLM would read some row of its padded embeddings
+            if max(ids) >= vocabulary:  # vLLM would use a row of its padded embeddings
                 raise ValueError(
                     f"A row has the token id {max(ids)}, but the teacher's vocabulary has {vocabulary}: were the rows "
                     "written with another tokenizer? Nothing of this batch was sent."
@@ -196,7 +164,7 @@ class ServedTeacher(Teacher):
         return found
 
     def _warn(self, checkpoint: CheckpointHead) -> None:
-        """Says what cannot be known, or may not be meant."""
+        """Warns of what cannot be verified or may not be meant."""
         served, ours = self._replicas.facts.source.rstrip("/"), self._path.rstrip("/")
         if Path(ours).name.lower() not in served.lower() and Path(served).name.lower() not in ours.lower():
             say(

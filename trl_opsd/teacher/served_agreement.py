@@ -1,4 +1,4 @@
-"""Compares what the servers of one teacher answer to each process, which may reach others under the same address.
+"""Compares the servers' answers across processes, which may reach different servers under the same address.
 
 L tokens of the first row · H hidden width
 """
@@ -16,23 +16,19 @@ from trl_opsd.teacher.answered_states import WrongStatesError, are_same, distanc
 
 
 class Reached(NamedTuple):
-    """What a process has found of its servers."""
+    """What a process found at its servers."""
 
     urls: tuple[str, ...]
     states: Tensor
-    """[L, H], float32, of the same row in each process."""
+    """[L, H], float32, of the row that all processes sent."""
     dtype: torch.dtype
-    """In which they were computed."""
+    """The dtype they were computed in."""
     context: int | None
-    """Most tokens of a row with its last one, which is not sent; `None` where there is no limit."""
+    """Maximum tokens of a row including its last, which is not sent; `None` where there is no limit."""
 
 
 def reached_by_all(own: Reached) -> list[Reached]:
-    """What each process has found, by its number. Collective, where there are several.
-
-    Raises:
-        WrongStatesError: Two have reached servers of different teachers; every process raises it.
-    """
+    """What each process found, by rank; raises `WrongStatesError` in all if two teachers differ. Collective."""
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return [own]
     found: list[Reached] = [Reached(*one) for one in gather_object([tuple(own)])]

@@ -13,25 +13,13 @@ _OPTION = "teacher_server_url"
 
 
 def deadline(args: OPSDConfig) -> float:
-    """Seconds that each teacher behind servers has for a batch.
-
-    They read one after the other, and other processes wait meanwhile, for at most `ddp_timeout`.
-    """
+    """Seconds that each teacher behind servers has for a batch."""
+    # Teachers score one after the other, and other processes wait meanwhile, for at most `ddp_timeout`.
     return 0.9 * args.ddp_timeout / max(len(server_urls(_OPTION, args.teacher_server_url)), 1)
 
 
 def check_served(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
-    """Compares the teachers with `teacher_server_url`.
-
-    Args:
-        teachers (`Mapping[str, Any]`):
-            The teachers by name, as the user passed them; `None` is the student itself.
-        args ([`OPSDConfig`]):
-            The options.
-
-    Raises:
-        ValueError: A server has no teacher, a teacher behind one is no path, or an option could not apply to it.
-    """
+    """Refuses servers without a teacher, teachers behind servers that are no paths, and options that have no effect."""
     urls = server_urls(_OPTION, args.teacher_server_url)
     if not urls:
         return
@@ -57,7 +45,7 @@ def check_served(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
 
 
 def _check_loading(args: OPSDConfig) -> None:
-    """Refuses options that concern the layers of a teacher, where all teachers are behind servers."""
+    """Refuses options about a teacher's layers, where all teachers are behind servers."""
     if args.teacher_offload != "none":
         raise ValueError(
             f"`teacher_offload={args.teacher_offload!r}` with `{_OPTION}`: the server has the teacher's layers, and "
@@ -72,12 +60,7 @@ def _check_loading(args: OPSDConfig) -> None:
 
 
 def check_up(args: OPSDConfig) -> None:
-    """Waits until all servers of teachers are up.
-
-    Raises:
-        ValueError: One is not up in time.
-        ServerError: One is no server for a teacher.
-    """
+    """Waits until all servers of teachers are up; a `ValueError` if one is not in time."""
     if not (served := server_urls(_OPTION, args.teacher_server_url)):
         return
     from trl_opsd.teacher.replicas import Replicas  # needs aiohttp, which may be absent where no server is used

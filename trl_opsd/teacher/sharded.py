@@ -1,4 +1,4 @@
-"""A teacher sharded over the processes by DeepSpeed, in host memory, and gathered layer by layer while it reads."""
+"""A teacher sharded over the processes by DeepSpeed, in host memory, and gathered layer by layer while it scores."""
 
 from __future__ import annotations
 
@@ -17,16 +17,7 @@ from trl_opsd.types import OutputHead
 
 
 class Sharded(Placement):
-    """`teacher_offload="zero3"`: each process keeps its shard in host memory.
-
-    The head is sharded like all other weights; the loss gathers it.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The teacher, unsharded or loaded under this placement's own config.
-        device (`torch.device`):
-            Where it runs.
-    """
+    """`teacher_offload="zero3"`: each process keeps its shard in host memory. The loss gathers the head."""
 
     is_whole = False
     passes_cost = True
@@ -49,5 +40,5 @@ class Sharded(Placement):
         yield self._read
 
     def passes_to_run(self, passes: int) -> int:
-        # Each pass gathers from all processes, so all have to run the same number.
+        # Each pass gathers from all processes, so all must run the same number.
         return max_over_processes(passes, self.device)

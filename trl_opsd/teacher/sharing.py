@@ -12,20 +12,14 @@ from trl_opsd.teacher.base import Teacher
 
 
 def share_memory(teacher: Any, student: CausalLM) -> bool:
-    """Whether an optimizer step of the student could change the teacher, or freezing the teacher freeze the student.
-
-    Args:
-        teacher (`Any`):
-            A model, a teacher that keeps models in its attributes, or something that has no weights yet.
-        student (`Any`):
-            A model, or something that has no weights yet.
-    """
+    """Whether training the student would change the teacher, or freezing the teacher freeze the student."""
+    # By address too, as two modules may hold views of one tensor.
     theirs = {place for one in _models(teacher) for place in _places(one)}
     return bool(theirs) and isinstance(student, nn.Module) and not theirs.isdisjoint(_places(student))
 
 
 def _models(teacher: Any) -> Iterator[nn.Module]:
-    """A model, or those of a teacher; one teacher may ask another."""
+    """The models inside a teacher, which may hold other teachers."""
     if isinstance(teacher, nn.Module):
         yield teacher
     elif isinstance(teacher, Teacher):

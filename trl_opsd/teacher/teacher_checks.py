@@ -31,20 +31,7 @@ TeacherLike: TypeAlias = str | PreTrainedModel | Teacher
 
 
 def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
-    """Checks the teachers as far as possible before anything is loaded.
-
-    Args:
-        teacher_model (`Any`):
-            A [`TeacherLike`], several by name, or `None`.
-        student (`Any`):
-            The student, a path or a model.
-        args ([`OPSDConfig`]):
-            Says whether the student is its own teacher, and where a teacher is kept.
-
-    Raises:
-        ValueError: There is no teacher, it is the student, or it is specified twice.
-        TypeError: An object of this type cannot be a teacher, or be its name.
-    """
+    """Checks the teachers as far as possible before anything is loaded: `TypeError` for what can be no teacher."""
     kind = args.teacher_model_kind
     if teacher_model is None and kind is None:
         raise ValueError(
@@ -84,18 +71,8 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
 
 
 def check_named_once(teacher_model: Any, args: OPSDConfig) -> None:
-    """Refuses a teacher that is passed to the trainer beside another one in the options.
-
-    Args:
-        teacher_model (`Any`):
-            The argument of the trainer.
-        args ([`OPSDConfig`]):
-            Its `teacher_model_name_or_path` may name the same teacher, as in TRL's script.
-
-    Raises:
-        ValueError: They are two.
-    """
-    named = args.teacher_model_name_or_path
+    """Refuses a teacher that is passed to the trainer while the options name another one."""
+    named = args.teacher_model_name_or_path  # may name the same teacher, as in TRL's script
     passed = teacher_model if isinstance(teacher_model, str) else getattr(teacher_model, "name_or_path", None)
     if teacher_model is None or named is None or passed == named:
         return
@@ -131,11 +108,7 @@ def _check_one(teacher_model: Any, student: Any, called: str, args: OPSDConfig) 
 
 
 def check_own(teacher: Teacher) -> None:
-    """Checks the head and the context of a teacher of the user's own.
-
-    Raises:
-        TypeError: One of them is something else.
-    """
+    """Refuses a user's teacher whose head or context has another type (`TypeError`)."""
     name, head, context = type(teacher).__name__, teacher.head, teacher.context
     if not isinstance(head, OutputHead):
         raise TypeError(
@@ -151,21 +124,7 @@ def check_own(teacher: Teacher) -> None:
 def check_tokenizers(
     tokenizer: PreTrainedTokenizerBase | None, teachers: Mapping[str, Any], given: Any, args: OPSDConfig
 ) -> None:
-    """Compares the student's tokenizer with each teacher's, before a teacher is loaded.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-            The student's; `None` means that it is not loaded yet, and nothing is compared.
-        teachers (`Mapping[str, Any]`):
-            The teachers by name, as the user passes them.
-        given ([`~transformers.PreTrainedTokenizerBase`] or a `dict` of them by name, *optional*):
-            The teachers' tokenizers. When `None`, those found at their paths, or where the objects were loaded from.
-        args ([`OPSDConfig`]):
-            Says how to load a tokenizer from a path.
-
-    Raises:
-        ValueError: Two tokenizers differ, and the message says in which ids; or a name is not a teacher's.
-    """
+    """Refuses teachers whose tokenizer maps ids differently than the student's, before a teacher is loaded."""
     if tokenizer is None:
         return
     if isinstance(given, Mapping) and (unknown := set(given) - set(teachers)):
@@ -173,6 +132,7 @@ def check_tokenizers(
             f"`teacher_processing_class` names {sorted(unknown)}, but the teachers are {sorted(teachers)}: use their "
             "names."
         )
+    # Without a given tokenizer, the one at the teacher's path or where the object was loaded from is compared.
     for name, teacher in teachers.items():
         theirs = given.get(name) if isinstance(given, Mapping) else given
         source = None
@@ -185,7 +145,7 @@ def check_tokenizers(
 
 
 def _tokenizer_beside(path: str, args: OPSDConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the weights that will be loaded from a path or model id, or `None` if there is none."""
+    """The tokenizer at the path or model id that a teacher will be loaded from, or `None` if there is none."""
     options = location(args)
     if not has_tokenizer(path, {name: value for name, value in options.items() if name != "trust_remote_code"}):
         logger.warning(f"{path} has no tokenizer; the student's is assumed.")
@@ -197,13 +157,13 @@ def _tokenizer_beside(path: str, args: OPSDConfig) -> PreTrainedTokenizerBase | 
 
 
 def _source(teacher: Any) -> str | None:
-    """The path or model id that a teacher which is an object was loaded from, if that is known."""
+    """The path or model id that a teacher object was loaded from, if known."""
     model = teacher.model if isinstance(teacher, FrozenTeacher) else teacher
     return get_config_model_id(without_peft(model).config) if isinstance(model, nn.Module) else None
 
 
 def _tokenizer_kept(source: str, name: str, args: OPSDConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that a loaded teacher was saved with, if it can be read here and without the network."""
+    """The tokenizer that a loaded teacher was saved with, if it can be loaded without the network."""
     here = {"local_files_only": True}
     try:
         found = has_tokenizer(source, here)

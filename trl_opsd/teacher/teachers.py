@@ -1,4 +1,4 @@
-"""All teachers of a run by name, and what they have in common: heads, state, the routing of rows."""
+"""All teachers of a run by name, and what concerns all of them: heads, state, the routing of rows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,7 @@ from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 @final
 class Teachers(Mapping[str, Teacher]):
-    """The teachers by name.
-
-    Args:
-        by_name (`Mapping[str, Teacher]`):
-            At least one.
-        average ([`~teacher.average.Average`], *optional*):
-            The moving average behind a teacher of kind `"ema"`.
-        origin ([`~teacher.origin.Origin`], *optional*):
-            Checks a teacher of kind `"base"` under an adapter.
-    """
+    """The teachers by name, with the average behind an `"ema"` teacher and the check of a `"base"` one."""
 
     def __init__(
         self, by_name: Mapping[str, Teacher], average: Average | None = None, origin: Origin | None = None
@@ -70,29 +61,30 @@ class Teachers(Mapping[str, Teacher]):
         return {name: teacher.context for name, teacher in self.items()}
 
     def targets(self, rollout: Rollout, names: Sequence[str]) -> TeacherTargets:
-        """As [`~teacher.routed.targets_of`]; the first answer of a teacher of the user's own is examined."""
+        """[`~teacher.routed.targets_of`]; the first answer of a user's teacher is examined."""
         targets = targets_of(self, rollout, names, self._unproved)
+        # The probe costs one more call, so it is made once per teacher.
         self._unproved.difference_update(names)
         return targets
 
     @property
     def begin_early(self) -> bool:
-        """Whether one of them makes use of `expect`."""
+        """Whether any of them uses `expect`."""
         return any(type(teacher).expect is not Teacher.expect for teacher in self.values())
 
     def expect(self, rollout: Rollout, names: Sequence[str]) -> None:
-        """Tells each teacher of its rows, by the name of the teacher of each row."""
+        """Announces to each teacher its rows, by the teacher's name of each row."""
         for name in dict.fromkeys(names):
             self[name].expect(rollout.select([row for row, one in enumerate(names) if one == name]))
 
     def forget_expected(self) -> None:
-        """Tells each teacher that what it expects will not be asked for."""
+        """Announces to each teacher that the rows it expects will not be needed."""
         for teacher in self.values():
             teacher.forget_expected()
 
     @contextmanager
     def whole_heads(self) -> Iterator[list[OutputHead]]:
-        """The heads, gathered where ZeRO-3 has split one. To be entered after the student's, as one may be the same."""
+        """The heads, gathered where ZeRO-3 has sharded one. Enter it after the student's, as both may share one."""
         heads = self.heads
         with gathered_head(*heads):
             yield heads
@@ -114,5 +106,5 @@ class Teachers(Mapping[str, Teacher]):
 
 
 def _is_ours(teacher: Teacher) -> bool:
-    """Whether a teacher reads with this package's code."""
+    """Whether a teacher scores with this package's code."""
     return str(type(teacher).targets.__module__).startswith(str(__package__))

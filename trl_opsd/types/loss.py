@@ -1,4 +1,4 @@
-"""A loss, for each token and of a micro-batch.
+"""A loss: per token, and summed over a micro-batch.
 
 B rows · N tokens in the loss
 """
@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 TENTHS = 10
-"""Parts of a completion of which a loss is known apart, of equally many tokens."""
+"""Equal parts of a completion whose losses are summed separately."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class PerToken:
     clipped: Tensor | None = None
     """[N], float32, 1 where a token of the vocabulary would have added more than `kl_clip`; `None` where not known."""
     pulled: Tensor | None = None
-    """[N], no gradient: what `Sampled.pull` has added to `divergence`, times the weight; `None` where nothing was."""
+    """[N], no gradient: weighted part of `divergence` that `Sampled.pull` added; `None` where there was no pull."""
     same_first: Tensor | None = None
     """[N], float32, 1 where the same token is the likeliest of both models; `None` where not known."""
     teacher_first: Tensor | None = None
@@ -37,11 +37,11 @@ class PerToken:
     importance: Tensor | None = None
     """[N], float32, importance weight of the sampled token, 1 where it has none; `None` where not known."""
     ranked: Tensor | None = None
-    """[N], float32, 1 where both models' likeliest tokens were looked at; `None` where not known, like the next two."""
+    """[N], float32, 1 where both models' likeliest tokens were ranked; `None` where not known, like the next two."""
     top_shared: Tensor | None = None
-    """[N], float32, share of the 16 likeliest tokens of one model that are among those of the other; 0 elsewhere."""
+    """[N], float32, share of one model's 16 likeliest tokens that are among the other's; 0 where not ranked."""
     top_mass: Tensor | None = None
-    """[N], float32, probability that the student gives to those that are in both; 0 elsewhere."""
+    """[N], float32, the student's probability of these shared tokens; 0 where not ranked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +73,13 @@ class LossParts:
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 36], float32, in the order of `ROW_NAMES`: per row, the sum of the weights, three sums of nats times weight,
-    the number of tokens in the loss, of those for which all logits of the teacher are equal, and of those in which
-    `kl_clip` has clipped an entry; what `pull` has added to the loss, in nats times weight; the number of tokens whose
-    likeliest is the same for both models, and of those that are the teacher's likeliest; a sum of importance weights;
-    the number of tokens whose likeliest are looked at, and two sums over these; weight and divergence where the
-    student's entropy is highest, and of each tenth of the completion, all 0 where the row is a part of a completion.
-    """
+    """[B, 36], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
+    and pull in nats times weight; the others without weights, as [`PerToken`] has them. From `high_entropy_weight` on
+    all are 0 where the row is only a part of a completion."""
 
     scored: Tensor | None = None
-    """[2], float32: the number of tokens among which `token_selection` has chosen by a score, and the sum of their
-    scores in nats; `None` where it has not."""
+    """[2], float32: the number of tokens that `token_selection` scored, and the sum of their scores in nats; `None`
+    where it did not."""
 
     def __add__(self, other: LossParts) -> LossParts:
         """Adds the parts of two groups of tokens of the same rows; both must have the same denominator."""

@@ -21,7 +21,7 @@ class Length(NamedTuple):
     completion: int
     """In a batch that was scored, up to the last token that counts."""
     masked: int
-    """Those that no token may attend to, between others."""
+    """Tokens between others that no token may attend to."""
 
     @property
     def total(self) -> int:
@@ -31,11 +31,11 @@ class Length(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """A copy of a tensor in host memory: to read it waits for nothing that the device still has to do."""
+    """A copy of a tensor in host memory, readable without waiting for the device."""
 
     of: Tensor
     version: int
-    """Of the tensor when it was copied: one that was written to since then is copied again."""
+    """The tensor's version when it was copied, by which a later write to it is noticed."""
     copy: Tensor
 
     @classmethod
@@ -43,7 +43,7 @@ class OnHost:
         return cls(of, of._version, copy)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether it is a copy of this tensor, as it is now."""
+        """Whether it is a copy of this tensor as it is now."""
         return self.of is tensor and self.version == tensor._version
 
 
@@ -66,17 +66,17 @@ class Rollout:
     nothing, and so does `None`."""
     logprobs: Tensor | None = None
     """[B, C], float32: log-probability of each token in the distribution that it was drawn from, in nats, 0 for
-    padding; `None` where the rollout does not say."""
+    padding; `None` where the rollout returns none."""
     lengths: tuple[Length, ...] | None = None
-    """B of them, in host memory; `None` where they were not read from the masks yet."""
+    """B of them, in host memory; `None` until they are read from the masks."""
     begins_at: int | None = None
     """Where rows are divided by position among processes, the position of the first token of this part; else `None`.
 
-    The last token of a part is the first one of the next, and is predicted here but read there."""
+    The last token of a part is the first of the next: predicted in this part, an input of that one."""
     on_host: OnHost | None = field(default=None, repr=False)
     """`weights` in host memory, where they were dealt to micro-batches; see [`weights_on_host`]."""
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the rollout that are not row-aligned tensors; [`select`] and [`to`] keep them unchanged."""
+    """What is not a row-aligned tensor; [`select`] and [`to`] keep it unchanged."""
 
     @classmethod
     def unpack(cls, batch: Mapping[str, Any]) -> Rollout:
@@ -84,6 +84,7 @@ class Rollout:
         mask, tool_mask = batch["completion_mask"], batch.get("tool_mask")
         weights = batch.get("loss_weights")
         if weights is None:
+            # Output of tools is part of the completion, but was not sampled by the student.
             weights = ((mask if tool_mask is None else mask * tool_mask) != 0).float()
         return cls(
             prompt_ids=batch["prompt_ids"],
@@ -133,6 +134,7 @@ class Rollout:
 
     def after(self, prompts: Mapping[str, Tensor]) -> Rollout:
         """The same completion tokens after other prompts: `input_ids` and `attention_mask`, [B, P]."""
+        # Lengths were those of the other prompts.
         return replace(self, prompt_ids=prompts["input_ids"], prompt_mask=prompts["attention_mask"], lengths=None)
 
     def measured(self) -> tuple[Length, ...]:
@@ -140,15 +142,13 @@ class Rollout:
         return lengths_of(self.prompt_mask, self.completion_mask) if self.lengths is None else self.lengths
 
     def cut(self) -> Rollout:
-        """Without the columns that are padding in every row; one of prompts and one of completions stay.
-
-        A part of rows is as wide in all processes, and is not cut.
-        """
-        if self.begins_at is not None:
+        """Without the columns that are padding in every row; at least one prompt and one completion column stay."""
+        if self.begins_at is not None:  # parts of rows must be equally wide in all processes
             return self
         lengths = self.measured()
         prompt, completion = (max(*each, 1) for each in list(zip(*lengths, strict=True))[:2])
         weights, on_host = self.weights[:, :completion], self.on_host
+        # A slice is another tensor, so the host copy is cut with it.
         if on_host is not None and on_host.holds(self.weights):
             on_host = OnHost.known(weights, on_host.copy[:, :completion])
         return replace(
@@ -164,9 +164,7 @@ class Rollout:
         )
 
     def ended(self) -> Rollout:
-        """The same rows, each ending with its last token that counts: no state after it is needed. Waits for the
-        weights.
-        """
+        """The same rows, each cut after its last token that counts: no later state is needed. Waits for the device."""
         needed_BC = self.counts.flip(1).cumsum(1).flip(1) > 0
         mask_BC = self.completion_mask * needed_BC
         return replace(self, completion_mask=mask_BC, lengths=lengths_of(self.prompt_mask, mask_BC))
@@ -184,6 +182,7 @@ class Rollout:
 def lengths_of(prompt_mask_BP: Tensor, completion_mask_BC: Tensor) -> tuple[Length, ...]:
     """The length of each row, from the masks; waits for the device."""
     prompts, tokens = prompt_mask_BP.size(1), prompt_mask_BP.size(1) + completion_mask_BC.size(1)
+    # One transfer for both masks; everything after it is computed on the host.
     real_BL = (torch.cat([prompt_mask_BP, completion_mask_BC], dim=1) != 0).cpu()
     places_L = torch.arange(tokens)
     before_B = prompts - places_L.where(real_BL, prompts)[:, :prompts].amin(1)
@@ -201,7 +200,7 @@ class Completion:
     """An engine's completion of one prompt."""
 
     prompt_ids: list[int]
-    """The prompt tokens as the engine read them."""
+    """The prompt tokens as the engine reported them."""
     completion_ids: list[int]
     """The generated tokens."""
     prompt_logprobs: list[float]

@@ -1,4 +1,4 @@
-"""The tokens that were sampled, for a loss that reads more of them than their places.
+"""The sampled tokens, for losses that depend on which token was drawn.
 
 N tokens in the loss
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The completion tokens at the positions of a loss, and what is known of how they were sampled; all constants."""
+    """The completion tokens at the positions of a loss, and how they were sampled; all constants."""
 
     ids: Tensor
     """[N], int64, the token that follows at each position."""

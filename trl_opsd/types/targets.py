@@ -1,4 +1,4 @@
-"""What a teacher says about the tokens of a rollout.
+"""The teacher's hidden states for the tokens of a rollout.
 
 B rows · C completion tokens · n tokens of a row that may count · H hidden size
 """
@@ -19,9 +19,9 @@ class RowTargets:
     """The targets of the tokens of one row that may count, and of no other token."""
 
     hidden: Tensor
-    """[n, H_t], in the width and dtype of the row's teacher; where targets are kept."""
+    """[n, H_t], in the width and dtype of the row's teacher, on the device that keeps targets."""
     places: Tensor
-    """[n], int64, in host memory: which tokens of the completion these are, ascending."""
+    """[n], int64, in host memory: positions of these tokens in the completion, ascending."""
 
     def cut(self, tokens: int) -> RowTargets:
         """Those of the first completion tokens."""
@@ -33,25 +33,24 @@ class RowTargets:
 class TeacherTargets:
     """The teacher's targets for a rollout, small enough to keep for a whole generation batch.
 
-    `TeacherTargets(hidden=...)` has a state for each token. Teachers of this package keep those of the tokens that may
-    count, in `rows`; there `hidden` is a copy, which is made when it is first read and is from then on what counts.
+    `TeacherTargets(hidden=...)` has a state for each token. Teachers of this package keep only those of tokens that may
+    count, in `rows`; `hidden` is then a copy, made on first access, which from then on replaces `rows`.
     """
 
-    hidden: Tensor = field(repr=False)  # to show it would make it
+    hidden: Tensor = field(repr=False)  # a repr would create it
     """[B, C, H_t], the teacher's last hidden state at the position that *predicts* each completion token.
 
-    Made from `rows`, it is 0 at tokens that cannot count; where several teachers share a batch, H_t is their largest
-    hidden size, and smaller states are padded with zeros.
-    """
+    Made from `rows`, it is 0 at tokens that cannot count, and as wide as the widest teacher of the batch, padded with
+    zeros."""
     teacher: Tensor | None = None
-    """[B], in host memory, the number of the teacher that read the row; `None` where there is only one."""
+    """[B], in host memory, the number of the teacher that scored the row; `None` where there is only one."""
     rows: tuple[RowTargets, ...] | None = field(default=None, init=False, repr=False)
     """The targets row by row, or `None` where `hidden` holds them."""
     tokens: int = field(default=0, init=False, repr=False)
-    """C of `rows`."""
+    """C, where `rows` hold the targets."""
 
     def cut(self, tokens: int) -> TeacherTargets:
-        """The targets of the first completion tokens, which are all that may count."""
+        """The targets of the first completion tokens, for a batch in which no later token counts."""
         if self.rows is None:
             return replace(self, hidden=self.hidden[:, :tokens])
         return TeacherTargets.by_row([row.cut(tokens) for row in self.rows], tokens, self.teacher)
@@ -59,13 +58,14 @@ class TeacherTargets:
     @classmethod
     def by_row(cls, rows: Iterable[RowTargets], tokens: int, teacher: Tensor | None = None) -> TeacherTargets:
         """Targets of B rows of C = `tokens` completion tokens."""
+        # Without `__init__` the slot `hidden` stays empty, so that `__getattr__` fills it on first access.
         self = object.__new__(cls)
         for name, value in {"rows": tuple(rows), "tokens": tokens, "teacher": teacher}.items():
             object.__setattr__(self, name, value)
         return self
 
     def __getattr__(self, name: str) -> Tensor:
-        # Reached only while the slot is empty. States that were read may be written to, so they replace the rows.
+        # Reached only while the slot is empty. The caller may write to the states, so they replace the rows.
         if name != "hidden":
             raise AttributeError(f"`TeacherTargets` has no attribute `{name}`.")
         assert self.rows, "a rollout has rows"
@@ -79,14 +79,15 @@ class TeacherTargets:
         return hidden_BCH
 
     def of(self, row: int, places_n: Tensor) -> Tensor:
-        """[n, H_t], states of some tokens of a row that may count, by their places in host memory, ascending."""
+        """[n, H_t]: the states at these positions of a row, which are ascending, in host memory, and may count."""
         if self.rows is None:
             return self.hidden[row].index_select(0, places_n.to(self.hidden.device))
+        # Kept places are ascending, so a binary search finds the indices.
         kept = self.rows[row]
         return kept.hidden.index_select(0, torch.searchsorted(kept.places, places_n).to(kept.hidden.device))
 
     def pack(self) -> dict[str, Any]:
-        """The row-aligned values that are dealt to micro-batches; of targets kept by row."""
+        """The row-aligned values that are dealt to micro-batches, of targets kept by row."""
         assert self.rows is not None, "only `rows` do not depend on the longest completion of a batch"
         packed = {"teacher_rows": list(self.rows)}
         return packed if self.teacher is None else {**packed, "teacher_number": self.teacher}

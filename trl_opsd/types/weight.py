@@ -1,4 +1,4 @@
-"""One weight of a checkpoint."""
+"""One weight of a checkpoint, as it is sent to an engine or saved."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ def _check_version() -> None:
         raise ValueError(f"`use_vllm=True` needs vLLM, which is not installed: {how_to_install}.")
     if found is not None and not supported.contains(found, prereleases=True):
         raise ValueError(f"vLLM {found} is installed; expected vllm{supported}: {how_to_install}.")
+    # TRL's own warning about the version is filtered on import, and repeated here, where vLLM is chosen.
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         is_vllm_available()

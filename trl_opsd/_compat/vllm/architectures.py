@@ -1,4 +1,4 @@
-"""What vLLM's implementation of an architecture supports, without building a model."""
+"""What vLLM's implementation of an architecture supports, determined without building a model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,7 @@ LORA_RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
 
 
 def why_no_adapter(config: Any, model_impl: str, layers: Iterable[str]) -> str | None:
-    """Why vLLM's model of an architecture cannot take an adapter, or `None` if it can or that is only found out later.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            The checkpoint's config.
-        model_impl (`str`):
-            `vllm_model_impl`.
-        layers (`Iterable[str]`):
-            Names of the layers that the adapter targets.
-    """
+    """Why vLLM's model of an architecture cannot take an adapter on these layers, or `None` if none is known."""
     if not HAS_TRITON and any(getattr(config.get_text_config(), name, None) for name in _EXPERTS):
         return "with an adapter, vLLM runs a mixture of experts with Triton, which is not available"
     known = [ModelRegistry.models[name] for name in config.architectures or () if name in ModelRegistry.models]
@@ -42,6 +33,7 @@ def why_no_adapter(config: Any, model_impl: str, layers: Iterable[str]) -> str |
         return f"vLLM's {config.architectures[0]} takes no adapters"
     for name in layers:
         last = name.rpartition(".")[2]
+        # vLLM gives a fused layer the adapters of its parts (q, k, v); of a checkpoint that is fused there is only one.
         parts = getattr(model, "packed_modules_mapping", {}).get(last, [last])
         if parts != [last]:
             return f"vLLM expects the adapter of {name} in parts, as {' and '.join(parts)}"
@@ -49,14 +41,8 @@ def why_no_adapter(config: Any, model_impl: str, layers: Iterable[str]) -> str |
 
 
 def may_have_head(config: Any) -> bool:
-    """Whether vLLM's model of an architecture may have an output head apart from its embeddings.
-
-    Searches the source of the model class, for servers, whose model cannot be inspected.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            The student's config.
-    """
+    """Whether vLLM's model of an architecture may have an output head besides its embeddings."""
+    # Searches the source of the model class, as a server's model cannot be inspected.
     names = [name for name in config.architectures or () if name in ModelRegistry.models]
     if not names:
         return True

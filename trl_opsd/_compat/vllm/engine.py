@@ -26,8 +26,7 @@ from trl_opsd._compat.vllm.sampling_params import vocabulary_mask
 from trl_opsd.types import Completion
 
 _DESTROYERS = ("destroy_model_parallel", "destroy_distributed_environment")
-"""Functions with which vLLM destroys process groups: its own, which the next engine reuses, and torch's default group.
-"""
+"""vLLM's functions that destroy its process groups, which the next engine reuses, and torch's default group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +62,7 @@ class EngineOptions:
 
 
 class VLLMEngine:
-    """One vLLM engine inside this process; an [`~rollout.engine.Engine`].
-
-    Args:
-        options ([`EngineOptions`]):
-            Options of the engine.
-    """
+    """One vLLM engine inside this process; an [`~rollout.engine.Engine`]."""
 
     name = "vLLM"
 
@@ -104,8 +98,10 @@ class VLLMEngine:
         retype(self._worker.model_runner.get_model(), changed)
         self._adapter: LoRARequest | None = None
         if options.lora_rank:
+            # vLLM itself loads adapters from files.
             self._lora_manager._load_adapter = self._built_adapter
         client = self._llm.llm_engine.engine_core
+        # vLLM's own finalizer would destroy the launch's process groups; `_shut_down` replaces it.
         if finalizer := getattr(client, "_finalizer", None):  # not in every version
             finalizer.detach()
         self._finalizer = weakref.finalize(self, _shut_down, client.engine_core)
@@ -120,14 +116,7 @@ class VLLMEngine:
 
     @preserved_process()
     def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
-        """Generates one completion for each prompt.
-
-        Args:
-            prompt_ids (`list[list[int]]`):
-                Not padded.
-            options (`list[dict]`):
-                For each prompt, arguments of `vllm.SamplingParams`.
-        """
+        """Generates one completion for each unpadded prompt, with arguments of `vllm.SamplingParams` for each."""
         outputs = self._llm.generate(
             [{"prompt_token_ids": ids} for ids in prompt_ids],
             [SamplingParams(**{"detokenize": False, **given}) for given in options],
@@ -143,10 +132,8 @@ class VLLMEngine:
             raise RuntimeError("vLLM did not reset its prefix cache; completions would come from earlier weights.")
 
     def wipe_cache(self) -> None:
-        """Zeroes the KV cache: random weights may have left NaNs, and 0 * NaN is NaN.
-
-        vLLM's attention on the CPU multiplies the unwritten end of a block by 0.
-        """
+        """Zeroes the KV cache: random weights may have left NaNs, and 0 * NaN is NaN."""
+        # vLLM's attention on the CPU multiplies the unused end of a block by 0.
         for cache in self._worker.model_runner.kv_caches:
             for part in cache if isinstance(cache, list | tuple) else (cache,):
                 part.zero_()
@@ -164,16 +151,14 @@ class VLLMEngine:
         """Replaces all weights in one call, through vLLM's reload path, which also repacks and quantises them.
 
         After an error the engine has a mixture of old and new weights, and all of them can be sent again.
-
-        Args:
-            weights (`Iterable[tuple[str, torch.Tensor]]`):
-                All weights by their checkpoint names. A tied head must be included under its own name: vLLM rebuilds
-                only what it is sent. It is dropped for models that have no head of their own (Gemma 2, Bloom).
         """
         self._adapter = None  # vLLM drops its adapters here
         model = self._worker.model_runner.get_model()
+        # A tied head is sent under its own name, as vLLM rebuilds only what it is sent; models without a separate head
+        # (Gemma 2, Bloom) reject it.
         keeps = has_head(model)
         kernels = expert_kernels(model)
+        # A missing kernel makes vLLM build it anew from the new weights.
         for method in kernels:
             method.moe_kernel = None
         try:
@@ -189,12 +174,7 @@ class VLLMEngine:
 
     @preserved_process()
     def load_adapter(self, layers: Mapping[str, tuple[Tensor, Tensor, float]]) -> None:
-        """Replaces the adapter, from memory.
-
-        Args:
-            layers (`Mapping[str, tuple[torch.Tensor, torch.Tensor, float]]`):
-                A `[r, in]`, B `[out, r]` and the scaling of B A, by the name of the layer.
-        """
+        """Replaces the adapter, from memory: A [r, in], B [out, r] and the scaling of B A, by the name of the layer."""
         built = {}
         for name, (lora_a, lora_b, scaling) in layers.items():
             module = self._named(name)
@@ -208,7 +188,7 @@ class VLLMEngine:
         self._adapter = LoRARequest("student", 1, "memory")
 
     def unknown_layers(self, layers: Iterable[str]) -> list[str]:
-        """Those of an adapter's layers that vLLM's model does not have and would silently ignore."""
+        """Those of an adapter's layers that vLLM's model lacks and would silently ignore."""
         manager = self._lora_manager._adapter_manager
         packed = manager.packed_modules
         held = {*manager.modules} - {*packed} | {part for parts in packed.values() for part in parts}

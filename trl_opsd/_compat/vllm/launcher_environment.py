@@ -14,6 +14,7 @@ from torch import distributed
 @contextmanager
 def launcher_environment() -> Iterator[None]:
     """Sets `RANK`, `WORLD_SIZE` and so on while the context is open; vLLM reads them while an engine is built."""
+    # The process group knows the rank also where no launcher has set variables.
     group = distributed.is_initialized()
     rank = distributed.get_rank() if group else 0
     given = {
@@ -37,7 +38,7 @@ def launcher_environment() -> Iterator[None]:
 
 
 def _device() -> str:
-    """The number of this process's device, which is not its local rank where a task sees one device alone."""
+    """The index of this process's device, which is not its local rank where each process sees a single device."""
     if torch.accelerator.is_available():
         return str(torch.accelerator.current_device_index())
     return os.environ.get("LOCAL_RANK", "0")

@@ -13,17 +13,15 @@ from torch import nn
 
 @contextmanager
 def preserved_process() -> Iterator[None]:
-    """Restores torch's current stream, threads and precision of products, and unfreezes what was frozen, on exit.
-
-    vLLM's worker on a GPU sets the precision, that on a CPU replaces `torch.set_num_threads` by a function that does
-    nothing, and the engine takes all objects out of garbage collection, the trainer's too. Its shared experts and some
-    routers leave a stream of vLLM's own as the current one, which DeepSpeed, waiting for the default stream, ignores.
-    """
+    """Restores torch's current stream, threads and matmul precision, and unfreezes garbage collection, on exit."""
+    # vLLM's worker on a GPU sets the precision, that on a CPU replaces `torch.set_num_threads` by a no-op, and the
+    # engine takes all objects out of garbage collection, the trainer's too. Its shared experts and some routers leave a
+    # stream of vLLM's as the current one, which DeepSpeed, waiting for the default stream, ignores.
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     backends: Any = torch.backends
     products = [(one, one.fp32_precision) for one in (backends.cuda.matmul, backends.mkldnn.matmul)]
     precision, frozen = None, gc.get_freeze_count()
-    with suppress(RuntimeError):  # torch knows no one name for what was set by backend, as `tf32=True` does
+    with suppress(RuntimeError):  # set by backend, as `tf32=True` does, it has no single name
         precision = torch.get_float32_matmul_precision()
     device = torch.get_device_module() if torch.accelerator.is_available() else None
     stream = device.current_stream() if device else None
@@ -41,20 +39,12 @@ def preserved_process() -> Iterator[None]:
             gc.unfreeze()
         if device and stream and (left := device.current_stream()) != stream:
             stream.wait_stream(left)
-            device.set_stream(stream)  # through vLLM's replacement, which notes the current one
+            device.set_stream(stream)  # vLLM's replacement, which records the current one
 
 
 @contextmanager
 def preserved_classes(root: type) -> Iterator[dict[type, type]]:
-    """Restores the bases and attributes of classes on exit, also after an error.
-
-    Args:
-        root (`type`):
-            The class that is preserved, together with its subclasses that are loaded now.
-
-    Yields:
-        `dict[type, type]`: filled on exit: the changed classes, each with a subclass that has the changes.
-    """
+    """Restores a class and its loaded subclasses on exit; yields a dict of the changed ones, which is filled then."""
     before = {cls: (cls.__bases__, dict(vars(cls))) for cls in _family(root)}
     changed: dict[type, type] = {}
     try:
@@ -65,6 +55,7 @@ def preserved_classes(root: type) -> Iterator[dict[type, type]]:
             new = {name: value for name, value in vars(cls).items() if attributes.get(name, _ABSENT) is not value}
             if added or new:
                 _restore(cls, bases, {name: attributes.get(name, _ABSENT) for name in new})
+                # The changes live on in a subclass, for the engine's own modules.
                 changed[cls] = type(cls)(cls.__name__, (cls, *added), {**new, "__module__": cls.__module__})
 
 

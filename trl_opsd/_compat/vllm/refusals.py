@@ -23,6 +23,6 @@ def starting(model: str) -> Iterator[None]:
 
 
 def refused(what: str, error: Exception) -> ValueError:
-    """An error that says what vLLM does not do, with the beginning of vLLM's own error."""
+    """An error that says what vLLM does not do, with the beginning of vLLM's own message."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:_REASON]
     return ValueError(f"vLLM {what}, {reason}. Where it does not know the architecture, set `use_vllm=False`.")

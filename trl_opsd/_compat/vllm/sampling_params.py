@@ -27,14 +27,11 @@ def request_options() -> list[str]:
 
 
 def checked(given: dict[str, Any]) -> dict[str, Any]:
-    """Checks options for `vllm.SamplingParams`, and converts them to the types it expects.
-
-    Raises:
-        ValueError: vLLM refuses an option.
-    """
+    """Checks options for `vllm.SamplingParams`, and converts them to the types it expects."""
     if isinstance(given.get("structured_outputs"), dict):
         given = {**given, "structured_outputs": StructuredOutputsParams(**given["structured_outputs"])}
     if given.get("stop"):
+        # Stop strings are matched against text.
         given = {**given, "detokenize": True}
     with refusals():
         SamplingParams(**given)
@@ -51,11 +48,7 @@ def refusals() -> Iterator[None]:
 
 
 def vocabulary_mask(vocabulary: int, placeholders: Collection[int] = ()) -> type[Any]:
-    """A logits processor that gives ids from `vocabulary` on, and `placeholders`, probability 0; for the whole batch at
-    once.
-
-    Both of vLLM's model runners accept it: the second passes other arguments, and requires its own base class.
-    """
+    """A logits processor that gives ids from `vocabulary` on, and `placeholders`, probability 0, for a whole batch."""
     never = torch.tensor([*placeholders], dtype=torch.long)
 
     class VocabularyMask(LogitsProcessor):
@@ -74,6 +67,7 @@ def vocabulary_mask(vocabulary: int, placeholders: Collection[int] = ()) -> type
             logits[:, vocabulary:].fill_(-torch.inf)
             return logits.index_fill_(1, never, -torch.inf)
 
+    # Accepted by both of vLLM's model runners: the second passes other arguments and requires its own base class.
     return type("VocabularyMask", (VocabularyMask, _second_base()), {})
 
 

@@ -80,11 +80,7 @@ class ServeOptions:
             raise ValueError("`served_model_name` is empty: expected the name that requests give the model.")
 
     def token(self) -> str | None:
-        """The token that clients have to send; `None` if they need none.
-
-        Raises:
-            ValueError: It cannot be sent in a header, or there is none and other machines could ask.
-        """
+        """The token that clients must send, `None` if they need none; others than this machine's clients always do."""
         token = token_in(TEACHER_TOKEN)
         if token is None and not is_loopback(self.host):
             raise ValueError(
@@ -114,11 +110,7 @@ def parsed(arguments: Sequence[str]) -> tuple[str, ServeOptions]:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket with the address, which does not listen yet.
-
-    Raises:
-        ValueError: It cannot be had.
-    """
+    """A socket with the address, which does not listen yet; a `ValueError` if the address is not available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)

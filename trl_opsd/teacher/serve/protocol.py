@@ -1,4 +1,4 @@
-"""vLLM's pooling protocol, as far as a teacher needs it: validates requests, and writes states as answers.
+"""vLLM's pooling protocol, as far as a teacher needs it: validates requests, and encodes states as answers.
 
 L tokens of a row · H hidden width
 """
@@ -27,24 +27,15 @@ _ENCODINGS = ("float", "base64", "bytes_only")
 _ENDIANNESS = ("native", "little", "big")
 _FIELDS = ("model", "input", "task", "use_activation", "encoding_format", "embed_dtype", "endianness")
 _IGNORED = ("add_special_tokens", "cache_salt", "priority", "request_id", "user")
-"""Fields of vLLM that do not change what a row of token ids is answered with."""
+"""vLLM's fields that do not change the answer to a row of token ids."""
 _KINDS = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
-"""vLLM's names of errors, where they are not HTTP's."""
+"""vLLM's names of errors, where they differ from HTTP's."""
 _SLICE = 3 << 17
-"""Numbers that are sent at once. Divisible by 3, as base64 has to be cut there."""
+"""Numbers per piece of an answer; divisible by 3, so that base64 can be encoded piece by piece."""
 
 
 class Refusal(Exception):
-    """A request is answered with an error.
-
-    Args:
-        status (`int`):
-            The HTTP status.
-        message (`str`):
-            What was got, what is expected, and what to do.
-        headers (`Mapping[str, str]`, *optional*):
-            Of the answer.
-    """
+    """A request is answered with an error status; the message says what was got, what is expected, and what to do."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -52,7 +43,7 @@ class Refusal(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As vLLM words it."""
+        """The error as vLLM formats it."""
         kind = _KINDS.get(self.status, HTTPStatus(self.status).phrase)
         return {"error": {"message": self.message, "type": kind, "param": None, "code": self.status}}
 
@@ -62,29 +53,29 @@ class Served:
     """The model, as clients see it, and the limits of a request."""
 
     name: str
-    """What a request calls it."""
+    """The model name in requests."""
     root: str
-    """Where it was loaded from."""
+    """Path or id that it was loaded from."""
     revision: str | None
-    """The commit it was loaded from, if it came from the Hub; else what was asked for."""
+    """The commit it was loaded from, if it came from the Hub; else the option."""
     dtype: torch.dtype
-    """In which the states are computed."""
+    """The dtype that states are computed in."""
     vocabulary: int
-    """Ids from 0 to this, exclusive, can be read."""
+    """Token ids from 0 to this, exclusive, are accepted."""
     width: int
     """H."""
     max_model_len: int
-    """Tokens that a row may have."""
+    """Maximum tokens of a row."""
     max_request_tokens: int
-    """Tokens that the rows of a request may have together."""
+    """Maximum tokens of all rows of a request."""
 
     @property
     def max_body_bytes(self) -> int:
-        """How long a request may be: a token id takes at most some ten characters."""
+        """Byte limit of a request: a token id takes some ten characters at most."""
         return 2**16 + 16 * self.max_request_tokens
 
     def card(self) -> dict[str, Any]:
-        """The answer of `/v1/models`: vLLM's fields, and what only this server says."""
+        """The answer of `/v1/models`: vLLM's fields, and some that only this server has."""
         of_vllm = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "trl_opsd"}
         dtype = str(self.dtype).removeprefix("torch.")
         more = {"revision": self.revision, "dtype": dtype, "vocab_size": self.vocabulary, "hidden_size": self.width}
@@ -94,28 +85,18 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A request that was validated."""
+    """A validated request."""
 
     rows: list[Tensor]
     """[L] each, token ids."""
     encoding: str
     dtype: torch.dtype
     swapped: bool
-    """Whether the bytes of a number are sent in the other order than this machine's."""
+    """Whether numbers are sent in the byte order that is not this machine's."""
 
 
 def parse(content: bytes, served: Served) -> Wanted:
-    """A validated request.
-
-    Args:
-        content (`bytes`):
-            The body; nothing in it is trusted.
-        served ([`Served`]):
-            The model.
-
-    Raises:
-        Refusal: It is not what this server answers.
-    """
+    """Validates the body of a request, of which nothing is trusted; raises `Refusal`."""
     try:
         asked = strict_json.loads(content)
     except ValueError as error:
@@ -128,6 +109,7 @@ def parse(content: bytes, served: Served) -> Wanted:
         raise Refusal(404, f"The model {shown(name)} does not exist: this server has {served.name!r}.")
     if asked.get("task", TASK) not in (None, TASK):
         raise Refusal(400, f"Unsupported task: {shown(asked['task'])}. Supported tasks: ({TASK!r},)")
+    # vLLM's default normalises states, from which the loss could not be computed.
     if asked.get("use_activation") is not False:
         raise Refusal(400, "Send `use_activation: false`: states are answered as they are, never normalised.")
     encoding = _one_of(asked, "encoding_format", _ENCODINGS)
@@ -184,7 +166,7 @@ def _rows(given: Any, served: Served) -> list[Tensor]:
 
 
 def _kind(value: Any) -> str:
-    """What kind of JSON value this is, for messages."""
+    """The kind of a JSON value, for messages."""
     if isinstance(value, list):
         return "a list with text in it"
     names = {dict: "an object", str: "text", bool: "a boolean", type(None): "missing or null"}
@@ -197,23 +179,14 @@ def content_type(wanted: Wanted) -> str:
 
 
 def content_length(wanted: Wanted, width: int) -> int | None:
-    """Bytes of the answer, where they are known before it is written."""
+    """Bytes of the answer, where they are known before it is encoded."""
     if wanted.encoding != "bytes_only":
         return None
     return sum(map(len, wanted.rows)) * width * wanted.dtype.itemsize
 
 
 def parts(wanted: Wanted, served: Served, states: Sequence[Tensor]) -> Iterator[Any]:
-    """The answer piece by piece, so that it never exists twice.
-
-    Args:
-        wanted ([`Wanted`]):
-            The request.
-        served ([`Served`]):
-            The model.
-        states (`Sequence[torch.Tensor]`):
-            `[L, H]` for each row, in the wanted dtype.
-    """
+    """The answer piece by piece, so that it never exists twice; `states` are [L, H] per row, in the wanted dtype."""
     if wanted.encoding == "bytes_only":
         for states_LH in states:
             yield from _slices(states_LH, wanted.swapped)

@@ -1,4 +1,4 @@
-"""The thread that owns the model, and reads the waiting rows of all requests in as few passes as fit.
+"""The thread that owns the model, and scores the waiting rows of all requests in as few passes as fit.
 
 L tokens of a row · H hidden width
 """
@@ -29,25 +29,16 @@ from trl_opsd.teacher.serve.waiting import Asked, Waiting
 logger = logging.getLogger(__name__)
 
 _GATHER_SECONDS = {True: 0.005, False: 0.1}
-"""How long an idle reader waits for more rows, by whether its weights stay on the device; otherwise the first row that
-comes would have them copied for itself."""
+"""How long an idle reader waits for more rows, by whether its weights stay on the device: offloaded weights should not
+be copied for the first row alone."""
 
 
 class NoStates(Exception):
-    """There are no states to answer with; the message says why."""
+    """There are no states to answer with; the message has the reason."""
 
 
 def row_states(model: CausalLM, rows: Sequence[Tensor], reading: Reading) -> list[Tensor]:
-    """The last hidden state at every token of each row, `[L, H]`, as each row alone has them.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            A causal language model.
-        rows (`Sequence[torch.Tensor]`):
-            `[L]` each, at least one token, where the model expects them.
-        reading ([`~models.padding.Reading`]):
-            Which rows share a forward pass.
-    """
+    """The last hidden state at every token of each row, [L, H] each, as each row alone would have them."""
     lengths = [len(row) for row in rows]
     if reading.packed:
         places = torch.cat([torch.arange(length, device=rows[0].device) for length in lengths])
@@ -63,7 +54,7 @@ def row_states(model: CausalLM, rows: Sequence[Tensor], reading: Reading) -> lis
 
 @dataclass(slots=True)
 class Counts:
-    """What was read since the start; written by the reading thread."""
+    """What was scored since the start; updated by the reading thread."""
 
     rows: int = 0
     tokens: int = 0
@@ -72,48 +63,36 @@ class Counts:
 
     @property
     def tokens_per_second(self) -> float:
-        """While it read; 0 before the first pass."""
+        """Throughput of its passes; 0 before the first."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class Reader(threading.Thread):
-    """Reads until the requests that wait are closed.
-
-    Args:
-        teacher ([`~teacher.FrozenTeacher`]):
-            The model and its placement; nobody else may read with it.
-        most_tokens (`int`):
-            See [`Waiting`].
-        loop (`asyncio.AbstractEventLoop`):
-            Where states and errors are handed to.
-
-    Attributes:
-        waiting ([`~waiting.Waiting`]): the requests.
-        counts ([`Counts`]): what was read.
-        failure (`str`, *optional*): why the latest pass failed, until another succeeds; not set when memory ran out.
-    """
+    """Scores until the queue of requests is closed; nothing else may use the teacher's model."""
 
     def __init__(self, teacher: FrozenTeacher, most_tokens: int, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(name="trl_opsd teacher", daemon=True)
-        self._teacher, self._loop = teacher, loop
+        self._teacher, self._loop = teacher, loop  # states and errors are handed to this event loop
         placement = teacher.placement
         groups = partial(
             length_groups, teacher.model, device=placement.device, reading=teacher.reading, few=placement.passes_cost
         )
         self.waiting = Waiting(groups, most_tokens, _GATHER_SECONDS[isinstance(placement, Resident)])
         self.counts = Counts()
-        self.failure: str | None = None
+        self.failure: str | None = None  # of the latest pass, until another succeeds; not of one that ran out of memory
 
     def run(self) -> None:
         while passes := self.waiting.passes():
             taken: list[tuple[Asked, int]] = []
             try:
+                # Offloaded weights come to the device once for all passes that wait.
                 with torch.no_grad(), self._teacher.placement.reading(passes) as run:
                     for _ in range(passes):
+                        # Requests may have been abandoned, so there can be fewer passes than counted.
                         if not (taken := self.waiting.take()):
                             break
                         self._read(run, taken)
-            except Exception as error:  # a request must not end the server, nor leave the others without an answer
+            except Exception as error:  # one request must neither end the server nor leave others unanswered
                 self._fail(taken or self.waiting.take(), error)
 
     def _read(self, run: Any, taken: Sequence[tuple[Asked, int]]) -> None:
@@ -136,17 +115,18 @@ class Reader(threading.Thread):
     def _fail(self, taken: Sequence[tuple[Asked, int]], error: Exception) -> None:
         longest = max((len(asked.rows[row]) for asked, row in taken), default=0)
         why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
-        if not isinstance(error, torch.OutOfMemoryError):  # which says nothing about the next pass
+        if not isinstance(error, torch.OutOfMemoryError):  # a smaller pass may fit
             self.failure = why
         logger.error(f"A pass of {len(taken)} rows of up to {longest} tokens failed.", exc_info=error)
         for asked, _ in taken:
             self._hand(asked.fail, NoStates(f"The teacher could not read this, {why}"))
 
     def _hand(self, method: Any, *values: Any) -> None:
+        # Futures and requests belong to the event loop's thread.
         self._loop.call_soon_threadsafe(method, *values)
 
 
 def _on_host(states_LH: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A copy of states in host memory, in a dtype; `None` where that is not finite."""
+    """A copy of states in host memory in this dtype; `None` where it is not finite."""
     rounded = states_LH.to(dtype)
     return rounded.to("cpu", copy=True) if rounded.isfinite().all() else None

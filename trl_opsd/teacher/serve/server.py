@@ -1,6 +1,6 @@
-"""The HTTP side: who may ask, how much, and how answers are sent; it knows no model.
+"""The HTTP side: who may send requests, how much, and how answers are sent; it knows no model.
 
-An authorised client can slow the others down, but not read what they sent, nor have anything run but the model.
+An authorised client can slow others down, but neither read what they sent nor run anything but the model.
 """
 
 from __future__ import annotations
@@ -30,30 +30,17 @@ _OPEN = "/health"
 
 
 class TeacherServer:
-    """Answers requests with what a reader reads.
-
-    Args:
-        reader ([`~reader.Reader`]):
-            Owns the model; started by the caller.
-        served ([`~protocol.Served`]):
-            The model as clients see it, and the limits.
-        token (`str`, *optional*):
-            What clients have to send; without it, only requests addressed to loopback are answered, so that no web
-            page can have a browser of this machine ask.
-        patience (`float`, *optional*, defaults to 60):
-            Seconds in which a whole request has to arrive, and each piece of an answer has to be taken.
-
-    Attributes:
-        requests, refused (`int`): how many were answered so, since the start.
-    """
+    """Answers requests with what a started reader scores."""
 
     def __init__(self, reader: Reader, served: Served, token: str | None, patience: float = 60.0) -> None:
         self._reader, self._served, self._patience = reader, served, patience
+        # Without a token only requests addressed to loopback are answered, so that no web page can use the browser of
+        # this machine. `patience` is how long a whole request, and each piece of an answer, may take to be transferred.
         self._token = _digest(token) if token else None
         self.requests = self.refused = 0
 
     def application(self) -> web.Application:
-        """The paths and what surrounds them."""
+        """The routes and the middleware."""
         made = web.Application(middlewares=[self._guard], client_max_size=self._served.max_body_bytes)
         made.router.add_get(_OPEN, self._health)
         made.router.add_get("/v1/models", self._models)
@@ -71,7 +58,7 @@ class TeacherServer:
         )
 
     def close(self) -> None:
-        """Refuses the requests that were not begun, and all that come."""
+        """Refuses the requests that were not begun, and all further ones."""
         for asked in self._reader.waiting.close():
             asked.fail(Closed())
 
@@ -95,6 +82,7 @@ class TeacherServer:
             return
         if self._token is None:
             try:
+                # A browser sends the host name of its web page, even where that resolves to loopback (DNS rebinding).
                 host = urlsplit(f"//{request.host}").hostname or ""
             except ValueError:
                 host = ""
@@ -141,6 +129,7 @@ class TeacherServer:
         if request.content_type != "application/json":
             raise Refusal(400, "Unsupported Media Type: Only 'application/json' is allowed")
         if "Content-Encoding" in request.headers:
+            # A small compressed body could expand without bound.
             raise Refusal(415, "The request is compressed: send it as it is.")
         try:
             async with asyncio.timeout(self._patience):
@@ -159,12 +148,13 @@ class TeacherServer:
             async with asyncio.timeout(self._patience):
                 await answer.write_eof()
         except (TimeoutError, ConnectionError):
+            # The headers were sent, so only a broken connection tells the client that the answer is incomplete.
             if request.transport is not None:
                 request.transport.abort()
         return answer
 
     def _seconds_to_wait(self) -> int:
-        """Until about half of what waits will be read, from 1 to 60."""
+        """Seconds until about half of the waiting tokens will be scored, from 1 to 60."""
         rate = self._reader.counts.tokens_per_second
         return min(max(math.ceil(self._reader.waiting.tokens / 2 / rate) if rate else 1, 1), 60)
 
@@ -174,5 +164,5 @@ def _ends() -> Refusal:
 
 
 def _digest(token: str) -> bytes:
-    """Of fixed length, so that comparing says nothing about a token's."""
+    """Hashed to a fixed length, so that the comparison reveals nothing about the token's length."""
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()

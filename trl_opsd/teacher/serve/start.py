@@ -32,14 +32,14 @@ _UNLIMITED = 32768
 """`max_model_len` of a model whose config states no context."""
 _REQUEST_TOKENS = 16384
 _SHUTDOWN_SECONDS = 60.0
-"""For answers in flight."""
+"""Deadline for answers in flight when the server ends."""
 _LOG_SECONDS = 60.0
 _NAMES = {
     "teacher_offload": "offload",
     "teacher_trust_remote_code": "trust_remote_code",
     "in `OPSDConfig`, which covers teachers alone": "here",
 }
-"""What a trainer's options are called here, for messages."""
+"""Names of this command's options by the trainer's, for messages."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with explained(lambda: PROG, whole="--traceback" in given):
         try:
             token = options.token()
+            # The address is taken before the model is loaded, so that a port in use is noticed at once.
             with bound(options.host, options.port) as listener:
                 context = check_model(path, options)
                 teacher = load(path, options)
@@ -64,11 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_model(path: str, options: ServeOptions) -> int | None:
-    """Checks what the model's config shows; returns its context, `None` if it states none.
-
-    Raises:
-        ValueError: It is no causal language model that can be had, or it is shorter than asked for.
-    """
+    """Refuses a model that its config shows to be unfit or too short; returns its context, `None` if it states none."""
     loading = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     language_config(path, "MODEL", loading, "teacher_trust_remote_code")
     config = AutoConfig.from_pretrained(path, **{name: value for name, value in loading.items() if value})
@@ -82,7 +79,7 @@ def check_model(path: str, options: ServeOptions) -> int | None:
 
 
 def load(path: str, options: ServeOptions) -> FrozenTeacher:
-    """The model in its placement, as a trainer would load it as its teacher, proved to read rows independently."""
+    """Loads the model as a trainer would load its teacher, probed to keep rows independent."""
     args = OPSDConfig(
         "unused",
         report_to="none",
@@ -98,7 +95,7 @@ def load(path: str, options: ServeOptions) -> FrozenTeacher:
 
 
 def facts(path: str, options: ServeOptions, teacher: FrozenTeacher, context: int | None) -> Served:
-    """What clients are told of the model, the dtype and width as it reads."""
+    """What clients are told of the model; dtype and width are measured."""
     length = options.max_model_len or context or _UNLIMITED
     with torch.no_grad(), teacher.placement.reading(1) as run:
         (states,) = run(
@@ -142,7 +139,7 @@ async def _serve(
     await runner.setup()
     await web.SockSite(runner, listener).start()
     for one in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(one, stop.set)  # more of them change nothing: launchers pass one on that had come
+        loop.add_signal_handler(one, stop.set)  # repeated signals change nothing: launchers forward theirs
     host, port = listener.getsockname()[:2]
     dtype = str(served.dtype).removeprefix("torch.")
     print(
@@ -153,6 +150,7 @@ async def _serve(
     log = asyncio.create_task(_log(server, reader))
     await stop.wait()
     log.cancel()
+    # Waiting rows are refused, rows in flight are answered.
     server.close()
     await runner.cleanup()
     await asyncio.to_thread(reader.join, _SHUTDOWN_SECONDS)
@@ -161,7 +159,7 @@ async def _serve(
 
 
 async def _log(server: TeacherServer, reader: Reader) -> None:
-    """A line per minute in which something was asked."""
+    """Logs a line for each minute with requests."""
     before = (0, 0, 0, 0)
     while True:
         await asyncio.sleep(_LOG_SECONDS)

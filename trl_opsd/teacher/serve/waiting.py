@@ -1,4 +1,4 @@
-"""The requests whose rows wait to be read, shared by the event loop and the reading thread; knows lengths only."""
+"""The queue of requests, shared by the event loop and the reading thread; knows lengths only."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import torch
 from torch import Tensor
 
 Groups = Callable[[Sequence[int]], list[list[int]]]
-"""Splits rows of these lengths into passes; the row numbers of each."""
+"""Splits rows of these lengths into passes, each a list of row numbers."""
 
 _AHEAD = 512
-"""Waiting rows that are looked at to fill a pass."""
+"""Maximum waiting rows considered for a pass."""
 
 
 class Full(Exception):
-    """So many tokens wait that no more are accepted; the message has the numbers."""
+    """Too many tokens wait for another request to be accepted; the message has the numbers."""
 
 
 class Closed(Exception):
-    """The server ends and begins to read nothing more."""
+    """The server ends and starts no more rows."""
 
 
 @dataclass(eq=False, slots=True)
 class Asked:
-    """One request. It belongs to the event loop; only `unread` is changed by others, under the lock of [`Waiting`]."""
+    """One request. It belongs to the event loop; only `unread` is changed elsewhere, under the lock of [`Waiting`]."""
 
     rows: list[Tensor]
     """[L] each, token ids in host memory."""
     dtype: torch.dtype
-    """What its states are rounded to."""
+    """The dtype that its states are rounded to."""
     answer: asyncio.Future[list[Tensor]]
-    """[L, H] for each row, in host memory; or why there is none."""
+    """[L, H] for each row, in host memory; or an exception."""
     unread: dict[int, None] = field(init=False)
     """The rows that no pass has taken yet, in order."""
     states: dict[int, Tensor] = field(default_factory=dict)
@@ -50,46 +50,29 @@ class Asked:
         return sum(map(len, self.rows))
 
     def put(self, row: int, states_LH: Tensor) -> None:
-        """Takes the states of a row; the last one completes the answer."""
+        """Stores the states of a row; the last one completes the answer."""
         self.states[row] = states_LH
         if len(self.states) == len(self.rows) and not self.answer.done():
             self.answer.set_result([self.states[one] for one in range(len(self.rows))])
 
     def fail(self, error: Exception) -> None:
-        """Gives a reason instead of states."""
+        """Completes the answer with an error."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
 
 class Waiting:
-    """Requests in the order in which they get their turns: one with further rows goes to the end after each.
-
-    A pass has the first waiting row, so that none waits forever, and others that are read well together with it. Tokens
-    of a request count from [`join`] to [`leave`], so also while its states wait to be sent.
-
-    Args:
-        groups (`Callable`):
-            How rows are read together.
-        most_tokens (`int`):
-            Tokens that may be here at once.
-        gather_seconds (`float`):
-            How long an idle reader waits for more rows to come after the first.
-    """
+    """Requests in round-robin order: one with further rows moves to the end after each pass."""
 
     def __init__(self, groups: Groups, most_tokens: int, gather_seconds: float) -> None:
         self._groups, self._most, self._gather = groups, most_tokens, gather_seconds
         self._requests: dict[Asked, None] = {}
         self._changed = threading.Condition()
         self._closed = False
-        self.tokens = 0
+        self.tokens = 0  # of requests from `join` to `leave`, so also while their states wait to be sent
 
     def join(self, asked: Asked) -> None:
-        """Adds a request.
-
-        Raises:
-            Full: It would be more than `most_tokens`.
-            Closed: No more are read.
-        """
+        """Adds a request; raises `Full` if it would exceed the limit of tokens, `Closed` if the server ends."""
         with self._changed:
             if self._closed:
                 raise Closed
@@ -103,15 +86,16 @@ class Waiting:
             self._changed.notify()
 
     def leave(self, asked: Asked) -> None:
-        """Removes a request that joined: it was answered, or abandoned, and then is not read."""
+        """Removes a request that joined: it was answered, or abandoned and need not be scored."""
         with self._changed:
             self.tokens -= asked.tokens
             self._requests.pop(asked, None)
 
     def passes(self) -> int:
-        """Waits for rows, and returns how many passes those take that are waiting; 0 when closed."""
+        """Waits for rows, and returns the number of passes that the waiting ones take; 0 when closed."""
         while True:
             with self._changed:
+                # After idling, more rows are likely to arrive together: they should share the first pass.
                 was_idle = not self._requests
                 self._changed.wait_for(lambda: self._requests or self._closed)
             if was_idle:
@@ -122,11 +106,13 @@ class Waiting:
                 return 0
 
     def take(self) -> list[tuple[Asked, int]]:
-        """The rows of the next pass, each a request and a row number; empty if none wait."""
+        """The rows of the next pass, as request and row number; empty if none wait."""
         while rows := self._first_rows():
             groups = self._groups([len(asked.rows[row]) for asked, row in rows])
+            # The pass of the first waiting row, so that none waits forever, with others that fit well beside it.
             group = next(group for group in groups if 0 in group)
             with self._changed:
+                # A request may have been abandoned since its rows were listed.
                 taken = [rows[one] for one in sorted(group) if rows[one][0] in self._requests]
                 for asked, row in taken:
                     del asked.unread[row]
@@ -139,7 +125,7 @@ class Waiting:
         return []
 
     def close(self) -> list[Asked]:
-        """Accepts no more; returns the requests that have rows which nobody will read."""
+        """Accepts no more requests; returns those with rows that will not be scored."""
         with self._changed:
             self._closed, left = True, list(self._requests)
             self._requests.clear()
