@@ -33,7 +33,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 
 class FinishedRuns(Trainer):
-    """A trainer that can be told to resume until the run is finished, and then loads the checkpoint and returns."""
+    """A trainer that, resumed from a finished run, loads the checkpoint and returns."""
 
     _was_finished: bool = False
 
