@@ -155,7 +155,7 @@ class Generations(DistillationTrainer):
 
 def spread(sums_R3: Tensor, number: int) -> dict[str, float]:
     """Mean over prompts of the standard deviation among their completions; empty if no prompt has two that count."""
-    # Columns as in `_KEPT`, the completions of a prompt adjacent. Deviations are those of TRL's GRPO for rewards: n - 1.
+    # Columns as in `_KEPT`, completions of a prompt adjacent. Deviations are those of TRL's GRPO for rewards: n - 1.
     weight_Gn, divergence_Gn, tokens_Gn = sums_R3.double().view(-1, number, len(_KEPT)).unbind(-1)
     counted_Gn = weight_Gn > 0
     several_G = counted_Gn.sum(1) > 1
