@@ -1,6 +1,6 @@
-"""Checks a weight sync: engine and student must give the same log-probabilities to tokens the engine wrote.
+"""Verifies a weight sync: engine and student must agree on the log-probabilities of tokens that the engine generated.
 
-L probe tokens · T written tokens · V vocabulary
+L probe tokens · T generated tokens · V vocabulary
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trl_opsd.run.errors import SyncError
 from trl_opsd.types import Completion
 
 WRITTEN = 16
-"""Tokens the engine writes after the probe."""
+"""Tokens the engine generates after the probe."""
 
 PROMPTED = 64
 """Minimum of tokens in the probe, so that an average over them is meaningful."""
@@ -47,22 +47,13 @@ class Gap:
 
 
 class SyncProof:
-    """Compares engine and student on the prompts of the first rollout and on what the engine writes after them.
+    """Compares engine and student on the prompts of the first rollout and on what the engine generates after them.
 
     The probe is text, because on arbitrary ids rounding alone changes log-probabilities by nats. Before there are
     prompts, the engine generates the text itself. The probe is sent twice. The first time the engine also scores it,
     which it can only do without its prefix cache; the second time it may use the cache, and as the probe is longer than
-    a block, a stale cache is detected.
-
-    Args:
-        trainer ([`OPSDTrainer`]):
-            Provides the student and the processes.
-        engine ([`~rollout.engine.Engine`]):
-            The engine to compare with the student.
-        dtype (`torch.dtype`):
-            The dtype both compute in.
-        with_adapter (`bool`):
-            Whether the student has adapters that the engine might lack.
+    a block, a stale cache is detected. `dtype` is that of both, or the less precise; `with_adapter` enables a diagnosis
+    of its own.
     """
 
     def __init__(self, trainer: Host, engine: Engine, dtype: torch.dtype, with_adapter: bool) -> None:
@@ -84,14 +75,7 @@ class SyncProof:
             self._probe_ids, self._last_scores_L = text or None, None
 
     def check(self) -> float:
-        """Compares engine and student.
-
-        Returns:
-            `float`: the largest difference of log-probabilities over all processes, in nats.
-
-        Raises:
-            SyncError: They differ by more than rounding explains. The message gives a likely cause.
-        """
+        """The largest log-probability difference in nats over all processes; an error if rounding cannot explain it."""
         ids_RL, scores = self._engine_scores()
         own_RL, scale = self._student(ids_RL)
         gap = self._gap(scores, own_RL, scale)
@@ -99,7 +83,7 @@ class SyncProof:
             torch.tensor([gap.largest, gap.excess], device=self._trainer.accelerator.device)
         ).view(-1, 2)
         if not worst[:, 1].max() <= 1:
-            # All processes get here together, as the forward of a split student is collective.
+            # All processes get here together, as the forward of a sharded student is collective.
             bare_RL = self._student(ids_RL, without_adapter=True)[0] if self._with_adapter else None
             raise SyncError(
                 f"After a weight sync {self._engine.name} and the student disagree by {gap.average:.3g} nats on the "
@@ -112,7 +96,7 @@ class SyncProof:
         return float(worst[:, 0].max())
 
     def record_scores(self) -> None:
-        """Stores the engine's log-probabilities before the first sync, to detect a sync that changes nothing."""
+        """Records the engine's log-probabilities before the first sync, to detect a sync that changes nothing."""
         self._last_scores_L = self._engine_scores()[1][0]
 
     def _engine_scores(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -164,7 +148,7 @@ class SyncProof:
                 f"It looks stale: the log-probabilities of {engine} are the same as before the sync, so the weights "
                 "did not arrive."
             )
-        # What follows the prompt may be written with the cached keys of the same prompt.
+        # What follows the prompt may be generated with the cached keys of the same prompt.
         uncached = torch.cat([scored[:prompt], own_RL[0, prompt:]])
         if self._gap((uncached, own_RL[1, -cached.numel() :]), own_RL, scale).excess <= 1:
             return (
@@ -187,7 +171,7 @@ class SyncProof:
 
 
 def _check_answer(engine: str, rows: list[Completion], probe: list[int], length: int) -> None:
-    """Refuses an answer that cannot be compared: an engine of one's own may lack what `Engine.write` asks for."""
+    """Rejects an answer that cannot be compared: a user's engine may lack what `Engine.write` requires."""
     found = [(row.prompt_ids, len(row.completion_ids), len(row.logprobs)) for row in rows]
     scored = len(rows[0].prompt_logprobs) if rows else 0
     if found != [(probe, length, length)] * 2 or scored != len(probe) - 1:
