@@ -17,7 +17,7 @@ _MIN_BIAS = -1e9
 
 
 class SGLangRollout(ServedRollout):
-    """Generates with a separately started SGLang server; rejects options that cannot work before a model is loaded."""
+    """Generates with a separately started SGLang server (docs/rollouts.md); options are checked before models load."""
 
     def __init__(self, args: OPSDConfig) -> None:
         sampling_params(args, end_ids=[])

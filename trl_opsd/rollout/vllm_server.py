@@ -20,7 +20,7 @@ _MIN_BIAS = -100.0
 
 
 class VLLMServerRollout(ServedRollout):
-    """Generates with a separately started vLLM server; rejects options that cannot work before a model is loaded."""
+    """Generates with a separately started vLLM server (docs/rollouts.md); options are checked before models load."""
 
     def __init__(self, args: OPSDConfig) -> None:
         _check_options(args)

@@ -1,4 +1,4 @@
-"""Writes findings for a person, or as JSON."""
+"""Formats findings for a person, or as JSON."""
 
 from __future__ import annotations
 
