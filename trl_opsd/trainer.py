@@ -159,7 +159,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         reward_funcs: Any = None,
         reward_processing_classes: Any = None,
     ) -> None:
-        share_tracebacks()
+        share_tracebacks()  # first of all, as whatever follows may fail in one process
         check_verbs(type(self))
         given = prepared(
             model=model,
@@ -217,7 +217,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         warn_of_overridden(self.model, self.generation_config)
         self.bind(given.rollout)
         self.say_overlap()
-        self.is_built = True
+        self.is_built = True  # from here on assignments of a user are checked
         self.remember_launch()
         self.args.accept_changes()
         is_traced = "trackio" in self.args.report_to

@@ -42,6 +42,7 @@ class UsedAgain(Trainer):
     def restore_launch(self) -> None:
         """Restores this trainer's launch state, which another config or trainer may have replaced."""
         if self._launch is not None:
+            # Cleared, not replaced: every instance has this dict as its `__dict__`.
             AcceleratorState._shared_state.clear()
             AcceleratorState._shared_state.update(self._launch)
 

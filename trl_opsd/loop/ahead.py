@@ -94,7 +94,7 @@ class Ahead(Overlapping):
         else:
             self._give_up()  # an epoch ended early: what was read belongs to an iterator that is gone
             found = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self.state.global_step + 1 < self.state.max_steps:
+        if self.state.global_step + 1 < self.state.max_steps:  # the last step has no next one
             calls = self.args.gradient_accumulation_steps
             self._coming = epoch_iterator, super().get_batch_samples(epoch_iterator, calls, device)
         return found
@@ -108,6 +108,7 @@ class Ahead(Overlapping):
         if completions is None:
             completions = super()._from_rollout(prompt_ids)
         self._begin_ahead()
+        # After the request for the next rows: the server generates while this forward runs.
         self._before_step = self._probed(prompt_ids, completions)
         return completions
 
@@ -118,6 +119,7 @@ class Ahead(Overlapping):
             return None
         completions = ahead.all()
         self._ahead = None
+        # Gathered, so that all processes raise: one alone would leave the others waiting in a collective.
         others = torch.tensor([ahead.prompt_ids != prompt_ids], device=self.accelerator.device)
         if self.accelerator.gather(others).any():
             raise ValueError(

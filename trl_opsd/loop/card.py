@@ -188,6 +188,7 @@ def _shown(model: Any) -> str:
 
 def _hub_id(path: str) -> str | None:
     """The id of a model on the Hub, also of its folder in the cache; `None` for any other folder."""
+    # A snapshot in the cache: `models--owner--name/snapshots/<commit>`.
     cached = [part for part in Path(path).parts if part.startswith("models--")]
     if cached:
         return cached[-1].removeprefix("models--").replace("--", "/")
@@ -195,4 +196,4 @@ def _hub_id(path: str) -> str | None:
         validate_repo_id(path)
     except HFValidationError:
         return None
-    return path if path and not os.path.isdir(path) else None
+    return path if path and not os.path.isdir(path) else None  # a folder may look like `owner/name`

@@ -146,6 +146,6 @@ class Courses(Trainer):
     def kept(self, run_dir: Path) -> Collection[Path]:
         """Checkpoints that `save_total_limit` does not delete: the best; after a collapse, all."""
         if self._collapse.has_stopped:
-            return list(run_dir.glob("checkpoint-*"))
+            return list(run_dir.glob("checkpoint-*"))  # which of them is still sound is not known
         best = self.best_checkpoint() if self._watches else self.state.best_model_checkpoint
         return [] if best is None else [Path(best)]

@@ -103,8 +103,10 @@ class Dealing(DistillationTrainer):
                 for self._part, is_last in parts:
                     if not is_last:
                         with self._accumulating(model):
+                            # Past TRL's, which would count it as a call.
                             losses.append(Trainer.training_step(self, model, *args))
                         continue
+                    # TRL times only its own call, which trains on the last micro-batch.
                     set_known(self, _current_train_step_time=self._current_train_step_time + perf_counter() - start)
                     losses.append(super().training_step(model, *args))  # counts the call
         finally:
@@ -135,6 +137,7 @@ class Dealing(DistillationTrainer):
             return
         state._set_sync_gradients(False)
         try:
+            # `sync_each_batch` is accelerate's option for less memory: gradients are reduced in each micro-batch.
             with nullcontext() if state.plugin_kwargs.get("sync_each_batch") else self.accelerator.no_sync(model):
                 yield
         finally:
@@ -148,6 +151,7 @@ class Dealing(DistillationTrainer):
             return
         batch = self._generate_and_score_completions(rows)
         if self.may_be_changed:
+            # The override may have changed masks.
             batch = {**batch, "lengths": list(lengths_of(batch["prompt_mask"], batch["completion_mask"]))}
         order = torch.randperm(len(batch["lengths"])).tolist()  # TRL draws it, and later draws are to be the same
         batch = chosen(batch, order)
@@ -174,11 +178,13 @@ class Dealing(DistillationTrainer):
         sums = [sum(theirs) for theirs in each]
         if max(sums) <= EVEN * sum(sums) / number:
             return dict(batch), list(rows)
+        # From the same lengths every process computes the same groups.
         mine = equal_groups(list(chain(*each)), number, packed=True)[accelerator.process_index]
         padding = {"prompt_ids": self._tokenizer.pad_token_id, "completion_ids": self._tokenizer.pad_token_id}
         found = dict(batch)
         for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"):
             if name in batch:
+                # Processes have padded to different widths, and a gather needs one shape.
                 wide = accelerator.pad_across_processes(
                     batch[name], dim=1, pad_index=padding.get(name, 0), pad_first=name.startswith("prompt")
                 )
@@ -194,6 +200,7 @@ class Dealing(DistillationTrainer):
         self.check_budget()
         fewest = len(fewest_groups(lengths, lambda tokens, *_: tokens <= budget, self.args.padding_free))
         each = self.accelerator.gather(torch.tensor([fewest, calls], device=self.accelerator.device))
+        # As many micro-batches everywhere, at least one per call: their passes may be collective.
         return even_groups(lengths, int(each.max()), self.args.padding_free)
 
     def check_budget(self) -> None:

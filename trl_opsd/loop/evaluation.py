@@ -168,6 +168,7 @@ class Evaluations(DistillationTrainer):
         self._metrics["eval"].clear()  # left by an interrupted evaluation
         accounts.clear()
         with preserved_rng(self.accelerator.device):
+            # The same samples in each evaluation, other ones per process.
             set_seed(self.args.seed, device_specific=True)
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix

@@ -45,7 +45,7 @@ def _teachers(host: Host, teachers: Mapping[str, nn.Module | None]) -> dict[str,
     return {
         f"weights of teacher {name!r}": _bytes(model.parameters())
         for name, model in teachers.items()
-        if model is not None and model is not host.model
+        if model is not None and model is not host.model  # in self-distillation counted as the student's
     }
 
 

@@ -69,6 +69,7 @@ class Generations(DistillationTrainer):
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
         sampler = super()._get_train_sampler(dataset)
         number = self.args.num_generations
+        # TRL's sampler repeats each of `batch_size` prompts, so that a step has as many rows as before.
         set_known(sampler, mini_repeat_count=number, batch_size=sampler.batch_size // number)
         return sampler
 
@@ -129,6 +130,7 @@ class Generations(DistillationTrainer):
             return
         if learned is None:  # other processes may have some, and the reduction is collective
             learned = torch.zeros(self._rows_of_step, len(_KEPT), device=self.accelerator.device)
+        # Several processes may have trained on the completions of one prompt.
         self._record(self.accelerator.reduce(learned, "sum"), self.args.num_generations)
 
     def note_evaluated(self, sums: Tensor) -> None:

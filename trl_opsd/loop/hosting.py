@@ -49,6 +49,7 @@ class Hosting(SharedRows):
     def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
         """Token ids of unchecked prompts, as the rollout reads them; keyword arguments go to the chat template."""
         ours = self.chat_template_kwargs
+        # TRL's method reads the attribute and has no argument for it.
         self.chat_template_kwargs = {**ours, **chat_template_kwargs}
         try:
             prompt_ids, _, _ = super()._tokenize_prompts(prompts)

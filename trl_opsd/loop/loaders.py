@@ -103,6 +103,7 @@ class EachRowOnce(Trainer):
         if isinstance(dataset, IterableDataset):
             stream = dataset = WholeStream(dataset, self.row_columns, self._if_empty(description, is_training))
             options = _ONE_READER  # several workers would each read all of it
+            # Else the main process would read for all; `WholeStream` splits the rows itself.
             self.accelerator.dataloader_config.dispatch_batches = False
         elif not is_training:
             # A kept loader would continue with another order, and would be reused for the next dataset.

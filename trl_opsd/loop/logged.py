@@ -62,6 +62,7 @@ class Logged(DistillationTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As TRL's; the summary of a training includes what an evaluation left since its last log."""
+        # TRL takes the numbers of training or evaluation by the mode of the model.
         was_training, self.model.training = self.model.training, self.model.training or "train_runtime" in logs
         try:
             self._log(logs, start_time)

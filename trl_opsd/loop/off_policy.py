@@ -52,6 +52,7 @@ class OffPolicy(DistillationTrainer):
     def choose_sources(self, rows: Sequence[Request]) -> None:
         """Marks the rows of a generation batch, which have their places, as on- or off-policy."""
         for row in rows:
+            # Uniform in [0, 1), independent of torch's random state: a resumed run draws the same.
             drawn = derived_seed(self.args.seed, self.state.global_step, row.place or 0) / 2**63
             row.is_off_policy = self.model.training and drawn >= self.args.lmbda
 

@@ -147,13 +147,17 @@ class Overlapping(Scoring):
             while True:
                 part = self._next(waiting, pulled, prompt_ids, rows)
                 weight += part["loss_weights"].sum()
+                # Every process takes part in each round until all have trained on their rows: a sharded student's
+                # forward is collective.
                 left = torch.tensor([waiting.left], device=device)
                 if not self.accelerator.gather(left).any():
                     break
                 yield {**part, "num_items_in_batch": torch.tensor(self._constant, device=device)}, False
                 learned.append(perf_counter())
+        # The last micro-batch trains after this: by now the denominator is known.
         self._count(rows, [waiting.completions[row] for row in range(len(rows))])
         total = float(self.accelerator.gather(weight).sum())
+        # A step without loss tokens has losses of 0, whatever divides them.
         self._weight, self._last_weight = total or 1.0, total or self._last_weight
         with self._scaled_last() as divisor:
             yield {**part, "num_items_in_batch": torch.tensor(divisor, device=device)}, True
@@ -170,7 +174,7 @@ class Overlapping(Scoring):
             budget=self.args.max_tokens_per_microbatch,
             packed=self.args.padding_free,
             multiple=self.args.pad_to_multiple_of or 1,
-            in_order=self.args.deterministic,
+            in_order=self.args.deterministic,  # the order of rows decides how sums round
         )
 
     def _begun(self, prompt_ids: list[list[int]]) -> Pulled[tuple[int, list[int]]]:
@@ -203,6 +207,7 @@ class Overlapping(Scoring):
         while (taken := waiting.take()) is None:
             with self.phase("complete"):
                 come(wait=True)
+        # A process without rows left repeats one to keep collectives matched; the shortest costs least.
         numbers = taken or [waiting.shortest()]
         batch: dict[str, Any] = padded(numbers)
         batch.update(self.score(batch, [rows[row] for row in numbers]))

@@ -59,6 +59,7 @@ class Recording(TrainerCallback):
             self._evaluation = _lowest(self._evaluation, prompts(), samples)
             return
         step = state.global_step
+        # The first micro-batch of the first and of the last step.
         if step != self._trained_at and (self._trained_at is None or step == state.max_steps - 1):
             self._trained_at = step
             found = _lowest({}, prompts(), samples, self._first)

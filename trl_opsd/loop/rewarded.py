@@ -86,6 +86,7 @@ class Rewarded(DistillationTrainer):
     def _tell_advantages(self, rewards: Rewards, rewards_RF: Tensor, rows: Sequence[Request]) -> None:
         """Sets the advantage of each row of this process among those of its prompt, and logs."""
         args = self.args
+        # From the rewards of all processes, as the completions of a prompt may be in several.
         found = advantages(
             rewards_RF, rewards.weights, args.num_generations, args.scale_rewards, args.multi_objective_aggregation
         )
@@ -145,6 +146,7 @@ class Rewarded(DistillationTrainer):
         tokenizer = self._tokenizer
         if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
             pad, prompts = [tokenizer.pad_token_id], rollout.prompt_lists()
+            # An empty completion cannot be parsed, so a padding token stands for it.
             parsed = [parse_response(tokenizer, one or pad, prefix=of) for one, of in zip(ids, prompts, strict=True)]
             return [[message] for message in parsed], ids
         texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)

@@ -170,13 +170,16 @@ class SafeCheckpoints(Trainer):
             if self.args.should_save:
                 checkpoint.begin(run_dir)
             self.accelerator.wait_for_everyone()
+            # Not before the main process has cleared the folder.
             self._writes_to_staging = True
             written = Path(self._get_output_dir(trial)) / name
             super()._save_checkpoint(model, trial)
             self._point_to_best(run_dir)
             if self.args.should_save:
+                # Again, with the best checkpoint's final path.
                 self.state.save_to_json(str(written / "trainer_state.json"))
             self.accelerator.wait_for_everyone()
+            # All processes have written by now, each hashes its own files.
             hashed = self._hashed(written)
             if self.args.should_save:
                 checkpoint.publish(written, run_dir, hashed)

@@ -95,5 +95,6 @@ def _digest(rollout: Rollout) -> Tensor:
     """[B], int64: changes for a row if one of its tokens or masks does."""
     parts = (rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask, rollout.counts)
     values_BN = torch.cat([part.long() for part in parts], dim=1) + 1
+    # Fixed random factors, so that a swap of two tokens changes the sum.
     factors_N = torch.randint(-(2**63), 2**63 - 1, (values_BN.size(1),), generator=torch.Generator().manual_seed(0))
     return (values_BN * factors_N.to(values_BN.device)).sum(1)  # wraps around

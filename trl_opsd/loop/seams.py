@@ -143,9 +143,11 @@ class SeamTrainer(
         if self.handed_in is None and is_peft(self.model):
             self._take_samples(self.model)
         self._check_fsdp()
+        # By default FSDP2 with `bf16=True` rounds the loss, and sharded gradients are summed in bfloat16.
         keep_float32(self.accelerator, self.args.accelerator_config.gradient_accumulation_kwargs or {})
         if is_split_model(self.model):
             with preserved_rng(self.accelerator.device):
+                # ZeRO-3 has rounded rotary frequencies to the dtype of the weights.
                 recompute_buffers(without_peft(self.model))
         self._epochs = EpochCount()
         self.add_callback(self._epochs)
@@ -242,7 +244,7 @@ class SeamTrainer(
     def begin_batch(self, inputs: list[dict[str, Any]]) -> list[Request]:
         """Reads and checks the rows of a generation batch, and counts it. Collective."""
         self._read_once.check(self.args)
-        set_group_timeout(self.args.ddp_timeout_delta)
+        set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
         self.check_same_rows(self._mode)
         rows = self.read_rows(inputs)
         self.number_rows(rows)
@@ -261,7 +263,7 @@ class SeamTrainer(
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         requests = self.begin_batch(inputs)
         written = self.trl_batch(requests)
-        self.note_rewards(written, requests)
+        self.note_rewards(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
         batch, rows = self.exchanged(written, requests)
         batch.update(self.pulls_of(rows))
         batch.update(self.score(batch, rows))

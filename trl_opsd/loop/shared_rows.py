@@ -36,6 +36,7 @@ class SharedRows(DistillationTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         sizes = launched(kwargs["args"])
+        # Hidden from accelerate and transformers, which would divide batches of the dataset: prompts, here.
         with sharing_rows_ourselves(sizes):
             super().__init__(*args, **kwargs)
         if sizes.sp_enabled:
@@ -55,12 +56,14 @@ class SharedRows(DistillationTrainer):
             raise ValueError(
                 "`sp_size`: padding changes what the student reads, so its rows cannot be divided: remove `sp_size`."
             )
+        # In turn, each with a backward pass: all at once would need as much memory as without sharing.
         for number, part in enumerate(_parts(self.row_group, inputs, self.accelerator.device), start=1):
             with self.row_group.reads(self.model):
                 yield part, number == self.row_group.size
 
     def backward_early(self, loss: Tensor) -> Tensor:
         """Adds the gradient of a loss to that of the micro-step, and returns the loss without it."""
+        # DeepSpeed accepts several backward passes before a step.
         self.accelerator.deepspeed_engine_wrapped.backward(loss, sync_gradients=False, scale_wrt_gas=False)
         return loss.detach()
 
@@ -76,6 +79,7 @@ def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> I
     sizes = [torch.empty_like(mine) for _ in range(group.size)]
     distributed.all_gather(sizes, mine, group=group.group)
     for owner, (rows, tokens, width) in enumerate(torch.stack(sizes).tolist()):
+        # Equal parts for all, rounded up.
         length = max(1, -(-(tokens - 1) // group.size))
         shapes = {"tokens": (rows, length + 1), "hidden": (rows, length, width), "teacher": (rows,), "pull": (rows,)}
         part = {

@@ -126,6 +126,7 @@ class GuardedSteps(Trainer):
         if self._guard.will_skip or broken:
             if not (self._guard.will_skip or self._scales_loss):
                 in_loss = self._broken_loss is not None and bool(self._broken_loss)
+                # Collective, but only after the norm, which all processes share, was not finite.
                 each = gather_object([{"loss": in_loss, "gradient": self._probe.broken()}])
                 side = "loss" if any(one["loss"] for one in each) else "gradient"
                 ranks = tuple(rank for rank, one in enumerate(each) if one[side])

@@ -43,6 +43,7 @@ class Waiting:
                 break
             group.append(row)
         is_full = len(group) < len(ready) or (self._budget is None and len(group) == self._rows)
+        # With a budget rows are taken as they come: waiting for a full one would leave the device idle.
         takes_what_there_is = self._budget is not None and not self._in_order and bool(group)
         if not (is_full or takes_what_there_is or len(ready) == self.left):
             return None

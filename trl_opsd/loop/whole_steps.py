@@ -56,6 +56,7 @@ class WholeSteps(Trainer):
         """As transformers', after moving our callback to the end."""
         callbacks = self.callback_handler.callbacks
         if callbacks[-1] is not self._ends:  # others were added since
+            # Last, or a later callback could still end the step early.
             callbacks[:] = [*(one for one in callbacks if one is not self._ends), self._ends]
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss

@@ -245,6 +245,7 @@ class _Batch:
         size = min(_bucket(len(self.writing)), self.size) if caches else len(self.writing)
         if size == self.size:
             return
+        # Finished rows fill the bucket; the loop ignores what they generate.
         idle = [place for place in range(self.size) if place not in self.writing]
         kept = [*self.writing, *idle[: size - len(self.writing)]]
         self.writing = dict(enumerate(self.writing.values()))

@@ -90,7 +90,7 @@ class HFRollout(RolloutBackend):
         self._warned_of.clear()
         self.of_student = of_model(trainer.model, trainer.generation_config, self.writer)
         self._check_drawn({})
-        self._bound = copy.deepcopy(trainer.generation_config)
+        self._bound = copy.deepcopy(trainer.generation_config)  # what is assigned to it later is found by comparison
         self.close()
         self._is_split = not self.is_apart and splits_student(trainer.accelerator)
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
@@ -190,6 +190,7 @@ class HFRollout(RolloutBackend):
         config = copy.copy(sampling)
         # What is unset here would come from the checkpoint's own generation config.
         config.num_return_sequences, config.return_dict_in_generate = 1, False
+        # `prove_writing` has found other logits for prompts as short as this with a cache.
         if prompt_tokens < writing.cached_from:
             config.use_cache = False
         config.max_new_tokens, loop = max(*rooms, 1), None
@@ -214,6 +215,7 @@ class HFRollout(RolloutBackend):
             if self._compile:
                 self._set_up_compilation(config, prompt_tokens)
         known = KnownTokensOnly(trainer.limits.vocabulary, trainer.placeholders)
+        # Between two rows of a lazy iterator others use the student, which needs its own weights then.
         casts = self._cast(student) if loop and not lazily else nullcontext()
         with _TokenProgress(config.max_new_tokens, trainer.show_progress) as progress, casts:
             written = generate(

@@ -180,7 +180,7 @@ class ServedRollout(SyncedRollout[ServerEngine]):
     def sync_weights(self) -> None:
         """As for every engine. Cancels unfinished streams, so no completion mixes weight versions."""
         self._give_up()
-        self._trainer.accelerator.wait_for_everyone()
+        self._trainer.accelerator.wait_for_everyone()  # every process has cancelled its streams
         super().sync_weights()
 
     def close(self) -> None:
@@ -199,6 +199,7 @@ class ServedRollout(SyncedRollout[ServerEngine]):
         elif trainer.loads != self._loads and step:  # resumed: the rows from this step on are generated again
             self._uses = Counter({before: uses for before, uses in self._uses.items() if before < step})
         self._loads = trainer.loads
+        # A second generation at a step, as in an evaluation, has other seeds than the first.
         use = self._uses[step]
         self._uses[step] += 1
         accelerator = trainer.accelerator

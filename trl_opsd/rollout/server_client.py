@@ -75,6 +75,7 @@ class ServerClient(Asking, VLLMClient):
 
     def knows(self, vocabulary: int) -> bool:
         """Whether the server's model has this many ids or more."""
+        # A bias for an id that the model lacks is refused before anything runs.
         asked = {"max_tokens": 1, "logit_bias": {str(vocabulary - 1): 0.0}}
         return accepts(self.session.post(self._route, json=self._body([[0]], asked)))
 

@@ -150,6 +150,7 @@ class ServerEngine:
         with shared_errors(), stream:
             if self._client is not None:
                 self._client.update(stream)
+        # With it each process checks which weights its completions are from.
         (self._asking.version,) = broadcast_object_list([self._asking.version])
 
     def forget_prefixes(self) -> None:

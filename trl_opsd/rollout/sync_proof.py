@@ -25,6 +25,7 @@ WRITTEN = 16
 PROMPTED = 64
 """Minimum of tokens in the probe, so that an average over them is meaningful."""
 
+# Healthy medians in bfloat16 are 2e-3 to 8e-3; as a share of the largest logit they would vary tenfold.
 RELATIVE = {torch.float32: 1e-4, torch.float16: 2.5e-3, torch.bfloat16: 2e-2}
 """Tolerance for the median difference of log-probabilities between two implementations, as a share of the logits' root
 mean square."""
@@ -59,6 +60,7 @@ class SyncProof:
     def __init__(self, trainer: Host, engine: Engine, dtype: torch.dtype, with_adapter: bool) -> None:
         self._trainer, self._engine, self._dtype, self._with_adapter = trainer, engine, dtype, with_adapter
         self._last_scores_L: Tensor | None = None
+        # A shorter probe than a block never uses the prefix cache, and a stale one would go unnoticed.
         self._length = max(engine.block_size + 2, PROMPTED)
         if trainer.limits.context is not None:
             self._length = max(1, min(self._length, trainer.limits.context - WRITTEN - 1))
@@ -114,6 +116,7 @@ class SyncProof:
         """The student's log-probabilities of all tokens but the first, [2, L + T - 1], and the RMS of its logits."""
         trainer = self._trainer
         ids_RL = ids_RL.to(trainer.accelerator.device)
+        # As in rollouts, gathered: under ZeRO-3 a forward of the bare student breaks the next backward pass.
         with trainer.student_for_generation() as student:
             off: AbstractContextManager[Any] = student.disable_adapter() if without_adapter else nullcontext()
             with off:
@@ -128,6 +131,7 @@ class SyncProof:
         scored, cached = scores
         rounding = (relative or RELATIVE[self._dtype]) * max(scale, 1e-6)
         rows = [(scored - own_RL[0]).abs(), (cached - own_RL[1, -cached.numel() :]).abs()]
+        # The median separates rounding from faults; the largest difference does not, in bfloat16.
         averages = torch.stack([row.mean() for row in rows])
         medians = torch.stack([row.median() for row in rows])
         return Gap(

@@ -124,7 +124,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         if proves and not self._proved and self._has_weights:
             self._wake("kv_cache")
             self._proof.record_scores()
-            self._engine.wipe_cache()
+            self._engine.wipe_cache()  # its first weights may be random, and NaNs in the cache outlive a sync
         self._sent = None  # if an exception follows, the engine's weights are unknown
         with _timed(trainer, "sync/seconds"), torch.no_grad():
             trainer.record("sync/bytes", float(self._send()))

@@ -151,7 +151,7 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
             sequences=max(
                 args.per_device_train_batch_size * args.gradient_accumulation_steps, args.per_device_eval_batch_size
             ),
-            seed=trainer.accelerator.process_index,
+            seed=trainer.accelerator.process_index,  # else all processes would sample with the same random numbers
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             model_impl=args.vllm_model_impl,
             trust_remote_code=args.trust_remote_code,

@@ -71,6 +71,7 @@ class Background:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="trl_opsd server client", daemon=True).start()
+        # The thread ends with its owner.
         weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -164,6 +165,7 @@ class BoundedSession:
     async def _ask(
         self, asked: str, method: str, url: str, within: float, max_bytes: int, options: dict[str, Any]
     ) -> Answer:
+        # aiohttp cancels all of a request. `requests` does not: dripped headers, or a redirect's body, take their time.
         limits = aiohttp.ClientTimeout(total=None, sock_connect=min(within, _CONNECT_SECONDS))
         # The server may close a kept connection just when it is reused.
         connector = aiohttp.TCPConnector(force_close=True)
@@ -173,7 +175,7 @@ class BoundedSession:
                 timeout=limits,
                 connector=connector,
                 trust_env=self._trust_env,
-                auto_decompress=False,
+                auto_decompress=False,  # a small answer could expand to gigabytes
                 headers=self._headers,
             ) as session,
             session.request(method, url, allow_redirects=False, **options) as response,
@@ -235,7 +237,7 @@ async def _body(asked: str, response: aiohttp.ClientResponse, max_bytes: int) ->
     parts, size = [], 0
     async for part in response.content.iter_any():
         parts.append(part)
-        size += len(part)
+        size += len(part)  # counted here: a header may state any length
         if size > max_bytes:
             raise ServerError(
                 f"{asked} answered more than {max_bytes / MIB:.0f} MiB, the limit for this request: no such server "

@@ -41,6 +41,7 @@ def check_disk(args: TrainingArguments) -> None:
     if args.save_strategy == "no" and not args.enable_jit_checkpoint:
         return
     [name] = broadcast_object_list([uuid4().hex])
+    # A random name, which no earlier run has left there.
     mark = Path(args.output_dir, f".{name}")
     if args.process_index == 0:
         mark.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +180,7 @@ _SHOWN = 3
 def check_launch(folder: Path, deepspeed: bool, fsdp: bool) -> None:
     """Rejects a checkpoint of another kind of launch, whose optimizer would silently start anew."""
     saved = {
-        "DeepSpeed": any(folder.glob("global_step*")),
+        "DeepSpeed": any(folder.glob("global_step*")),  # each launch saves the optimizer in files of other names
         "FSDP": (folder / "optimizer.bin").exists() or (folder / "optimizer_0").exists(),
         "one process or DDP": (folder / "optimizer.pt").exists(),
     }

@@ -83,6 +83,7 @@ class Course:
         return {name: sign for name, sign in found.items() if sign is not None}
 
     def _divergence(self, first: Figures, last: Figures) -> str | None:
+        # At a rate far too high the third step has collapsed: then not the first ten but the very first is a reference.
         now, before, at_once = (abs(one.divergence) for one in (last, first, self._first[0]))
         if now <= GROWN * max(before, SMALL) and (now < LARGE or now <= GROWN * at_once):
             return None
@@ -94,6 +95,7 @@ class Course:
 
     def _entropy(self, last: Figures) -> str | None:
         begin = max(one.student_entropy for one in self._first)
+        # Not against its start alone: to become as certain as the teacher is the aim.
         if last.student_entropy >= FALLEN * min(begin, last.teacher_entropy):
             return None
         return (

@@ -51,6 +51,7 @@ class Keeper:
         if self._block is None:
             self._block = self._allocate(hidden_nCH)
         self._source = device = hidden_nCH.device
+        # Lengths and places are on the host, so that nothing here waits for the device.
         lengths = [len(self._places[row]) for row in rows]
         at_N = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device, non_blocking=True)
         places_N = torch.cat([self._places[row] for row in rows]).to(device, non_blocking=True)
@@ -73,6 +74,7 @@ class Keeper:
     def _allocate(self, like: Tensor) -> Tensor:
         shape = (sum(map(len, self._places)), like.size(-1))
         device = targets_device(self._choice, shape[0] * shape[1] * like.element_size(), self._accelerator)
+        # One block: torch rounds each pinned allocation up to a power of two.
         pinned = device.type == "cpu" and has_streams(self._accelerator)
         return torch.empty(shape, dtype=like.dtype, device=device, pin_memory=pinned)
 

@@ -36,6 +36,7 @@ def entries(folder: Path, rank: int, processes: int, is_main: bool) -> dict[str,
 
     def is_own(path: Path) -> bool:
         found = _RANK.search(path.name)
+        # A file without a rank is the main process's, as one with a number that is none.
         owner = int(found[1]) if found else processes
         return owner == rank or (owner >= processes and is_main)
 
@@ -51,6 +52,7 @@ def seal(folder: Path, known: Mapping[str, Any]) -> None:
     with manifest.open("w", encoding="utf-8") as file:
         json.dump({"format": 1, "files": {name: here[name] for name in files}}, file, indent=1)
     sync(manifest)
+    # A file is on disk only when the folder's entry for it is.
     for one in {folder, *(path.parent for path in files.values())}:
         sync(one)
 
@@ -72,6 +74,7 @@ def problems(checkpoint: Path) -> list[str]:
     found = _files(checkpoint)  # only files inside the folder are opened, whatever paths a manifest contains
     wrong = {name: f"{name} is missing" for name in expected if name not in found}
     for name in expected.keys() - wrong.keys():
+        # Sizes first: contents are read only where all of them are right.
         if (size := found[name].stat().st_size) != expected[name][0]:
             wrong[name] = f"{name} has {size} bytes instead of {expected[name][0]}"
     if not wrong:

@@ -42,6 +42,7 @@ _WHAT = {
 
 def nonfinite_side(sums: Mapping[str, float]) -> str | None:
     """Where the first NaN or infinity of these sums arose; `"divergence"` if both models are finite."""
+    # NaN weights make every sum NaN, and NaN logits of either model the divergence: the cause comes first.
     arises_in = {
         "weights": "weight",
         "teacher": "teacher_entropy",

@@ -58,7 +58,7 @@ def cast_weights(model: nn.Module, device_type: str, copies: dict[Tensor, nn.Par
                 if weight.is_floating_point() and weight.dtype not in (dtype, torch.float64):
                     if weight not in copies:
                         copies[weight] = nn.Parameter(torch.empty_like(weight, dtype=dtype), requires_grad=False)
-                    copies[weight].copy_(weight)
+                    copies[weight].copy_(weight)  # in place: compiled graphs contain the address
                     replaced.append((layer, name, weight))
                     setattr(layer, name, copies[weight])
         yield

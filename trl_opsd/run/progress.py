@@ -137,6 +137,7 @@ class Progress(ProgressCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Creates the bar, in the main process."""
         if state.is_world_process_zero:
+            # `disable=None`: no bar where the output is no terminal.
             self.training_bar = tqdm(total=state.max_steps, dynamic_ncols=True, disable=None, unit="step")
         self.current_step = 0
 
@@ -187,6 +188,7 @@ def replace_default(handler: CallbackHandler) -> Callable[[str], AbstractContext
 
     To be called when the trainer has just been built: the default stands behind the user's callbacks, which stay.
     """
+    # From the end: the default was added last, and a user may have passed the same class.
     for place in reversed(range(len(handler.callbacks))):
         kind = type(handler.callbacks[place])
         if kind is DEFAULT_PROGRESS_CALLBACK:

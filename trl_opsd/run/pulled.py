@@ -46,6 +46,7 @@ class Pulled(Generic[T]):
         self._unwanted = Event()
         self.last = perf_counter()
         """Time of the newest item, by `time.perf_counter`."""
+        # A daemon: a server that never answers must not keep the program alive.
         Thread(target=self._pull, name="trl_opsd rows", daemon=True).start()
 
     def take(self, wait: bool) -> list[T]:

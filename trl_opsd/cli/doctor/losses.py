@@ -48,7 +48,7 @@ def equals_reference(pair: Pair) -> str:
     said = []
     for name, divergence in _divergences().items():
         expected = _value_and_gradient(dense_divergence, mine, yours, divergence, None, vocabulary)
-        for chunk in (1, 7, None):
+        for chunk in (1, 7, None):  # the smallest tile, one that divides nothing, and all tokens
             found = _value_and_gradient(streamed_divergence, mine, yours, divergence, chunk, vocabulary)
             if (gap := max(map(_gap, found, expected))) > _ROUNDING or gap != gap:
                 raise ValueError(

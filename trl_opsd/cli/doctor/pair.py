@@ -75,7 +75,7 @@ def _model(source: str, role: str, tiny: bool, loading: Mapping[str, Any]) -> Pr
     trust = "trust_remote_code" if role == "student" else "teacher_trust_remote_code"
     language_config(source, role, loading, trust)
     if tiny:  # random weights; vocabulary, hidden size and head stay as they are
-        torch.manual_seed(("student", "teacher").index(role))
+        torch.manual_seed(("student", "teacher").index(role))  # different weights, or the divergence would be 0
         config = AutoConfig.from_pretrained(source, trust_remote_code=_is_trusted(loading), **_place(loading))
         model = without_weights(shrunk(config), torch.float32)
     else:

@@ -51,7 +51,7 @@ class _Live(TorchDispatchMode):
         return result
 
     def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage()  # views share a storage, which is counted once
         if id(storage) in self._seen:
             return
         size = storage.nbytes()
@@ -96,7 +96,7 @@ def _traced(model: PreTrainedModel, rows: int, tokens: int, products: str, check
             getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": False})
         parameters = list(model.parameters())
         for one in parameters:
-            one.grad = torch.empty_like(one)
+            one.grad = torch.empty_like(one)  # exists already, so that only activations are counted
         known = [*parameters, *(one.grad for one in parameters), *model.buffers()]
         ids_BL, mask_BL = torch.zeros(rows, tokens, dtype=torch.long), torch.ones(rows, tokens, dtype=torch.long)
         with _Live(known) as live:

@@ -45,7 +45,7 @@ def run(arguments: Sequence[str], prog: str, traceback: bool = False) -> None:
         return
     launcher, script = separated(arguments, parser)
     if launcher or torch.accelerator.device_count() > 1 or Path(default_config_file).is_file():
-        parser.check(script)
+        parser.check(script)  # once, before each process of the launch imports the trainer to find the same mistake
         command = [*launcher, "--module", "trl_opsd", *["--traceback"] * traceback, "train", *script]
         agent = getLogger("torch.distributed.elastic.multiprocessing.api")
         agent.disabled = True  # it would report a failure that the process has printed already
