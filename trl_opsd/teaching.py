@@ -85,7 +85,7 @@ class Teaching(SeamTrainer):
         )
         self._prompts_are_seen = next(iter(given.rows.values())).can_be_read_ahead
         rows = self._admit_datasets(given.rows, self.readers.student)
-        self._student_readers = self.readers
+        self._student_readers = self.readers  # without the limits of teachers, for when another is assigned
         self._set_up_teachers(given.models)
         self._admit_for_teachers(rows)
 
@@ -155,7 +155,7 @@ class Teaching(SeamTrainer):
             with preserved_rng(self.accelerator.device):
                 yield
         except BaseException:
-            self.__dict__.clear()
+            self.__dict__.clear()  # all attributes: a half-built reader or teacher must not remain
             self.__dict__.update(before)
             raise
         self.is_built = True

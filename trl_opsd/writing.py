@@ -123,7 +123,7 @@ class Writing(SeamTrainer):
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         self._be_ready_to_write()
-        self.wait_for_rows()
+        self.wait_for_rows()  # those generated ahead occupy the rollout
         # A copy, so that changing it does not change what is trained on.
         returned = self.rollout.complete([list(ids) for ids in prompt_ids], self.state.global_step)
         return checked_completions(returned, self, prompt_ids, type(self.rollout).__name__)

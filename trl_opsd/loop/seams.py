@@ -322,6 +322,7 @@ class SeamTrainer(
     def _noted(self, inputs: Mapping[str, Any], rows: Tensor, scored: Tensor | None, sums: list[float]) -> bool:
         """Counts a micro-batch by its `sums` over all processes; returns whether its loss is finite in all."""
         named = self.named(sums)
+        # The sums of an option that is off are 0, which would be logged as if measured.
         absent = {"clipped": self.args.kl_clip, "pulled": inputs.get("pull"), "importance": inputs.get("logprobs")}
         named = {name: one for name, one in named.items() if name not in absent or absent[name] is not None}
         if is_finite := self.is_finite_loss(named, rows):

@@ -133,8 +133,9 @@ def _scattered(group: RowGroup, owner: int, tensor: Tensor, shape: tuple[int, ..
     parts = None
     if owner == group.rank:
         if tensor.dim() == 1:
-            parts = [tensor] * group.size
+            parts = [tensor] * group.size  # one value per row, which every process needs
         else:
+            # Parts of the tokens overlap by one: each begins with the token before its positions.
             beyond = shape[1] - length
             whole = group.size * length + beyond
             padding = [0, 0] * (tensor.dim() - 2) + [0, max(0, whole - tensor.size(1))]

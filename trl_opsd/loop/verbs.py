@@ -143,6 +143,7 @@ def check_verbs(trainer: type) -> None:
                 continue
             if name in VERBS:
                 _check_signature(f"{one.__name__}.{name}", value, getattr(Verbs, name))
+            # A longer name, such as `complete_with_hints`, is a helper and no misspelling.
             elif (near := difflib.get_close_matches(name, VERBS, n=1, cutoff=0.8)) and not name.startswith(near[0]):
                 raise TypeError(f"`{one.__name__}.{name}` is called by nothing, did you mean `{near[0]}`.")
 

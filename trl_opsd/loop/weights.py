@@ -20,6 +20,7 @@ def checked_weights(weights: Any, rollout: Rollout) -> Tensor:
     expected = rollout.weights.shape
     if weights.shape != expected:
         raise ValueError(f"`weigh` returned weights of shape {tuple(weights.shape)}: expected {tuple(expected)}.")
+    # A user may have computed them with a model; the loss has no gradient through them.
     weights = weights.detach().to(rollout.weights.device, torch.float32)
     if not (weights.isfinite() & (weights >= 0) & (weights <= LARGEST)).all():
         raise ValueError(

@@ -63,6 +63,7 @@ def of_model(model: CausalLM, config: GenerationConfig, writer: str) -> dict[str
     found = {
         name: value
         for name, value in own.items()
+        # `generate` takes the model's value where this config has none.
         if getattr(config, name, None) is None and name not in _CHANGES_NO_TOKEN and not name.startswith("_")
     }
     for name, value in found.items():

@@ -194,6 +194,7 @@ class HFRollout(RolloutBackend):
         if prompt_tokens < writing.cached_from:
             config.use_cache = False
         config.max_new_tokens, loop = max(*rooms, 1), None
+        # Checked anew for each batch: `trainer.generation_config` may be assigned to.
         if reason := obstacle(student, config) or writing.rows_stay:
             self._warn_of_plain(reason)
             if config.cache_implementation == "static" and torch.is_autocast_enabled(trainer.accelerator.device.type):

@@ -39,6 +39,7 @@ class KeptCaches:
         kept_tokens = self._tokens if made_for == self._made_for else 0
         if tokens > kept_tokens or rows > max(self._by_rows, default=0):
             self.clear()  # before the new one takes its memory
+            # Never shorter than before, or lengths in turn would reallocate each time.
             self._made_for, self._tokens = made_for, max(tokens, kept_tokens)
             return StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=self._tokens)
         cache = self._for_rows(rows)

@@ -47,6 +47,7 @@ def _checked(
             host.limits.check_completion(prompt_ids[row], completion, name)
             yield row, completion
     finally:
+        # Also where the trainer stops in the middle: what is still generated would be for nothing.
         if hasattr(stream, "close"):
             stream.close()
     if missing:

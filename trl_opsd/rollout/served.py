@@ -101,7 +101,7 @@ class ServedRollout(SyncedRollout[ServerEngine]):
                 f"The {self._kind.name} server computes in {served} and the student in {dtype}, so completions differ "
                 f"slightly from the student's: start the server with `--dtype {str(dtype).removeprefix('torch.')}`."
             )
-        return max(dtype, served, key=RELATIVE.__getitem__)
+        return max(dtype, served, key=RELATIVE.__getitem__)  # the one with the larger tolerance
 
     @abstractmethod
     def _sampled(self, end_ids: list[int], masked: list[str]) -> dict[str, Any]:

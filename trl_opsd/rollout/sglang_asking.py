@@ -75,6 +75,7 @@ class SGLangAsking:
     def _request(self, rows: Sequence[Row]) -> tuple[dict[str, Any], int, answers.Read]:
         """The body of a request, the limit for its answer in bytes, and a function that reads that."""
         prompts = [ids for ids, _ in rows]
+        # An answer repeats its id, which shows that it belongs to this row.
         names = [f"{uuid4().hex}-{number}" for number in range(len(rows))]
         sampling = [self._sampling(ids, options) for ids, options in rows]
         scored = [_scored(options) for _, options in rows]
@@ -85,7 +86,7 @@ class SGLangAsking:
             "return_logprob": [this is not None for this in scored],
             "logprob_start_len": [0 if this else -1 for this in scored],
         }
-        version = self.version
+        version = self.version  # at the time of the request: newer weights may be sent before its answer is read
 
         def read(answer: Answer) -> list[Completion]:
             found = content(answer, list)

@@ -84,7 +84,7 @@ class SyncProof:
         worst = self._trainer.accelerator.gather(
             torch.tensor([gap.largest, gap.excess], device=self._trainer.accelerator.device)
         ).view(-1, 2)
-        if not worst[:, 1].max() <= 1:
+        if not worst[:, 1].max() <= 1:  # not `> 1`: NaN has to fail, too
             # All processes get here together, as the forward of a sharded student is collective.
             bare_RL = self._student(ids_RL, without_adapter=True)[0] if self._with_adapter else None
             raise SyncError(

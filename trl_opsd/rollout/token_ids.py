@@ -35,6 +35,7 @@ def whole(
     token: Any, where: str, role: str = "among the tokens", expected: str = "token ids, which are integers"
 ) -> int:
     """An integer, also a scalar of numpy or torch, as `int`; anything else is a `ValueError` with what was expected."""
+    # `index(True)` is 1, but a mask is not a completion.
     of_bools = isinstance(token, bool) or "bool" in str(getattr(token, "dtype", ""))
     if not of_bools and getattr(token, "ndim", 0) == 0:
         with suppress(TypeError):

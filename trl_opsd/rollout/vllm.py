@@ -54,7 +54,8 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         sampling = sampling_options(self._args, list(trainer.eos_token_ids))
         self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="trl_opsd-tokenizer-")
         trainer.processing_class.save_pretrained(self._tokenizer_folder.name)
-        trainer.model.config.save_pretrained(self._tokenizer_folder.name)  # vLLM looks for one there, twice
+        # Without one each engine retries for two seconds.
+        trainer.model.config.save_pretrained(self._tokenizer_folder.name)
         with preserved_rng(trainer.accelerator.device):
             engine = self._started()
         trainer.accelerator.wait_for_everyone()  # else the others wait in a later collective for one still building
@@ -94,6 +95,7 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         if self._mode == "full":
             return self._load(Stream(weights_of(model), *how, saved))
         sent = 0
+        # Only an adapter is trained, but a user may have changed the base, too.
         base = version_of(weight.base for weight in base_weights_of(model))
         if base != self._base_sent:
             self._base_sent = None

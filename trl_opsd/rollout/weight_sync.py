@@ -71,6 +71,7 @@ class Stream:
             split = _parts(bucket)
             with self.gathered(split):
                 for weight in bucket:
+                    # Adapters are merged here, one weight at a time, so the student is not changed or copied.
                     made = weight.materialize()
                     # Cast before gathering: fewer bytes. A copy, as an engine may keep the tensor for a while.
                     tensor = whole(made.to(self.device, self._dtype_of(made), copy=bool(split)))

@@ -57,6 +57,7 @@ def prove_writing(student: CausalLM, reading: Reading, vocabulary: int, collecti
 
 
 def _proved(student: CausalLM, reading: Reading, vocabulary: int, collective: bool) -> Writing:
+    # Any different ids will do, and these exist in every vocabulary.
     prompt, other = [vocabulary // 3, vocabulary // 4, vocabulary // 5], [vocabulary // 2, vocabulary // 6]
     single_TV = _read(student, other[:1], vocabulary)
     cached, alone_TV = _alone(student, prompt, vocabulary)

@@ -91,6 +91,7 @@ def recover(run_dir: Path) -> None:
             f"{unfinished} is a {'symlink' if unfinished.is_symlink() else 'file'}: expected a folder of our own, in "
             "which checkpoints are written and deleted. Remove it, or use another `output_dir`."
         )
+    # A manifest is written last, so a folder without problems was complete when the process was killed.
     for _, folder in _numbered(unfinished):
         if not folder.is_symlink() and not problems(folder):
             _move_in(folder, run_dir)
@@ -253,6 +254,7 @@ def _is_ours(checkpoint: Path) -> bool:
     """Whether a checkpoint may be deleted: it has our manifest, or is empty."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return False
+    # An empty one is what a killed run of another trainer leaves.
     return has_manifest(checkpoint) or not os.listdir(checkpoint)
 
 

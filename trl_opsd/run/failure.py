@@ -49,6 +49,7 @@ def one_traceback() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # Claimed when it is raised: a rank that fails because of this one may end before it.
         error.__dict__["_failed_first"] = _first_to_claim(f"trl_opsd/failed/{run}")
         raise
 

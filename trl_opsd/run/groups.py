@@ -19,7 +19,7 @@ def set_group_timeout(time: timedelta) -> None:
     """
     if not distributed.is_initialized():
         return
-    for group in c10d._world.pg_map:
+    for group in c10d._world.pg_map:  # torch has no public list of all groups
         for backend in _backends(group):
             if backend.options._timeout in (constants.default_pg_timeout, constants.default_pg_nccl_timeout):
                 backend._set_default_timeout(time)

@@ -16,6 +16,7 @@ def check_parts(parts: Any, rollout: Rollout, where: str, training: bool) -> Non
     shapes = {"loss": (), "rows": (len(rollout.completion_ids), columns)}
     got = "None" if parts is None else f"a {type(parts).__name__}"
     if isinstance(parts, LossParts):
+        # Dtype and shape are known on the host; values are not.
         wrong = [name for name, shape in shapes.items() if not _is_float(getattr(parts, name), shape)]
         if not wrong and training and torch.is_grad_enabled() and not parts.loss.requires_grad:
             raise ValueError(

@@ -50,6 +50,7 @@ def explained(phase: str, parts: Callable[[], Mapping[str, int]]) -> Iterator[No
     try:
         yield
     except Exception as error:
+        # The innermost phase is left first, and its note is there when outer ones look.
         noted = any(line.startswith(_NOTE_PREFIX) for line in getattr(error, "__notes__", ()))
         if is_out_of_memory(error) and not noted:
             # `parts` is computed only now: it costs time, and the error is rare.

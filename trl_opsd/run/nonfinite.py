@@ -125,7 +125,7 @@ class StepGuard:
         if self.policy == "raise":
             raise NonFiniteError(str(finding))
         logger.warning(f"Skipped: {finding}")
-        self.will_skip = self.will_skip or not finding.evaluating
+        self.will_skip = self.will_skip or not finding.evaluating  # an evaluation has no step to skip
 
     def step_taken(self) -> None:
         """Records that a step was taken."""

@@ -164,6 +164,7 @@ _SAMPLED = 4096
 def _unmoved(weight: Tensor, rate: float) -> float:
     """Mean share of a weight's values that do not change when the rate is added, and when it is subtracted."""
     values = weight.flatten()[:: max(weight.numel() // _SAMPLED, 1)]
+    # Rounded to the nearest, as the weights are when the optimizer writes them.
     unmoved = [(values.float() + step).to(values.dtype) == values for step in (rate, -rate)]
     return float(torch.stack(unmoved).float().mean()) if values.numel() else 0.0
 

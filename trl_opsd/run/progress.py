@@ -118,6 +118,7 @@ def peak_bytes() -> float:
     if torch.accelerator.is_available():
         with suppress(RuntimeError):  # not every accelerator counts it: "Allocator for mps is not a DeviceAllocator"
             return float(torch.accelerator.max_memory_allocated())
+    # KiB on Linux, bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

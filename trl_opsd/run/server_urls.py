@@ -37,7 +37,7 @@ def _url(called: str, given: str) -> str:
     """The address without a trailing slash; an error does not quote a password in it."""
     expected = "expected an address as `http://127.0.0.1:8000`"
     try:
-        parts = urlsplit(given)
+        parts = urlsplit(given)  # `port` is parsed only when it is read, and may raise
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         is_address = False

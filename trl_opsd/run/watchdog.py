@@ -38,7 +38,7 @@ class Watchdog:
         try:
             yield
         finally:
-            self._phases.pop()
+            self._phases.pop()  # the outer phase has its time limit again from the start
             self._watch(self._seconds)
 
     def _watch(self, seconds: float) -> None:

@@ -55,7 +55,7 @@ def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any
         finally:
             trainer.rollout.close()
     gap = max(_shortfall(pair.student, *row) for row in zip(asked, answered, strict=True))
-    if not gap < _TIE:
+    if not gap < _TIE:  # not `>=`: NaN has to fail, too
         raise ValueError(
             f"{trainer.rollout} has written a token that is {gap:.3g} nats less likely than the likeliest one by the "
             "student's own logits, although it was to write the likeliest: it has other weights than the student, or "

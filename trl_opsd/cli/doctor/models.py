@@ -49,7 +49,7 @@ def texts(tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], list[int]
 
     def ids(text: str) -> list[int]:
         read: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if 2 * len(set(read)) > len(text.split()):
+        if 2 * len(set(read)) > len(text.split()):  # fewer distinct tokens: most words were unknown
             return read
         return [ordinary[ord(letter) % len(ordinary)] for letter in text]
 
@@ -90,6 +90,7 @@ def repeats(pair: Pair) -> str:
     """The teacher's logits are the same in a second forward pass."""
     model, rows = pair.teacher.model, pair.teacher.model.get_output_embeddings().weight.size(0)
     ids_BL = torch.arange(16, device=pair.device).mul(rows // 16)[None]
+    # NaN is a finding of other checks; here it would differ from itself.
     first, again = (model(input_ids=ids_BL, use_cache=False).logits.float().nan_to_num() for _ in range(2))
     gap = float((first - again).abs().max() / first.abs().max().clamp(min=1e-30))
     if gap > _ALIKE:

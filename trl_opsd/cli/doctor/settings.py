@@ -89,7 +89,7 @@ def collected() -> Iterator[list[str]]:
             found.append(record.getMessage())
 
     logger, handler = logging.getLogger("trl_opsd"), Collecting(logging.WARNING)
-    propagates, logger.propagate = logger.propagate, False
+    propagates, logger.propagate = logger.propagate, False  # else handlers of the root logger would print them
     logger.addHandler(handler)
     try:
         yield found

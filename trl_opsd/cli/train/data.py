@@ -54,6 +54,7 @@ def _one_dataset(name: str, config: str | None, streaming: bool) -> Splits:
         raise ValueError(
             f"`dataset_name={name!r}` is a file of no kind that is read here: expected one of {', '.join(FORMATS)}."
         )
+    # The files that mark a folder of `save_to_disk`.
     if not any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
         with _explained("dataset_name", [name]):
             return load_dataset(name, name=config, streaming=streaming)

@@ -175,6 +175,7 @@ class OptionParser(TrlParser):
         given, _ = own.parse_known_args(args := list(args))
         if len(given.config) > 1:
             self.error(f"--config is given {len(given.config)} times, but only one file is read")
+        # The file is checked before TRL's parser, whose error for an unknown key has no hint.
         config = self._read(given.config[0]) if given.config else {}
         if task := self.tasks.get(str(given.task or config.get("task"))):
             self.set_defaults_with_config(**yaml.safe_load(task.options.read_text(encoding="utf-8")))
@@ -213,7 +214,7 @@ class OptionParser(TrlParser):
             self.error(f"--config {path}: expected a mapping of options to values, got {type(config).__name__}")
         hints = {name: hint for group in self.dataclass_types for name, hint in get_type_hints(group).items()}
         allowed = {action.dest: action.choices for action in self._actions}
-        passed = {"env", *self._elsewhere}
+        passed = {"env", *self._elsewhere}  # TRL's parser sets environment variables from `env`
         options = {str(name): value for name, value in config.items() if name not in passed}
         problems = [
             _problem(name, value, hints[name], allowed[name]) for name, value in options.items() if name in allowed
