@@ -86,7 +86,7 @@ def completions(answer: dict[str, Any], prompt_ids: list[list[int]], options: di
         raise ServerError(
             f"The vLLM server answered completions {shown(found)} to {len(prompt_ids)} prompts: expected one for each."
         )
-    in_order = sorted(choices, key=lambda choice: int(choice["index"]))
+    in_order = sorted(choices, key=lambda choice: int(choice["index"]))  # the API promises no order
     return [_one(choice, ids, options) for choice, ids in zip(in_order, prompt_ids, strict=True)]
 
 

@@ -64,4 +64,5 @@ class Asking:
 
     def _body(self, prompt_ids: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
         asked = {"model": self.facts.model, "prompt": prompt_ids, **options}
+        # Ids instead of text, which does not determine the ids.
         return {**asked, "return_token_ids": True, "return_tokens_as_token_ids": True}

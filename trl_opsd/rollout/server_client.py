@@ -98,6 +98,7 @@ class ServerClient(Asking, VLLMClient):
 
         An earlier connection of this process over the same port is closed: only one client at a time can have it.
         """
+        # The earlier client listens at the port until it is closed.
         _connected.get(self.group_port, self).close()
         self.close()
         _check_free(self.group_port)
@@ -138,6 +139,7 @@ class ServerClient(Asking, VLLMClient):
 
     def close(self) -> None:
         """Disconnects, so that the port is free, and another training run can use the server."""
+        # TRL registers it, which would keep this client alive until the program ends.
         atexit.unregister(self.close_communicator)
         self.close_communicator()
 

@@ -96,6 +96,7 @@ class ServerEngine:
         self._kind, self._client, self._process = kind, client, trainer.accelerator.process_index
         self._vocabulary = model_shape(trainer.model)[0]
         self.name, self.device = f"the {kind.name} server", trainer.accelerator.device
+        # Only the main process has contacted the server.
         ((url, facts),) = broadcast_object_list([client and (client.url, client.facts)])
         self._asking = client or new_asker(url, kind.session(url, deadline), facts)
         self._machines = machines()

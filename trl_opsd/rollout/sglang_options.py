@@ -50,7 +50,7 @@ def sampling_params(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
     return {
         "temperature": args.temperature,
         "top_p": 1.0 if args.top_p is None else args.top_p,
-        "top_k": args.top_k or -1,
+        "top_k": args.top_k or -1,  # -1: all tokens
         "min_p": args.min_p or 0.0,
         "repetition_penalty": args.repetition_penalty or 1.0,
         **given,

@@ -85,6 +85,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
     def _begun(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
         """Sends the weights if they have changed, and returns the options of each prompt. Collective."""
         changes = assigned(self._trainer.generation_config, self._bound)
+        # An engine reads none of `trainer.generation_config`, so every change would be ignored.
         check_followed(changes, dict.fromkeys(changes, "an engine has the options of `OPSDConfig`, set it there"))
         self._wake("weights")
         self._proof.take_prompts(prompt_ids)
@@ -176,6 +177,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
 
     def _has_changed(self) -> bool:
         """Whether weights have changed since they were sent, in any process. Collective, so that all or none send."""
+        # Addresses differ between processes, so each compares with what it has sent.
         here = torch.tensor([int(self._version() != self._sent)], device=self._trainer.accelerator.device)
         return bool(self._trainer.accelerator.gather(here).any())
 

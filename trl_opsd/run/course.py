@@ -119,6 +119,7 @@ class Course:
 
 def _medians(steps: Sequence[Figures] | deque[Figures]) -> Figures:
     names = Figures.__dataclass_fields__
+    # Medians: one odd step is no collapse.
     return Figures(**dict(zip(names, map(median, zip(*map(astuple, steps), strict=True)), strict=True)))
 
 

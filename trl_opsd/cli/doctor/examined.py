@@ -65,7 +65,7 @@ def examine(pair: Pair, settings: Settings | ValueError | None = None, vllm: boo
     asked = [*([writes] if vllm else []), *([_of_settings(settings)] if settings else [])]
     found: list[Finding] = []
     for check in (*CHECKS, *asked, Check("versions", lambda _: installed.versions())):
-        print(f"{check.name} ...", file=sys.stderr, flush=True)
+        print(f"{check.name} ...", file=sys.stderr, flush=True)  # stdout has the answer alone
         found.append(_found(check, pair, found))
     return found
 

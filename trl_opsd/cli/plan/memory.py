@@ -85,7 +85,9 @@ def phases(
     if kept:
         always |= {BUCKETS: kept}
     whole = choice.sharding in ("single", "ddp")
+    # Autocast keeps copies of trained weights; frozen ones are cast anew, and DeepSpeed casts once.
     copies = student.parameters * 2 if load.half and whole and load.lora is None else 0
+    # `teacher_cache_device='auto'` keeps a larger batch of targets in host memory.
     signal = load.batch * load.length * teacher.width * itemsize
     targets = {"targets": signal if signal <= CACHE_BYTES else choice.micro * load.length * teacher.width * itemsize}
     awake = {} if choice.sleeps or not engine else {"engine": engine}

@@ -81,7 +81,7 @@ class ExtraArguments:
     def __post_init__(self) -> None:
         if isinstance(given := self.teacher_models, str):
             with suppress(ValueError):
-                self.teacher_models = json.loads(given)
+                self.teacher_models = json.loads(given)  # other text is rejected below
         if self.teacher_models is None:
             return
         named = self.teacher_models.items() if isinstance(self.teacher_models, dict) else [(None, None)]
