@@ -1,4 +1,4 @@
-"""Describes a trainer to a person: what runs, on what, and what student and teacher read first."""
+"""Describes a trainer to a person: what runs, on what, and the first prompts of student and teacher."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from trl_opsd.run.sampling_options import SAMPLING
 _WIDTH = 120
 """Characters in a line."""
 _PROMPT = 600
-"""Characters of a prompt that are shown; of a longer one, its beginning and its end."""
+"""Maximum characters shown of a prompt; of a longer one, its beginning and its end."""
 _OF_TEACHER = "of the teacher"
-"""The entry of the teacher's first prompt."""
+"""Name of the entry with the teacher's first prompt."""
 _KINDS = {"base": "the student as it was passed", "ema": "the student's moving average", "live": "the student as it is"}
 """What each `teacher_model_kind` is."""
 
@@ -45,7 +45,7 @@ class Banner(TrainerCallback):
         describe (`Callable`):
             Returns the description.
         add (`Callable`):
-            Returns what is known only after a step and belongs to it, or `None`; printed once.
+            Returns the entry that is known only after a step, or `None`; printed once.
     """
 
     def __init__(self, describe: Callable[[], str], add: Callable[[], str | None]) -> None:
@@ -76,7 +76,7 @@ class Described:
     rollout: object
     """What generates; `str` describes it."""
     of_student: Mapping[str, Any] | None
-    """What it takes from the student's own generation config; `None` if not even the options are known to hold."""
+    """What it takes from the student's own generation config; `None` if it may not even follow the options."""
     divergence: Divergence
     """What it minimises."""
     readers: Readers
@@ -84,17 +84,12 @@ class Described:
     rewards: Collection[str]
     """Names of its reward functions."""
     without_effect: Collection[str]
-    """Options that are set and have no effect."""
+    """Options that are set but have no effect."""
     first_made: list[int] | None
-    """Token ids of the first prompt that `teacher_prompt_fn` has made, if it has made one."""
+    """Token ids of the first prompt by `teacher_prompt_fn`; `None` without one so far."""
 
     def text(self, reads_stream: bool = False) -> str:
-        """The description, an entry for each part.
-
-        Args:
-            reads_stream (`bool`, *optional*, defaults to `False`):
-                Whether to read the first row of a stream, to show its prompt.
-        """
+        """The description, an entry for each part; `reads_stream` shows the first row of a stream, which reads it."""
         return "\n".join([type(self.trainer).__name__, *_filled(chain(self._parts(), self._rows(reads_stream)))])
 
     def later(self) -> str | None:
@@ -210,7 +205,7 @@ class Described:
             yield reader, "the same" if alike else self._decoded(self.readers.teacher, request)
 
     def _unread(self, dataset: AnyDataset) -> list[str]:
-        """Columns that nothing reads, as far as that is known: a function or a subclass may read any."""
+        """Columns that nothing reads, as far as is known: a function or a subclass may read any."""
         calls = self.rewards or self.readers.intake.prompts.prompt_fn is not None
         sees_rows = calls or not of_package(self.trainer.weigh)
         read = {*self.trainer.row_columns, *self.trainer.hidden_columns}

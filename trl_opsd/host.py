@@ -42,11 +42,11 @@ class Host(Protocol):
 
     @property
     def reads_logprobs(self) -> bool:
-        """Whether the loss reads [`RolloutBackend.logprobs`] of what is written now."""
+        """Whether the loss uses [`RolloutBackend.logprobs`] of the current generation."""
 
     @property
     def learns_from_draws(self) -> bool:
-        """Whether the loss estimates a gradient from which tokens were drawn, by the student's own probabilities."""
+        """Whether the loss is a policy gradient, which depends on the distribution that tokens were sampled from."""
 
     @property
     def limits(self) -> PromptLimits:

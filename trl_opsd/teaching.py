@@ -1,4 +1,4 @@
-"""The part of the trainer that knows teachers: what they read, what they say, and what a checkpoint holds of them."""
+"""The part of the trainer that knows teachers: what they read, their targets, and their state in checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from trl_opsd.types import Rollout, TeacherTargets
 
 
 class Teaching(SeamTrainer):
-    """A trainer with teachers; a subclass writes completions, and compares."""
+    """A trainer with teachers; a subclass generates completions, and compares."""
 
     row_columns: tuple[str, ...] = COLUMNS
     hidden_columns = IMAGE_COLUMNS  # TRL would treat them as images even when they are empty
@@ -55,9 +55,9 @@ class Teaching(SeamTrainer):
     reading: Reading
     """Which rows the student can read in one batch."""
     _described_rows: tuple[str, str] | None = None
-    """The training dataset in the fingerprint and what joins its prompts and contexts, once they are needed."""
+    """The training dataset in the fingerprint, and the template of its contexts; computed when first needed."""
     first_made: list[int] | None = None
-    """Token ids of the first prompt that `teacher_prompt_fn` has made."""
+    """Token ids of the first prompt by `teacher_prompt_fn`."""
 
     @property
     def teacher_names(self) -> tuple[str, ...]:
@@ -65,16 +65,11 @@ class Teaching(SeamTrainer):
 
     @property
     def reading_to_learn(self) -> Reading:
-        """Which it does, where it does not write."""
+        """The same outside of generation, where the padding options of the config apply."""
         return replace(self.reading, packed=self.args.padding_free, multiple_of=self.args.pad_to_multiple_of or 1)
 
     def set_up_teaching(self, given: Prepared) -> None:
-        """Builds readers and teachers, and checks every row with both.
-
-        Args:
-            given ([`~arguments.prepared.Prepared`]):
-                The checked arguments of the trainer.
-        """
+        """Builds readers and teachers from the checked arguments, and checks every row with both."""
         self._identity = fingerprint.Identity(self.args, self.model, self.handed_in, self.optimizer)
         self._identity.set_functions(self._own_functions(given))
         self.dropped_prompts: Counter[str] = Counter()
@@ -90,7 +85,7 @@ class Teaching(SeamTrainer):
         )
         self._prompts_are_seen = next(iter(given.rows.values())).can_be_read_ahead
         rows = self._admit_datasets(given.rows, self.readers.student)
-        self._student_readers = self.readers
+        self._student_readers = self.readers  # without the limits of teachers, for when another is assigned
         self._set_up_teachers(given.models)
         self._admit_for_teachers(rows)
 
@@ -153,14 +148,14 @@ class Teaching(SeamTrainer):
 
     @contextmanager
     def _rebuilding(self) -> Iterator[None]:
-        """Lets the body assign any attributes, which are as before if it raises."""
+        """Lets the body assign any attributes, and restores all of them if it raises."""
         before = dict(vars(self))
         self.is_built = False
         try:
             with preserved_rng(self.accelerator.device):
                 yield
         except BaseException:
-            self.__dict__.clear()
+            self.__dict__.clear()  # all attributes: a half-built reader or teacher must not remain
             self.__dict__.update(before)
             raise
         self.is_built = True
@@ -200,7 +195,7 @@ class Teaching(SeamTrainer):
 
     @property
     def _batch(self) -> str:
-        """The generation batch that is being read, in messages about its rows."""
+        """The current generation batch, in messages about its rows."""
         step = self.state.global_step + 1 + self.steps_ahead
         name = f"the batch of step {step}" if self.model.training else "an evaluation batch"
         number = self.accelerator.num_processes
@@ -292,7 +287,7 @@ class Teaching(SeamTrainer):
         return prompts.template or (TEXT_TEMPLATE if is_text else TEMPLATE)
 
     def _own_functions(self, given: Prepared) -> dict[str, Any]:
-        """What the user has passed that is called, by its name in messages."""
+        """Functions of the user that are called, by name in messages."""
         prompt_fn, learned = given.intake.prompts.prompt_fn, given.rewards if self.args.reward_weight else ()
         return {
             **({} if prompt_fn is None else {"teacher_prompt_fn": prompt_fn}),
@@ -302,7 +297,7 @@ class Teaching(SeamTrainer):
 
     @property
     def _own_verbs(self) -> dict[str, list[Any]]:
-        """The verbs that subclasses override: what is called first, then what that may call."""
+        """The verbs that subclasses override: the one called first, then those that it may call."""
         found = {}
         for verb in ("complete", "teach", "weigh", "compare"):
             classes = [one for one in type(self).__mro__ if not one.__module__.startswith("trl_opsd.")]
@@ -311,6 +306,6 @@ class Teaching(SeamTrainer):
 
     @property
     def _calls_functions(self) -> bool:
-        """Whether what is learned may depend on columns that only functions read."""
+        """Whether the loss may depend on columns that only functions read."""
         learned = self._given_rewards if self.args.reward_weight else ()
         return self.readers.intake.prompts.prompt_fn is not None or bool(learned)

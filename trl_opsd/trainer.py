@@ -54,8 +54,8 @@ logger = get_logger(__name__)
 
 
 class OPSDTrainer(StrictNames, Writing, Teaching):
-    """Trainer for on-policy distillation: the student writes completions, a frozen teacher scores each token, and the
-    student moves toward the teacher's next-token distribution.
+    """Trainer for on-policy distillation: the student generates completions, a frozen teacher scores each token, and
+    the student moves toward the teacher's next-token distribution.
 
     A [`~trl.DistillationTrainer`]: its arguments keep their names and meanings, and on the same completions in the same
     order it gives the same numbers. It differs in how it gets there: the teacher reads a generation batch once and
@@ -159,7 +159,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         reward_funcs: Any = None,
         reward_processing_classes: Any = None,
     ) -> None:
-        share_tracebacks()
+        share_tracebacks()  # first of all, as whatever follows may fail in one process
         check_verbs(type(self))
         given = prepared(
             model=model,
@@ -206,7 +206,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         self.divergence = self.args.divergence if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
         self._without_effect = given.without_effect
-        self._has_compared = given.is_same_model  # what a first divergence of 0 means was said
+        self._has_compared = given.is_same_model  # the user was warned already that a divergence of 0 follows
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
             if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
@@ -217,7 +217,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         warn_of_overridden(self.model, self.generation_config)
         self.bind(given.rollout)
         self.say_overlap()
-        self.is_built = True
+        self.is_built = True  # from here on assignments of a user are checked
         self.remember_launch()
         self.args.accept_changes()
         is_traced = "trackio" in self.args.report_to
@@ -228,7 +228,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
 
     @classmethod
     def explain(cls, name: str, known: Collection[str]) -> str:
-        """What an argument of another trainer is called here, or the closest name."""
+        """The name of another trainer's argument here, or the closest name."""
         return explained_argument(name, known, [one.name for one in fields(OPSDConfig)])
 
     def _prove_divergence(self, divergence: Divergence) -> None:
@@ -243,7 +243,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
     ) -> LossParts:
         selection = self._late_selection
-        # Before the device is given work to wait for.
+        # First, as these reads wait for the device, which has no work queued yet.
         mine = shares(self.teachers.heads, targets, rollout.weights, selection, rollout.weights_on_host())
         hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
         with whole_head(student) as head, self.teachers.whole_heads() as teacher_heads:
@@ -283,7 +283,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         self._try_rate()
 
     def _try_rate(self) -> None:
-        """Warns if the weights would not hold steps of the learning rate; once for each rate."""
+        """Warns if the dtype of the weights would lose updates at the learning rate; once for each rate."""
         if self.args.learning_rate != self._rate_tried:
             self._rate_tried = self.args.learning_rate
             warn_of_lost_updates(self.model, self.accelerator, self._rate_tried, self.optimizer)
@@ -310,7 +310,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
     def _announced(self) -> str:
         counted = self.dropped_prompts.copy()
         text = self._described.text(reads_stream=True)
-        self.dropped_prompts.clear()  # a row of a stream that was only looked at is not dropped by that
+        self.dropped_prompts.clear()  # displaying a stream's first row must not count it as dropped
         self.dropped_prompts.update(counted)
         return text
 

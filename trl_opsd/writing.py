@@ -1,4 +1,4 @@
-"""The part of the trainer that knows the rollout: what writes completions, and that these can be trained on."""
+"""The part of the trainer that knows the rollout: what generates completions, and whether these can be trained on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _users: WeakValueDictionary[int, Writing] = WeakValueDictionary()
 
 
 class Writing(SeamTrainer):
-    """A trainer whose student writes completions; a subclass teaches, and compares."""
+    """A trainer whose student generates completions; a subclass teaches, and compares."""
 
     args: OPSDConfig
     readers: Readers
@@ -43,16 +43,12 @@ class Writing(SeamTrainer):
     _of_teacher: Mapping[str, OfTeacher] = MappingProxyType({})
 
     def prove_student(self) -> None:
-        """Examines the student by running it, once its weights are where they will be."""
+        """Verifies the student by running it, once its weights are where they will be."""
         self.reading = prove_student(self.model, self.in_student, self.args, self.accelerator, self.args.padding_free)
         self._student_is_proved = True
 
     def bind(self, rollout: RolloutBackend) -> None:
-        """Has a rollout write for this trainer.
-
-        Raises:
-            ValueError: It cannot be bound, or not with `overlap="ahead"`.
-        """
+        """Binds a rollout to this trainer; rejects one that cannot work with `overlap='ahead'`."""
         if self.writes_ahead:
             self._check_writes_apart(rollout)
         with explained("start", partial(self.footprint, "start")):
@@ -73,7 +69,7 @@ class Writing(SeamTrainer):
 
     @property
     def rollout(self) -> RolloutBackend:
-        """What writes completions. Another can be assigned; the former is not closed."""
+        """The rollout that generates. Another can be assigned; the former is not closed."""
         return self._rollout
 
     @rollout.setter
@@ -108,11 +104,7 @@ class Writing(SeamTrainer):
             self.bind(self.rollout)
 
     def let_teachers_write(self) -> None:
-        """Has each teacher write for the rows that `seq_kd` gives it.
-
-        Raises:
-            ValueError: One cannot.
-        """
+        """Prepares each teacher to generate for its rows with `seq_kd`; a `ValueError` if one cannot."""
         limits = self.readers.teacher_limits
         self._of_teacher = {name: OfTeacher(self, teacher, limits[name]) for name, teacher in self.teachers.items()}
 
@@ -131,7 +123,7 @@ class Writing(SeamTrainer):
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         self._be_ready_to_write()
-        self.wait_for_rows()
+        self.wait_for_rows()  # those generated ahead occupy the rollout
         # A copy, so that changing it does not change what is trained on.
         returned = self.rollout.complete([list(ids) for ids in prompt_ids], self.state.global_step)
         return checked_completions(returned, self, prompt_ids, type(self.rollout).__name__)

@@ -21,7 +21,7 @@ class _Commands(TyperGroup):
     """The commands; each ends with one sentence for an error that explains itself, unless `--traceback` is given."""
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
-        context.obj = TRACEBACK in args
+        context.obj = TRACEBACK in args  # it may stand anywhere, also behind a command's own options
         return super().parse_args(context, [one for one in args if one != TRACEBACK])
 
     def invoke(self, context: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Lets a trainer be used after other things happened in its process: another config, another training, new objects.
+"""Makes a trainer reusable after another config, another training or new objects in its process.
 
 Every `TrainingArguments` resets the launch's state, which all trainers of a process share; and transformers keeps the
 optimizer of an earlier training, and never looks at a model or an optimizer that was assigned.
@@ -18,7 +18,7 @@ __all__ = ["UsedAgain"]
 
 
 class UsedAgain(Trainer):
-    """A trainer with a launch state of its own whenever it trains, evaluates or is displayed; says what is ignored."""
+    """A trainer that restores its launch state before it trains or evaluates, and rejects vain assignments."""
 
     model: Any
     optimizer: Any
@@ -28,30 +28,26 @@ class UsedAgain(Trainer):
     _launch: dict[str, Any] | None = None
     """The launch's state when the trainer was built."""
     _trained: Any = None
-    """The model that was built, or trained last."""
+    """The model at construction, or of the last training."""
     _stepped: Any = None
-    """The optimizer that was passed, or stepped last."""
+    """The optimizer that was passed, or of the last training."""
     _made_for: tuple[Any, ...] | None = None
-    """Options of the optimizer that a training has made."""
+    """Values of `OF_THE_OPTIMIZER` when a training made the optimizer; `None` for an optimizer of the user's."""
 
     def remember_launch(self) -> None:
-        """Keeps the launch's state, and the model; to be called when the trainer is complete."""
+        """Records the launch's state and the model; to be called when the trainer is complete."""
         self._launch = dict(AcceleratorState._shared_state)
         self._trained, self._stepped = self.model, self.optimizer
 
     def restore_launch(self) -> None:
-        """Makes the launch's state that of this trainer, if another config or trainer has replaced it."""
+        """Restores this trainer's launch state, which another config or trainer may have replaced."""
         if self._launch is not None:
+            # Cleared, not replaced: every instance has this dict as its `__dict__`.
             AcceleratorState._shared_state.clear()
             AcceleratorState._shared_state.update(self._launch)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers'.
-
-        Raises:
-            ValueError: The model is another, the optimizer is another model's, or options were changed that an existing
-                optimizer does not read.
-        """
+        """As transformers', after rejecting what it ignores: another model, or options that a kept optimizer lacks."""
         self.restore_launch()
         if self._trained is not None and self.model is not self._trained:
             raise ValueError(
@@ -69,6 +65,7 @@ class UsedAgain(Trainer):
             )
         if self.optimizer is not None and self.optimizer is not self._stepped:
             self._made_for = None
+        # Options of a passed optimizer are its own: the config's are not compared with them.
         own = self.optimizer is None or self._made_for is not None
         options = tuple(getattr(self.args, name) for name in OF_THE_OPTIMIZER)
         if self.optimizer is None or self.is_deepspeed_enabled:  # one is made now

@@ -54,13 +54,13 @@ _OWN = {
 _FIGURES = re.compile(r"(.+_)?(divergence|rewards/.+)/mean")
 """Names in the log that the card shows, also of evaluations."""
 _MARKS = re.compile(r"\[([^\]]+)\]\([^)]+\)|`")
-"""Links, and what code stands between."""
+"""Markdown links and backticks."""
 _BASE, _PROCEDURE, _UNNAMED = "This model is a fine-tuned version of [", "## Training procedure", 'model="None"'
-"""What is completed in TRL's card: the beginnings of two lines, and a part of another."""
+"""What is replaced in TRL's card: the beginnings of two lines, and a part of another."""
 
 
 class Cards(DistillationTrainer):
-    """A trainer whose model cards say what was done."""
+    """A trainer whose model cards name base model, teachers, objective and figures."""
 
     args: OPSDConfig
     model: Any
@@ -74,7 +74,7 @@ class Cards(DistillationTrainer):
 
     @property
     def settings(self) -> Mapping[str, str]:
-        """How it is trained, in words by topic; without names of folders, and without data."""
+        """How it is trained, in words by topic; a card is published, so it has no names of folders and no data."""
         raise NotImplementedError
 
     @property
@@ -137,7 +137,7 @@ class Cards(DistillationTrainer):
         return {**taught, "objective": objective, **self.settings}
 
     def about(self) -> dict[str, str]:
-        """The same and the student, without marks, for the report."""
+        """The same and the student, without markup, for the report."""
         said = {"student": _shown(self.model), **self._taught()}
         return {topic.replace("`", ""): _MARKS.sub(r"\1", text) for topic, text in said.items()}
 
@@ -162,12 +162,7 @@ class Cards(DistillationTrainer):
 
 
 def figures(logs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The first and the last value of divergences and rewards, as the lines of a table; none before the first log.
-
-    Args:
-        logs (`Sequence[Mapping[str, Any]]`):
-            `trainer.state.log_history`.
-    """
+    """The first and the last value of divergences and rewards, as the lines of a table; none before the first log."""
     names = dict.fromkeys(name for log in logs for name in log if _FIGURES.fullmatch(name))
     found = {name: [(log[name], log["step"]) for log in logs if log.get(name) is not None] for name in names}
     rows = [_row(name.replace("|", "/"), values[0], values[-1]) for name, values in found.items() if values]
@@ -193,6 +188,7 @@ def _shown(model: Any) -> str:
 
 def _hub_id(path: str) -> str | None:
     """The id of a model on the Hub, also of its folder in the cache; `None` for any other folder."""
+    # A snapshot in the cache: `models--owner--name/snapshots/<commit>`.
     cached = [part for part in Path(path).parts if part.startswith("models--")]
     if cached:
         return cached[-1].removeprefix("models--").replace("--", "/")
@@ -200,4 +196,4 @@ def _hub_id(path: str) -> str | None:
         validate_repo_id(path)
     except HFValidationError:
         return None
-    return path if path and not os.path.isdir(path) else None
+    return path if path and not os.path.isdir(path) else None  # a folder may look like `owner/name`

@@ -1,4 +1,4 @@
-"""Watches the steps of a training for a collapse, and warns or stops; `run/course.py` knows what one looks like."""
+"""Watches a training for a collapse, and warns or stops; `run/course.py` knows the signs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
 """Overridden methods of transformers' trainer, with their parameters; a test compares them with the installed ones."""
 
 FILE = "opsd_course.json"
-"""Where a checkpoint keeps the figures of the first and the last steps."""
+"""File of a checkpoint with the figures of the first and the last steps."""
 
 logger = get_logger(__name__)
 
@@ -34,15 +34,8 @@ logger = get_logger(__name__)
 class CollapseGuard(TrainerCallback):
     """Ends each step of a course, and warns once of each sign of a collapse, or stops and saves.
 
-    Every process has the same figures, so all of them stop at the same step.
-
-    Args:
-        end_step (`Callable`):
-            Adds the step that has ended to the course, and returns the signs of a collapse by name.
-        stops (`bool`):
-            Whether to stop at the first sign.
-        best (`Callable`):
-            Returns the best checkpoint there is.
+    `end_step` adds the step to the course and returns the signs by name; every process has the same figures, so all
+    stop at the same step.
     """
 
     def __init__(self, end_step: Callable[[], Mapping[str, str]], stops: bool, best: Callable[[], Path | None]) -> None:
@@ -79,7 +72,7 @@ class CollapseGuard(TrainerCallback):
 
 
 class Courses(Trainer):
-    """A trainer that knows how it began, also after it has resumed."""
+    """A trainer that compares its steps with its first ones, also after it has resumed."""
 
     args: OPSDConfig
     accelerator: Any
@@ -102,18 +95,14 @@ class Courses(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As transformers', from a course without steps, unless it resumes."""
+        """As transformers', with an empty course, unless it resumes."""
         self._course, self._step_texts = Course(), None
         self._step_sums.clear()
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def note_completions(self, completions: Sequence[Sequence[int]]) -> None:
-        """Records which share of the student's completions of all processes ends in a repetition, and how long they
-        are. Collective.
-
-        Args:
-            completions (`Sequence[Sequence[int]]`):
-                Those of a generation batch that the student of this process wrote, as token ids; may be none.
+        """Records the share of repetitive completions and their mean length, of those that the student generated, over
+        all processes; this one may have none. Collective.
         """
         mine = [len(completions), sum(map(len, completions)), sum(map(is_repetition, completions))]
         sums = torch.tensor(mine, dtype=torch.float32, device=self.accelerator.device)
@@ -124,12 +113,12 @@ class Courses(Trainer):
             self._step_texts = (tokens / count, repeated / count) if count else None
 
     def note_loss(self, named: Mapping[str, float]) -> None:
-        """Adds the sums of a micro-batch over all processes to those of its step."""
+        """Adds the sums of a micro-batch, over all processes, to those of its step."""
         self._step_sums.update(named)
 
     def _end_step(self) -> dict[str, str]:
         sums, self._step_sums = self._step_sums, Counter()
-        if not sums["weight"] or self._step_texts is None:  # skipped, or of texts that are not the student's
+        if not sums["weight"] or self._step_texts is None:  # skipped, or no completion of the student's
             return {}
         length, repeated = self._step_texts
         means = {name: sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy")}
@@ -140,7 +129,7 @@ class Courses(Trainer):
     # ---- Checkpoints -----------------------------------------------------------------------------------------------
 
     def save_course(self, folder: str) -> None:
-        """Writes what [`load_course`] reads; in one process."""
+        """Writes what [`load_course`] reads; called by one process."""
         (Path(folder) / FILE).write_text(json.dumps(self._course.state(), allow_nan=False), encoding="utf-8")
 
     def load_course(self, folder: str) -> None:
@@ -157,6 +146,6 @@ class Courses(Trainer):
     def kept(self, run_dir: Path) -> Collection[Path]:
         """Checkpoints that `save_total_limit` does not delete: the best; after a collapse, all."""
         if self._collapse.has_stopped:
-            return list(run_dir.glob("checkpoint-*"))
+            return list(run_dir.glob("checkpoint-*"))  # which of them is still sound is not known
         best = self.best_checkpoint() if self._watches else self.state.best_model_checkpoint
         return [] if best is None else [Path(best)]

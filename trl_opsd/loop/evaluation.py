@@ -1,5 +1,5 @@
-"""Makes TRL's evaluation repeatable and a mean over tokens, names all metrics after their dataset, and lets `predict`
-return what was written.
+"""Makes TRL's evaluation repeatable and a mean over tokens, names all metrics by dataset, and lets `predict` return
+completions.
 
 N rows of a dataset · C tokens of the longest completion
 """
@@ -40,7 +40,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
 """Overridden methods of TRL's trainer, with their parameters; a test compares them with the installed ones."""
 
 NO_TOKEN = -100
-"""Fills what is not a token in predictions, as everywhere in transformers."""
+"""Padding of predictions, as everywhere in transformers."""
 
 
 @final
@@ -67,7 +67,7 @@ class Evaluations(DistillationTrainer):
     """A trainer whose evaluations can be compared with each other, and whose predictions are completions."""
 
     reads_solutions: bool = False
-    """Whether a column `solution` of a dataset is what only the teacher reads."""
+    """Whether a column `solution` of a dataset is privileged context."""
     session: Callable[[], AbstractContextManager[None]]
     _accounts: dict[str, Accounts]
     _rewards: Any = None
@@ -88,13 +88,13 @@ class Evaluations(DistillationTrainer):
             ignore_keys (`list[str]`, *optional*):
                 Has no effect; transformers' trainer takes it.
             metric_key_prefix (`str`, *optional*, defaults to `"test"`):
-                The names of the metrics begin with it.
+                Prefix of the metrics.
 
         Returns:
-            [`Predictions`]: transformers' `PredictionOutput`, in which `predictions` are the token ids of the
-            completions, [N, C] and in the order of the rows, with -100 after their ends; `metrics` are those of
-            `evaluate`; there are no `label_ids`. Besides, `texts` are the completions as text. With
-            `prediction_loss_only=True` in the config there are neither.
+            [`Predictions`]: transformers' `PredictionOutput`. `predictions` are the token ids of the completions,
+            [N, C], in the order of the rows, padded with -100; `texts` are the same as text. With
+            `prediction_loss_only=True` in the config there are neither. `metrics` are those of `evaluate`; there are no
+            `label_ids`.
         """
         if not isinstance(test_dataset, Dataset | IterableDataset):
             raise TypeError(
@@ -111,10 +111,10 @@ class Evaluations(DistillationTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """As TRL's; all batches of all datasets are completed in one session of the rollout.
+        """As TRL's; all batches of all datasets are generated in one session of the rollout.
 
-        A `metric_for_best_model` that this evaluation has no value of is NaN in what is returned, which is never the
-        best, and is not logged.
+        A `metric_for_best_model` without a value in this evaluation is returned as NaN, which is never the best, and is
+        not logged.
         """
         with self.session():
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -124,17 +124,17 @@ class Evaluations(DistillationTrainer):
         return found
 
     def _is_logged(self, name: str) -> bool:
-        """Whether evaluations log a metric, though perhaps not each of them."""
+        """Whether evaluations may log a metric, though perhaps not each of them."""
         known, beginnings = evaluated_names(self.eval_dataset, self._rewards.functions if self._rewards else ())
         return name in known or name.startswith(beginnings) or any(name in log for log in self.state.log_history)
 
     def as_read(self, datasets: Any, where: str) -> Any:
-        """Datasets of this name, with their columns as they are called here."""
+        """Datasets with their columns renamed to ours."""
         datasets = with_prompts(datasets, where)
         return solutions_as_context(datasets) if self.reads_solutions else datasets
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """As TRL's; a dataset that was not there at construction may have other columns."""
+        """As TRL's, but renames columns, as the dataset may not have been there at construction."""
         return super().get_eval_dataloader(self.as_read(eval_dataset, "eval_dataset"))
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
@@ -168,6 +168,7 @@ class Evaluations(DistillationTrainer):
         self._metrics["eval"].clear()  # left by an interrupted evaluation
         accounts.clear()
         with preserved_rng(self.accelerator.device):
+            # The same samples in each evaluation, other ones per process.
             set_seed(self.args.seed, device_specific=True)
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -186,6 +187,6 @@ class Evaluations(DistillationTrainer):
         return output
 
     def _means(self) -> dict[str, float]:
-        """The means of what TRL and `record` have collected in this evaluation, without NaN, as TRL logs them."""
+        """Means, without NaN as in TRL's log, of what TRL and `record` have collected in this evaluation."""
         known = {name: [one for one in each if not math.isnan(one)] for name, each in self._metrics["eval"].items()}
         return {name: sum(each) / len(each) for name, each in known.items() if each}

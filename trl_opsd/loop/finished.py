@@ -33,7 +33,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 
 class FinishedRuns(Trainer):
-    """A trainer that can be told to resume until the run is finished, and then loads the checkpoint and returns."""
+    """A trainer that, resumed from a finished run, loads the checkpoint and returns."""
 
     _was_finished: bool = False
 
@@ -62,7 +62,7 @@ class FinishedRuns(Trainer):
             f"No step is left to train: {resume_from_checkpoint} is of step {self.state.global_step} of {max_steps}. "
             "To train on, raise `max_steps` or `num_train_epochs`."
         )
-        return num_train_epochs, 0
+        return num_train_epochs, 0  # no epoch is left for transformers' loop
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As transformers', but without the loss of a training that had no step, which would be 0."""

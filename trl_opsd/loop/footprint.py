@@ -1,4 +1,4 @@
-"""Estimates from shapes the memory that each phase of training holds, in bytes; activations vary and are left out.
+"""Estimates from shapes the memory of each phase of training, in bytes; activations vary and are left out.
 
 R rows on one device · C tokens of a completion · H hidden width · V vocabulary
 """
@@ -25,17 +25,9 @@ _MOMENTS = 2
 def footprint(
     host: Host, phase: str, teachers: Mapping[str, nn.Module | None], heads: Sequence[OutputHead]
 ) -> dict[str, int]:
-    """A lower bound on the memory of a phase: bytes by description.
+    """A lower bound on the memory of a phase, a key of [`~run.memory.ADVICE`]: bytes by description.
 
-    Args:
-        host ([`~host.Host`]):
-            Provides the student and the options.
-        phase (`str`):
-            A key of [`~run.memory.ADVICE`].
-        teachers (`Mapping`):
-            Their models by name; `None` for a teacher that is not a model.
-        heads (`Sequence`):
-            Output heads of all teachers.
+    A teacher that is not a model is `None` in `teachers`; `heads` are the output heads of all teachers.
     """
     always = {"the student's weights": _bytes(host.model.parameters()), **_teachers(host, teachers)}
     trained = [one for one in host.model.parameters() if one.requires_grad]
@@ -53,7 +45,7 @@ def _teachers(host: Host, teachers: Mapping[str, nn.Module | None]) -> dict[str,
     return {
         f"weights of teacher {name!r}": _bytes(model.parameters())
         for name, model in teachers.items()
-        if model is not None and model is not host.model
+        if model is not None and model is not host.model  # in self-distillation counted as the student's
     }
 
 

@@ -1,4 +1,4 @@
-"""Has several completions written for each prompt, next to each other in a generation batch, and holds them together.
+"""Has several completions generated for each prompt, in adjacent rows of a generation batch, and compares them.
 
 R rows of a generation batch, over all processes · G prompts · n completions of each
 """
@@ -38,22 +38,22 @@ SEAMS: dict[str, tuple[str, ...]] = {
 """Overridden methods of TRL's trainer, with their parameters; a test compares them with the installed ones."""
 
 _KEPT = [LossParts.ROW_NAMES.index(name) for name in ("weight", "divergence", "tokens")]
-"""What is kept of a row: the sum of its weights, its divergence times weight in nats, and its number of tokens."""
+"""Columns kept of a row: the sum of its weights, its divergence times weight in nats, and its number of tokens."""
 
 
 class Generations(DistillationTrainer):
     """A trainer that repeats rows as TRL's GRPO trainer does: each in `num_generations` consecutive places of a batch.
 
-    Places are counted over all processes, so that the completions of a prompt may be written and learned by several.
+    Places are counted over all processes, so several may generate and train on the completions of a prompt.
     """
 
     args: OPSDConfig
     record: Callable[[str, float], None]
     row_group: Any
     _learned_rows: Tensor | None = None
-    """[R, 3], of the rows of this step that this process has learned; the others are 0."""
+    """[R, 3], sums of the rows of this step that this process has trained on; 0 for other rows."""
     _evaluated_rows: list[Tensor] | None = None
-    """[*, 3] each, the rows of an evaluation that is under way, in their order."""
+    """[*, 3] each, the rows of the current evaluation, in their order."""
 
     @property
     def _evaluated_generations(self) -> int:
@@ -69,6 +69,7 @@ class Generations(DistillationTrainer):
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
         sampler = super()._get_train_sampler(dataset)
         number = self.args.num_generations
+        # TRL's sampler repeats each of `batch_size` prompts, so that a step has as many rows as before.
         set_known(sampler, mini_repeat_count=number, batch_size=sampler.batch_size // number)
         return sampler
 
@@ -106,24 +107,16 @@ class Generations(DistillationTrainer):
         return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
     def number_rows(self, rows: Sequence[Request]) -> None:
-        """Tells the rows of a generation batch their places in it, over all processes."""
+        """Sets the place of each row in the generation batch, over all processes."""
         first = self.accelerator.process_index * len(rows)
         for place, row in enumerate(rows, start=first):
             row.place = place
 
-    # ---- Completions of a prompt against each other -------------------------------------------------------------
+    # ---- Completions of a prompt compared -----------------------------------------------------------------------
 
     def note_learned(self, rows: Sequence[Any] | None, sums: Tensor) -> None:
-        """Keeps the sums of a micro-batch until the step ends; of rows from elsewhere, and where rows are divided
-        among processes, nothing is kept.
-
-        Args:
-            rows (`Sequence`, *optional*):
-                The dataset rows, aligned with the sums.
-            sums (`torch.Tensor`):
-                `rows` of the [`~types.LossParts`].
-        """
-        places = [getattr(row, "place", None) for row in rows or ()]
+        """Adds the sums of a micro-batch, [B, columns], to those of its step, where its rows have places."""
+        places = [getattr(row, "place", None) for row in rows or ()]  # none where the user built the batch
         if self.args.num_generations == 1 or self.row_group is not None or None in places or not places:
             return
         if self._learned_rows is None:
@@ -135,12 +128,13 @@ class Generations(DistillationTrainer):
         learned, self._learned_rows = self._learned_rows, None
         if self.args.num_generations == 1 or self.row_group is not None:
             return
-        if learned is None:  # others may have some
+        if learned is None:  # other processes may have some, and the reduction is collective
             learned = torch.zeros(self._rows_of_step, len(_KEPT), device=self.accelerator.device)
+        # Several processes may have trained on the completions of one prompt.
         self._record(self.accelerator.reduce(learned, "sum"), self.args.num_generations)
 
     def note_evaluated(self, sums: Tensor) -> None:
-        """Keeps the sums of a batch of an evaluation, of all processes, in the order of the rows."""
+        """Keeps the sums of an evaluation batch, of all processes, in the order of the rows."""
         if self._evaluated_rows is not None and self._evaluated_generations > 1 and self.row_group is None:
             self._evaluated_rows.append(sums[:, _KEPT])
 
@@ -162,18 +156,8 @@ class Generations(DistillationTrainer):
 
 
 def spread(sums_R3: Tensor, number: int) -> dict[str, float]:
-    """How the completions of a prompt differ from each other: a mean over the prompts with two that count.
-
-    Args:
-        sums_R3 (`torch.Tensor`):
-            [R, 3], the completions of a prompt next to each other: the weight of a row, its divergence times weight in
-            nats, and its tokens.
-        number (`int`):
-            Completions of each prompt.
-
-    Returns:
-        `dict[str, float]`: standard deviations, as TRL's GRPO has them of rewards; empty without such a prompt.
-    """
+    """Mean over prompts of the standard deviation among their completions; empty if no prompt has two that count."""
+    # Columns as in `_KEPT`, completions of a prompt adjacent. Deviations are those of TRL's GRPO for rewards: n - 1.
     weight_Gn, divergence_Gn, tokens_Gn = sums_R3.double().view(-1, number, len(_KEPT)).unbind(-1)
     counted_Gn = weight_Gn > 0
     several_G = counted_Gn.sum(1) > 1
@@ -187,7 +171,7 @@ def spread(sums_R3: Tensor, number: int) -> dict[str, float]:
 
 
 def _deviation(values_Gn: Tensor) -> float:
-    """The mean over prompts of the standard deviation of their values that are not NaN, of which each has two."""
+    """Mean over prompts of the standard deviation of their values that are not NaN; each prompt has at least two."""
     squares_Gn = (values_Gn - values_Gn.nanmean(1, keepdim=True)).square()
     freedom_G = (~values_Gn.isnan()).sum(1) - 1
     return float((squares_Gn.nansum(1) / freedom_G).sqrt().mean())

@@ -31,7 +31,7 @@ class Hosting(SharedRows):
 
     @property
     def strategy(self) -> str:
-        """Number of processes, how the launch divides training among them, and their device, in words."""
+        """Number of processes, parallelism of the launch, and device, in words."""
         number, device = self.accelerator.num_processes, self.accelerator.device.type
         if self._dist.zero_stage:
             kind = f", DeepSpeed ZeRO-{self._dist.zero_stage}"
@@ -47,15 +47,9 @@ class Hosting(SharedRows):
         return f"{number}{kind}, on {device}"
 
     def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
-        """Token ids of prompts that may not have been checked yet, as the rollout will see them.
-
-        Args:
-            prompts (`list`):
-                Texts, or lists of messages.
-            **chat_template_kwargs (`Any`):
-                Arguments of the chat template that override those of the config.
-        """
+        """Token ids of unchecked prompts, as the rollout reads them; keyword arguments go to the chat template."""
         ours = self.chat_template_kwargs
+        # TRL's method reads the attribute and has no argument for it.
         self.chat_template_kwargs = {**ours, **chat_template_kwargs}
         try:
             prompt_ids, _, _ = super()._tokenize_prompts(prompts)
@@ -86,7 +80,7 @@ class Hosting(SharedRows):
         }
 
     def use_special_tokens(self) -> None:
-        """Restricts padding, end and placeholder tokens to ids that the student's embedding has a row for."""
+        """Restricts padding, end and placeholder tokens to ids within the student's embedding."""
         rows = model_shape(self.model)[0]
         ensure_special_tokens(self._tokenizer, rows)
         self.placeholders = placeholders(self.model.config, rows)
@@ -98,14 +92,14 @@ class Hosting(SharedRows):
         self.model.generation_config.pad_token_id = self._tokenizer.pad_token_id
 
     def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
-        """Gathers parameters that ZeRO-3 has split, for reading only, while the context lasts. Collective."""
+        """Gathers parameters that ZeRO-3 has sharded, for reading only, within the context. Collective."""
         context: AbstractContextManager[Any] = self._dist.gather_params(parameters)
         return context
 
     def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(student, *args)`; inside the wrapper's forward, and collective, if the student is split.
+        """`function(student, *args)`; inside the wrapper's forward, and collective, if the student is sharded.
 
-        ZeRO-3 and FSDP2 gather weights only there. A student that is not split needs no wrapper.
+        ZeRO-3 and FSDP2 gather weights only there. A student that is not sharded needs no wrapper.
         """
         student = self.model_wrapped
         if not isinstance(student, CausalLM):  # else accelerate looks at what is installed to find nothing to unwrap

@@ -18,12 +18,7 @@ _BARS = ("training_bar", "prediction_bar")
 
 @contextmanager
 def cleanup_on_error(trainer: Trainer) -> Iterator[None]:
-    """If the body raises, leaves the trainer as a completed training would.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            Its weights, optimizer and state stay as they are.
-    """
+    """If the body raises, leaves the trainer as a completed training would; weights, optimizer and state stay."""
     try:
         yield
     except BaseException:

@@ -56,11 +56,7 @@ class EachRowOnce(Trainer):
         super().__init__(*args, **kwargs)
 
     def check_same_rows(self, mode: str) -> None:
-        """Rejects a stream that gave the processes different rows, before the rows are used. Collective.
-
-        Raises:
-            ValueError: The rows differ.
-        """
+        """Rejects a stream that gave the processes different rows, before the rows are used. Collective."""
         stream = self._streams[mode]
         if stream is None or self.accelerator.num_processes == 1:
             return
@@ -72,12 +68,7 @@ class EachRowOnce(Trainer):
             )
 
     def gather_distinct_rows(self, rows: Tensor) -> Tensor:
-        """Gathers an evaluation batch from all processes, without the rows repeated to fill the last batch.
-
-        Args:
-            rows (`torch.Tensor`):
-                One entry for each row of this process.
-        """
+        """Gathers one entry per row of an evaluation batch, without the padding of the last one. Collective."""
         stream = self._streams["eval"]
         if stream is None:
             gathered: Tensor = self.accelerator.gather_for_metrics(rows)
@@ -89,7 +80,7 @@ class EachRowOnce(Trainer):
         return whole[:left] if is_last and left else whole
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', which does not know how many rows a stream has, nor which of them fill its last batch."""
+        """As transformers', which does not know how many rows a stream has, nor which of them pad its last batch."""
         output = super().evaluation_loop(*args, **kwargs)
         stream = self._streams["eval"]
         if stream is None:
@@ -112,6 +103,7 @@ class EachRowOnce(Trainer):
         if isinstance(dataset, IterableDataset):
             stream = dataset = WholeStream(dataset, self.row_columns, self._if_empty(description, is_training))
             options = _ONE_READER  # several workers would each read all of it
+            # Else the main process would read for all; `WholeStream` splits the rows itself.
             self.accelerator.dataloader_config.dispatch_batches = False
         elif not is_training:
             # A kept loader would continue with another order, and would be reused for the next dataset.

@@ -1,4 +1,4 @@
-"""Counts and times what a trainer does, for its log, and watches each phase."""
+"""Logs counts and times of a trainer, and watches each phase for hangs and memory errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class Logged(DistillationTrainer):
             super()._save_checkpoint(model, trial)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As TRL's; the summary of a training has what was left since its last log, if an evaluation came between."""
+        """As TRL's; the summary of a training includes what an evaluation left since its last log."""
+        # TRL takes the numbers of training or evaluation by the mode of the model.
         was_training, self.model.training = self.model.training, self.model.training or "train_runtime" in logs
         try:
             self._log(logs, start_time)

@@ -1,4 +1,4 @@
-"""Takes the log-probabilities that tokens were sampled with from the rollout to their loss, row by row.
+"""Carries the log-probabilities that tokens were sampled with from the rollout to their loss, row by row.
 
 B rows · C completion tokens
 """
@@ -21,7 +21,7 @@ __all__ = ["WithLogprobs"]
 
 
 class WithLogprobs(DistillationTrainer):
-    """A trainer whose loss may weigh a sampled token by how much likelier it has become since it was sampled."""
+    """A trainer whose loss may weigh a sampled token by its likelihood now relative to when it was sampled."""
 
     args: OPSDConfig
     divergence: Divergence
@@ -29,12 +29,12 @@ class WithLogprobs(DistillationTrainer):
 
     @property
     def learns_from_draws(self) -> bool:
-        """Whether the loss estimates a gradient from which tokens were drawn, by the student's own probabilities."""
+        """Whether the loss is a policy gradient, which depends on the distribution that tokens were sampled from."""
         return isinstance(self.divergence, SampledReverseKL)
 
     @property
     def reads_logprobs(self) -> bool:
-        """Whether the loss of what is written now reads them. Engines tell those at temperature 1."""
+        """Whether the loss of the current generation uses them. Engines report those at temperature 1."""
         return (
             self.learns_from_draws
             and self.rollout.tells_logprobs
@@ -44,18 +44,17 @@ class WithLogprobs(DistillationTrainer):
         )
 
     def note_logprobs(self, row: Request, prompt_ids: list[int], completion_ids: list[int]) -> None:
-        """Tells a row what its completion was sampled with, as soon as the rollout has returned it."""
+        """Sets the sampling log-probabilities of a row, as soon as the rollout has returned it."""
         if self.reads_logprobs:
             found = self.rollout.logprobs(prompt_ids, completion_ids)
             row.logprobs = None if found is None else (completion_ids, found)
 
     def logprobs_of(self, rollout: Rollout, rows: Sequence[Any]) -> dict[str, Tensor]:
-        """`logprobs` of a batch, [B, C] as in [`~types.Rollout`], if those of all its rows are known, in all
-        processes; else nothing. Collective.
-        """
+        """`logprobs` of a batch, [B, C], if all processes know those of all rows; else empty. Collective."""
         if not self.reads_logprobs:
             return {}
         known = [getattr(row, "logprobs", None) for row in rows]
+        # Where a subclass has changed a completion since, what its tokens were sampled with is not known.
         found = [one for one, ids in zip(known, rollout.completion_lists(), strict=True) if one and one[0] == ids]
         device = self.accelerator.device
         if not self.accelerator.gather(torch.tensor([len(found) == len(rows)], device=device)).all():

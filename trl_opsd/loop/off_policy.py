@@ -1,4 +1,4 @@
-"""Takes the completions of some rows from the dataset or the teacher, and has the student write those of the others."""
+"""Takes the completions of some rows from the dataset or the teacher, and lets the student generate the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WEIGHT, _DIVERGENCE = (LossParts.ROW_NAMES.index(name) for name in ("weight", "
 
 
 class OffPolicy(DistillationTrainer):
-    """A trainer that may learn from completions that the student did not write, as TRL's GKD trainer does.
+    """A trainer that may train on completions that the student did not generate, as TRL's GKD trainer does.
 
     Which rows of a step these are follows from `seed`, the step, and the place of a row among those of all processes.
     An evaluation has none.
@@ -35,15 +35,14 @@ class OffPolicy(DistillationTrainer):
     _be_ready_to_write: Callable[[], None]
     _requests: Sequence[Request]
     _sources: Tensor | None = None
-    """[2, 3], of the rows of this step that the student wrote, and of those of the dataset: their number, the sum of
-    their weights, and of their divergences times weight in nats."""
+    """[2, 3], on-policy and off-policy rows of this step: number, weights, and divergences times weight in nats."""
 
     def let_teachers_write(self) -> None:
-        """Prepares [`of_teachers`]; raises `ValueError` if one cannot write."""
+        """Prepares [`of_teachers`]; raises `ValueError` if a teacher cannot generate."""
         raise NotImplementedError
 
     def of_teachers(self, rows: Sequence[Request]) -> list[list[int]]:
-        """The completion that each row's own teacher writes; of at least one row."""
+        """The completion of each row by its own teacher; of at least one row."""
         raise NotImplementedError
 
     @property
@@ -51,25 +50,19 @@ class OffPolicy(DistillationTrainer):
         raise NotImplementedError
 
     def choose_sources(self, rows: Sequence[Request]) -> None:
-        """Tells the rows of a generation batch, which know their places, whose completion they have."""
+        """Marks the rows of a generation batch, which have their places, as on- or off-policy."""
         for row in rows:
+            # Uniform in [0, 1), independent of torch's random state: a resumed run draws the same.
             drawn = derived_seed(self.args.seed, self.state.global_step, row.place or 0) / 2**63
             row.is_off_policy = self.model.training and drawn >= self.args.lmbda
 
     def mixed(
         self, prompt_ids: list[list[int]], write: Callable[[list[list[int]]], list[list[int]]]
     ) -> list[list[int]]:
-        """A completion for each prompt: that of the dataset or the teacher, or what the student writes. Collective.
-
-        Args:
-            prompt_ids (`list[list[int]]`):
-                The prompts of the generation batch of this process, in the order of its rows.
-            write (`Callable`):
-                Has the student write for some of them.
-        """
+        """A completion for each prompt, from the dataset, the teacher or, through `write`, the student. Collective."""
         if self.args.lmbda == 1 or not self.model.training:
             return write(prompt_ids)
-        self._be_ready_to_write()  # the student is proved there, also one that writes nothing
+        self._be_ready_to_write()  # verifies the student, even if it generates nothing in this batch
         given = {number: row for number, row in enumerate(self._requests) if row.is_off_policy}
         if self.args.seq_kd:
             found = dict(zip(given, self.of_teachers(list(given.values())) if given else [], strict=True))
@@ -83,9 +76,7 @@ class OffPolicy(DistillationTrainer):
     def together(
         self, prompt_ids: list[list[int]], write: Callable[[list[list[int]]], list[list[int]]]
     ) -> list[list[int]] | None:
-        """What is written for these prompts; for none of them if only other processes have some, since writing may be
-        collective. `None` where no process has any. Collective.
-        """
+        """What `write` generates, which may be collective; `None` where no process has prompts. Collective."""
         rows = torch.tensor([len(prompt_ids)], device=self.accelerator.device)
         return write(prompt_ids) if self.accelerator.gather(rows).any() else None
 
@@ -103,22 +94,22 @@ class OffPolicy(DistillationTrainer):
         return ids
 
     def note_sources(self, rows: Sequence[Any] | None, sums: Tensor) -> None:
-        """Adds the sums of a micro-batch to those of its sources; of rows from elsewhere, nothing."""
+        """Adds the sums of a micro-batch to those of its sources; not of rows without a mark, which no dataset gave."""
         marks = [getattr(row, "is_off_policy", None) for row in rows or ()]
         if self.args.lmbda == 1 or self.row_group is not None or None in marks or not marks:
             return
         if self._sources is None:
             self._sources = sums.new_zeros(2, 3)
-        counted = sums[:, _WEIGHT] > 0
+        counted = sums[:, _WEIGHT] > 0  # a row repeated only to keep collectives matched has no weight
         values = torch.stack([counted.to(sums.dtype), sums[:, _WEIGHT], sums[:, _DIVERGENCE]], dim=1)
         self._sources.index_add_(0, torch.tensor(marks, device=sums.device).long(), values)
 
     def record_sources(self) -> None:
-        """Records which share of a step's rows is off-policy, and how these are learned. Collective."""
+        """Records the share of off-policy rows in a step, and the divergence by source. Collective."""
         sources, self._sources = self._sources, None
         if self.args.lmbda == 1 or self.row_group is not None:
             return
-        if sources is None:  # others may have some
+        if sources is None:  # other processes may have some, and the reduction is collective
             sources = torch.zeros(2, 3, device=self.accelerator.device)
         (written, *of_student), (given, *of_dataset) = self.accelerator.reduce(sources, "sum").tolist()
         if written + given:

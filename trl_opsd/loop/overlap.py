@@ -1,7 +1,7 @@
-"""Learns from the rows of an optimizer step as they end, while others are still being written.
+"""Trains on the rows of an optimizer step as they end, while others are still being generated.
 
-Weights change at the end of a step only, so no row is written or learned with old ones. How many tokens count is known
-when the last row has come: until then losses are divided by a constant, and their gradient is mended before it is used.
+Weights change only at the end of a step, so no row is generated or trained with old ones. The number of loss tokens is
+known with the last row: until then losses are divided by a constant, and the gradient is rescaled before it is used.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from trl_opsd.types import Rollout
 __all__ = ["Overlapping", "check_methods"]
 
 _NOT_CALLED = ("_generate", "_generate_single_turn")
-"""Methods that write a batch as a whole, and are called for the log only where rows are taken one by one."""
+"""Methods that generate a whole batch; with overlap they are called for the log only, after the last row."""
 
 logger = get_logger(__name__)
 
 
 class Overlapping(Scoring):
-    """A trainer that may write, teach and learn rows of one step at the same time.
+    """A trainer that may generate, teach and train on rows of one step concurrently.
 
     `training_step` is called as often as without, and does all of an optimizer step in the last of these calls.
     """
@@ -49,18 +49,18 @@ class Overlapping(Scoring):
     model_wrapped: Any
     rollout: Any
     _completions: list[list[int]] | None = None
-    """What has been written for the step that is counted now; `None` where it has to be written."""
+    """Completions of the step that `_count` logs; `None` elsewhere, where the rollout generates them."""
     _requests: Sequence[Request] = ()
-    """The rows that are written now."""
+    """The rows being generated."""
     _weight: float = 1.0
-    """The sum of the weights of the tokens of the step, over all processes."""
+    """The sum of the token weights of the step, over all processes: the denominator of its loss."""
     _constant: float = 1.0
-    """What losses of the step are divided by until that is known."""
+    """Provisional denominator, until that is known."""
     _last_weight: float = 0.0
-    """That sum in the last step in which anything counted."""
+    """That sum in the last step in which it was not 0."""
 
     def say_overlap(self) -> None:
-        """Says what does not overlap."""
+        """Warns about what does not overlap."""
         if self.args.overlap != "step":
             return
         option, name = f"`overlap={self.args.overlap!r}`", type(self).__name__
@@ -82,20 +82,20 @@ class Overlapping(Scoring):
 
     @property
     def overlaps(self) -> bool:
-        """Whether rows are learned as they come."""
+        """Whether rows are trained on as they come."""
         return self.args.overlap == "step" and self.streams and self.writes_apart
 
     @property
     def tells_early(self) -> bool:
-        """Whether a teacher is told of each row when it has ended."""
+        """Whether a teacher is notified of each row when it has ended."""
         return self.args.overlap == "step" and self.streams and self.teaches_early
 
     @property
     def rows_stay(self) -> bool:
-        return super().rows_stay or self.tells_early  # by the process that has written them
+        return super().rows_stay or self.tells_early  # a teacher was notified by the process that generated them
 
     def _from_rollout(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """What `complete` returns; a teacher that begins early is told of each row when it has ended."""
+        """What `complete` returns; a teacher that starts early is notified of each row when it has ended."""
         if self._completions is not None:
             return self._completions
         if not (self.model.training and self.tells_early):
@@ -117,7 +117,7 @@ class Overlapping(Scoring):
             return torch.zeros((), device=self.args.device)
         *early, last = self._learned(self._arriving(inputs), model, inputs, num_items_in_batch)
         factor = self._constant / self._weight
-        if not self.is_deepspeed_enabled:  # which has stepped already
+        if not self.is_deepspeed_enabled:  # which has stepped already, with `_scaled_last`
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
@@ -125,7 +125,7 @@ class Overlapping(Scoring):
         return torch.stack([*(one * factor for one in early), last]).sum()
 
     def _expected(self) -> float:
-        """What a step will probably be divided by: a power of two, which rounds nothing. The same in all processes.
+        """A power of two near the probable denominator of the step: exact to multiply by, the same in all processes.
 
         In half precision a gradient that is divided by much more may underflow. The last step tells more than options.
         """
@@ -134,7 +134,7 @@ class Overlapping(Scoring):
         return 2.0 ** round(math.log2(self._last_weight or most))
 
     def _arriving(self, inputs: Any) -> Parts:
-        """The micro-batches of a step as their rows come, and of each whether it is the last. Collective."""
+        """The micro-batches of a step as their rows come, each with whether it is the last. Collective."""
         start, learned = perf_counter(), []
         self._constant = self._expected()
         self.forget_expected()
@@ -147,13 +147,17 @@ class Overlapping(Scoring):
             while True:
                 part = self._next(waiting, pulled, prompt_ids, rows)
                 weight += part["loss_weights"].sum()
+                # Every process takes part in each round until all have trained on their rows: a sharded student's
+                # forward is collective.
                 left = torch.tensor([waiting.left], device=device)
                 if not self.accelerator.gather(left).any():
                     break
                 yield {**part, "num_items_in_batch": torch.tensor(self._constant, device=device)}, False
                 learned.append(perf_counter())
+        # The last micro-batch trains after this: by now the denominator is known.
         self._count(rows, [waiting.completions[row] for row in range(len(rows))])
         total = float(self.accelerator.gather(weight).sum())
+        # A step without loss tokens has losses of 0, whatever divides them.
         self._weight, self._last_weight = total or 1.0, total or self._last_weight
         with self._scaled_last() as divisor:
             yield {**part, "num_items_in_batch": torch.tensor(divisor, device=device)}, True
@@ -170,7 +174,7 @@ class Overlapping(Scoring):
             budget=self.args.max_tokens_per_microbatch,
             packed=self.args.padding_free,
             multiple=self.args.pad_to_multiple_of or 1,
-            in_order=self.args.deterministic,
+            in_order=self.args.deterministic,  # the order of rows decides how sums round
         )
 
     def _begun(self, prompt_ids: list[list[int]]) -> Pulled[tuple[int, list[int]]]:
@@ -184,7 +188,7 @@ class Overlapping(Scoring):
         prompt_ids: list[list[int]],
         rows: Sequence[Request],
     ) -> dict[str, Any]:
-        """The next micro-batch, scored; of weight 0 if this process has learned all of its rows. Collective."""
+        """The next micro-batch, scored; of weight 0 if this process has trained on all its rows. Collective."""
 
         def padded(numbers: Sequence[int]) -> dict[str, Tensor]:
             return self.padded([prompt_ids[row] for row in numbers], [waiting.completions[row] for row in numbers])
@@ -203,6 +207,7 @@ class Overlapping(Scoring):
         while (taken := waiting.take()) is None:
             with self.phase("complete"):
                 come(wait=True)
+        # A process without rows left repeats one to keep collectives matched; the shortest costs least.
         numbers = taken or [waiting.shortest()]
         batch: dict[str, Any] = padded(numbers)
         batch.update(self.score(batch, [rows[row] for row in numbers]))
@@ -211,7 +216,7 @@ class Overlapping(Scoring):
         return batch
 
     def _count(self, rows: Sequence[Request], completions: list[list[int]]) -> None:
-        """Has TRL count and log a step that was written."""
+        """Lets TRL count and log a step that was generated row by row."""
         self._completions = completions
         try:
             self.trl_batch(rows)
@@ -220,7 +225,7 @@ class Overlapping(Scoring):
         torch.randperm(len(rows))  # drawn without overlap too: later draws are to be the same
 
     def _scaled_last(self) -> AbstractContextManager[float]:
-        """What the loss of the last micro-batch is divided by while the context lasts.
+        """Context of the last micro-batch, which gives the divisor of its loss.
 
         DeepSpeed steps in the last backward pass, and divides the whole gradient by what it takes for a loss scale.
         """
@@ -230,17 +235,7 @@ class Overlapping(Scoring):
 
 
 def check_methods(trainer: type, args: OPSDConfig) -> None:
-    """Refuses methods of a subclass that would be given a batch before all of it is written.
-
-    Args:
-        trainer (`type`):
-            The class of the trainer.
-        args ([`OPSDConfig`]):
-            The options.
-
-    Raises:
-        TypeError: One overrides a method that a batch passes as a whole.
-    """
+    """Rejects overrides of methods that need a whole batch: overlap trains before its last row is generated."""
     for name in (*PASSED_BY, *_NOT_CALLED) if args.overlap == "step" else ():
         if not of_package(getattr(trainer, name)):
             raise TypeError(

@@ -25,23 +25,16 @@ logger = get_logger(__name__)
 
 _TRAIN = "train"
 _ROWS = 4
-"""Completions of an evaluation, or of a step, that are kept."""
+"""Completions kept of an evaluation or a step."""
 
 
 @final
 class Recording(TrainerCallback):
     """Keeps samples of the first and the last step of a training and of each evaluation, in the main process.
 
-    Of the rows of an evaluation those whose prompts have the lowest checksums: the same ones each time, in whatever
-    order rows are dealt to micro-batches.
-
-    Args:
-        folder (`str`):
-            `output_dir`.
-        about (`Callable`):
-            Returns models, objective and settings, in words by topic.
-        is_traced (`bool`):
-            Whether samples are also logged to the run that trackio has open.
+    Of the rows of an evaluation those whose prompts have the lowest checksums: the same ones each time, however rows
+    are assigned to micro-batches. `about` gives models, objective and settings by topic; if `is_traced`, samples are
+    also logged to the run that trackio has open.
     """
 
     def __init__(self, folder: str, about: Callable[[], Mapping[str, str]], is_traced: bool) -> None:
@@ -59,24 +52,14 @@ class Recording(TrainerCallback):
         prompts: Callable[[], list[list[int]]],
         samples: Callable[[list[int]], Sequence[Sample]],
     ) -> None:
-        """Takes samples of a micro-batch, if it has any that are kept; otherwise they are not made.
-
-        Args:
-            state ([`~transformers.TrainerState`]):
-                Of the trainer.
-            is_training (`bool`):
-                Whether the batch is learned, not evaluated.
-            prompts (`Callable`):
-                Returns the token ids of the prompts of its rows.
-            samples (`Callable`):
-                Makes the samples of rows, by their numbers.
-        """
+        """Takes samples of a micro-batch; `samples`, by row number, is called only for rows that are kept."""
         if not (self._works and state.is_world_process_zero):
             return
         if not is_training:
             self._evaluation = _lowest(self._evaluation, prompts(), samples)
             return
         step = state.global_step
+        # The first micro-batch of the first and of the last step.
         if step != self._trained_at and (self._trained_at is None or step == state.max_steps - 1):
             self._trained_at = step
             found = _lowest({}, prompts(), samples, self._first)

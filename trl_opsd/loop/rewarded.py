@@ -1,4 +1,4 @@
-"""Has completions rewarded where they were written, and gives each row what its completion is worth beside the others.
+"""Rewards completions in the process that generated them, and gives each row its advantage among those of its prompt.
 
 B rows of this process · R rows of all · F reward functions
 """
@@ -32,23 +32,18 @@ __all__ = ["Rewarded"]
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Rows of an evaluation, each once, in the order in which they were completed.
-
-    Attributes:
-        rewards (`list[torch.Tensor]`): [*, F] each.
-        prompts (`list[str]`): what the student has read; with the completions, collected for `log_completions` only.
-        completions (`list[str]`): what it has written.
-    """
+    """Rows of an evaluation, each once, in the order of generation; texts are collected for `log_completions` only."""
 
     rewards: list[Tensor] = field(default_factory=list)
+    """[*, F] each."""
     prompts: list[str] = field(default_factory=list)
     completions: list[str] = field(default_factory=list)
 
 
 class Rewarded(DistillationTrainer):
-    """A trainer that calls reward functions: in evaluations always, in training where their rewards are learned from.
+    """A trainer that calls reward functions: in evaluations always, in training where the loss uses them.
 
-    They are called before rows go to other processes, so that the completions of a prompt are next to each other.
+    They are called before rows are exchanged, so that the completions of a prompt are adjacent.
     """
 
     args: OPSDConfig
@@ -57,23 +52,16 @@ class Rewarded(DistillationTrainer):
     gather_distinct_rows: Callable[[Tensor], Tensor]
     reads_solutions: bool
     _rewards: Rewards | None = None
-    """What is called; `None` without `reward_funcs`."""
+    """The reward functions; `None` without `reward_funcs`."""
     _conversations: list[Any] | None = None
-    """The completions of a batch with the answers of tools, as messages."""
+    """The completions of a batch with the tools' results, as messages."""
     _evaluated: Evaluated | None = None
-    """Of an evaluation that is under way."""
+    """Of the current evaluation."""
 
     # ---- The rows of a batch ------------------------------------------------------------------------------------
 
     def note_rewards(self, batch: Mapping[str, Any], rows: Sequence[Request]) -> None:
-        """Has the completions of a generation batch rewarded, and tells its rows their advantages. Collective.
-
-        Args:
-            batch (`Mapping[str, Any]`):
-                TRL's keys, for the rows that this process has written.
-            rows (`Sequence[Request]`):
-                The dataset rows, aligned with it.
-        """
+        """Rewards the completions of a generation batch, and sets the advantages of its rows. Collective."""
         is_learned = self.model.training and self.args.reward_weight > 0
         if self._rewards is None or not (is_learned or self._evaluated is not None):
             return
@@ -93,11 +81,12 @@ class Rewarded(DistillationTrainer):
             lists = {"prompts": rollout.prompt_lists(), "completions": rollout.completion_lists()}
             for name, ids in lists.items():
                 texts = gather_object(self.processing_class.batch_decode(ids, skip_special_tokens=True))
-                getattr(evaluated, name).extend(texts[: len(rewards_RF)])  # the others fill the last batch
+                getattr(evaluated, name).extend(texts[: len(rewards_RF)])  # the others pad the last batch
 
     def _tell_advantages(self, rewards: Rewards, rewards_RF: Tensor, rows: Sequence[Request]) -> None:
-        """Tells the rows of this process what they are worth beside the others of their prompts, and logs it."""
+        """Sets the advantage of each row of this process among those of its prompt, and logs."""
         args = self.args
+        # From the rewards of all processes, as the completions of a prompt may be in several.
         found = advantages(
             rewards_RF, rewards.weights, args.num_generations, args.scale_rewards, args.multi_objective_aggregation
         )
@@ -108,7 +97,7 @@ class Rewarded(DistillationTrainer):
         self.record("frac_reward_zero_std", float(found.is_flat.float().mean()))
 
     def pulls_of(self, rows: Sequence[Request]) -> dict[str, Tensor]:
-        """How much each of these rows pulls at its own tokens, [B], as the batch holds it; empty where none does."""
+        """The pull of each row on its own tokens, [B], as the batch holds it; empty where none has any."""
         args = self.args
         if not (self.model.training and args.pulls):
             return {}
@@ -132,11 +121,11 @@ class Rewarded(DistillationTrainer):
     def _given_to_functions(
         self, rows: Sequence[Request], written: tuple[list[Any], list[list[int]]], numbers: Sequence[int]
     ) -> dict[str, Any]:
-        """What functions are called with; they may change it: of what the rows hold these are copies."""
+        """Arguments of the reward functions; copies of what the rows hold, since functions may change them."""
         texts, ids = written
         names = [name for name in (rows[0] if rows else ()) if name not in NOT_PASSED]
         columns = {name: [row.get(name) for row in rows] for name in names}
-        if self.reads_solutions and "privileged_context" in columns:  # it may have been called so
+        if self.reads_solutions and "privileged_context" in columns:  # the dataset may have called it `solution`
             columns.setdefault("solution", columns["privileged_context"])
         return {
             **deepcopy({**columns, "prompts": [row["prompt"] for row in rows]}),
@@ -146,7 +135,7 @@ class Rewarded(DistillationTrainer):
         }
 
     def _completions_of(self, batch: Mapping[str, Any], rows: Sequence[Request]) -> tuple[list[Any], list[list[int]]]:
-        """The completions of a batch as its prompts are, text or messages, and their token ids."""
+        """The completions of a batch in the form of its prompts, text or messages, and their token ids."""
         rollout = Rollout.unpack(batch)
         ids = rollout.completion_lists()
         conversations, self._conversations = self._conversations, None
@@ -157,6 +146,7 @@ class Rewarded(DistillationTrainer):
         tokenizer = self._tokenizer
         if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
             pad, prompts = [tokenizer.pad_token_id], rollout.prompt_lists()
+            # An empty completion cannot be parsed, so a padding token stands for it.
             parsed = [parse_response(tokenizer, one or pad, prefix=of) for one, of in zip(ids, prompts, strict=True)]
             return [[message] for message in parsed], ids
         texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
@@ -172,7 +162,7 @@ class Rewarded(DistillationTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """As transformers', and records the rewards of all rows together; saves them beside what was written."""
+        """As transformers', and records the rewards of all rows; with `log_completions` saves them with texts."""
         loop = partial(
             super().evaluation_loop, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
@@ -191,7 +181,7 @@ class Rewarded(DistillationTrainer):
         return output
 
     def _save_samples(self, rewards: Rewards, found: Evaluated, rewards_RF: Tensor, prefix: str) -> None:
-        """Writes a table of an evaluation, one line a row, beside those that TRL writes of trainings."""
+        """Writes a table of an evaluation, one line per row, beside those that TRL writes of trainings."""
         folder, step = Path(self.args.output_dir) / "completions", self.state.global_step
         folder.mkdir(parents=True, exist_ok=True)
         table = {"step": step, "prompt": found.prompts, "completion": found.completions}

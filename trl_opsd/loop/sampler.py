@@ -17,13 +17,11 @@ class EpochCount(TrainerCallback):
     """Counts epochs as they begin, starting with the one in which a run starts or resumes.
 
     The trainer's `state.epoch` counts steps, and falls behind where a callback ends an epoch early.
-
-    Attributes:
-        number (`int`): index of the latest epoch, from 0.
     """
 
     def __init__(self) -> None:
         self.number = 0
+        """Index of the latest epoch, from 0."""
         self._next = 0
 
     def on_train_begin(
@@ -39,20 +37,11 @@ class EpochCount(TrainerCallback):
 
 @final
 class EpochSampler(Sampler[int]):
-    """TRL's order of the rows in a given epoch; TRL's own sampler only knows how often it was iterated before.
-
-    Every epoch of an uninterrupted run has TRL's order, and a resumed run starts with that of its own epoch.
-
-    Args:
-        order ([`~trl.trainer.utils.RepeatSampler`]):
-            TRL's sampler. Its epochs are successive permutations of one generator.
-        epoch (`Callable`):
-            Returns the index of the epoch, from 0, when a pass over the rows begins. A callable, because `set_epoch`
-            does not get through the wrappers of a dataloader that skips batches on several processes.
-    """
+    """TRL's order of the rows in a given epoch, also in a resumed run; TRL's own sampler only counts its iterations."""
 
     def __init__(self, order: Any, epoch: Callable[[], int]) -> None:
-        self._order = order
+        self._order = order  # its epochs are successive permutations of one generator
+        # A callable: `set_epoch` does not reach it through a dataloader that skips batches on several processes.
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:

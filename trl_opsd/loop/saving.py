@@ -41,19 +41,15 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 
 class SafeCheckpoints(Trainer):
-    """A trainer whose checkpoints are complete or absent, and that checks one before it resumes from it.
-
-    Attributes:
-        loads (`int`): how often the weights of a checkpoint were loaded.
-        processor ([`~transformers.ProcessorMixin`], *optional*): a multimodal processor, saved beside the weights, so
-            that the folder loads as the original model does.
-    """
+    """A trainer whose checkpoints are complete or absent, and that checks one before it resumes from it."""
 
     loads: int = 0
+    """How often the weights of a checkpoint were loaded."""
     processor: ProcessorMixin | None = None
+    """A multimodal processor, saved with the weights, so that the folder loads as the original model does."""
     _writes_to_staging: bool = False
     _settings: Settings
-    """Those that the options gave the optimizer of the latest training."""
+    """Optimizer settings from the options of the latest training."""
 
     def __init__(self, *, args: TrainingArguments, **kwargs: Any) -> None:
         # Here transformers would install a SIGTERM handler, and remove it only when training ends without an error.
@@ -70,7 +66,7 @@ class SafeCheckpoints(Trainer):
             self.add_callback(self._stop_on_sigterm)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As transformers', and notes what the student's config says before transformers changes it."""
+        """As transformers', and records `use_cache` of the student's config before transformers changes it."""
         self._use_cache = {name: value for name, value in vars(self.model.config).items() if name == "use_cache"}
         super().create_accelerator_and_postprocess()
 
@@ -98,9 +94,7 @@ class SafeCheckpoints(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As transformers', but a checkpoint is checked before anything of it is loaded, and an error of the run says
-        in its last line which one can be resumed.
-        """
+        """As transformers', but checks a checkpoint before loading it, and an error names the one to resume from."""
         if resume_from_checkpoint:
             resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint)
             self.check_state(resume_from_checkpoint)
@@ -142,9 +136,7 @@ class SafeCheckpoints(Trainer):
             self.load_own_state(checkpoint)
 
     def _whole_checkpoint(self, asked: str | bool) -> str:
-        """The requested checkpoint, `True` for the newest that every machine with a disk of its own has completely.
-        Collective.
-        """
+        """The requested checkpoint, `True` for the newest complete on every machine with its own disk. Collective."""
         found = gather_object([self._found(asked)] if self.args.should_save else [])
         if refusal := next((refusal for _, refusal in found if refusal), None):
             raise ValueError(refusal)
@@ -154,7 +146,7 @@ class SafeCheckpoints(Trainer):
         return folders.pop()
 
     def _found(self, asked: str | bool) -> tuple[str, str]:
-        """The requested checkpoint on this machine's disk, and why it cannot be taken."""
+        """The requested checkpoint on this machine's disk, and why it cannot be used."""
         try:
             folder, remarks = checkpoint.checkpoint_to_resume(asked, Path(self.args.output_dir))
             checkpoint.check_launch(folder, self.is_deepspeed_enabled, self.is_fsdp_enabled)
@@ -178,13 +170,16 @@ class SafeCheckpoints(Trainer):
             if self.args.should_save:
                 checkpoint.begin(run_dir)
             self.accelerator.wait_for_everyone()
+            # Not before the main process has cleared the folder.
             self._writes_to_staging = True
             written = Path(self._get_output_dir(trial)) / name
             super()._save_checkpoint(model, trial)
             self._point_to_best(run_dir)
             if self.args.should_save:
+                # Again, with the best checkpoint's final path.
                 self.state.save_to_json(str(written / "trainer_state.json"))
             self.accelerator.wait_for_everyone()
+            # All processes have written by now, each hashes its own files.
             hashed = self._hashed(written)
             if self.args.should_save:
                 checkpoint.publish(written, run_dir, hashed)
@@ -202,7 +197,7 @@ class SafeCheckpoints(Trainer):
             self._push_from_checkpoint(str(run_dir / name))
 
     def _hashed(self, written: Path) -> dict[str, Any]:
-        """What a manifest says of each file, from the process that wrote it: on another machine it is read anew."""
+        """The manifest's entries of each file, by the process that wrote it; other machines' files are read again."""
         rank, node = self.accelerator.process_index, self.accelerator.process_index - self.args.local_process_index
         own = manifest.entries(written, rank, self.accelerator.num_processes, self.args.should_save)
         of_all = gather_object([(node, own)])

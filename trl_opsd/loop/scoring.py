@@ -1,6 +1,6 @@
-"""Has the teacher read exactly the tokens that are trained on, also in a batch built or changed elsewhere.
+"""Has the teacher score exactly the tokens that are trained on, also in a batch built or changed elsewhere.
 
-TRL's teacher reads each micro-batch in its loss; ours reads a generation batch once, before it is shuffled and split.
+TRL's teacher scores each micro-batch in its loss; ours scores a generation batch once, before it is shuffled and split.
 
 B rows
 """
@@ -31,26 +31,16 @@ __all__ = ["Scoring"]
 
 
 class Scoring(Verbs, WithLogprobs, Selecting, Dealing):
-    """A trainer that knows which tokens its teacher has read, and has it read others when their loss is computed."""
+    """A trainer that knows which tokens its teacher has scored, and has changed ones scored before their loss."""
 
     phase: Callable[[str], AbstractContextManager[None]]
 
     def score(self, batch: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
-        """What a batch needs for its loss besides TRL's keys: targets and weights, and what they were made for.
-
-        Args:
-            batch (`Mapping[str, Any]`):
-                TRL's keys.
-            rows (`Sequence[Mapping[str, Any]]`):
-                The dataset rows, aligned with it.
-
-        Raises:
-            ValueError: `teach` or `weigh` returned something else, or wrote into the tokens or masks of the batch.
-        """
+        """What the loss needs besides TRL's keys: targets, weights, and a digest of the tokens they belong to."""
         written, name = _written(batch), type(self).__name__
         digest = _digest(written)
         rollout = self.select_early(replace(written, lengths=written.measured()), rows)
-        counted = rollout.weights.clone()  # `weigh` may write over them
+        counted = rollout.weights.clone()  # `weigh` may change them in place
         with preserved_mode(self.model):
             with self.phase("teach"), autocast(self.accelerator):
                 targets = self.teach(rollout, rows)
@@ -70,7 +60,7 @@ class Scoring(Verbs, WithLogprobs, Selecting, Dealing):
         }
 
     def scored(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The batch, with targets and weights for the tokens that it has now. Collective."""
+        """The batch, with targets and weights for its current tokens. Collective."""
         if not self._needs_scoring(batch):
             return batch
         rows = batch.get("rows")
@@ -83,17 +73,17 @@ class Scoring(Verbs, WithLogprobs, Selecting, Dealing):
             return False
         now = _digest(_written(batch))
         changed = torch.tensor([not torch.equal(batch["scored"], now)], device=self.accelerator.device)
-        # A teacher may be split over the processes, so all of them have it read, or none does.
+        # A teacher may be sharded over the processes, so all of them let it score, or none.
         return bool(self.accelerator.gather(changed).any())
 
 
 def _written(batch: Mapping[str, Any]) -> Rollout:
-    """The tokens of a batch, with TRL's weights: 1 where the student wrote one."""
+    """The tokens of a batch, with TRL's weights: 1 where the student generated one."""
     return Rollout.unpack({name: value for name, value in batch.items() if name not in ("loss_weights", "lengths")})
 
 
 def _check_unchanged(batch: Mapping[str, Any], digest: Tensor, what: str) -> None:
-    """Refuses tokens and masks that were overwritten: the student would be trained on others than the teacher read."""
+    """Rejects tokens and masks that were overwritten: the student would train on other ones than the teacher scored."""
     if not torch.equal(_digest(_written(batch)), digest):
         raise ValueError(
             f"{what} has changed the tokens or masks of the rollout in place, after others have read them: change a "
@@ -102,8 +92,9 @@ def _check_unchanged(batch: Mapping[str, Any], digest: Tensor, what: str) -> Non
 
 
 def _digest(rollout: Rollout) -> Tensor:
-    """[B], int64: a number for each row that differs if a token or a mask does."""
+    """[B], int64: changes for a row if one of its tokens or masks does."""
     parts = (rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask, rollout.counts)
     values_BN = torch.cat([part.long() for part in parts], dim=1) + 1
+    # Fixed random factors, so that a swap of two tokens changes the sum.
     factors_N = torch.randint(-(2**63), 2**63 - 1, (values_BN.size(1),), generator=torch.Generator().manual_seed(0))
     return (values_BN * factors_N.to(values_BN.device)).sum(1)  # wraps around

@@ -105,16 +105,16 @@ class SeamTrainer(
 ):
     """TRL's trainer with four hooks in its loop: `complete`, `teach`, `weigh` and `compare`.
 
-    A subclass implements all of them but `weigh`, and four checks; it is given our own types only. TRL builds neither
-    a teacher nor an engine: the subclass provides both.
+    A subclass implements all of them but `weigh`, and four checks; it gets our own types only. TRL builds neither a
+    teacher nor an engine: the subclass provides both.
     """
 
     row_columns: tuple[str, ...] = ("prompt",)
-    """Columns of a dataset that `remove_unused_columns` has to keep."""
+    """Columns of a dataset that `remove_unused_columns` keeps."""
     hidden_columns: ClassVar[tuple[str, ...]] = ()
-    """Columns that TRL would read, and must not."""
+    """Columns that are hidden from TRL, which would use them."""
     handed_in: Samples | None
-    """Samples of the weights under an adapter, taken before it is added if that happens here; `None` without one."""
+    """Samples of the base weights, taken before PEFT adds an adapter; `None` without one."""
     _step: int
     _signature_columns: list[str] | None
 
@@ -143,9 +143,11 @@ class SeamTrainer(
         if self.handed_in is None and is_peft(self.model):
             self._take_samples(self.model)
         self._check_fsdp()
+        # By default FSDP2 with `bf16=True` rounds the loss, and sharded gradients are summed in bfloat16.
         keep_float32(self.accelerator, self.args.accelerator_config.gradient_accumulation_kwargs or {})
         if is_split_model(self.model):
             with preserved_rng(self.accelerator.device):
+                # ZeRO-3 has rounded rotary frequencies to the dtype of the weights.
                 recompute_buffers(without_peft(self.model))
         self._epochs = EpochCount()
         self.add_callback(self._epochs)
@@ -213,7 +215,7 @@ class SeamTrainer(
     def _tool_call_loop(
         self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, images: Any, multimodal_fields: Any
     ) -> tuple:
-        """As TRL's, which ends with the calls of this process; those of others may go on. Collective."""
+        """As TRL's, and joins later turns of other processes after those of this one. Collective."""
         looped = super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, images, multimodal_fields)
         _, self._conversations, *_ = looped
         while self._turn([]) is not None:
@@ -221,7 +223,7 @@ class SeamTrainer(
         return looped
 
     def _turn(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
-        """What is written for these prompts; `None` in a later turn in which no process has any. Collective."""
+        """The completions of a turn; `None` if it is a later one in which no process has prompts. Collective."""
         hidden, self._hides_engine = self._hides_engine, False
         if self._first_turn:
             self._surplus = prompt_ids[:1]
@@ -235,14 +237,14 @@ class SeamTrainer(
     def _checked(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         if prompt_ids or (of_package(self.complete) and of_package(self.rollout.complete)):
             return self.checked_completions(prompt_ids, self._from_rollout(prompt_ids))
-        # A user's own is called where those of others are, but never without a prompt: few would be made for that.
+        # A user's rollout is called as often as in other processes, but never without a prompt: few would accept that.
         self.checked_completions(self._surplus, self._from_rollout(self._surplus))
         return []
 
     def begin_batch(self, inputs: list[dict[str, Any]]) -> list[Request]:
         """Reads and checks the rows of a generation batch, and counts it. Collective."""
         self._read_once.check(self.args)
-        set_group_timeout(self.args.ddp_timeout_delta)
+        set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
         self.check_same_rows(self._mode)
         rows = self.read_rows(inputs)
         self.number_rows(rows)
@@ -251,7 +253,7 @@ class SeamTrainer(
         return rows
 
     def trl_batch(self, rows: Sequence[Request]) -> dict[str, Any]:
-        """TRL's batch for rows that were read, which it has written and logged."""
+        """TRL's batch for checked rows, generated and logged."""
         text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]
         self._requests = rows
         batch: dict[str, Any] = super()._generate_and_score_completions(text)
@@ -261,7 +263,7 @@ class SeamTrainer(
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         requests = self.begin_batch(inputs)
         written = self.trl_batch(requests)
-        self.note_rewards(written, requests)
+        self.note_rewards(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
         batch, rows = self.exchanged(written, requests)
         batch.update(self.pulls_of(rows))
         batch.update(self.score(batch, rows))
@@ -284,7 +286,7 @@ class SeamTrainer(
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As TRL's, which reads two numbers for its log more: each would wait for the device."""
+        """As TRL's, without two numbers of its log that would each wait for the device."""
         inputs = self.scored(inputs)
         if self.model.training and (total := inputs.get("num_items_in_batch")) is not None:
             # Weights may add up to less than 1, which is TRL's lower bound. Processes' gradients are averaged.
@@ -318,8 +320,9 @@ class SeamTrainer(
         return (loss, None) if return_outputs else loss
 
     def _noted(self, inputs: Mapping[str, Any], rows: Tensor, scored: Tensor | None, sums: list[float]) -> bool:
-        """Counts a micro-batch, of which `sums` are over all processes; returns whether its loss is finite in all."""
+        """Counts a micro-batch by its `sums` over all processes; returns whether its loss is finite in all."""
         named = self.named(sums)
+        # The sums of an option that is off are 0, which would be logged as if measured.
         absent = {"clipped": self.args.kl_clip, "pulled": inputs.get("pull"), "importance": inputs.get("logprobs")}
         named = {name: one for name, one in named.items() if name not in absent or absent[name] is not None}
         if is_finite := self.is_finite_loss(named, rows):
@@ -352,7 +355,7 @@ class SeamTrainer(
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As TRL's, but discards what an interrupted run has left behind, and refuses options changed too late."""
+        """As TRL's, but discards leftovers of an interrupted run, and rejects options changed too late."""
         if self.train_dataset is None:
             raise ValueError(
                 "`train` without a `train_dataset`: this trainer was built to evaluate; pass the rows to train on."

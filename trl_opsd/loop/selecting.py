@@ -1,4 +1,4 @@
-"""Has a training learn from a part of the tokens of each row, and logs which part.
+"""Restricts a training to a part of the tokens of each row, and logs which part.
 
 B rows · C completion tokens
 """
@@ -25,11 +25,11 @@ logger = get_logger(__name__)
 
 _WEIGHT, _TOKENS = (LossParts.ROW_NAMES.index(name) for name in ("weight", "tokens"))
 _CANDIDATES = "selected_from"
-"""Key of a batch: [B], the number of tokens of each row among which is chosen."""
+"""Key of a batch: [B], number of tokens of each row to select from."""
 
 
 class Selecting(DistillationTrainer):
-    """A trainer that may learn from some tokens of each row only; evaluations are of all tokens."""
+    """A trainer that may train on some tokens of each row only; evaluations are of all tokens."""
 
     args: OPSDConfig
     record: Callable[[str, float], None]
@@ -38,8 +38,7 @@ class Selecting(DistillationTrainer):
     _loss_scored: Tensor | None = None
     """`scored` of the last [`~types.LossParts`]."""
     _kept_sums: Tensor | None = None
-    """[4], of this step: tokens that were kept, tokens among which was chosen, tokens with a score, and the sum of
-    their scores in nats."""
+    """[4], of this step: tokens selected, candidates, tokens with a score, and the sum of their scores in nats."""
 
     @property
     def _selection(self) -> Selection | None:
@@ -47,26 +46,21 @@ class Selecting(DistillationTrainer):
 
     @property
     def _late_selection(self) -> Selection | None:
-        """That of a training whose criterion needs logits."""
+        """The selection of a training, if its criterion needs logits."""
         selection = self._selection
         return selection if selection is not None and selection.is_late else None
 
     def select_early(self, rollout: Rollout, rows: Sequence[Any]) -> Rollout:
-        """The rollout with the weight 0 for tokens that an early criterion leaves out, so that no teacher reads on
-        after the last one that is kept.
+        """The rollout with weight 0 for tokens that an early criterion drops, so that the teacher stops at the last one
+        kept.
 
         `"random"` depends on `seed`, the step, and the place of a row among those of all processes.
-
-        Args:
-            rollout ([`~types.Rollout`]):
-                As it was written.
-            rows (`Sequence[Mapping[str, Any]]`):
-                The dataset rows, aligned with it; those of a generation batch know their places.
         """
         selection = self._selection
         if selection is None or selection.is_late:
             return rollout
         places = [getattr(row, "place", None) for row in rows]
+        # Rows of a batch that no dataset gave have no place: their number in it stands in.
         seeds = [
             derived_seed(self.args.seed, self.state.global_step, number if place is None else place, _SALT)
             for number, place in enumerate(places)
@@ -74,31 +68,17 @@ class Selecting(DistillationTrainer):
         return replace(rollout, weights=selection.chosen(rollout.weights, seeds))
 
     def select_late(self, weights_BC: Tensor, written: Rollout) -> dict[str, Tensor]:
-        """What a batch holds of the weights that `weigh` returned: with a late criterion, they add up to those of the
-        tokens that will be kept.
-
-        Args:
-            weights_BC (`torch.Tensor`):
-                [B, C].
-            written ([`~types.Rollout`]):
-                The rows as they were written.
-        """
+        """The weights of `weigh` as keys of a batch; a late criterion scales them to the tokens to be selected."""
         selection = self._selection
         if selection is None:
             return {"loss_weights": weights_BC}
+        # The denominator of the step is known before the logits that a late criterion needs.
         counts_BC = weights_BC != 0 if selection.is_late else written.counts
         weights_BC = selection.thinned(weights_BC) if selection.is_late else weights_BC
         return {"loss_weights": weights_BC, _CANDIDATES: counts_BC.sum(1)}
 
     def note_selection(self, batch: Mapping[str, Any], rows: Tensor) -> None:
-        """Adds what was kept of a micro-batch to the sums of the step; where processes share rows, nothing.
-
-        Args:
-            batch (`Mapping[str, Any]`):
-                The micro-batch.
-            rows (`torch.Tensor`):
-                `rows` of its [`~types.LossParts`].
-        """
+        """Adds the selection of a micro-batch to the sums of the step; not where processes share rows."""
         scored, self._loss_scored = self._loss_scored, None
         if scored is None and (selection := self._late_selection) is not None and not self._has_warned:
             self._has_warned = True
@@ -108,17 +88,17 @@ class Selecting(DistillationTrainer):
             )
         if (candidates_B := batch.get(_CANDIDATES)) is None or self.row_group is not None:
             return
-        counted_B = rows[:, _WEIGHT] > 0  # a row that is learned twice for the sake of others has no weight
+        counted_B = rows[:, _WEIGHT] > 0  # a row repeated only to keep collectives matched has no weight
         sums_2 = torch.stack([rows[:, _TOKENS], candidates_B.to(rows)]).mul(counted_B).sum(1)
         sums_4 = torch.cat([sums_2, rows.new_zeros(2) if scored is None else scored.to(rows)])
         self._kept_sums = sums_4 if self._kept_sums is None else self._kept_sums + sums_4
 
     def record_selection(self) -> None:
-        """Records which part of the tokens of a step was learned. Collective."""
+        """Records the share of tokens that a step has trained on. Collective."""
         sums_4, self._kept_sums = self._kept_sums, None
         if self.args.build_selection() is None or self.row_group is not None:
             return
-        if sums_4 is None:  # others may have some
+        if sums_4 is None:  # other processes may have some, and the reduction is collective
             sums_4 = torch.zeros(4, device=self.accelerator.device)
         kept, candidates, scored, score = self.accelerator.reduce(sums_4, "sum").tolist()
         if candidates:
@@ -128,4 +108,4 @@ class Selecting(DistillationTrainer):
 
 
 _SALT = 1
-"""Sets the seeds of the tokens apart from those that say whose completion a row has."""
+"""Separates the seeds of token selection from those of `lmbda`."""

@@ -1,4 +1,4 @@
-"""Divides micro-batches by position among the processes of a group, so that each learns from a part of every row.
+"""Splits micro-batches by position among the processes of a group, so that each trains on a part of every row.
 
 B rows · L tokens, prompt and completion · N positions of one process · H teacher's hidden size
 """
@@ -25,17 +25,18 @@ __all__ = ["SharedRows"]
 
 
 class SharedRows(DistillationTrainer):
-    """A trainer that may compute a loss together with the other processes of a group, one row after the other.
+    """A trainer that may compute a loss together with the other processes of a group, one micro-batch after the other.
 
-    Each generates and teaches rows of its own, as without; only the student's pass with gradients is shared.
+    Each generates and teaches its own rows; only the student's pass with gradients is shared.
     """
 
     reading: Reading
     row_group: RowGroup | None = None
-    """The processes that share rows with this one; `None` if none does."""
+    """The processes that share rows with this one; `None` without sequence parallelism."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         sizes = launched(kwargs["args"])
+        # Hidden from accelerate and transformers, which would divide batches of the dataset: prompts, here.
         with sharing_rows_ourselves(sizes):
             super().__init__(*args, **kwargs)
         if sizes.sp_enabled:
@@ -43,18 +44,11 @@ class SharedRows(DistillationTrainer):
             self.row_group = RowGroup(sizes.sp_size)
 
     def sharing_rows(self) -> AbstractContextManager[None]:
-        """The student may exchange positions with its group while the context is open."""
+        """Lets the student exchange positions with its group within the context."""
         return nullcontext() if self.row_group is None else self.row_group.shares(self.model)
 
     def learned_apart(self, inputs: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], bool]]:
-        """What this process learns from in a micro-step: its rows; or of those of each process of its group a part.
-
-        Yields:
-            A batch, and whether it is the last: the gradient of each other has to be computed before the next comes.
-
-        Raises:
-            ValueError: Padding would change what the student reads, or there are masked tokens between others.
-        """
+        """The batches of a micro-step, each with whether it is the last: backward runs before the next comes."""
         if self.row_group is None or not self.model.training:
             yield inputs, True
             return
@@ -62,34 +56,20 @@ class SharedRows(DistillationTrainer):
             raise ValueError(
                 "`sp_size`: padding changes what the student reads, so its rows cannot be divided: remove `sp_size`."
             )
+        # In turn, each with a backward pass: all at once would need as much memory as without sharing.
         for number, part in enumerate(_parts(self.row_group, inputs, self.accelerator.device), start=1):
             with self.row_group.reads(self.model):
                 yield part, number == self.row_group.size
 
     def backward_early(self, loss: Tensor) -> Tensor:
         """Adds the gradient of a loss to that of the micro-step, and returns the loss without it."""
+        # DeepSpeed accepts several backward passes before a step.
         self.accelerator.deepspeed_engine_wrapped.backward(loss, sync_gradients=False, scale_wrt_gas=False)
         return loss.detach()
 
 
 def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
-    """For the micro-batch of each process of a group in turn, the part of it that this process reads. Collective.
-
-    A part is a batch like any other: its first token of each row is the prompt, and the tokens after it, of the prompt
-    too, are the completion. Those of the prompt have no weight. Padding is moved behind the completion, where nothing
-    that counts attends to it.
-
-    Args:
-        group ([`~models.shared_rows.RowGroup`]):
-            The processes.
-        batch (`Mapping[str, Any]`):
-            The micro-batch of this process.
-        device (`torch.device`):
-            Where the student reads.
-
-    Raises:
-        ValueError: A completion has masked tokens between others.
-    """
+    """For the micro-batch of each process of a group in turn, the part that this process reads. Collective."""
     rollout = Rollout.unpack(batch)
     check_no_holes(rollout.measured())
     tensors = _unpadded(rollout, TeacherTargets.unpack(batch), device)
@@ -99,12 +79,15 @@ def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> I
     sizes = [torch.empty_like(mine) for _ in range(group.size)]
     distributed.all_gather(sizes, mine, group=group.group)
     for owner, (rows, tokens, width) in enumerate(torch.stack(sizes).tolist()):
+        # Equal parts for all, rounded up.
         length = max(1, -(-(tokens - 1) // group.size))
         shapes = {"tokens": (rows, length + 1), "hidden": (rows, length, width), "teacher": (rows,), "pull": (rows,)}
         part = {
             name: _scattered(group, owner, tensor, shapes.get(name, (rows, length)), length)
             for name, tensor in tensors.items()
         }
+        # A part is a batch like any other: the first token of each row is its prompt, all others, also of the prompt,
+        # its completion. Those of the prompt have no weight. Padding follows the completion, so no token attends to it.
         tokens_BN = part["tokens"]
         teacher = part["teacher"].cpu() if "teacher" in part else None
         targets = TeacherTargets(hidden=part["hidden"], teacher=teacher)
@@ -121,9 +104,7 @@ def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> I
 
 
 def _unpadded(rollout: Rollout, targets: TeacherTargets, device: torch.device) -> dict[str, Tensor]:
-    """Rows from their first token on: tokens [B, L]; and for each of the L - 1 after the first whether it is real, its
-    weight, its target, and what is known of how it was sampled.
-    """
+    """Rows from their first token on, [B, L]; mask, weight, target and logprob of the L - 1 after the first."""
     mask_BL = (rollout.attention_mask != 0).long()
     order_BL = mask_BL.argsort(dim=1, descending=True, stable=True)
     zeros_BP = torch.zeros_like(rollout.prompt_ids, dtype=torch.float32)
@@ -147,13 +128,14 @@ def _unpadded(rollout: Rollout, targets: TeacherTargets, device: torch.device) -
 
 
 def _scattered(group: RowGroup, owner: int, tensor: Tensor, shape: tuple[int, ...], length: int) -> Tensor:
-    """The part for this process of a tensor that the owner has: `length` positions, and what `shape` has beyond."""
+    """This process's part of the owner's tensor: `length` positions, and what `shape` has beyond."""
     received = tensor.new_empty(shape)
     parts = None
     if owner == group.rank:
         if tensor.dim() == 1:
-            parts = [tensor] * group.size
+            parts = [tensor] * group.size  # one value per row, which every process needs
         else:
+            # Parts of the tokens overlap by one: each begins with the token before its positions.
             beyond = shape[1] - length
             whole = group.size * length + beyond
             padding = [0, 0] * (tensor.dim() - 2) + [0, max(0, whole - tensor.size(1))]

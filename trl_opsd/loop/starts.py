@@ -1,4 +1,4 @@
-"""Refuses a training that would change nothing, once its optimizer and schedule are built and its steps are known."""
+"""Rejects a training that would change nothing, once its optimizer and schedule are built and its steps are known."""
 
 from __future__ import annotations
 

@@ -78,22 +78,13 @@ class GuardedSteps(Trainer):
     # ---- The loss -----------------------------------------------------------------------------------------------
 
     def is_finite_loss(self, named: dict[str, float], rows: Tensor) -> bool:
-        """Whether a loss is finite in all processes, by its sums over them; every process returns the same.
-
-        Args:
-            named (`dict[str, float]`):
-                The sums over all processes.
-            rows (`torch.Tensor`):
-                [B, columns], the sums of each row of this process, as in [`~types.LossParts`].
-
-        Raises:
-            NonFiniteError: It is not, and `nonfinite="raise"`.
-        """
+        """Whether a loss is finite in all processes, by sums over them; raises with `nonfinite='raise'`."""
         if self._first_sums is not None and self.model.training:
             self._first_sums.update(named)
         side = nonfinite_side(named)
         if side is None:
             return True
+        # `rows` are sums of each row of this process, [B, columns]: which processes broke is gathered only now.
         mine = dict(zip(LossParts.ROW_NAMES, rows.sum(0).tolist(), strict=False))  # columns of teachers may follow
         each = tuple(gather_object([mine]))
         ranks = tuple(rank for rank, sums in enumerate(each) if nonfinite_side(sums) is not None)
@@ -113,7 +104,7 @@ class GuardedSteps(Trainer):
         return False
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As transformers', but remembers whether a loss of the step was not finite, without waiting for the device."""
+        """As transformers', but records whether a loss of the step was not finite, without waiting for the device."""
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         broken = ~loss.isfinite()
         self._broken_loss = broken if self._broken_loss is None else self._broken_loss | broken
@@ -135,6 +126,7 @@ class GuardedSteps(Trainer):
         if self._guard.will_skip or broken:
             if not (self._guard.will_skip or self._scales_loss):
                 in_loss = self._broken_loss is not None and bool(self._broken_loss)
+                # Collective, but only after the norm, which all processes share, was not finite.
                 each = gather_object([{"loss": in_loss, "gradient": self._probe.broken()}])
                 side = "loss" if any(one["loss"] for one in each) else "gradient"
                 ranks = tuple(rank for rank, one in enumerate(each) if one[side])

@@ -26,11 +26,7 @@ class Verbs:
     # The metaclass of transformers' trainer ignores `abstractmethod`, so these raise.
 
     def read_rows(self, rows: Sequence[Row]) -> list[Request]:
-        """Reads and checks the rows of a generation batch, before anything is generated.
-
-        Returns:
-            One entry for each row, in order, which `teach` and `weigh` are given.
-        """
+        """Checks the rows of a generation batch before generation; one entry each, for `teach` and `weigh`."""
         raise NotImplementedError
 
     def rows_of(self, rollout: Rollout) -> Sequence[Row]:
@@ -38,25 +34,25 @@ class Verbs:
         raise NotImplementedError
 
     def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
-        """Rejects prompts that the student cannot read, before anything is generated."""
+        """Rejects prompts that the student cannot read, before generation."""
         raise NotImplementedError
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """Writes one completion for each prompt; token ids in, token ids out."""
+        """Generates one completion for each prompt; token ids in, token ids out."""
         raise NotImplementedError
 
     @property
     def streams(self) -> bool:
-        """Whether `stream` writes what `complete` does."""
+        """Whether `stream` generates what `complete` does."""
         raise NotImplementedError
 
     @property
     def writes_apart(self) -> bool:
-        """Whether `stream` writes without this process."""
+        """Whether `stream` generates without this process."""
         raise NotImplementedError
 
     def stream(self, prompt_ids: list[list[int]]) -> Endable[tuple[int, list[int]]]:
-        """Writes as `complete`: the number of each prompt and its completion, checked, as it ends."""
+        """Generates as `complete`: the number of each prompt with its completion, checked, as it ends."""
         raise NotImplementedError
 
     def session(self) -> AbstractContextManager[None]:
@@ -73,15 +69,15 @@ class Verbs:
 
     @property
     def teaches_early(self) -> bool:
-        """Whether there is a teacher that `expect` helps."""
+        """Whether a teacher benefits from `expect`."""
         raise NotImplementedError
 
     def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None:
-        """Tells the teacher of rows that `teach` will soon be asked for; `rows` are their dataset rows."""
+        """Notifies the teacher of rows that `teach` will soon be called with; `rows` are their dataset rows."""
         raise NotImplementedError
 
     def forget_expected(self) -> None:
-        """Tells the teacher that `teach` will not be asked for rows that were expected: a step was interrupted."""
+        """Notifies the teacher that expected rows will not come: a step was interrupted."""
         raise NotImplementedError
 
     def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
@@ -129,7 +125,7 @@ class Verbs:
         raise NotImplementedError
 
     def footprint(self, phase: str) -> dict[str, int]:
-        """What a phase holds, in bytes by name, for out-of-memory errors."""
+        """Memory of a phase, in bytes by name, for out-of-memory errors."""
         raise NotImplementedError
 
 
@@ -138,19 +134,16 @@ VERBS = ("complete", "teach", "weigh", "compare")
 
 
 def check_verbs(trainer: type) -> None:
-    """Checks the verbs that a subclass overrides, which are called first when a generation batch has been paid for.
-
-    Raises:
-        TypeError: One takes other arguments, or a method is called almost like one.
-    """
+    """Rejects signatures and misspelt names of verbs, which are called only after the first (expensive) rollout."""
     for one in trainer.__mro__:
-        if one.__module__.split(".")[0] == __package__.split(".")[0]:  # ours, and what is below
+        if one.__module__.split(".")[0] == __package__.split(".")[0]:  # ours, and its bases
             return
         for name, value in vars(one).items():
             if not inspect.isfunction(value):
                 continue
             if name in VERBS:
                 _check_signature(f"{one.__name__}.{name}", value, getattr(Verbs, name))
+            # A longer name, such as `complete_with_hints`, is a helper and no misspelling.
             elif (near := difflib.get_close_matches(name, VERBS, n=1, cutoff=0.8)) and not name.startswith(near[0]):
                 raise TypeError(f"`{one.__name__}.{name}` is called by nothing, did you mean `{near[0]}`.")
 

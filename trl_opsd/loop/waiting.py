@@ -1,4 +1,4 @@
-"""Which rows are read next while others are still being written; knows lengths and the order of arrival only."""
+"""Chooses rows of the next micro-batch while others are being generated; knows lengths and arrival only."""
 
 from __future__ import annotations
 
@@ -8,21 +8,10 @@ __all__ = ["Waiting"]
 
 
 class Waiting:
-    """The rows of a step: those that have come, and of these the ones that no micro-batch has taken yet.
+    """The rows of a step that have come, and of these the ones that no micro-batch has taken yet.
 
-    Args:
-        prompts (`Sequence[int]`):
-            Tokens of each prompt.
-        rows (`int`):
-            Rows of a micro-batch, where there is no budget.
-        budget (`int`, *optional*):
-            Tokens of a micro-batch, padding included. A longer row is read by itself.
-        packed (`bool`):
-            Whether the rows of a micro-batch are read as one. Otherwise they are padded to the longest.
-        multiple (`int`):
-            What padded rows are a multiple of.
-        in_order (`bool`):
-            Whether micro-batches are the same in whatever order rows come.
+    A micro-batch has `rows` rows or, with a `budget`, as many tokens at most, padding included (a longer row is alone);
+    `packed` rows are not padded; `in_order` makes micro-batches independent of the order of arrival.
     """
 
     def __init__(
@@ -32,21 +21,21 @@ class Waiting:
         self._packed, self._multiple, self._in_order = packed, multiple, in_order
         self._came: list[int] = []
         self.completions: dict[int, list[int]] = {}
-        """What was written, by the number of the row."""
+        """By the number of the row."""
         self.left = len(prompts)
         """Rows that no micro-batch has taken yet."""
 
     def add(self, row: int, completion: list[int]) -> None:
-        """A row has come."""
+        """Adds a row that has come."""
         self.completions[row] = completion
         self._came.append(row)
 
     def take(self) -> list[int] | None:
-        """The rows of the next micro-batch; `None` if another row has to come first, and none if all were taken."""
+        """The rows of the next micro-batch; `None` if another row has to come first, empty if all were taken."""
         ready = self._came
         if self._in_order:
             first = len(self._prompts) - self.left
-            ready = sorted(ready)
+            ready = sorted(ready)  # of these only the rows that follow the last taken without a gap
             ready = [row for place, row in enumerate(ready, start=first) if row == place]
         group: list[int] = []
         for row in ready:
@@ -54,6 +43,7 @@ class Waiting:
                 break
             group.append(row)
         is_full = len(group) < len(ready) or (self._budget is None and len(group) == self._rows)
+        # With a budget rows are taken as they come: waiting for a full one would leave the device idle.
         takes_what_there_is = self._budget is not None and not self._in_order and bool(group)
         if not (is_full or takes_what_there_is or len(ready) == self.left):
             return None

@@ -10,28 +10,17 @@ from torch import Tensor
 from trl_opsd.types import Rollout
 
 LARGEST = 1e20
-"""Sums of weighted nats are float32, which ends at 3e38."""
+"""Sums of weighted nats are float32, whose maximum is 3e38."""
 
 
 def checked_weights(weights: Any, rollout: Rollout) -> Tensor:
-    """The weights as float32, on the device of the rollout.
-
-    Args:
-        weights (`torch.Tensor`):
-            As `weigh` returned them.
-        rollout ([`~types.Rollout`]):
-            The generation batch they are for, B rows of C completion tokens.
-
-    Raises:
-        TypeError: They are not a tensor of real numbers.
-        ValueError: Their shape is not [B, C], one is negative, not finite or above 1e20, or one is not 0 where
-            that of the rollout is.
-    """
+    """The weights that `weigh` returned for a rollout, validated, as float32 on its device."""
     if not isinstance(weights, Tensor) or weights.is_complex():
         raise TypeError(f"`weigh` returned a {type(weights).__name__}: expected a tensor of floats, [B, C].")
     expected = rollout.weights.shape
     if weights.shape != expected:
         raise ValueError(f"`weigh` returned weights of shape {tuple(weights.shape)}: expected {tuple(expected)}.")
+    # A user may have computed them with a model; the loss has no gradient through them.
     weights = weights.detach().to(rollout.weights.device, torch.float32)
     if not (weights.isfinite() & (weights >= 0) & (weights <= LARGEST)).all():
         raise ValueError(

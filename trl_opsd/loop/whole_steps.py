@@ -1,7 +1,7 @@
-"""Ends an epoch or a training that a callback ends within an optimizer step, when that step is done.
+"""Defers the end of an epoch or a training that a callback requests within an optimizer step to the end of the step.
 
-transformers leaves such a step at once: what it has added to the gradient is stepped along in the next one, whose first
-calls TRL gives the micro-batches that are left of it.
+transformers leaves such a step at once: its gradient so far is added to the next one, whose first calls TRL gives the
+remaining micro-batches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 @final
 class _EndsWithStep(TrainerCallback):
-    """Takes back what others ask for within a step, and asks for it at its end. Has to be called last."""
+    """Defers stop requests to the end of the step. Has to be called last."""
 
     def __init__(self) -> None:
         self._epoch = self._training = False
@@ -45,7 +45,7 @@ class _EndsWithStep(TrainerCallback):
 
 
 class WholeSteps(Trainer):
-    """A trainer that takes each optimizer step that it has begun."""
+    """A trainer that completes each optimizer step it has begun."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,9 +53,10 @@ class WholeSteps(Trainer):
         self.add_callback(self._ends)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As transformers'."""
+        """As transformers', after moving our callback to the end."""
         callbacks = self.callback_handler.callbacks
         if callbacks[-1] is not self._ends:  # others were added since
+            # Last, or a later callback could still end the step early.
             callbacks[:] = [*(one for one in callbacks if one is not self._ends), self._ends]
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss

@@ -76,6 +76,7 @@ class WrappedToTrain(Trainer):
         """Prepares nothing: every process has the whole model."""
         self._move_model_to_device(self.model, self.args.device)
         is_deepspeed_enabled, self.is_deepspeed_enabled = self.is_deepspeed_enabled, False
+        # transformers takes a model that accelerate knows as it is, and prepares nothing.
         self.accelerator._models.append(self.model)
         try:
             yield

@@ -50,17 +50,7 @@ class ServerFacts:
 
 
 def facts(info: dict[str, Any], model: str) -> ServerFacts:
-    """Reads a server's configuration.
-
-    Args:
-        info (`dict`):
-            What it answers.
-        model (`str`):
-            The name of its model.
-
-    Raises:
-        ServerError: A value is missing or invalid.
-    """
+    """Reads the configuration that a server reports; `model` is the name of its model."""
     config, cache = _of(info, "model_config", dict), _of(info, "cache_config", dict)
     name = _of(config, "dtype", str).removeprefix("torch.")
     known = {str(dtype).removeprefix("torch."): dtype for dtype in RELATIVE}
@@ -75,11 +65,7 @@ def facts(info: dict[str, Any], model: str) -> ServerFacts:
 
 
 def world_size(answer: Any) -> int:
-    """The number of workers of a server.
-
-    Raises:
-        ServerError: The answer is not a positive number.
-    """
+    """The number of workers of a server, from its answer."""
     return int(_of({"get_world_size": answer}, "get_world_size", int, is_count))
 
 
@@ -91,19 +77,7 @@ def max_answer_bytes(prompt_ids: list[list[int]], options: dict[str, Any]) -> in
 
 
 def completions(answer: dict[str, Any], prompt_ids: list[list[int]], options: dict[str, Any]) -> list[Completion]:
-    """The completions in an answer, in the order of the prompts.
-
-    Args:
-        answer (`dict`):
-            The answer of the server.
-        prompt_ids (`list[list[int]]`):
-            The n prompts of the request.
-        options (`dict`):
-            The options of the request.
-
-    Raises:
-        ServerError: There is not one completion for each prompt, or one is invalid.
-    """
+    """The completions in an answer, in the order of the request's n prompts; exactly one for each."""
     choices = _of(answer, "choices", list)
     if not all(isinstance(choice, dict) for choice in choices):
         raise ServerError("The vLLM server answered `choices` that are not JSON objects.")
@@ -112,7 +86,7 @@ def completions(answer: dict[str, Any], prompt_ids: list[list[int]], options: di
         raise ServerError(
             f"The vLLM server answered completions {shown(found)} to {len(prompt_ids)} prompts: expected one for each."
         )
-    in_order = sorted(choices, key=lambda choice: int(choice["index"]))
+    in_order = sorted(choices, key=lambda choice: int(choice["index"]))  # the API promises no order
     return [_one(choice, ids, options) for choice, ids in zip(in_order, prompt_ids, strict=True)]
 
 

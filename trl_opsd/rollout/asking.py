@@ -1,4 +1,4 @@
-"""Asks a vLLM server for completions, all at once or row by row; any process can, and it knows nothing of weights."""
+"""Requests completions from a vLLM server, all at once or row by row, from any process; knows nothing of weights."""
 
 from __future__ import annotations
 
@@ -19,31 +19,14 @@ _REQUESTS = 16
 
 
 class Asking:
-    """The part of a client that asks for completions.
-
-    Args:
-        url (`str`):
-            The address of the server.
-        session ([`~run.bounded_http.BoundedSession`]):
-            Sends the requests.
-        facts ([`~rollout.answers.ServerFacts`]):
-            The server's configuration.
-
-    Attributes:
-        version (`str`, *optional*): always `None`, as the server does not say which weights wrote a completion.
-    """
+    """The part of a client that requests completions."""
 
     def __init__(self, url: str, session: BoundedSession, facts: answers.ServerFacts) -> None:
         self.url, self.session, self.facts = url, session, facts
-        self.version: str | None = None
+        self.version: str | None = None  # a vLLM server does not report which weights generated a completion
 
     def write(self, rows: Sequence[Row]) -> list[Completion]:
-        """Generates one completion for each prompt, with one request for all prompts with the same options.
-
-        Args:
-            rows (`Sequence[Row]`):
-                Prompts and their options, named as in the server's API.
-        """
+        """Generates one completion for each prompt, with one request for all prompts with the same options."""
         by_options: dict[str, list[int]] = defaultdict(list)
         for number, (_, options) in enumerate(rows):
             by_options[json.dumps(options, sort_keys=True)].append(number)
@@ -64,7 +47,7 @@ class Asking:
         return answers.completions(content(answer), prompt_ids, options)
 
     def write_each(self, rows: Sequence[Row]) -> Answers[Completion]:
-        """As `write`, with one request for each prompt, whose completions are returned as they end."""
+        """As `write`, with one request for each prompt; completions are returned as they end."""
 
         def read(row: int, answer: Answer) -> Completion:
             ids, options = rows[row]
@@ -81,4 +64,5 @@ class Asking:
 
     def _body(self, prompt_ids: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
         asked = {"model": self.facts.model, "prompt": prompt_ids, **options}
+        # Ids instead of text, which does not determine the ids.
         return {**asked, "return_token_ids": True, "return_tokens_as_token_ids": True}

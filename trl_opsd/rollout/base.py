@@ -18,12 +18,11 @@ class RolloutBackend(ABC):
     """
 
     writes_apart: ClassVar[bool] = False
-    """Whether `stream` writes without this process, which may train the student between two rows. With `overlap` they
-    are taken by a thread of their own.
-    """
+    """Whether `stream` generates without this process, which may train the student between two rows. With `overlap`
+    a thread takes the rows."""
 
     tells_logprobs: ClassVar[bool] = False
-    """Whether `logprobs` may know any."""
+    """Whether `logprobs` may return any."""
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -39,12 +38,12 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-        """Generates completions. Every process calls this at the same time, each with prompts of its own.
+        """Generates completions. Every process calls this at the same time, each with its own prompts.
 
         Args:
             prompt_ids (`list[list[int]]`):
                 The prompts, not padded, each with at least one token. A process that has none while others have some
-                (with `lmbda` below 1, and in a later turn with tools) gives its first again and drops what is returned.
+                (with `lmbda` below 1, or in a later turn with tools) passes its first again and drops the result.
             step (`int`):
                 Optimizer steps done so far; the student's weights do not change within a step.
 
@@ -55,11 +54,11 @@ class RolloutBackend(ABC):
         """
 
     def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
-        """Generates as `complete`, and returns an iterator that has each completion when it has ended.
+        """Generates as `complete`, and returns an iterator over completions as they end.
 
-        What processes do together ends before this returns; then each takes its rows at its own pace. Rows that nobody
-        takes any more are given up: the iterator is closed, or collected. Between two rows a backend that does not
-        write apart leaves the student in evaluation mode: it may not be used, and torch's random numbers not be drawn.
+        Collective work ends before this returns; then each process takes its rows at its own pace. Rows that nobody
+        takes are cancelled: the iterator is closed, or collected. Between two rows a backend without `writes_apart`
+        leaves the student in evaluation mode: it may not be used, and torch's random numbers not be drawn.
 
         Args:
             prompt_ids (`list[list[int]]`):
@@ -69,21 +68,23 @@ class RolloutBackend(ABC):
 
         Returns:
             `Iterator[tuple[int, list[int]]]`: the number of a prompt and its completion; each prompt once, in any
-            order. Here what `complete` returns.
+            order. By default what `complete` returns.
         """
         return enumerate(rows_of(self.complete(prompt_ids, step), len(prompt_ids), type(self).__name__))
 
     def logprobs(self, prompt_ids: list[int], completion_ids: list[int]) -> list[float] | None:
-        """The log-probability of each token of a completion in the distribution that it was drawn from, in nats.
+        """The log-probability of each token of a completion in the distribution that it was sampled from, in nats.
 
-        With `divergence="sampled_reverse_kl"` it weighs the token. Asked when a completion has been returned or
-        yielded; until then others may have begun, as with `overlap="ahead"`. `None` where it is not known, as here.
+        With `divergence="sampled_reverse_kl"` it weighs the token. Called when a completion has been returned or
+        yielded; by then others may have begun, as with `overlap="ahead"`. `None` where it is not known, the default.
         """
         return None
 
     def session(self) -> AbstractContextManager[None]:
-        """Entered around all calls of `complete` for a generation batch, one for each turn with tools, and around an
-        evaluation, in which it nests. What `complete` needs may be kept until the outermost ends. Does nothing here.
+        """Entered around all calls of `complete` for a generation batch (one per turn with tools) or an evaluation; it
+        nests.
+
+        What `complete` needs may be kept until the outermost ends. Does nothing by default.
         """
         return nullcontext()
 

@@ -1,6 +1,6 @@
-"""Finds what `generate` takes from elsewhere than the options, and refuses what cannot be followed.
+"""Finds what `generate` takes from elsewhere than the options, and rejects what is not supported.
 
-That is what was assigned to `trainer.generation_config` after construction, and what the student's own config adds.
+These are assignments to `trainer.generation_config` after construction, and what the student's own config adds.
 """
 
 from __future__ import annotations
@@ -21,41 +21,31 @@ IN_GENERATE: Mapping[str, str] = {
     "return_dict_in_generate": "a rollout is token ids",
     **{name: f"it {reason}" for name, reason in FAIL_IN_GENERATE.items()},
 }
-"""What `generate` cannot follow here, and why or what to do."""
+"""Changes that `generate` cannot follow here, and why or what to do."""
 _CHANGES_NO_TOKEN = (
     *("transformers_version", "bos_token_id", "decoder_start_token_id", "max_length", "cache_implementation"),
     *("return_dict_in_generate", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores"),
     *("output_logits", "use_cache"),
 )
-"""What a checkpoint's generation config may have without a difference to a rollout."""
+"""Settings of a checkpoint's generation config that do not change a rollout."""
 logger = get_logger(__name__)
 
 
 def assigned(config: GenerationConfig, bound: GenerationConfig) -> dict[str, Any]:
-    """The values that differ from those at the time of binding, by their names."""
+    """The values that differ from those at the time of binding, by name."""
     before = bound.to_dict()
     return {name: value for name, value in config.to_dict().items() if value != before.get(name)}
 
 
 def check_followed(changes: Mapping[str, Any], unable: Mapping[str, str]) -> None:
-    """Refuses changes that a rollout would ignore, or could not survive.
-
-    Args:
-        changes (`Mapping[str, Any]`):
-            As [`assigned`] finds them.
-        unable (`Mapping[str, str]`):
-            What cannot be followed, with what to do.
-
-    Raises:
-        ValueError: One of them was changed.
-    """
+    """Rejects changes, as [`assigned`] finds them, that are in `unable`, which has what to do instead."""
     for name, value in changes.items():
         if name in unable:
             raise ValueError(f"`trainer.generation_config.{name} = {value!r}` cannot be followed: {unable[name]}.")
 
 
 def warn_of_overridden(model: CausalLM, config: GenerationConfig) -> None:
-    """Says which sampling settings of the student's checkpoint the trainer's options override."""
+    """Warns which sampling settings of the student's checkpoint the trainer's options override."""
     own = {name: getattr(model.generation_config, name, None) for name in SAMPLING}
     ours = {name: getattr(config, name) for name in own}
     over = [name for name, value in own.items() if None not in (value, ours[name]) and value != ours[name]]
@@ -68,23 +58,12 @@ def warn_of_overridden(model: CausalLM, config: GenerationConfig) -> None:
 
 
 def of_model(model: CausalLM, config: GenerationConfig, writer: str) -> dict[str, Any]:
-    """What `generate` takes from a model's own generation config, because it is not set in this one.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model that generates.
-        config ([`~transformers.GenerationConfig`]):
-            The options that are passed to `generate`.
-        writer (`str`):
-            Who that is, for messages.
-
-    Raises:
-        ValueError: It would fail in the middle of a run.
-    """
+    """What `generate` takes from the model's own config, as `config` lacks it; rejects what would fail in a run."""
     own = model.generation_config.to_diff_dict()
     found = {
         name: value
         for name, value in own.items()
+        # `generate` takes the model's value where this config has none.
         if getattr(config, name, None) is None and name not in _CHANGES_NO_TOKEN and not name.startswith("_")
     }
     for name, value in found.items():

@@ -29,7 +29,7 @@ _NEEDS_PLAIN_GENERATE = {
     "token_healing": "needs a tokenizer",
     "guidance_scale": "reads every row a second time",
 }
-"""Options of `generate` that this loop does not serve, and why."""
+"""Options of `generate` that this loop does not support, and why."""
 
 _OFF = (None, False, 0, 1.0)
 
@@ -37,14 +37,7 @@ _CACHES_WITHOUT_ROWS = ("offloaded", "offloaded_static", "quantized", "paged")
 
 
 def obstacle(model: CausalLM, config: Any) -> str | None:
-    """Why [`RaggedDecoding`] cannot replace the loop of `generate`, or `None` where it can.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model that would generate.
-        config ([`~transformers.GenerationConfig`]):
-            The options, as they would be passed to `generate`.
-    """
+    """Why [`RaggedDecoding`] cannot replace the loop of `generate` with these options, or `None` where it can."""
     if reason := other_generate(model):
         return reason
     # What the model's own generation config adds counts too.
@@ -82,28 +75,20 @@ class RaggedDecoding:
 
     Generates the tokens that the loop of `generate` generates, from the same random numbers, whichever rows have left:
     each step draws for all B rows, as `torch.multinomial` does there, and uses the draws of unfinished rows.
-
-    Args:
-        rooms (`Sequence[int]`):
-            Maximum of new tokens for each row. A row with 0 is part of the prefill and generates nothing.
-        context (`int`, *optional*):
-            Number of positions of the model, where that is limited.
-        collective (`bool`):
-            Whether forwards are collective; finished processes keep calling the model.
-        caches ([`KeptCaches`], *optional*):
-            Static caches for compiled steps, kept from one call to the next so that graphs are recorded once.
-        lazily (`bool`, *optional*, defaults to `False`):
-            Whether `generate` returns after the prefill, with an iterator that decodes and yields rows as they end.
-        writer (`str`, *optional*, defaults to `"the student"`):
-            Who writes, for messages.
     """
 
     rooms: Sequence[int]
+    """Maximum new tokens of each row. A row with 0 is part of the prefill and generates nothing."""
     context: int | None
+    """Number of positions of the model, where that is limited."""
     collective: bool
+    """Whether forwards are collective; finished processes keep calling the model."""
     caches: KeptCaches = field(default_factory=KeptCaches)
+    """Static caches for compiled steps, kept from one call to the next so that graphs are recorded once."""
     lazily: bool = False
+    """Whether `generate` returns after the prefill, with an iterator that yields rows as they end."""
     writer: str = "the student"
+    """Who generates, for messages."""
 
     def __call__(
         self,
@@ -116,27 +101,10 @@ class RaggedDecoding:
     ) -> list[list[int]] | Iterator[tuple[int, list[int]]]:
         """Decodes until every row has ended, here and in all other processes.
 
-        Args:
-            model ([`~transformers.PreTrainedModel`]):
-                The model `generate` was called on.
-            input_ids (`torch.Tensor`):
-                `[B, P]`, left-padded.
-            logits_processor ([`~transformers.LogitsProcessorList`]):
-                Built by `generate` from the options.
-            stopping_criteria ([`~transformers.StoppingCriteriaList`]):
-                As above. Its limit on the length of the padded batch is replaced by `rooms`.
-            generation_config ([`~transformers.GenerationConfig`]):
-                As above.
-            model_kwargs:
-                Attention mask, positions and cache.
-
-        Returns:
-            `list[list[int]]` or `Iterator[tuple[int, list[int]]]`: the completion of each row, its end token included;
-            or, `lazily`, the number of each row and its completion, as they end.
-
-        Raises:
-            NonFiniteError: The model's logits hold NaN.
+        Called by `generate`, with what it has prepared; `input_ids` are [B, P], left-padded. Returns the completion of
+        each row, its end token included, or `lazily` an iterator that decodes.
         """
+        # The limit on the length of the padded batch is replaced by `rooms`.
         criteria = StoppingCriteriaList(one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria))
         compiled = model._valid_auto_compile_criteria(model_kwargs, generation_config)
         forward = model.get_compiled_call(generation_config.compile_config) if compiled else model
@@ -174,7 +142,7 @@ class RaggedDecoding:
         device = batch.every.device
         with model._optimize_model_for_decode():
             while model._has_unfinished_sequences(not batch.writing, self.collective, device=device):
-                if not batch.writing:
+                if not batch.writing:  # other processes still generate, and need this one in their collectives
                     model(input_ids=batch.every[:1, -1:], use_cache=False)
                     continue
                 if outputs is None:
@@ -253,7 +221,7 @@ class _Batch:
         return self.every if self.size == len(self.every) else self.every[self.rows]
 
     def write(self, tokens_n: Tensor, broken_n: Tensor, criteria: StoppingCriteriaList) -> list[tuple[int, list[int]]]:
-        """Appends a token to each row, and returns those that have ended by it with their completions."""
+        """Appends a token to each row; returns the rows that this ends, with their completions."""
         tokens_B = tokens_n.new_full((len(self.every),), self._pad).index_copy_(0, self.rows, tokens_n)
         self.every = torch.cat([self.every, tokens_B[:, None]], dim=-1)
         # One transfer from the device for each step.
@@ -277,6 +245,7 @@ class _Batch:
         size = min(_bucket(len(self.writing)), self.size) if caches else len(self.writing)
         if size == self.size:
             return
+        # Finished rows fill the bucket; the loop ignores what they generate.
         idle = [place for place in range(self.size) if place not in self.writing]
         kept = [*self.writing, *idle[: size - len(self.writing)]]
         self.writing = dict(enumerate(self.writing.values()))

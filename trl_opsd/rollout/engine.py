@@ -1,4 +1,4 @@
-"""Inference engines outside of the student's own `generate`: any with these members can be synced and checked."""
+"""The interface of inference engines, which are not the student itself: each can be synced and checked."""
 
 from __future__ import annotations
 
@@ -44,11 +44,9 @@ class Engine(Protocol):
 
 
 class Rows(Protocol):
-    """The number of each prompt and its completion, in the order they end. What has not ended is given up when this is
-    collected.
-    """
+    """The number of each prompt and its completion, as they end; collecting this cancels what has not ended."""
 
     def __iter__(self) -> Iterator[tuple[int, Completion]]: ...
 
     def close(self) -> None:
-        """Gives up what has not ended; called from any thread, also while another waits for the next."""
+        """Cancels what has not ended; called from any thread, also while another waits for the next."""

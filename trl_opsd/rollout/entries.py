@@ -1,4 +1,4 @@
-"""Reads one entry of a server's answer, or says what was received and what was expected."""
+"""Reads one entry of a server's answer; its error quotes what was received and what was expected."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ class Reader:
     """Reads entries of the answers of one kind of server."""
 
     server: str
-    """What answers, as an error message begins."""
+    """The server, as error messages begin."""
     expected: Mapping[str, str]
-    """What an entry has to be, in words, by its name; without one, its type."""
+    """What an entry must be, in words, by its name; by default its type."""
 
     def __call__(
         self, found: dict[str, Any], name: str, kind: type, is_valid: Callable[[Any], bool] = lambda value: True
     ) -> Any:
-        """One entry of an answer, of a given type and accepted by `is_valid`.
-
-        Raises:
-            ServerError: It is missing, or something else.
-        """
+        """One entry of an answer, of a given type and accepted by `is_valid`; anything else is a `ServerError`."""
         value = found.get(name)
         is_kind = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
         fits = is_finite(value) if kind is float else is_kind
@@ -37,7 +33,7 @@ class Reader:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a number is positive, and no nonsense."""
+    """Whether a number is positive and below 2**31."""
     return bool(0 < value < 2**31)
 
 
@@ -52,6 +48,6 @@ def are_ids(values: list[Any]) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value in a message, cut where it is long."""
+    """A value for a message, cut if long."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -52,25 +52,11 @@ _SCORES_ONLY = {
     TopPLogitsWarper,
     TypicalLogitsWarper,
 }
-"""Functions of one row of scores. Those that sort the vocabulary are expensive, so skipping finished rows pays off."""
+"""Functions of one row of scores. Those that sort the vocabulary are expensive: skipping finished rows pays."""
 
 
 def process(processors: LogitsProcessorList, ids_BL: Tensor, rows_n: Tensor, scores_nV: Tensor) -> Tensor:
-    """Applies the processors to the scores of the remaining rows.
-
-    Args:
-        processors ([`~transformers.LogitsProcessorList`]):
-            Applied in their order.
-        ids_BL (`torch.Tensor`):
-            Every row, padded since it left.
-        rows_n (`torch.Tensor`):
-            The row that each place holds.
-        scores_nV (`torch.Tensor`):
-            The scores of each place; may be overwritten.
-
-    Returns:
-        `torch.Tensor`: `[n, V]`.
-    """
+    """Applies the processors, in order, to the scores of the remaining rows, which may be overwritten."""
     is_complete = len(rows_n) == len(ids_BL)
     for scores_only, group in groupby(processors, key=lambda processor: type(processor) in _SCORES_ONLY):
         some = LogitsProcessorList(group)
@@ -79,6 +65,7 @@ def process(processors: LogitsProcessorList, ids_BL: Tensor, rows_n: Tensor, sco
         elif scores_only:
             scores_nV = some(ids_BL[rows_n], scores_nV)
         else:
+            # These may index their state by row, so each row has to be where it was at the start.
             scores_BV = scores_nV.new_zeros(len(ids_BL), scores_nV.size(-1))
             scores_nV = some(ids_BL, scores_BV.index_copy_(0, rows_n, scores_nV))[rows_n]
     return scores_nV

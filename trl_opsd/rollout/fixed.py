@@ -40,7 +40,7 @@ class FixedRollout(RolloutBackend):
         """Needs nothing from the trainer."""
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-        """Looks the prompts up.
+        """Looks up the completion of each prompt.
 
         Raises:
             ValueError: No completion was recorded for a prompt.

@@ -14,12 +14,7 @@ from trl_opsd._compat.peft import CausalLM
 
 
 def other_generate(model: CausalLM) -> str | None:
-    """Why a decoding loop cannot be passed to this model's `generate`, or `None` if it is that of `transformers`.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model that would generate.
-    """
+    """Why a decoding loop cannot be passed to this model's `generate`, or `None` if it is that of `transformers`."""
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     if "generate" in vars(bare) or "generate" in vars(model):
         return f"the `generate` of this {type(bare).__name__} was replaced"
@@ -29,21 +24,7 @@ def other_generate(model: CausalLM) -> str | None:
 
 
 def generate(model: CausalLM, inputs: dict[str, Tensor], config: GenerationConfig, **extras: Any) -> Any:
-    """Calls `model.generate` and returns its result.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model that generates.
-        inputs (`dict[str, torch.Tensor]`):
-            `input_ids` and `attention_mask`, `[B, P]`.
-        config ([`~transformers.GenerationConfig`]):
-            The options.
-        extras:
-            Further arguments; omitted where this `generate` does not accept them.
-
-    Raises:
-        ValueError: This `generate` accepts no `generation_config`.
-    """
+    """Calls `model.generate` with `[B, P]` inputs; `extras` that this `generate` does not accept are omitted."""
     parameters = inspect.signature(model.generate).parameters
     takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     if not takes_any and "generation_config" not in parameters:
@@ -62,10 +43,6 @@ def _contiguous_before_head(model: CausalLM) -> Iterator[None]:
 
     In a prefill they are a view, `hidden[:, -1:]`. Where the head needs no gradient, as below an adapter or after a
     cast, `torch.matmul` then copies it for each row, to multiply row by row (`bmm`).
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model that generates.
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -84,21 +61,7 @@ def _made_contiguous(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...
 
 
 def completions_of(written: Any, prompt_ids: Tensor, max_new_tokens: int, name: str) -> list[list[int]]:
-    """Extracts the completions from the result of a plain `generate`.
-
-    Args:
-        written (`torch.Tensor` or [`~transformers.utils.ModelOutput`]):
-            Ids of prompts and completions, or an output that holds them as `sequences`.
-        prompt_ids (`torch.Tensor`):
-            `[B, P]`, as they were passed.
-        max_new_tokens (`int`):
-            As it was passed.
-        name (`str`):
-            The model's name, for errors.
-
-    Raises:
-        ValueError: The result is anything else.
-    """
+    """The completions in the result of a plain `generate`; anything but ids that begin with the prompts is an error."""
     ids = getattr(written, "sequences", written)
     rows, tokens = prompt_ids.shape
     asked = f"expected integers of shape [{rows}, {tokens} to {tokens + max_new_tokens}] that begin with the prompts"

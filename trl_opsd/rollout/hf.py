@@ -1,4 +1,4 @@
-"""Generates with `generate` of `transformers`, in a batch that rows leave as they end."""
+"""Generates with `generate` of `transformers`, in a batch whose rows leave as they end."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class HFRollout(RolloutBackend):
     Args:
         compile (`bool` or [`~transformers.CompileConfig`], *optional*, defaults to `False`):
             Whether decoding runs as a compiled graph on a static cache, on any device; a
-            [`~transformers.CompileConfig`] says how. Its tokens have been tested on the CPU. It has not been run on a
-            GPU yet, which is why it is off by default.
+            [`~transformers.CompileConfig`] configures it. Its tokens have been tested on the CPU. It has not been run
+            on a GPU yet, which is why it is off by default.
 
     Attributes:
         writing ([`~rollout.writing_proof.Writing`]): how this student generates, determined before the first rollout.
@@ -66,9 +66,9 @@ class HFRollout(RolloutBackend):
     """
 
     is_apart: ClassVar[bool] = False
-    """Whether what writes is whole in each process, also where the student is split, so that each writes by itself."""
+    """Whether each process holds a full copy of the generator, even of a sharded student, and generates by itself."""
     writer: str = "the student"
-    """Who writes, for messages."""
+    """Who generates, for messages."""
 
     def __init__(self, compile: bool | CompileConfig = False) -> None:
         self._compile = compile
@@ -81,17 +81,16 @@ class HFRollout(RolloutBackend):
         return f"transformers{', compiled' if self._compile else ''}"
 
     def bind(self, trainer: Host) -> None:
-        """Takes the trainer.
+        """Binds the trainer.
 
         Raises:
-            ValueError: `compile` is set and the student cannot be compiled, or its generation config has what cannot
-                be followed.
+            ValueError: `compile` is set and the student cannot be compiled, or its generation config is not supported.
         """
         self._trainer, self.writing = trainer, None
         self._warned_of.clear()
         self.of_student = of_model(trainer.model, trainer.generation_config, self.writer)
         self._check_drawn({})
-        self._bound = copy.deepcopy(trainer.generation_config)
+        self._bound = copy.deepcopy(trainer.generation_config)  # what is assigned to it later is found by comparison
         self.close()
         self._is_split = not self.is_apart and splits_student(trainer.accelerator)
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
@@ -106,7 +105,7 @@ class HFRollout(RolloutBackend):
             )
 
     def prove(self) -> None:
-        """Determines [`writing`] now, and not in the first rollout."""
+        """Determines [`writing`] now instead of in the first rollout."""
         with self._trainer.student_for_generation() as student:
             self.writing = self._proved(student)
 
@@ -115,8 +114,8 @@ class HFRollout(RolloutBackend):
         return [completions[row] for row in range(len(prompt_ids))]
 
     def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
-        """As for every rollout. Each row that is asked for is decoded then, and no other thread does it. A split
-        student, whose forward pass is collective or whose gathered weights have to go, completes all rows at once.
+        """As for every rollout; each row is decoded on demand, in the calling thread. A sharded student, whose forward
+        pass is collective or whose gathered weights must be released, completes all rows at once.
         """
         if self._is_split:
             return super().stream(prompt_ids, step)
@@ -124,14 +123,14 @@ class HFRollout(RolloutBackend):
         return with_own_modes(rows, self._trainer.accelerator.device.type)
 
     def _check_drawn(self, changes: Mapping[str, Any]) -> None:
-        """Refuses what changes which tokens are drawn, where the loss takes them for the student's own draws."""
+        """Rejects options that change which tokens are sampled, where the loss needs the student's own samples."""
         if self._trainer.learns_from_draws:
             temperature = self._trainer.args.temperature
             check_drawn(self.of_student, temperature, "model.generation_config.{name} = {value!r}")
             check_drawn(changes, temperature, "trainer.generation_config.{name} = {value!r}")
 
     def _rooms(self, prompt_ids: list[list[int]]) -> list[int]:
-        """The most tokens that each completion may have."""
+        """Maximum tokens of each completion."""
         changes = assigned(self._trainer.generation_config, self._bound)
         check_followed(changes, IN_GENERATE)
         self._check_drawn(changes)
@@ -155,7 +154,7 @@ class HFRollout(RolloutBackend):
             yield from self._in_groups(groups, prompt_ids, rooms, student, writing, sampling, lazily)
 
     def _in_groups(self, groups: list[list[int]], prompt_ids: list[list[int]], rooms: list[int], *how: Any) -> Rows:
-        """Continues groups of prompts; where forward passes are collective, processes with fewer write one token."""
+        """Continues groups of prompts; with collective forwards, processes with fewer groups generate single tokens."""
         for rows in [*groups, *[[]] * (self._most(len(groups)) - len(groups))]:
             some, theirs = [prompt_ids[row] for row in rows] or [[0]], [rooms[row] for row in rows] or [1]
             for place, completion in self._written(some, theirs, *how):
@@ -163,7 +162,7 @@ class HFRollout(RolloutBackend):
                     yield rows[place], completion
 
     def _sampling(self) -> GenerationConfig:
-        """How the student writes now: in an evaluation at `eval_temperature`, where that is set."""
+        """The sampling options: in an evaluation with `eval_temperature`, if set."""
         config = copy.copy(self._trainer.generation_config)
         temperature = self._trainer.args.eval_temperature
         if temperature is None or self._trainer.model.training:
@@ -189,11 +188,13 @@ class HFRollout(RolloutBackend):
         inputs = self._padded(prompt_ids, writing)
         prompt_tokens = inputs["input_ids"].size(1)
         config = copy.copy(sampling)
-        # A checkpoint's own generation config would set what is unset here.
+        # What is unset here would come from the checkpoint's own generation config.
         config.num_return_sequences, config.return_dict_in_generate = 1, False
+        # `prove_writing` has found other logits for prompts as short as this with a cache.
         if prompt_tokens < writing.cached_from:
             config.use_cache = False
         config.max_new_tokens, loop = max(*rooms, 1), None
+        # Checked anew for each batch: `trainer.generation_config` may be assigned to.
         if reason := obstacle(student, config) or writing.rows_stay:
             self._warn_of_plain(reason)
             if config.cache_implementation == "static" and torch.is_autocast_enabled(trainer.accelerator.device.type):
@@ -215,6 +216,7 @@ class HFRollout(RolloutBackend):
             if self._compile:
                 self._set_up_compilation(config, prompt_tokens)
         known = KnownTokensOnly(trainer.limits.vocabulary, trainer.placeholders)
+        # Between two rows of a lazy iterator others use the student, which needs its own weights then.
         casts = self._cast(student) if loop and not lazily else nullcontext()
         with _TokenProgress(config.max_new_tokens, trainer.show_progress) as progress, casts:
             written = generate(
@@ -239,7 +241,7 @@ class HFRollout(RolloutBackend):
         self._casts.clear()
 
     def _warn_of_plain(self, reason: str) -> None:
-        """Warns that the decoding loop is not used; once for each reason."""
+        """Warns once per reason that the decoding loop is not used."""
         if reason not in self._warned_of:
             self._warned_of.add(reason)
             logger.warning(
@@ -248,7 +250,7 @@ class HFRollout(RolloutBackend):
             )
 
     def _most(self, here: int) -> int:
-        """The largest number of all processes, where forward passes are collective; else that of this process."""
+        """The maximum over processes, if forwards are collective; else this process's number."""
         if not self._is_collective():
             return here
         accelerator = self._trainer.accelerator
@@ -269,7 +271,7 @@ class HFRollout(RolloutBackend):
 
     def _cast(self, student: CausalLM) -> AbstractContextManager[None]:
         """Rounds weights once for all calls inside. Compiled graphs keep the copies, whose addresses they contain."""
-        if self._is_split:  # by what splits it
+        if self._is_split:  # FSDP2 and DeepSpeed cast by themselves
             return nullcontext()
         return cast_weights(student, self._trainer.accelerator.device.type, self._casts if self._compile else {})
 

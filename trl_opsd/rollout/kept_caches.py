@@ -34,20 +34,12 @@ class KeptCaches:
         self._by_rows, self._made_for, self._tokens = {}, (), 0
 
     def start(self, model: CausalLM, tokens: int, rows: int) -> Any:
-        """An empty cache to fill: a kept one, or a new one that is not allocated yet.
-
-        Args:
-            model ([`~transformers.PreTrainedModel`]):
-                The model it is for.
-            tokens (`int`):
-                Tokens of the longest row, prompt included.
-            rows (`int`):
-                Rows of the batch.
-        """
+        """An empty cache for rows of at most `tokens`, prompt included: a kept one, or a new, not yet allocated one."""
         made_for = (model, model.dtype, model.device)
         kept_tokens = self._tokens if made_for == self._made_for else 0
         if tokens > kept_tokens or rows > max(self._by_rows, default=0):
             self.clear()  # before the new one takes its memory
+            # Never shorter than before, or lengths in turn would reallocate each time.
             self._made_for, self._tokens = made_for, max(tokens, kept_tokens)
             return StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=self._tokens)
         cache = self._for_rows(rows)
@@ -78,7 +70,7 @@ class KeptCaches:
 
 
 def with_one_dtype(kept: Any) -> Any:
-    """A cache that takes keys in the dtype of the values; it stays the same object.
+    """A cache that converts keys to the dtype of the values; it stays the same object.
 
     Under autocast keys come out of a rotation in float32, and values out of a product in half precision. A static cache
     takes only one dtype; another would take twice the memory, and all of it would be cast again for each token.

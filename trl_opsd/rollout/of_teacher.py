@@ -1,4 +1,4 @@
-"""Has a teacher write completions, with transformers' `generate` and the student's sampling options."""
+"""Generates completions with a teacher, by transformers' `generate` and the student's sampling options."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ logger = get_logger(__name__)
 
 
 class Lender(Protocol):
-    """What a teacher that is a model has besides its targets."""
+    """A teacher that is a model, and lets others generate with it."""
 
     model: CausalLM
-    """Its model; that of the student, if it is the student."""
+    """Its model, which may be the student."""
 
     @property
     def reading(self) -> Reading:
@@ -39,22 +39,11 @@ class Lender(Protocol):
 
 
 class OfTeacher:
-    """Writes with one teacher, in each process by itself.
-
-    Args:
-        host ([`~host.Host`]):
-            The trainer, whose sampling options, tokenizer and end tokens are used.
-        teacher ([`Lender`]):
-            The teacher.
-        limits ([`~data.prompts.PromptLimits`]):
-            Of its prompts, with its name.
-
-    Raises:
-        ValueError: Its model is not whole where it reads, or it is no model.
-    """
+    """Generates with a teacher, in each process by itself; `limits` are of its prompts, with its name."""
 
     def __init__(self, host: Host, teacher: Lender, limits: PromptLimits) -> None:
         is_student = getattr(teacher, "model", None) is host.model
+        # Processes have different numbers of rows for a teacher, so its forward passes may not be collective.
         is_whole = not splits_student(host.accelerator) if is_student else getattr(teacher, "is_whole", False)
         if not is_whole:
             raise ValueError(
@@ -65,12 +54,12 @@ class OfTeacher:
         self._host = cast(Host, _AsStudent(host, teacher, limits))
         self._rollout = _ByTeacher(limits.reader)
         self._rollout.bind(self._host)
-        self._rollout.prove()  # now, as under DeepSpeed all processes have to
+        self._rollout.prove()  # now: under DeepSpeed all processes must take part
         if not is_student:
             self._say_what_differs(host, teacher.model)
 
     def _say_what_differs(self, host: Host, model: CausalLM) -> None:
-        """Warns of what the teacher's own generation config adds to its completions, or to where these end."""
+        """Warns of what the teacher's own generation config changes in its completions, or in where these end."""
         reader = self._host.limits.reader
         if own := self._rollout.of_student:
             logger.warning(
@@ -87,14 +76,14 @@ class OfTeacher:
             )
 
     def complete(self, prompt_ids: Sequence[list[int]]) -> list[list[int]]:
-        """A completion for each of at least one of its prompts, cut after the first end token."""
+        """A completion for each prompt, at least one, cut after the first end token."""
         prompts = [list(ids) for ids in prompt_ids]
         written = self._rollout.complete(prompts, self._host.state.global_step)
         return checked_completions(written, self._host, prompts, self._host.limits.reader)
 
 
 class _ByTeacher(HFRollout):
-    """The student's rollout, of a model that each process has for itself."""
+    """The student's rollout with a model that each process holds as a whole."""
 
     is_apart = True
 

@@ -1,4 +1,4 @@
-"""The main process asks a server for all processes, and all learn of its errors. Knows no server."""
+"""The main process sends requests for all processes, and all receive its errors. Knows no server."""
 
 from __future__ import annotations
 
@@ -15,19 +15,7 @@ Answer = TypeVar("Answer")
 
 
 def asked_by_main(rows: list[Row], ask: Callable[[list[Row]], list[Answer]] | None, process_index: int) -> list[Answer]:
-    """What the main process is answered for the rows of this one; processes may have different numbers. Collective.
-
-    Args:
-        rows (`list`):
-            Those of this process.
-        ask (`Callable`, *optional*):
-            In the main process: takes the rows of all, and returns an answer for each; `None` in the others.
-        process_index (`int`):
-            Which process this is.
-
-    Raises:
-        Exception: What `ask` raised; in the other processes a [`ServerError`] with the same message.
-    """
+    """Answers to this process's rows, any number, by `ask` in the main process, elsewhere `None`. Collective."""
     by_process = gather_object([rows])
     answers: list[Any] = [None]
     with shared_errors():
@@ -41,11 +29,7 @@ def asked_by_main(rows: list[Row], ask: Callable[[list[Row]], list[Answer]] | No
 
 @contextmanager
 def shared_errors() -> Iterator[None]:
-    """Broadcasts an error of the main process to all others, so that none waits for it. Collective.
-
-    Raises:
-        ServerError: In the other processes, with the message of the error.
-    """
+    """Raises an error of the main process in all, as `ServerError`, so that none waits for it. Collective."""
     error = None
     try:
         yield
@@ -54,5 +38,5 @@ def shared_errors() -> Iterator[None]:
     (message,) = broadcast_object_list([None if error is None else str(error)])
     if error is not None:
         raise error
-    if message is not None:
+    if message is not None:  # in another process, to which the error itself cannot always be sent
         raise ServerError(message)

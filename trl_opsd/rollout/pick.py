@@ -10,12 +10,7 @@ from trl_opsd.rollout.hf import HFRollout
 
 
 def chosen_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutBackend:
-    """The backend that was passed, else vLLM with `use_vllm=True`, SGLang with `sglang_server_url`, or `generate`.
-
-    Raises:
-        TypeError: The object passed is not a backend.
-        ValueError: vLLM is not installed, an option cannot work with it, or there is a backend as well.
-    """
+    """The backend that was passed, else vLLM with `use_vllm=True`, SGLang with `sglang_server_url`, or `generate`."""
     if rollout is None:
         if args.use_vllm:  # both import vLLM, which takes seconds and may be absent
             if args.vllm_mode == "server":

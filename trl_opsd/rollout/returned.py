@@ -11,25 +11,11 @@ from trl_opsd.rollout.token_ids import described, row_of, rows_of, whole
 from trl_opsd.run.pulled import Endable
 
 _TELLING = 8
-"""Prompt tokens in a batch from which on it is no chance that they occur again."""
+"""Prompt tokens per batch above which a repetition is no coincidence."""
 
 
 def checked_completions(returned: Any, host: Host, prompt_ids: list[list[int]], name: str) -> list[list[int]]:
-    """One completion for each prompt, up to its first end token.
-
-    Args:
-        returned (`Any`):
-            What is to be checked.
-        host ([`~host.Host`]):
-            The trainer, with the end tokens and the limits of a completion.
-        prompt_ids (`list[list[int]]`):
-            The prompts, not padded.
-        name (`str`):
-            Who returned it, for messages.
-
-    Raises:
-        ValueError: These are not token ids that the models can read, or too many.
-    """
+    """One completion for each prompt, validated against the limits and cut after its first end token."""
     completions = [cut_after_end(ids, host.eos_token_ids) for ids in rows_of(returned, len(prompt_ids), name)]
     for prompt, completion in zip(prompt_ids, completions, strict=True):
         host.limits.check_completion(prompt, completion, name)
@@ -37,18 +23,8 @@ def checked_completions(returned: Any, host: Host, prompt_ids: list[list[int]], 
 
 
 def checked_stream(stream: Any, host: Host, prompt_ids: list[list[int]], name: str) -> Endable[tuple[int, list[int]]]:
-    """The rows of a stream as they come, each completion up to its first end token. Closing this closes the stream.
-
-    Args:
-        stream (`Any`):
-            What `stream` of a rollout returned.
-        host, prompt_ids, name:
-            As for [`checked_completions`].
-
-    Returns:
-        [`~run.pulled.Endable`]: the number of a prompt and its completion, each prompt once. It raises a `ValueError`
-        as there, or if a row is no prompt's, comes twice, or is missing at the end.
-    """
+    """The rows of a stream as they come, each prompt once, validated as by [`checked_completions`]."""
+    # Closing this closes the stream.
     return Endable(_checked(stream, host, prompt_ids, name), getattr(stream, "close", None))
 
 
@@ -71,6 +47,7 @@ def _checked(
             host.limits.check_completion(prompt_ids[row], completion, name)
             yield row, completion
     finally:
+        # Also where the trainer stops in the middle: what is still generated would be for nothing.
         if hasattr(stream, "close"):
             stream.close()
     if missing:
@@ -81,18 +58,10 @@ def _checked(
 
 
 def begin_with_prompts(completions: Sequence[list[int]], prompt_ids: Sequence[list[int]], padding: set[int]) -> bool:
-    """Whether each completion begins with its whole prompt, as what `generate` returns does.
-
-    Args:
-        completions (`Sequence[list[int]]`):
-            Up to their first end token.
-        prompt_ids (`Sequence[list[int]]`):
-            Their prompts.
-        padding (`set[int]`):
-            Ids that `generate` may have written before a shorter prompt. A completion of nothing else tells nothing.
-    """
+    """Whether each completion begins with its whole prompt, as what `generate` returns does."""
     tokens = 0
     for prompt, completion in zip(prompt_ids, completions, strict=True):
+        # `generate` pads shorter prompts on the left; a completion of padding alone tells nothing.
         start = next((place for place, token in enumerate(completion) if token not in padding), None)
         if start is None:
             continue

@@ -18,31 +18,16 @@ _SET_HERE = {
     "output_kind": "the trainer",
     "detokenize": "the trainer",
 }
-"""Options of an engine that the trainer sets, and what determines them."""
+"""Options of an engine that the trainer sets, by what they follow from."""
 
 
 def sampling_options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
-    """The sampling options of every completion, without the number of tokens.
-
-    Args:
-        args ([`OPSDConfig`]):
-            The options.
-        end_ids (`list[int]`):
-            A completion ends with the first of these, and with nothing else.
-
-    Raises:
-        ValueError: `generation_kwargs` has an option that vLLM does not know or that the trainer sets, or a value is
-            out of vLLM's range.
-    """
+    """Sampling options of every completion but its length; it ends with the first of `end_ids`, and nothing else."""
     return sampling_params.checked(_options(args, end_ids, sampling_params.OPTIONS))
 
 
 def request_options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
-    """As [`sampling_options`], for the body of a request: a server ignores what it does not know.
-
-    Raises:
-        ValueError: As there, or a value cannot be written as JSON.
-    """
+    """As [`sampling_options`], for the body of a request, with a stricter check: a server ignores unknown names."""
     given = _options(args, end_ids, sampling_params.request_options())
     with sampling_params.refusals():
         json.dumps(given)
@@ -68,7 +53,7 @@ def _options(args: OPSDConfig, end_ids: list[int], known: Collection[str]) -> di
 
 
 def _checked_kwargs(generation_kwargs: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """`generation_kwargs` but the end tokens, if the engine knows them all and the trainer sets none of them."""
+    """`generation_kwargs` but the end tokens; rejects those that the engine does not know or the trainer sets."""
     others = {name: value for name, value in generation_kwargs.items() if name not in ENDS}
     for name, value in others.items():
         shown = f"`generation_kwargs={{{name!r}: {value!r}}}`"

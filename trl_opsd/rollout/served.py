@@ -1,6 +1,6 @@
-"""Generates with a server of any kind, which is sent whole weights, and takes rows as they end.
+"""Generates with a server of any kind, to which whole weights are sent, and yields rows as they end.
 
-The student may be trained on some while others are being written.
+The student may be trained on some while others are being generated.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ logger = get_logger(__name__)
 
 
 class ServedRollout(SyncedRollout[ServerEngine]):
-    """A rollout with a server, whose device is its own, and which does not sleep.
+    """A rollout with a server, which has its own device and does not sleep.
 
     Only the main process talks to the server: it sends the requests of all, and broadcasts the weights, with adapters
-    merged on the way. The student itself is not changed. Rows of a `stream` are asked for by each process.
+    merged on the way. The student itself is not changed. Rows of a `stream` are requested by each process.
 
     Args:
         args ([`OPSDConfig`]):
@@ -69,8 +69,9 @@ class ServedRollout(SyncedRollout[ServerEngine]):
         self._loads = 0
 
     def bind(self, trainer: Host) -> None:
-        """Compares the server's configuration with the student's, and connects to it for weight syncs. What it was
-        connected for before ends, rows that are being written included.
+        """Compares the server's configuration with the student's, and connects for weight syncs.
+
+        An earlier connection ends, and so do its streams.
 
         Raises:
             ValueError: Student, device and server are incompatible.
@@ -100,7 +101,7 @@ class ServedRollout(SyncedRollout[ServerEngine]):
                 f"The {self._kind.name} server computes in {served} and the student in {dtype}, so completions differ "
                 f"slightly from the student's: start the server with `--dtype {str(dtype).removeprefix('torch.')}`."
             )
-        return max(dtype, served, key=RELATIVE.__getitem__)
+        return max(dtype, served, key=RELATIVE.__getitem__)  # the one with the larger tolerance
 
     @abstractmethod
     def _sampled(self, end_ids: list[int], masked: list[str]) -> dict[str, Any]:
@@ -137,20 +138,20 @@ class ServedRollout(SyncedRollout[ServerEngine]):
     def stream_completions(
         self, prompt_ids: list[list[int]], step: int, logprobs: bool = False
     ) -> Endable[tuple[int, Completion]]:
-        """As `stream`, with all that the engine answers.
+        """As `stream`, with everything the engine returns.
 
-        Each row has a seed of its own, from `seed`, `step`, its number among the rows of all processes, and how often
-        rows were written at this step before, unless `generation_kwargs` has one.
+        Each row has its own seed, from `seed`, `step`, its number among the rows of all processes, and how often rows
+        were generated at this step before, unless `generation_kwargs` has one.
 
         Args:
             prompt_ids, step:
                 As for `complete`.
             logprobs (`bool`, *optional*, defaults to `False`):
-                Whether each completion has its `logprobs`, by the weights that it was written with.
+                Whether each completion has its `logprobs`, by the weights that generated it.
 
         Returns:
-            [`~run.pulled.Endable`]: the number of each prompt and its completion, in the order they end. It raises
-            `RuntimeError` if weights were sent to the engine before the last row was taken.
+            [`~run.pulled.Endable`]: the number of each prompt and its completion, as they end. It raises `RuntimeError`
+            if weights were sent to the engine before the last row was taken.
         """
         self._engine.check_connected()
         with self.session():
@@ -177,11 +178,9 @@ class ServedRollout(SyncedRollout[ServerEngine]):
             )
 
     def sync_weights(self) -> None:
-        """As for every engine. Rows of a stream that have not ended are given up, so that none is written with two
-        states of the weights; one that an exception left behind is in nobody's way.
-        """
+        """As for every engine. Cancels unfinished streams, so no completion mixes weight versions."""
         self._give_up()
-        self._trainer.accelerator.wait_for_everyone()
+        self._trainer.accelerator.wait_for_everyone()  # every process has cancelled its streams
         super().sync_weights()
 
     def close(self) -> None:
@@ -197,9 +196,10 @@ class ServedRollout(SyncedRollout[ServerEngine]):
         trainer = self._trainer
         if self._seeded is not trainer:
             self._seeded, self._uses = trainer, Counter()
-        elif trainer.loads != self._loads and step:  # resumed: what was written from this step on is written again
+        elif trainer.loads != self._loads and step:  # resumed: the rows from this step on are generated again
             self._uses = Counter({before: uses for before, uses in self._uses.items() if before < step})
         self._loads = trainer.loads
+        # A second generation at a step, as in an evaluation, has other seeds than the first.
         use = self._uses[step]
         self._uses[step] += 1
         accelerator = trainer.accelerator

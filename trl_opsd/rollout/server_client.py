@@ -31,28 +31,16 @@ VLLM = ServerKind(
     health_seconds=10.0,
 )
 _ABORT_SECONDS = 10.0
-"""A server ends requests whose connection was closed after the decoding step that is under way."""
+"""A server ends requests whose connection was closed only after the current decoding step."""
 _connected: WeakValueDictionary[int, ServerClient] = WeakValueDictionary()
-"""The client that each group port of this process was last used by."""
-
+"""The client of this process that last used each group port."""
 
 SENDS_FROM = "cuda"
-"""The type of the devices that TRL's client can send weights from: it has NCCL alone."""
+"""The type of device that TRL's client can send weights from: it has only NCCL."""
 
 
 class ServerClient(Asking, VLLMClient):
-    """TRL's client with deadlines, size limits and no retries, for the process that sends weights.
-
-    Args:
-        args ([`OPSDConfig`]):
-            The address of the server, and how long to wait for it.
-        deadline (`float`):
-            Seconds within which any request has to be answered, to the last byte.
-
-    Raises:
-        ValueError: No server answers within `vllm_server_timeout` seconds, or it cannot be sent weights.
-        ServerError: An answer is not a vLLM server's. Every method may raise it.
-    """
+    """TRL's client with deadlines, size limits and no retries, for the process that sends weights."""
 
     def __init__(self, args: OPSDConfig, deadline: float) -> None:
         self._deadline = deadline
@@ -76,11 +64,7 @@ class ServerClient(Asking, VLLMClient):
             )
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Waits until the server is up. TRL calls this first of all, so the session is set up here.
-
-        Raises:
-            ValueError: It is not up in time.
-        """
+        """Waits until the server is up. TRL calls this first of all, so the session is created here."""
         self.session = VLLM.session(self.base_url, self._deadline)
         VLLM.wait(self.session, self.base_url, total_timeout)
 
@@ -91,6 +75,7 @@ class ServerClient(Asking, VLLMClient):
 
     def knows(self, vocabulary: int) -> bool:
         """Whether the server's model has this many ids or more."""
+        # A bias for an id that the model lacks is refused before anything runs.
         asked = {"max_tokens": 1, "logit_bias": {str(vocabulary - 1): 0.0}}
         return accepts(self.session.post(self._route, json=self._body([[0]], asked)))
 
@@ -109,12 +94,11 @@ class ServerClient(Asking, VLLMClient):
             return answers.world_size(super().get_world_size())
 
     def connect(self, device: torch.device) -> torch.device:
-        """Connects to the server to send weights; with one on this machine the rendezvous is on loopback, not on a
-        public address. What this process was connected to over the same port is left: one client at a time can be.
+        """Connects to send weights; a server on this machine is met on loopback, not on a public address.
 
-        Raises:
-            ValueError: Something else listens at the port.
+        An earlier connection of this process over the same port is closed: only one client at a time can have it.
         """
+        # The earlier client listens at the port until it is closed.
         _connected.get(self.group_port, self).close()
         self.close()
         _check_free(self.group_port)
@@ -137,17 +121,13 @@ class ServerClient(Asking, VLLMClient):
             )
 
     def update(self, stream: Stream) -> None:
-        """Replaces all weights, once no row is written: new weights during a decoding step would end the server."""
+        """Replaces all weights while no row is generated: new weights during a decoding step would end the server."""
         self.check_connected()
         self.forget_prefixes()
         self.update_named_params(stream.announced(), iter(stream))
 
     def forget_prefixes(self) -> None:
-        """Resets the prefix cache, which was computed with earlier weights.
-
-        Raises:
-            ServerError: It still serves other requests after the time that it takes to end rows that were given up.
-        """
+        """Resets the prefix cache, which was computed with earlier weights; waits for rows that are being cancelled."""
         began = monotonic()
         while self._post(f"{self.url}/reset_prefix_cache", json={}).get("success") is False:
             if monotonic() - began >= _ABORT_SECONDS:
@@ -159,6 +139,7 @@ class ServerClient(Asking, VLLMClient):
 
     def close(self) -> None:
         """Disconnects, so that the port is free, and another training run can use the server."""
+        # TRL registers it, which would keep this client alive until the program ends.
         atexit.unregister(self.close_communicator)
         self.close_communicator()
 
@@ -170,11 +151,7 @@ class ServerClient(Asking, VLLMClient):
 
 
 def _check_free(port: int) -> None:
-    """Refuses a port that something listens at: the server would connect to that, and both would wait for minutes.
-
-    Raises:
-        ValueError: Something does, or this process may not listen there.
-    """
+    """Rejects a port that is in use: the server would connect to that, and both would wait for minutes."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,7 +1,6 @@
 """A server of any kind as an engine: the main process sends the requests of all, and broadcasts the answers.
 
-Rows that are taken as they end are asked for by each process. How a kind of server is asked, and sent weights, is its
-client's.
+Rows taken as they end are requested by each process. How a kind of server is called, and sent weights, is its client's.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from trl_opsd.types import Completion
 
 
 class Facts(Protocol):
-    """What a server says about itself."""
+    """The configuration that a server reports."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,7 +43,7 @@ class Asker(Protocol):
     Attributes:
         url (`str`): the address of the server.
         facts ([`Facts`]): the server's configuration.
-        version (`str`, *optional*): the weights that completions have to be written with.
+        version (`str`, *optional*): the weights that completions have to be generated with.
     """
 
     url: str
@@ -65,10 +64,10 @@ class Client(Asker, Protocol):
         """Whether the server's model has this many ids or more."""
 
     def connect(self, device: torch.device) -> torch.device:
-        """Connects to be able to send weights, again if it was connected, and returns where they have to be."""
+        """Connects to send weights, again if it was connected, and returns the device where they have to be."""
 
     def check_connected(self) -> None:
-        """Raises `ServerError` if it was closed, or the server may not have the weights that were sent last."""
+        """Raises `ServerError` if it was closed, or the server may not have the latest weights."""
 
     def update(self, stream: Stream, /) -> None:
         """Replaces all weights by those of a stream that was entered."""
@@ -85,23 +84,10 @@ NewAsker: TypeAlias = Callable[[str, BoundedSession, Any], Asker]
 
 
 class ServerEngine:
-    """A server as an engine. All methods but `write_each` and `close` are collective; each process passes prompts of
-    its own.
+    """A server as an engine. All methods but `write_each` and `close` are collective, each process with its own
+    prompts.
 
-    Args:
-        trainer ([`OPSDTrainer`]):
-            Provides the student and the processes.
-        kind ([`~rollout.sessions.ServerKind`]):
-            What it is called.
-        client ([`Client`], *optional*):
-            The connection to the server in the main process, `None` in the others.
-        new_asker (`NewAsker`):
-            Makes that of the others.
-        deadline (`float`):
-            Seconds within which any request has to be answered.
-
-    Attributes:
-        device (`torch.device`): where weights have to be, to be sent.
+    Only the main process has a `client`; the others get one from `new_asker`.
     """
 
     def __init__(
@@ -110,6 +96,7 @@ class ServerEngine:
         self._kind, self._client, self._process = kind, client, trainer.accelerator.process_index
         self._vocabulary = model_shape(trainer.model)[0]
         self.name, self.device = f"the {kind.name} server", trainer.accelerator.device
+        # Only the main process has contacted the server.
         ((url, facts),) = broadcast_object_list([client and (client.url, client.facts)])
         self._asking = client or new_asker(url, kind.session(url, deadline), facts)
         self._machines = machines()
@@ -126,11 +113,7 @@ class ServerEngine:
         return self.facts.block_size
 
     def connect(self) -> None:
-        """Connects to the server for weight syncs.
-
-        Raises:
-            ValueError: The server has another model, or weights cannot be sent from this device.
-        """
+        """Connects for weight syncs; rejects a server with another model, or one that this device cannot send to."""
         with shared_errors():
             if self._client is not None:
                 if not self._client.knows(self._vocabulary):
@@ -138,21 +121,11 @@ class ServerEngine:
                         f"The model of {self.name} at {self._client.url} knows fewer ids than the student, which has "
                         f"{self._vocabulary}: start it with the student's checkpoint."
                     )
+                # From here on weights have to be on this device to be sent.
                 self.device = self._client.connect(self.device)
 
     def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
-        """Generates one completion for each prompt; processes may have different numbers of them.
-
-        Args:
-            prompt_ids (`list[list[int]]`):
-                Not padded.
-            options (`list[dict]`):
-                For each prompt; besides those of [`~rollout.engine.Engine`] named as in the server's API.
-
-        Raises:
-            ServerError: The server did not answer every request.
-            ValueError: A prompt is empty, or has an id outside of the vocabulary. Nothing was sent.
-        """
+        """Generates one completion for each prompt, if all are valid; processes may have different numbers of them."""
         rows = list(zip(prompt_ids, options, strict=True))
         return asked_by_main(rows, None if self._client is None else self._write, self._process)
 
@@ -161,11 +134,7 @@ class ServerEngine:
         return self._asking.write(rows)
 
     def write_each(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> Rows:
-        """Generates as `write`, without other processes, and returns rows as they end. All have begun then.
-
-        Raises:
-            ValueError: As there, or the server is at an address that only one of several machines can reach.
-        """
+        """Generates as `write`, without other processes, and returns rows as they end. All requests have begun then."""
         self._kind.check_reached_by_all(self._asking.url, self._machines)
         rows = list(zip(prompt_ids, options, strict=True))
         self._check_prompts(rows)
@@ -178,15 +147,11 @@ class ServerEngine:
                 self._client.check_connected()
 
     def load(self, stream: Stream) -> None:
-        """Replaces all weights.
-
-        Args:
-            stream ([`~rollout.weight_sync.Stream`]):
-                Iterated by all processes, and sent by the main one.
-        """
+        """Replaces all weights; all processes iterate over the stream, and the main one sends it."""
         with shared_errors(), stream:
             if self._client is not None:
                 self._client.update(stream)
+        # With it each process checks which weights its completions are from.
         (self._asking.version,) = broadcast_object_list([self._asking.version])
 
     def forget_prefixes(self) -> None:
@@ -207,7 +172,7 @@ class ServerEngine:
         for number, (ids, _) in enumerate(rows):
             if not ids:
                 raise ValueError(f"Prompt {number} of a batch is empty, and cannot be sent to {self.name}.")
-            for token in ids:
+            for token in ids:  # some servers end at an id that they lack
                 if type(token) is not int or not 0 <= token < self._vocabulary:
                     raise ValueError(
                         f"Prompt {number} of a batch has the id {token!r}, and cannot be sent to {self.name}: expected "

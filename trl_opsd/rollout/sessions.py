@@ -1,4 +1,4 @@
-"""What the clients of all rollout servers have in common: their requests, their key, and where a server is."""
+"""What the clients of all rollout servers share: requests, authentication, and waiting for a server."""
 
 from __future__ import annotations
 
@@ -19,32 +19,28 @@ from trl_opsd.run.server_tokens import ROLLOUT_TOKEN, token_header
 logger = logging.getLogger(__name__)
 
 _BETWEEN = 2.0
-"""Seconds between two questions whether a server is up."""
+"""Seconds between two health checks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerKind:
-    """What messages say of a kind of server, and how it is waited for."""
+    """Words for messages about a kind of server, and how to wait for it."""
 
     name: str
-    """What it is called."""
+    """Its name."""
     option: str
     """The option with its address."""
     address: str
-    """All options that its address follows from, in words."""
+    """All options for its address, in words."""
     timeout: str
-    """The option that says how long to wait for it."""
+    """The option with the seconds to wait for it."""
     context: str
-    """How it is started with a longer context, in words."""
+    """How to start it with a longer context, in words."""
     health_seconds: float
     """A server that is up answers health checks within this time, however busy its model is."""
 
     def session(self, url: str, deadline: float) -> BoundedSession:
-        """A session with a server whose requests have to be answered within `deadline` seconds, to the last byte.
-
-        Raises:
-            ValueError: The token in the environment cannot be sent.
-        """
+        """A session with a server, whose requests have to be answered within `deadline` seconds, to the last byte."""
         origin = ", nine tenths of `ddp_timeout`: see its log, and raise `ddp_timeout` if it only needs longer."
         # A proxy cannot reach our loopback.
         trust_env = not is_this_machine(urlsplit(url).hostname)
@@ -52,11 +48,7 @@ class ServerKind:
         return BoundedSession(f"The {self.name} server", self.option, deadline, origin, trust_env, headers)
 
     def wait(self, session: BoundedSession, url: str, seconds: float) -> None:
-        """Waits until a server is up.
-
-        Raises:
-            ValueError: It is not up in time.
-        """
+        """Waits until a server is up; a `ValueError` if it is not in time."""
         began, has_warned = monotonic(), False
         while why := self._why_not_up(session, url):
             if monotonic() - began >= seconds:
@@ -77,11 +69,7 @@ class ServerKind:
         return None if status == 200 else f"/health answers {status}, not 200"
 
     def check_reached_by_all(self, url: str, machines: int) -> None:
-        """Refuses an address that is another place on each of several machines, where each process asks for its rows.
-
-        Raises:
-            ValueError: It is loopback.
-        """
+        """Rejects a loopback address in a launch of several machines, where it is another place on each."""
         if machines > 1 and is_this_machine(urlsplit(url).hostname):
             raise ValueError(
                 f"Each process takes its rows from the {self.name} server, but {url} is another place on each of "
@@ -90,7 +78,7 @@ class ServerKind:
 
 
 def content(answer: Answer, kind: type = dict) -> Any:
-    """What a server answered, an object or a list, if it did what it was asked."""
+    """The content of a successful answer, an object or a list; any other status is a `ServerError`."""
     if answer.status_code != 200:
         key = f" Set the environment variable `{ROLLOUT_TOKEN}` to its key." if answer.status_code in (401, 403) else ""
         raise ServerError(f"{answer.asked} answered {answer.status_code}: {answer.text[:500]}{key}")
@@ -98,11 +86,7 @@ def content(answer: Answer, kind: type = dict) -> Any:
 
 
 def accepts(answer: Answer) -> bool:
-    """Whether a server knows the id that it was asked to bias.
-
-    Raises:
-        ServerError: It refuses for another reason.
-    """
+    """Whether a server knows the id whose bias was sent; refusals for other reasons are a `ServerError`."""
     if answer.status_code == 400 and b"logit_bias" in answer.content:
         return False
     content(answer)

@@ -17,15 +17,7 @@ _MIN_BIAS = -1e9
 
 
 class SGLangRollout(ServedRollout):
-    """Generates with a separately started SGLang server, as `docs/rollouts.md` describes.
-
-    Args:
-        args ([`OPSDConfig`]):
-            The options; those that cannot work are rejected here, before a model is loaded.
-
-    Raises:
-        ValueError: An option cannot work, or no server answers within `sglang_server_timeout` seconds.
-    """
+    """Generates with a separately started SGLang server (docs/rollouts.md); options are checked before models load."""
 
     def __init__(self, args: OPSDConfig) -> None:
         sampling_params(args, end_ids=[])

@@ -40,9 +40,9 @@ _DTYPES = {
 _BYTES_PER_TOKEN = 1024
 """Bytes per token with its log-probability in an answer: about 60, and its escaped text."""
 _BYTES_PER_ROW = 8192
-"""Bytes of what an answer says of a row: about 700."""
+"""Bytes of a row's metadata in an answer: about 700."""
 _AFTER_LONGEST = 5
-"""Tokens that fit after the longest prompt that a server reads."""
+"""Tokens that fit after the longest prompt that a server accepts."""
 _UNUSED = 2
 """Tokens of its context that a server leaves unused."""
 
@@ -59,7 +59,7 @@ class SGLangFacts:
     device: str
     """The type of its device: `"cuda"`, `"cpu"`, ..."""
     longest_prompt: int
-    """Tokens of the longest prompt that it reads."""
+    """Tokens of the longest prompt that it accepts."""
     room: int
     """Tokens of prompt and completion together."""
     block_size: int
@@ -74,12 +74,7 @@ class SGLangFacts:
 
 
 def facts(info: dict[str, Any]) -> SGLangFacts:
-    """Reads a server's configuration.
-
-    Raises:
-        ServerError: A value is missing or invalid.
-        ValueError: A value is none that this package can work with; the message says how to start the server.
-    """
+    """Reads the configuration that a server reports; rejects what this package cannot work with."""
     dtype = _of(info, "dtype", str)
     if dtype not in _DTYPES:
         raise ValueError(
@@ -116,25 +111,7 @@ def max_answer_bytes(prompt_ids: Sequence[Sequence[int]], most: Sequence[int]) -
 def completion(
     row: Any, name: str, prompt_ids: list[int], sampling: dict[str, Any], scored: bool | None, version: str | None
 ) -> Completion:
-    """The completion of one prompt.
-
-    Args:
-        row (`Any`):
-            The answer of the server.
-        name (`str`):
-            The id of the request.
-        prompt_ids (`list[int]`):
-            What was sent.
-        sampling (`dict`):
-            The options that were sent.
-        scored (`bool`, *optional*):
-            Whether log-probabilities of the prompt were asked for, and not only of the completion; `None` for neither.
-        version (`str`, *optional*):
-            The weights it has to be written with.
-
-    Raises:
-        ServerError: It is not the completion of this prompt with these options and weights.
-    """
+    """The completion of a prompt in an answer's `row`, which must be of this request and weights `version`."""
     if not isinstance(row, dict):
         raise ServerError(f"The SGLang server answered {shown(row)} for a row: expected an object.")
     told = _of(row, "meta_info", dict)
@@ -146,6 +123,7 @@ def completion(
     completion_ids = _of(row, "output_ids", list, are_ids)
     _check_end(_of(told, "finish_reason", dict), completion_ids, sampling)
     _check_version(told, version)
+    # `scored` is `None` for no log-probabilities, False for those of the completion only.
     return Completion(
         prompt_ids=list(prompt_ids),
         completion_ids=completion_ids,

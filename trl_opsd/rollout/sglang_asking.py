@@ -1,4 +1,4 @@
-"""Asks an SGLang server for completions, all at once or row by row; any process can, and it knows nothing of weights.
+"""Requests completions from an SGLang server, all at once or row by row, from any process; knows nothing of weights.
 
 SGLang's server ends if it is sent an empty prompt or an id outside of its vocabulary: prompts are checked before they
 come here.
@@ -21,37 +21,22 @@ from trl_opsd.types import Completion
 logger = logging.getLogger(__name__)
 
 _OF_THE_PROTOCOL = ("logprobs", "prompt_logprobs", "max_tokens", "seed")
-"""Options that are named otherwise in SGLang, or not read by it."""
+"""Options that SGLang names differently or ignores."""
 
 
 class SGLangAsking:
-    """The part of a client that asks for completions.
-
-    Args:
-        url (`str`):
-            The address of the server.
-        session ([`~run.bounded_http.BoundedSession`]):
-            Sends the requests.
-        facts ([`~rollout.sglang_answers.SGLangFacts`]):
-            The server's configuration.
-
-    Attributes:
-        version (`str`, *optional*): the weights that completions have to be written with.
-    """
+    """The part of a client that requests completions."""
 
     def __init__(self, url: str, session: BoundedSession, facts: answers.SGLangFacts) -> None:
         self.url, self.session, self.facts = url, session, facts
         self.version: str | None = None
+        """The weights that completions have to be generated with."""
 
     def write(self, rows: Sequence[Row]) -> list[Completion]:
         """Generates one completion for each prompt, in one request, so that the server can fill its batches.
 
-        A prompt that fills the context of the server gets an empty completion.
-
-        Args:
-            rows (`Sequence[Row]`):
-                Prompts and their options: `logprobs`, `prompt_logprobs`, `max_tokens` and `seed` as in
-                [`~rollout.engine.Engine.write`], all others named as in SGLang's `sampling_params`.
+        Options are named as in [`~rollout.engine.Engine.write`], or else as in SGLang's `sampling_params`. A prompt
+        that fills the server's context gets an empty completion.
         """
         fitting, found = self._fitting(rows)
         if fitting:
@@ -61,7 +46,7 @@ class SGLangAsking:
         return [found[number] for number in range(len(rows))]
 
     def write_each(self, rows: Sequence[Row]) -> SGLangRows:
-        """As `write`, with one request for each prompt, whose completions are returned as they end."""
+        """As `write`, with one request for each prompt; completions are returned as they end."""
         fitting, unasked = self._fitting(rows)
         requests = [self._request([rows[number]]) for number in fitting]
 
@@ -73,7 +58,7 @@ class SGLangAsking:
         return SGLangRows(unasked, fitting, self.session.post_each(f"{self.url}/generate", bodies, most, read))
 
     def _fitting(self, rows: Sequence[Row]) -> tuple[list[int], dict[int, Completion]]:
-        """The numbers of the prompts that the server reads, and the empty completions of the others."""
+        """The numbers of the prompts that fit the server, and empty completions for the others."""
         fitting = [number for number, (ids, _) in enumerate(rows) if len(ids) <= self.facts.longest_prompt]
         empty = {
             number: Completion(prompt_ids=ids, completion_ids=[], prompt_logprobs=[], logprobs=[])
@@ -88,8 +73,9 @@ class SGLangAsking:
         return fitting, empty
 
     def _request(self, rows: Sequence[Row]) -> tuple[dict[str, Any], int, answers.Read]:
-        """The body of a request, how many bytes its answer may have, and what reads that."""
+        """The body of a request, the limit for its answer in bytes, and a function that reads that."""
         prompts = [ids for ids, _ in rows]
+        # An answer repeats its id, which shows that it belongs to this row.
         names = [f"{uuid4().hex}-{number}" for number in range(len(rows))]
         sampling = [self._sampling(ids, options) for ids, options in rows]
         scored = [_scored(options) for _, options in rows]
@@ -100,7 +86,7 @@ class SGLangAsking:
             "return_logprob": [this is not None for this in scored],
             "logprob_start_len": [0 if this else -1 for this in scored],
         }
-        version = self.version
+        version = self.version  # at the time of the request: newer weights may be sent before its answer is read
 
         def read(answer: Answer) -> list[Completion]:
             found = content(answer, list)
@@ -119,16 +105,7 @@ class SGLangAsking:
 
 
 class SGLangRows:
-    """The number of each prompt and its completion, in the order they end.
-
-    Args:
-        unasked (`dict[int, Completion]`):
-            Those that are known already.
-        numbers (`Sequence[int]`):
-            The number of the prompt of each request.
-        answers ([`~run.bounded_http.Answers`]):
-            The completions of all others, by the number of the request.
-    """
+    """The number of each prompt and its completion, as they end; those in `unasked` are known already."""
 
     def __init__(self, unasked: dict[int, Completion], numbers: Sequence[int], answers: Answers[Completion]) -> None:
         self._unasked, self._numbers, self._answers = unasked, numbers, answers
@@ -139,12 +116,12 @@ class SGLangRows:
             yield self._numbers[number], row
 
     def close(self) -> None:
-        """Gives up what has not ended; called from any thread, also while another waits for the next."""
+        """Cancels what has not ended; called from any thread, also while another waits for the next."""
         self._answers.close()
 
 
 def _scored(options: dict[str, Any]) -> bool | None:
-    """Whether log-probabilities of the prompt are asked for, or only of the completion; `None` for neither."""
+    """Whether log-probabilities of the prompt are requested, or only of the completion; `None` for neither."""
     if options.get("prompt_logprobs") is not None:
         return True
     return None if options.get("logprobs") is None else False

@@ -26,7 +26,7 @@ SGLANG = ServerKind(
     address="`sglang_server_url`",
     timeout="sglang_server_timeout",
     context="a larger `--context-length` or more memory for its cache",
-    health_seconds=30.0,  # one writes a token, which takes a second, and up to 20 on a server that is busy with others
+    health_seconds=30.0,  # the check generates a token, which takes a second, and up to 20 on a busy server
 )
 _IDLE_SECONDS = 10.0
 """A server may still be ending requests that it has answered, or whose connection was closed."""
@@ -35,18 +35,7 @@ _BYTES_PER_SECOND = 1e7
 
 
 class SGLangClient(SGLangAsking):
-    """A connection to an SGLang server in the process that sends weights.
-
-    Args:
-        args ([`OPSDConfig`]):
-            The address of the server, and how long to wait for it.
-        deadline (`float`):
-            Seconds within which any request has to be answered, to the last byte.
-
-    Raises:
-        ValueError: No server answers within `sglang_server_timeout` seconds.
-        ServerError: An answer is not an SGLang server's. Every method may raise it.
-    """
+    """A connection to an SGLang server in the process that sends weights; errors of the server are `ServerError`."""
 
     def __init__(self, args: OPSDConfig, deadline: float) -> None:
         url = str(args.sglang_server_url).rstrip("/")
@@ -62,17 +51,9 @@ class SGLangClient(SGLangAsking):
         return accepts(self.session.post(f"{self.url}/generate", json={"input_ids": [0], "sampling_params": asked}))
 
     def connect(self, device: torch.device) -> torch.device:
-        """Joins a group with the server's workers, that weights are broadcast in.
-
-        Args:
-            device (`torch.device`):
-                Where the student is.
-
-        Returns:
-            `torch.device`: Where weights have to be, to be sent.
-        """
-        with suppress(ServerError):  # another one may answer there now
-            self.close()  # of another student
+        """Joins a process group with the server's workers to broadcast weights; returns where these have to be."""
+        with suppress(ServerError):  # another server may be at this address now
+            self.close()  # a connection of another student
         on_gpus = device.type == self.facts.device == "cuda"
         backend = "nccl" if on_gpus else "gloo"
         # A run that was killed may have left it open; a server that is not updating refuses this.
@@ -120,7 +101,7 @@ class SGLangClient(SGLangAsking):
         return self._group
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces all weights, some at a time. If it fails, those of the server are not known."""
+        """Replaces all weights, bucket by bucket. If it fails, those of the server are unknown."""
         group = self._connected()
         self._group = self.version = None  # until all have arrived
         self._sent += 1
@@ -180,7 +161,7 @@ class SGLangClient(SGLangAsking):
 
 
 def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Groups weights, as the server holds those of one request besides its own."""
+    """Groups weights, since the server holds those of a request besides its own."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:

@@ -9,7 +9,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.run.nearest import nearest
 
 GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
-"""Options that end a completion where a grammar does."""
+"""Options that end a completion where the grammar does."""
 
 _KNOWN = (
     "temperature",
@@ -31,22 +31,11 @@ _REFUSED = {
     "beam_width": "a rollout is sampled: remove it",
 }
 _MOST_PENALTY = 2.0
-"""The largest repetition penalty that SGLang takes."""
+"""The largest repetition penalty that SGLang accepts."""
 
 
 def sampling_params(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
-    """The `sampling_params` of every completion, without the number of tokens.
-
-    Args:
-        args ([`OPSDConfig`]):
-            The options.
-        end_ids (`list[int]`):
-            A completion ends with the first of these.
-
-    Raises:
-        ValueError: `generation_kwargs` has an option that SGLang does not know or that cannot work, or a value is out
-            of its range.
-    """
+    """The `sampling_params` of every completion but its length; it ends with the first of `end_ids`."""
     given = args.generation_kwargs or {}
     for name, value in given.items():
         _check(name, value)
@@ -61,7 +50,7 @@ def sampling_params(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
     return {
         "temperature": args.temperature,
         "top_p": 1.0 if args.top_p is None else args.top_p,
-        "top_k": args.top_k or -1,
+        "top_k": args.top_k or -1,  # -1: all tokens
         "min_p": args.min_p or 0.0,
         "repetition_penalty": args.repetition_penalty or 1.0,
         **given,

@@ -1,6 +1,6 @@
-"""Checks a weight sync: engine and student must give the same log-probabilities to tokens the engine wrote.
+"""Verifies a weight sync: engine and student must agree on the log-probabilities of tokens that the engine generated.
 
-L probe tokens · T written tokens · V vocabulary
+L probe tokens · T generated tokens · V vocabulary
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from trl_opsd.run.errors import SyncError
 from trl_opsd.types import Completion
 
 WRITTEN = 16
-"""Tokens the engine writes after the probe."""
+"""Tokens the engine generates after the probe."""
 
 PROMPTED = 64
 """Minimum of tokens in the probe, so that an average over them is meaningful."""
 
+# Healthy medians in bfloat16 are 2e-3 to 8e-3; as a share of the largest logit they would vary tenfold.
 RELATIVE = {torch.float32: 1e-4, torch.float16: 2.5e-3, torch.bfloat16: 2e-2}
 """Tolerance for the median difference of log-probabilities between two implementations, as a share of the logits' root
 mean square."""
@@ -47,27 +48,19 @@ class Gap:
 
 
 class SyncProof:
-    """Compares engine and student on the prompts of the first rollout and on what the engine writes after them.
+    """Compares engine and student on the prompts of the first rollout and on what the engine generates after them.
 
     The probe is text, because on arbitrary ids rounding alone changes log-probabilities by nats. Before there are
     prompts, the engine generates the text itself. The probe is sent twice. The first time the engine also scores it,
     which it can only do without its prefix cache; the second time it may use the cache, and as the probe is longer than
-    a block, a stale cache is detected.
-
-    Args:
-        trainer ([`OPSDTrainer`]):
-            Provides the student and the processes.
-        engine ([`~rollout.engine.Engine`]):
-            The engine to compare with the student.
-        dtype (`torch.dtype`):
-            The dtype both compute in.
-        with_adapter (`bool`):
-            Whether the student has adapters that the engine might lack.
+    a block, a stale cache is detected. `dtype` is that of both, or the less precise; `with_adapter` enables a diagnosis
+    of its own.
     """
 
     def __init__(self, trainer: Host, engine: Engine, dtype: torch.dtype, with_adapter: bool) -> None:
         self._trainer, self._engine, self._dtype, self._with_adapter = trainer, engine, dtype, with_adapter
         self._last_scores_L: Tensor | None = None
+        # A shorter probe than a block never uses the prefix cache, and a stale one would go unnoticed.
         self._length = max(engine.block_size + 2, PROMPTED)
         if trainer.limits.context is not None:
             self._length = max(1, min(self._length, trainer.limits.context - WRITTEN - 1))
@@ -84,22 +77,15 @@ class SyncProof:
             self._probe_ids, self._last_scores_L = text or None, None
 
     def check(self) -> float:
-        """Compares engine and student.
-
-        Returns:
-            `float`: the largest difference of log-probabilities over all processes, in nats.
-
-        Raises:
-            SyncError: They differ by more than rounding explains. The message gives a likely cause.
-        """
+        """The largest log-probability difference in nats over all processes; an error if rounding cannot explain it."""
         ids_RL, scores = self._engine_scores()
         own_RL, scale = self._student(ids_RL)
         gap = self._gap(scores, own_RL, scale)
         worst = self._trainer.accelerator.gather(
             torch.tensor([gap.largest, gap.excess], device=self._trainer.accelerator.device)
         ).view(-1, 2)
-        if not worst[:, 1].max() <= 1:
-            # All processes get here together, as the forward of a split student is collective.
+        if not worst[:, 1].max() <= 1:  # not `> 1`: NaN has to fail, too
+            # All processes get here together, as the forward of a sharded student is collective.
             bare_RL = self._student(ids_RL, without_adapter=True)[0] if self._with_adapter else None
             raise SyncError(
                 f"After a weight sync {self._engine.name} and the student disagree by {gap.average:.3g} nats on the "
@@ -112,7 +98,7 @@ class SyncProof:
         return float(worst[:, 0].max())
 
     def record_scores(self) -> None:
-        """Stores the engine's log-probabilities before the first sync, to detect a sync that changes nothing."""
+        """Records the engine's log-probabilities before the first sync, to detect a sync that changes nothing."""
         self._last_scores_L = self._engine_scores()[1][0]
 
     def _engine_scores(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -130,6 +116,7 @@ class SyncProof:
         """The student's log-probabilities of all tokens but the first, [2, L + T - 1], and the RMS of its logits."""
         trainer = self._trainer
         ids_RL = ids_RL.to(trainer.accelerator.device)
+        # As in rollouts, gathered: under ZeRO-3 a forward of the bare student breaks the next backward pass.
         with trainer.student_for_generation() as student:
             off: AbstractContextManager[Any] = student.disable_adapter() if without_adapter else nullcontext()
             with off:
@@ -144,6 +131,7 @@ class SyncProof:
         scored, cached = scores
         rounding = (relative or RELATIVE[self._dtype]) * max(scale, 1e-6)
         rows = [(scored - own_RL[0]).abs(), (cached - own_RL[1, -cached.numel() :]).abs()]
+        # The median separates rounding from faults; the largest difference does not, in bfloat16.
         averages = torch.stack([row.mean() for row in rows])
         medians = torch.stack([row.median() for row in rows])
         return Gap(
@@ -164,7 +152,7 @@ class SyncProof:
                 f"It looks stale: the log-probabilities of {engine} are the same as before the sync, so the weights "
                 "did not arrive."
             )
-        # What follows the prompt may be written with the cached keys of the same prompt.
+        # What follows the prompt may be generated with the cached keys of the same prompt.
         uncached = torch.cat([scored[:prompt], own_RL[0, prompt:]])
         if self._gap((uncached, own_RL[1, -cached.numel() :]), own_RL, scale).excess <= 1:
             return (
@@ -187,7 +175,7 @@ class SyncProof:
 
 
 def _check_answer(engine: str, rows: list[Completion], probe: list[int], length: int) -> None:
-    """Refuses an answer that cannot be compared: an engine of one's own may lack what `Engine.write` asks for."""
+    """Rejects an answer that cannot be compared: a user's engine may lack what `Engine.write` requires."""
     found = [(row.prompt_ids, len(row.completion_ids), len(row.logprobs)) for row in rows]
     scored = len(rows[0].prompt_logprobs) if rows else 0
     if found != [(probe, length, length)] * 2 or scored != len(probe) - 1:

@@ -28,11 +28,11 @@ E = TypeVar("E", bound=Engine)
 
 
 Logprobs = dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]]
-"""Of the tokens of a completion, by its prompt and its ids."""
+"""Log-probabilities of a completion's tokens, by its prompt and its ids."""
 
 
 class SyncedRollout(RolloutBackend, Generic[E]):
-    """A rollout with an engine that is sent the student's weights before it generates, if they have changed, and whose
+    """A rollout with an engine that gets the student's weights before it generates, if they have changed, and whose
     log-probabilities are then compared with the student's.
 
     Args:
@@ -48,11 +48,11 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         self._proved = False
         self._sessions = 0
         self._has_weights = True
-        self._logprobs: deque[Logprobs] = deque(maxlen=2)  # of what is learned now, and of what is written meanwhile
+        self._logprobs: deque[Logprobs] = deque(maxlen=2)  # of the batch trained on, and the one being generated
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """The engine rests when the outermost session ends, also after an exception."""
+        """The engine sleeps when the outermost session ends, also after an exception."""
         self._sessions += 1
         try:
             yield
@@ -76,7 +76,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         return next((known[key] for known in reversed(self._logprobs) if key in known), None)
 
     def _known_logprobs(self) -> Logprobs | None:
-        """Where those of a batch are kept until the one after the next; `None` if nobody reads them."""
+        """Stores those of a batch until the one after the next; `None` if nobody reads them."""
         if not self._trainer.reads_logprobs:
             return None
         self._logprobs.append({})
@@ -85,6 +85,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
     def _begun(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
         """Sends the weights if they have changed, and returns the options of each prompt. Collective."""
         changes = assigned(self._trainer.generation_config, self._bound)
+        # An engine reads none of `trainer.generation_config`, so every change would be ignored.
         check_followed(changes, dict.fromkeys(changes, "an engine has the options of `OPSDConfig`, set it there"))
         self._wake("weights")
         self._proof.take_prompts(prompt_ids)
@@ -106,7 +107,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
             )
 
     def sync_weights(self) -> None:
-        """Sends the student's current weights, and checks that they arrived.
+        """Sends the student's current weights, and verifies that they arrived.
 
         Called before a rollout whenever weights have changed. Call it yourself after a change that cannot be detected,
         such as writing to the shards of a student under ZeRO-3. Collective.
@@ -124,7 +125,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         if proves and not self._proved and self._has_weights:
             self._wake("kv_cache")
             self._proof.record_scores()
-            self._engine.wipe_cache()
+            self._engine.wipe_cache()  # its first weights may be random, and NaNs in the cache outlive a sync
         self._sent = None  # if an exception follows, the engine's weights are unknown
         with _timed(trainer, "sync/seconds"), torch.no_grad():
             trainer.record("sync/bytes", float(self._send()))
@@ -144,7 +145,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
 
     @abstractmethod
     def _send(self) -> int:
-        """Sends the weights that have changed, and returns the bytes."""
+        """Sends the weights that have changed, and returns their bytes."""
 
     @abstractmethod
     def _wake(self, what: str) -> None:
@@ -176,6 +177,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
 
     def _has_changed(self) -> bool:
         """Whether weights have changed since they were sent, in any process. Collective, so that all or none send."""
+        # Addresses differ between processes, so each compares with what it has sent.
         here = torch.tensor([int(self._version() != self._sent)], device=self._trainer.accelerator.device)
         return bool(self._trainer.accelerator.gather(here).any())
 
@@ -196,11 +198,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
 
 
 def check_student(trainer: Host) -> None:
-    """Rejects students whose weights cannot be sent to an engine.
-
-    Raises:
-        ValueError: The student is quantized, or its context is shorter than `vllm_max_model_length`.
-    """
+    """Rejects students whose weights cannot be sent to an engine."""
     args, model = trainer.args, trainer.model
     if getattr(model, "is_quantized", False):
         raise ValueError(
@@ -224,9 +222,9 @@ def dtype_of(trainer: Host) -> torch.dtype:
 
 
 def version_of(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
-    """Address and write count of each tensor; tensors that ZeRO-3 has split are left out.
+    """Address and write count of each tensor; tensors that ZeRO-3 has sharded are left out.
 
-    A tensor that FSDP2 has split counts its own writes; its address is that of the local shard.
+    A tensor that FSDP2 has sharded counts its own writes; its address is that of the local shard.
     """
     return tuple((local(one).data_ptr(), one._version) for one in tensors if not in_zero3(one))
 

@@ -1,4 +1,4 @@
-"""Turns what a rollout returned into lists of integers, from any library; it knows neither limits nor vocabulary."""
+"""Converts what a rollout returned to lists of integers, from any library; knows neither limits nor vocabulary."""
 
 from __future__ import annotations
 
@@ -8,19 +8,7 @@ from typing import Any
 
 
 def rows_of(returned: Any, prompts: int, backend: str) -> list[list[int]]:
-    """One completion for each prompt.
-
-    Args:
-        returned (`Any`):
-            What `complete` returned.
-        prompts (`int`):
-            Number of prompts.
-        backend (`str`):
-            Who returned it, for messages.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """One completion for each prompt; `backend` names who returned them, for messages."""
     if not isinstance(returned, list | tuple):
         raise ValueError(
             f"{backend} returned {described(returned)}: `complete` must return a list with one completion for each "
@@ -35,7 +23,7 @@ def rows_of(returned: Any, prompts: int, backend: str) -> list[list[int]]:
 
 
 def row_of(row: Any, where: str) -> list[int]:
-    """One completion; `where` begins the message of the `ValueError` about anything else."""
+    """One completion; anything else is a `ValueError` that begins with `where`."""
     if hasattr(row, "tolist") and getattr(row, "ndim", None) == 1:  # of torch or numpy
         row = row.tolist()
     if not isinstance(row, list | tuple):
@@ -47,6 +35,7 @@ def whole(
     token: Any, where: str, role: str = "among the tokens", expected: str = "token ids, which are integers"
 ) -> int:
     """An integer, also a scalar of numpy or torch, as `int`; anything else is a `ValueError` with what was expected."""
+    # `index(True)` is 1, but a mask is not a completion.
     of_bools = isinstance(token, bool) or "bool" in str(getattr(token, "dtype", ""))
     if not of_bools and getattr(token, "ndim", 0) == 0:
         with suppress(TypeError):
@@ -55,7 +44,7 @@ def whole(
 
 
 def described(value: Any) -> str:
-    """The type of a value and what is short to say of it."""
+    """The type of a value, with its shape, or the value if short."""
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     shown = f" ({value!r})" if isinstance(value, bool | int | float | str) and len(repr(value)) <= 40 else ""
     return "None" if value is None else f"a {type(value).__name__}{shape}{shown}"

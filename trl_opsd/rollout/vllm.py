@@ -30,20 +30,11 @@ from trl_opsd.run.rng import preserved_rng
 logger = get_logger(__name__)
 
 _SHAPES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
-"""Fields in which the checkpoint's config and the student's must agree, so that the engine fits the student's weights.
-"""
+"""Config fields of the checkpoint and the student that must agree, so that the weights fit the engine."""
 
 
 class VLLMRollout(SyncedRollout[VLLMEngine]):
-    """Generates with vLLM in the training process.
-
-    Args:
-        args ([`OPSDConfig`]):
-            The options; those that cannot work are rejected here, before a model is loaded.
-
-    Raises:
-        ValueError: An option, or a combination of options, cannot work.
-    """
+    """Generates with vLLM in the training process; rejects options that cannot work before a model is loaded."""
 
     def __init__(self, args: OPSDConfig) -> None:
         super().__init__(args)
@@ -53,11 +44,7 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         return "vLLM in this process"
 
     def bind(self, trainer: Host) -> None:
-        """Builds the engine.
-
-        Raises:
-            ValueError: The student, the processes or the platform are not compatible with vLLM.
-        """
+        """Builds the engine; rejects a student, processes or a platform that do not fit vLLM."""
         self._trainer = trainer
         check_student(trainer)
         checkpoint = _checked_checkpoint(trainer)
@@ -67,7 +54,8 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         sampling = sampling_options(self._args, list(trainer.eos_token_ids))
         self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="trl_opsd-tokenizer-")
         trainer.processing_class.save_pretrained(self._tokenizer_folder.name)
-        trainer.model.config.save_pretrained(self._tokenizer_folder.name)  # vLLM looks for one there, twice
+        # Without one each engine retries for two seconds.
+        trainer.model.config.save_pretrained(self._tokenizer_folder.name)
         with preserved_rng(trainer.accelerator.device):
             engine = self._started()
         trainer.accelerator.wait_for_everyone()  # else the others wait in a later collective for one still building
@@ -107,6 +95,7 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         if self._mode == "full":
             return self._load(Stream(weights_of(model), *how, saved))
         sent = 0
+        # Only an adapter is trained, but a user may have changed the base, too.
         base = version_of(weight.base for weight in base_weights_of(model))
         if base != self._base_sent:
             self._base_sent = None
@@ -143,7 +132,7 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         if what == "weights" and self._mode == "full":
             self._sent, self._has_weights = None, False
         if what == "kv_cache":
-            self._engine.wipe_cache()  # new memory, whatever was in it; attention may multiply NaNs in it by 0
+            self._engine.wipe_cache()  # new memory may hold NaNs, and in attention 0·NaN is NaN
 
     # ---- Construction -------------------------------------------------------------------------------------------
 
@@ -164,7 +153,7 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
             sequences=max(
                 args.per_device_train_batch_size * args.gradient_accumulation_steps, args.per_device_eval_batch_size
             ),
-            seed=trainer.accelerator.process_index,
+            seed=trainer.accelerator.process_index,  # else all processes would sample with the same random numbers
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             model_impl=args.vllm_model_impl,
             trust_remote_code=args.trust_remote_code,
@@ -186,11 +175,7 @@ def _check_options(args: OPSDConfig) -> None:
 
 
 def _checked_checkpoint(trainer: Host) -> Any:
-    """The config of the student's checkpoint, which vLLM builds its model from.
-
-    Raises:
-        ValueError: It cannot be loaded, is quantized, or differs from the student's.
-    """
+    """The config of the student's checkpoint, which vLLM builds its model from; it must fit the student."""
     args, model = trainer.args, trainer.model
     path = model.name_or_path
     try:

@@ -20,15 +20,7 @@ _MIN_BIAS = -100.0
 
 
 class VLLMServerRollout(ServedRollout):
-    """Generates with a separately started vLLM server, as `docs/rollouts.md` describes.
-
-    Args:
-        args ([`OPSDConfig`]):
-            The options; those that cannot work are rejected here, before a model is loaded.
-
-    Raises:
-        ValueError: An option cannot work, or no server answers within `vllm_server_timeout` seconds.
-    """
+    """Generates with a separately started vLLM server (docs/rollouts.md); options are checked before models load."""
 
     def __init__(self, args: OPSDConfig) -> None:
         _check_options(args)

@@ -46,7 +46,7 @@ class Stream:
 
     def __enter__(self) -> Iterator[tuple[str, Tensor]]:
         if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # tensors may be pulled on another stream than their last write is on
+            torch.accelerator.synchronize()  # a tensor's last write may be on another stream than the sending
         self._drawn = self._draw()
         return self._drawn
 
@@ -71,6 +71,7 @@ class Stream:
             split = _parts(bucket)
             with self.gathered(split):
                 for weight in bucket:
+                    # Adapters are merged here, one weight at a time, so the student is not changed or copied.
                     made = weight.materialize()
                     # Cast before gathering: fewer bytes. A copy, as an engine may keep the tensor for a while.
                     tensor = whole(made.to(self.device, self._dtype_of(made), copy=bool(split)))
@@ -107,11 +108,7 @@ def base_weights_of(model: CausalLM) -> list[Weight]:
 def adapter_of(
     model: CausalLM, dtype: torch.dtype, device: torch.device, gathered: Gathered
 ) -> tuple[dict[str, tuple[Tensor, Tensor, float]], int]:
-    """The student's LoRA factors.
-
-    Returns:
-        `tuple[dict, int]`: A `[r, in]`, B `[out, r]` and the scaling of B A, by the name of the layer; and their bytes.
-    """
+    """The student's LoRA factors A, B and the scaling of B A, by the name of the layer; and their bytes."""
 
     def copied(part: Tensor) -> Tensor:
         return whole(part.detach().to(device, dtype, copy=True))
@@ -133,24 +130,7 @@ def adapter_layers(model: CausalLM) -> list[str]:
 
 
 def chosen_sync(requested: str, model: CausalLM, ranks: Collection[int], against: str | None = None) -> tuple[str, str]:
-    """Decides whether the adapter is sent separately from the base.
-
-    Args:
-        requested (`str`):
-            `vllm_weight_sync`: `"auto"`, `"adapter"` or `"full"`.
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student.
-        ranks (`Collection[int]`):
-            Ranks the engine can be built for.
-        against (`str`, *optional*):
-            Why the engine takes no adapter.
-
-    Returns:
-        `tuple[str, str]`: `"adapter"` or `"full"`, and the reason.
-
-    Raises:
-        ValueError: `"adapter"` was requested and is not possible.
-    """
+    """Whether `"adapter"` or `"full"` weights are sent, and why; `against` is why the engine takes no adapter."""
     if requested == "full":
         return "full", "`vllm_weight_sync='full'`"
     against = _against_adapter(model, ranks) or against
@@ -185,5 +165,5 @@ def _buckets(weights: list[Weight]) -> Iterator[list[Weight]]:
 
 
 def _parts(bucket: list[Weight]) -> list[Tensor]:
-    """The tensors in a bucket that ZeRO-3 has split, each once."""
+    """The tensors in a bucket that ZeRO-3 has sharded, each once."""
     return list({id(part): part for weight in bucket for part in weight.parts if in_zero3(part)}.values())

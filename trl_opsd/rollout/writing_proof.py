@@ -3,7 +3,7 @@
 A model may be right in a forward pass and still wrong in `generate`: it counts positions differently, keeps state that
 is not updated when rows leave the batch, or continues from the state of the previous call.
 
-T tokens written · V logits
+T generated tokens · V logits
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Writing:
     together: Reading = PADDED
     """Which prompts share a batch."""
     rows_stay: str | None = None
-    """Why no row leaves the batch before the last has ended; `None` where each does."""
+    """Why rows stay in the batch until the last has ended; `None` if each leaves."""
     cached_from: int = 1
     """Prompts shorter than this are continued without a cache: each token re-reads the whole row."""
 
@@ -51,26 +51,13 @@ class Writing:
 
 
 def prove_writing(student: CausalLM, reading: Reading, vocabulary: int, collective: bool) -> Writing:
-    """Tries the ways to generate, from the fastest on.
-
-    Args:
-        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student, ready to generate.
-        reading ([`~models.padding.Reading`]):
-            Which rows it reads together; no others are generated together.
-        vocabulary (`int`):
-            Token ids to choose from.
-        collective (`bool`):
-            Whether forwards are collective.
-
-    Raises:
-        ValueError: Its `generate` cannot continue a single prompt, or computes other logits than a forward pass.
-    """
+    """Tries the ways to generate that `reading` allows, the fastest first; a single prompt must work."""
     with _default_generation_config(student):
         return _proved(student, reading, vocabulary, collective)
 
 
 def _proved(student: CausalLM, reading: Reading, vocabulary: int, collective: bool) -> Writing:
+    # Any different ids will do, and these exist in every vocabulary.
     prompt, other = [vocabulary // 3, vocabulary // 4, vocabulary // 5], [vocabulary // 2, vocabulary // 6]
     single_TV = _read(student, other[:1], vocabulary)
     cached, alone_TV = _alone(student, prompt, vocabulary)
@@ -88,7 +75,7 @@ def _proved(student: CausalLM, reading: Reading, vocabulary: int, collective: bo
 
 
 def _alone(student: CausalLM, prompt: list[int], vocabulary: int) -> tuple[bool, Tensor]:
-    """Whether a prompt can be continued with a cache, and the logits `[T, V]`."""
+    """Whether a prompt can be continued with a cache, and the logits, [T, V]."""
     read_TV = _read(student, prompt, vocabulary)
     why, cause = "its logits differ from those of a forward pass", None
     for cached in (True, False):
@@ -118,7 +105,7 @@ def _read(student: CausalLM, prompt: list[int], vocabulary: int) -> Tensor:
 def _failure(
     student: CausalLM, prompts: list[list[int]], vocabulary: int, loop: Any, cached: bool, alone_TV: Tensor
 ) -> str | None:
-    """Why the last prompt cannot be continued like that, or `None` if it gets the logits that it gets alone."""
+    """Why the last prompt cannot be continued in this way, or `None` if it gets the logits that it gets alone."""
     try:
         same = agree(_logits(student, prompts, vocabulary, loop, cached), alone_TV)
     except torch.OutOfMemoryError:

@@ -12,12 +12,7 @@ from trl_opsd.run.metrics import token_metrics
 
 
 class Accounts:
-    """Accumulated sums by name, and a clock.
-
-    Args:
-        watch (`Callable`):
-            As in [`~run.clock.PhaseClock`].
-    """
+    """Accumulated sums by name, and a clock; `watch` as in [`~run.clock.PhaseClock`]."""
 
     def __init__(self, watch: Callable[[str], AbstractContextManager[Any]]) -> None:
         self.clock = PhaseClock(watch)
@@ -45,12 +40,8 @@ class Accounts:
         return self._totals["divergence"] / self._totals["weight"] if self._totals["weight"] else None
 
     def metrics(self, per_batch: bool) -> dict[str, float]:
-        """Weighted means over tokens, in nats, and seconds of each phase; empty if the weights sum to 0.
-
-        Args:
-            per_batch (`bool`):
-                Divide the seconds by the number of generation batches.
-        """
+        """Weighted means over tokens, in nats, and seconds of each phase; empty if the weights sum to 0."""
         if not self._totals["weight"]:
             return {}
+        # Training logs the mean of generation batches, and an evaluation the sum.
         return token_metrics(self._totals, self.clock.seconds, max(self._batches, 1) if per_batch else 1)

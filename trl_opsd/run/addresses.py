@@ -1,4 +1,4 @@
-"""Says whether an address is this machine: where only it can ask, and where only it is asked."""
+"""Classifies addresses of this machine: reachable from here alone, or leading nowhere else."""
 
 from __future__ import annotations
 

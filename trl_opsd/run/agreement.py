@@ -1,6 +1,6 @@
-"""Notices that nothing is learned: the teacher says the same as the student, no token counts, or the gradient is 0.
+"""Detects that nothing is learned: both models agree, no token counts, or the gradient is 0.
 
-Knows the sums of a loss, and no models.
+Knows the sums of a loss over all processes, by the names in [`LossParts.ROW_NAMES`], and no models.
 """
 
 from __future__ import annotations
@@ -8,20 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _SAME = 1e-6
-"""Nats per token: what rounding leaves of the divergence between a float32 model and its copy."""
+"""Nats per token: rounding error of the divergence between a float32 model and its copy."""
 
 _ALIKE = 0.02
-"""Nats per token by which entropies differ at most where a KL is that small (Pinsker, Fannes), for any vocabulary."""
+"""Nats per token: maximum difference of entropies where a KL is that small (Pinsker, Fannes), for any vocabulary."""
 
 
 def agree(sums: Mapping[str, float]) -> bool:
-    """Whether both models say the same: the divergence is 0 up to rounding, and the entropies are alike.
+    """Whether both models are identical: the divergence is 0 up to rounding, and the entropies are equal.
 
     A trained student stays far above. A surrogate of the user's own may be 0 where the models differ.
-
-    Args:
-        sums (`Mapping[str, float]`):
-            Sums over all processes, by the names in [`LossParts.ROW_NAMES`]; finite.
     """
     weight = sums["weight"]
     if not weight or abs(sums["divergence"]) / weight >= _SAME:
@@ -32,13 +28,7 @@ def agree(sums: Mapping[str, float]) -> bool:
 def nothing_learned(sums: Mapping[str, float], gradient_norm: float) -> str | None:
     """Why the student did not learn from an optimizer step, in words, or `None`.
 
-    A gradient of 0 is as it should be where both models [`agree`], as a student that teaches itself does at first.
-
-    Args:
-        sums (`Mapping[str, float]`):
-            Sums over all processes and micro-batches of the step, by the names in [`LossParts.ROW_NAMES`].
-        gradient_norm (`float`):
-            Norm of its gradient.
+    A gradient of 0 is right where both models [`agree`], as at the start of self-distillation.
     """
     if not sums["weight"]:
         return (

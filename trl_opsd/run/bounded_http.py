@@ -1,7 +1,7 @@
 """Sends each HTTP request once, with a deadline and a size limit for the answer, and follows no redirects.
 
-It has the few methods of a `requests.Session` that TRL's client calls, and can send several at once. Every failure is
-a [`ServerError`].
+It has the few methods of a `requests.Session` that TRL's client calls, and can send several concurrently. Every failure
+is a [`ServerError`].
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _CONNECT_SECONDS = 10.0
 _MAX_BYTES = 16 * MIB
 """Limit for answers that state none; the longest, a server's configuration, has about 0.1 MiB."""
 _AT_ONCE = 256
-"""Requests of one [`Answers`] under way at once: each has a connection, and a process may often open 1,024 files."""
+"""Concurrent requests of one [`Answers`]: each has a connection, and a process can often open only 1,024 files."""
 _PLAIN = ("", "identity")
 """Content encodings that are accepted: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server answered, with the attribute names of `requests.Response`."""
+    """The answer of a server, with the attribute names of `requests.Response`."""
 
     asked: str
-    """The server and the request, as the beginning of an error message."""
+    """The server and the request: how error messages begin."""
     status_code: int
     content: bytearray
     retry_after: str = ""
-    """The header of this name: when a busy server is to be asked again."""
+    """The header of this name: when to retry a busy server."""
 
     @property
     def text(self) -> str:
@@ -51,15 +51,7 @@ class Answer:
         return self.content.decode(errors="replace")
 
     def json(self, kind: type = dict) -> Any:
-        """The content as JSON.
-
-        Args:
-            kind (`type`, *optional*):
-                What it has to be: a `dict` or a `list`.
-
-        Raises:
-            ServerError: It is something else.
-        """
+        """The content as JSON; a `ServerError` unless it is a `kind`, `dict` or `list`."""
         try:
             found = strict_json.loads(self.content)
         except ValueError as error:
@@ -79,10 +71,11 @@ class Background:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="trl_opsd server client", daemon=True).start()
+        # The thread ends with its owner.
         weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine; to cancel the result cancels it."""
+        """Starts a coroutine; cancelling the result cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -97,21 +90,9 @@ class Background:
 class BoundedSession:
     """An HTTP session with a deadline for the whole request, even if the answer arrives slowly but steadily.
 
-    Args:
-        server (`str`):
-            What answers, as an error message begins.
-        option (`str`):
-            The option with its address, for the message about a redirect.
-        deadline (`float`):
-            Seconds for a whole request: name resolution, connecting, sending, headers and body.
-        origin (`str`):
-            Where the deadline comes from, for the error message.
-        trust_env (`bool`):
-            Whether proxies and passwords are taken from the environment. The same limits apply to a proxy.
-        headers (`Mapping[str, str]`, *optional*):
-            Sent with each request.
-        background ([`Background`], *optional*):
-            Where requests run; several sessions may share one.
+    `server`, `option` (its address) and `origin` (of the deadline) are words for error messages; `trust_env` reads
+    proxies, to which the same limits apply, and passwords from the environment. Several sessions may share one
+    `background`.
     """
 
     def __init__(
@@ -144,9 +125,7 @@ class BoundedSession:
     def post_each(
         self, url: str, bodies: Sequence[dict[str, Any]], max_bytes: Sequence[int], read: Callable[[int, Answer], T]
     ) -> Answers[T]:
-        """Sends one request for each body with POST, as JSON, and returns what [`Answers`] reads in their answers, each
-        of which may have so many bytes.
-        """
+        """Sends one POST per body, as JSON, with its own limit for the answer; `read` parses the [`Answers`]."""
         turn = asyncio.Semaphore(_AT_ONCE)
         asked = [
             self.ask("POST", url, json=body, max_bytes=most, turn=turn)
@@ -164,26 +143,13 @@ class BoundedSession:
         turn: AbstractAsyncContextManager[Any] | None = None,
         **options: Any,
     ) -> Answer:
-        """Sends one request.
+        """Sends one request, with `json` or `params`, to this address only; returns an answer of any status but a
+        redirect.
 
-        Args:
-            method (`str`):
-                The HTTP method.
-            url (`str`):
-                The address. Nothing is sent to any other.
-            seconds (`float`, *optional*):
-                A deadline that replaces the session's.
-            max_bytes (`int`, *optional*):
-                Limit for the answer.
-            turn (`AbstractAsyncContextManager`, *optional*):
-                Entered before the request is sent and its time begins.
-            **options (`Any`):
-                `json` or `params`.
-
-        Raises:
-            ServerError: There is no answer in time, or it is too long, compressed or a redirect. An answer with any
-                other status is returned.
+        A `ServerError` if the answer is late, too long or compressed. `turn` is entered before the request's time
+        begins.
         """
+        # The deadline covers name resolution, connecting, sending, headers and body.
         asked, within = f"{self._server}, asked for {url},", seconds or self._deadline
         try:
             async with turn or nullcontext():
@@ -199,6 +165,7 @@ class BoundedSession:
     async def _ask(
         self, asked: str, method: str, url: str, within: float, max_bytes: int, options: dict[str, Any]
     ) -> Answer:
+        # aiohttp cancels all of a request. `requests` does not: dripped headers, or a redirect's body, take their time.
         limits = aiohttp.ClientTimeout(total=None, sock_connect=min(within, _CONNECT_SECONDS))
         # The server may close a kept connection just when it is reused.
         connector = aiohttp.TCPConnector(force_close=True)
@@ -208,7 +175,7 @@ class BoundedSession:
                 timeout=limits,
                 connector=connector,
                 trust_env=self._trust_env,
-                auto_decompress=False,
+                auto_decompress=False,  # a small answer could expand to gigabytes
                 headers=self._headers,
             ) as session,
             session.request(method, url, allow_redirects=False, **options) as response,
@@ -219,15 +186,10 @@ class BoundedSession:
 
 
 class Answers(Iterator[tuple[int, T]]):
-    """The answers to several requests, each with its number, in the order they come.
+    """The answers to several requests, each with its number, in order of arrival.
 
-    The other requests end when one of them has failed, or when this is closed or collected.
-
-    Args:
-        requests (`Sequence[Future[Answer]]`):
-            Requests that have begun.
-        read (`Callable[[int, Answer], T]`):
-            What an answer to the request of this number says.
+    The other requests are cancelled when one has failed, or when this is closed or collected. `read` takes the
+    request's number and its answer.
     """
 
     def __init__(self, requests: Sequence[Future[Answer]], read: Callable[[int, Answer], T]) -> None:
@@ -249,7 +211,7 @@ class Answers(Iterator[tuple[int, T]]):
             raise
 
     def close(self) -> None:
-        """Ends the requests that have no answer yet. Any thread may do so, also while another waits for an answer."""
+        """Cancels unanswered requests. Any thread may do so, also while another waits for an answer."""
         with suppress(KeyError):  # when none is left
             while True:
                 self._missing.popitem()[0].cancel()
@@ -275,7 +237,7 @@ async def _body(asked: str, response: aiohttp.ClientResponse, max_bytes: int) ->
     parts, size = [], 0
     async for part in response.content.iter_any():
         parts.append(part)
-        size += len(part)
+        size += len(part)  # counted here: a header may state any length
         if size > max_bytes:
             raise ServerError(
                 f"{asked} answered more than {max_bytes / MIB:.0f} MiB, the limit for this request: no such server "

@@ -29,22 +29,19 @@ UNFINISHED = "_unfinished"
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _TEMPORARY = re.compile(r"(deleted-)?checkpoint-\d+")
-"""Names in the folder for unfinished checkpoints that are ours to delete. Nothing else in it is touched."""
+"""Names in `UNFINISHED` that are ours to delete. Nothing else in it is touched."""
 _STATE = "trainer_state.json"
 """The last file that transformers writes into a checkpoint."""
 _DELAY = 5.0
-"""Seconds until a machine sees a file that another wrote to a network disk."""
+"""Seconds until a file on a network disk is visible to other machines."""
 
 
 def check_disk(args: TrainingArguments) -> None:
-    """Checks that all processes write to one folder, or each machine to its own and by choice. Collective.
-
-    Raises:
-        ValueError: A checkpoint would lack what other machines write, or all would write the same files at once.
-    """
+    """Rejects an `output_dir` in which checkpoints lack files, or several machines write the same. Collective."""
     if args.save_strategy == "no" and not args.enable_jit_checkpoint:
         return
     [name] = broadcast_object_list([uuid4().hex])
+    # A random name, which no earlier run has left there.
     mark = Path(args.output_dir, f".{name}")
     if args.process_index == 0:
         mark.parent.mkdir(parents=True, exist_ok=True)
@@ -68,19 +65,7 @@ def check_disk(args: TrainingArguments) -> None:
 
 
 def begin(run_dir: Path) -> Path:
-    """Creates the folder in which the next checkpoint is written, and deletes unfinished ones from it.
-
-    Args:
-        run_dir (`Path`):
-            Folder of the checkpoints.
-
-    Returns:
-        `Path`: The folder in which to create `checkpoint-N`.
-
-    Raises:
-        ValueError: A file or symlink is in its place.
-        OSError: The folder cannot be created or cleared.
-    """
+    """Creates the folder in which the next `checkpoint-N` is written, and deletes unfinished ones from it."""
     recover(run_dir)
     unfinished = run_dir / UNFINISHED
     unfinished.mkdir(parents=True, exist_ok=True)
@@ -89,22 +74,12 @@ def begin(run_dir: Path) -> Path:
 
 
 def publish(written: Path, run_dir: Path, known: Mapping[str, Any] = MappingProxyType({})) -> Path:
-    """Writes the manifest of a folder, syncs it to disk, and moves the folder among the checkpoints.
+    """Writes the manifest of `checkpoint-N`, syncs it to disk, and renames it into `run_dir`.
 
-    A checkpoint of the same name is replaced. If it was not written here, it is kept as `replaced-checkpoint-N`.
-
-    Args:
-        written (`Path`):
-            A complete folder `checkpoint-N` under `run_dir`, on the same file system.
-        run_dir (`Path`):
-            Folder of the checkpoints.
-        known (`Mapping[str, Any]`, *optional*):
-            What the manifest says of files that other processes have hashed.
-
-    Returns:
-        `Path`: The checkpoint.
+    A checkpoint of the same name is replaced; one without our manifest is kept as `replaced-checkpoint-N`. Files in
+    `known`, which other processes have hashed, are not hashed again.
     """
-    seal(written, known)
+    seal(written, known)  # `written` is on the same file system, under `run_dir`, so that a rename is atomic
     return _move_in(written, run_dir)
 
 
@@ -116,18 +91,14 @@ def recover(run_dir: Path) -> None:
             f"{unfinished} is a {'symlink' if unfinished.is_symlink() else 'file'}: expected a folder of our own, in "
             "which checkpoints are written and deleted. Remove it, or use another `output_dir`."
         )
+    # A manifest is written last, so a folder without problems was complete when the process was killed.
     for _, folder in _numbered(unfinished):
         if not folder.is_symlink() and not problems(folder):
             _move_in(folder, run_dir)
 
 
 def newest_complete(run_dir: Path) -> tuple[Path | None, dict[Path, list[str]]]:
-    """The complete checkpoint of the highest step, and the torn ones of higher steps with the problems of each.
-
-    Args:
-        run_dir (`Path`):
-            Folder of the checkpoints.
-    """
+    """The complete checkpoint of the highest step, and the torn ones of higher steps with the problems of each."""
     torn: dict[Path, list[str]] = {}
     for _, folder in sorted(_numbered(run_dir), reverse=True):
         wrong = problems(folder)
@@ -138,17 +109,7 @@ def newest_complete(run_dir: Path) -> tuple[Path | None, dict[Path, list[str]]]:
 
 
 def checkpoint_to_resume(asked: str | bool, run_dir: Path) -> tuple[Path, list[str]]:
-    """The checkpoint to resume from, and messages for the user about it.
-
-    Args:
-        asked (`str` or `bool`):
-            The folder of a checkpoint, or `True` for the newest complete one.
-        run_dir (`Path`):
-            Folder of the checkpoints.
-
-    Raises:
-        ValueError: There is none, or the requested one is torn.
-    """
+    """The requested checkpoint, or for `True` the newest complete one, and messages for the user about it."""
     if asked is True or str(asked).lower() == "true":  # text on a command line
         recover(run_dir)
         newest, torn = newest_complete(run_dir)
@@ -168,7 +129,7 @@ def checkpoint_to_resume(asked: str | bool, run_dir: Path) -> tuple[Path, list[s
 
 
 def remedy(run_dir: Path, step: int) -> str:
-    """What to do after an error of a run at this step; empty in its first. No file is read: it may be long."""
+    """How to continue after an error at this step; empty in the first step. Reads no files, which may be large."""
     if not step:
         return ""
     saved = [folder for number, folder in sorted(_numbered(run_dir)) if number <= step and has_manifest(folder)]
@@ -181,19 +142,7 @@ def remedy(run_dir: Path, step: int) -> str:
 
 
 def rotate(run_dir: Path, limit: int | None, keep: Collection[Path]) -> list[str]:
-    """Deletes the oldest checkpoints that were written here until at most `limit` are left.
-
-    Args:
-        run_dir (`Path`):
-            Folder of the checkpoints.
-        limit (`int`, *optional*):
-            How many to keep; `None` or 0 keeps all.
-        keep (`Collection[Path]`):
-            Checkpoints that are never deleted: the newest, which is known to be complete, and the best.
-
-    Returns:
-        `list[str]`: a warning for each checkpoint that could not be deleted; the run continues.
-    """
+    """Deletes our oldest checkpoints beyond `limit`, but those in `keep`; a warning for each that cannot be deleted."""
     # A folder without a manifest (such as the empty one that a killed run of another trainer leaves) is not counted.
     ours = [folder for _, folder in sorted(_numbered(run_dir)) if not folder.is_symlink() and has_manifest(folder)]
     ours.sort(key=lambda folder: (folder / MANIFEST).stat().st_mtime)  # a new run counts its steps from 0 again
@@ -214,14 +163,7 @@ def rotate(run_dir: Path, limit: int | None, keep: Collection[Path]) -> list[str
 
 
 def best_evaluated(run_dir: Path, history: Sequence[Mapping[str, Any]]) -> Path | None:
-    """The complete checkpoint whose evaluation had the smallest loss, as a mean over datasets; `None` without one.
-
-    Args:
-        run_dir (`Path`):
-            Folder of the checkpoints.
-        history (`Sequence[Mapping[str, Any]]`):
-            What was logged.
-    """
+    """The complete checkpoint whose evaluation had the smallest loss, as a mean over datasets; `None` without one."""
     losses: dict[int, list[float]] = {}
     for row in history:
         found = [value for name, value in row.items() if name.startswith("eval_") and name.endswith("loss")]
@@ -237,19 +179,9 @@ _SHOWN = 3
 
 
 def check_launch(folder: Path, deepspeed: bool, fsdp: bool) -> None:
-    """Refuses a checkpoint whose optimizer was saved under another kind of launch, which would silently begin anew.
-
-    Args:
-        folder (`Path`):
-            The checkpoint.
-        deepspeed, fsdp (`bool`):
-            What this launch is.
-
-    Raises:
-        ValueError: It was written under another kind of launch.
-    """
+    """Rejects a checkpoint of another kind of launch, whose optimizer would silently start anew."""
     saved = {
-        "DeepSpeed": any(folder.glob("global_step*")),
+        "DeepSpeed": any(folder.glob("global_step*")),  # each launch saves the optimizer in files of other names
         "FSDP": (folder / "optimizer.bin").exists() or (folder / "optimizer_0").exists(),
         "one process or DDP": (folder / "optimizer.pt").exists(),
     }
@@ -263,7 +195,7 @@ def check_launch(folder: Path, deepspeed: bool, fsdp: bool) -> None:
 
 
 def _appears(file: Path) -> bool:
-    """Whether a file that was written elsewhere is seen here, which a network disk may delay."""
+    """Whether a file written elsewhere is visible here, which a network disk may delay."""
     latest = monotonic() + _DELAY
     while not file.exists():
         if monotonic() > latest:
@@ -288,7 +220,7 @@ def _listed(torn: dict[Path, list[str]]) -> str:
 
 
 def _is_foreign(folder: Path) -> bool:
-    """Whether another trainer wrote a checkpoint to its end."""
+    """Whether another trainer completed this checkpoint."""
     return not (folder / MANIFEST).exists() and (folder / _STATE).is_file()
 
 
@@ -322,6 +254,7 @@ def _is_ours(checkpoint: Path) -> bool:
     """Whether a checkpoint may be deleted: it has our manifest, or is empty."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return False
+    # An empty one is what a killed run of another trainer leaves.
     return has_manifest(checkpoint) or not os.listdir(checkpoint)
 
 

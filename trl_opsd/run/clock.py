@@ -14,22 +14,7 @@ import torch
 class PhaseClock:
     """Accumulates seconds per named phase, excluding phases nested inside it.
 
-    Args:
-        watch (`Callable`, *optional*):
-            Takes the name of a phase and returns a context manager that is entered for its duration.
-        now (`Callable`, *optional*, defaults to `time.perf_counter`):
-            The clock, in seconds; `time.process_time` counts the processor's instead of the wall's.
-
-    Example:
-
-    ```python
-    >>> clock = PhaseClock()
-    >>> with clock("compare"):
-    ...     with clock("teach"):
-    ...         pass
-    >>> sorted(clock.seconds)
-    ['compare', 'teach']
-    ```
+    `watch` gives a context for each phase; with `now=time.process_time` it counts processor time.
     """
 
     def __init__(
@@ -58,6 +43,6 @@ class PhaseClock:
                 self._inside[-1] += elapsed
 
     def _synchronize(self) -> None:
-        """Synchronises the device where a nested phase begins or ends, so that queued work counts for its own phase."""
+        """Synchronizes the device where a nested phase begins or ends, so that queued work counts for its own phase."""
         if self._inside and torch.accelerator.is_available():
             torch.accelerator.synchronize()

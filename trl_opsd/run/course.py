@@ -1,4 +1,4 @@
-"""Follows the figures of a run, and says in words when its last steps show a collapse; knows numbers only."""
+"""Detects a collapse from the figures of a run's first and last steps, and describes it; knows numbers only."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from statistics import median
 from typing import Any
 
 STEPS = 10
-"""Optimizer steps at the beginning, and at the end, of which medians are compared; both have to be complete."""
+"""Optimizer steps at the start, and at the end, whose medians are compared; both have to be complete."""
 GROWN = 4.0
-"""Times the first steps' divergence, or that of the first step alone, before which nothing was changed."""
+"""Factor over the divergence of the first steps, or of the very first, before which nothing was changed."""
 LARGE = 2.5
-"""Nats per token from which on it is compared with a single step, which may be low by chance."""
+"""Nats per token above which it is compared with a single step, which may be low by chance."""
 SMALL = 0.2
-"""Nats per token that a divergence counts as at least, where another is compared with it."""
+"""Nats per token: lower bound of the divergence that another is compared with."""
 FALLEN = 0.1
-"""Share of an entropy, of the student's largest at first and of the teacher's now; and of a length."""
+"""Share of an entropy (the student's largest at the start, and the teacher's now) or of a length."""
 EMPTY, SHORTER = 2.0, 0.5
-"""Tokens of a completion that says nothing, of one or two; and the share of a length at first that this is at most."""
+"""Tokens of an empty answer; and the largest share of the initial length that it may be."""
 STAYED = 0.5
-"""Share of the first divergence at which the teacher still disagrees."""
+"""Share of the initial divergence from which on the teacher still disagrees."""
 REPEATED = 0.5
-"""Share of completions that end in a repetition; half of it is too much to begin with."""
+"""Share of completions that end in a repetition; a run that starts above half of it is not judged."""
 BELOW = -0.05
 """Nats per token of a clipped divergence; 0 is where student and teacher agree."""
 TAIL, GRAM = 32, 4
-"""Tokens at the end of a completion, and of the pieces of it of which at most half differ in a repetition."""
+"""Tokens at the end of a completion, and tokens of an n-gram; in a repetition at most half of these are distinct."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What is known of an optimizer step: means over its tokens or completions, of all processes."""
+    """Figures of an optimizer step: means over its tokens or completions, of all processes."""
 
     divergence: float
     """Nats per token."""
@@ -54,7 +54,7 @@ class Course:
         self._last: deque[Figures] = deque(maxlen=STEPS)
 
     def add(self, step: Figures) -> None:
-        """Takes the figures of the next step."""
+        """Adds the figures of the next step."""
         if len(self._first) < STEPS:
             self._first.append(step)
         else:
@@ -62,21 +62,17 @@ class Course:
 
     @property
     def drift(self) -> float:
-        """Length of the latest completions, divided by the mean of the first steps; there has to be a step."""
+        """Length of the latest completions relative to the mean of the first steps; there has to be a step."""
         first = sum(one.length for one in self._first) / len(self._first)
         latest = self._last[-1] if self._last else self._first[-1]
         return latest.length / first if first else 1.0
 
     def signs(self, clipped: bool = False) -> dict[str, str]:
-        """What shows a collapse, by the name of the figure; empty for a healthy run, and until there are 20 steps.
-
-        Args:
-            clipped (`bool`, *optional*, defaults to `False`):
-                Whether single entries of the divergence are clipped, so that it may be below 0.
-        """
+        """Signs of a collapse, by the name of the figure; empty for a healthy run, and in the first 20 steps."""
         if len(self._last) < STEPS:
             return {}
         first, last = _medians(self._first), _medians(self._last)
+        # `clipped`: with `kl_clip` single entries are bounded from above only, so the divergence may be below 0.
         found = {
             "divergence": self._divergence(first, last),
             "clip": _clip(last) if clipped else None,
@@ -87,6 +83,7 @@ class Course:
         return {name: sign for name, sign in found.items() if sign is not None}
 
     def _divergence(self, first: Figures, last: Figures) -> str | None:
+        # At a rate far too high the third step has collapsed: then not the first ten but the very first is a reference.
         now, before, at_once = (abs(one.divergence) for one in (last, first, self._first[0]))
         if now <= GROWN * max(before, SMALL) and (now < LARGE or now <= GROWN * at_once):
             return None
@@ -98,6 +95,7 @@ class Course:
 
     def _entropy(self, last: Figures) -> str | None:
         begin = max(one.student_entropy for one in self._first)
+        # Not against its start alone: to become as certain as the teacher is the aim.
         if last.student_entropy >= FALLEN * min(begin, last.teacher_entropy):
             return None
         return (
@@ -107,7 +105,7 @@ class Course:
         )
 
     def state(self) -> dict[str, Any]:
-        """Everything, in numbers that JSON holds exactly."""
+        """The whole state, in numbers that JSON stores exactly."""
         return {"first": [asdict(one) for one in self._first], "last": [asdict(one) for one in self._last]}
 
     @classmethod
@@ -121,6 +119,7 @@ class Course:
 
 def _medians(steps: Sequence[Figures] | deque[Figures]) -> Figures:
     names = Figures.__dataclass_fields__
+    # Medians: one odd step is no collapse.
     return Figures(**dict(zip(names, map(median, zip(*map(astuple, steps), strict=True)), strict=True)))
 
 

@@ -30,16 +30,16 @@ class SyncError(OPSDError):
 
 @contextmanager
 def explained(command: Callable[[], str], whole: bool) -> Iterator[None]:
-    """Ends a command with one sentence, and no traceback, for an error that says what is wrong: with status 2 if an
-    argument is, with 1 if a run has failed.
+    """Ends a command with one sentence instead of a traceback where the error explains itself: status 2 for a wrong
+    argument, 1 for a failed run.
 
-    Any other error, which is one of the program, goes on.
+    Any other error, a bug, is raised.
 
     Args:
         command (`Callable`):
-            Returns what the message begins with.
+            Returns how the message begins.
         whole (`bool`):
-            Whether tracebacks are asked for, so that all errors go on.
+            Raise all errors, for a traceback.
     """
     try:
         yield
@@ -53,7 +53,7 @@ def explained(command: Callable[[], str], whole: bool) -> Iterator[None]:
 
 
 def _is_explained(error: Exception) -> bool:
-    """Whether somebody wrote this error for a user: it is ours, the system's, or was raised by a statement."""
+    """Whether this error was written for a user: it is ours, the system's, or was raised by a `raise` statement."""
     if isinstance(error, ValueError | TypeError | ImportError):
         return (traceback.extract_tb(error.__traceback__)[-1].line or "").startswith("raise")
     return isinstance(error, OPSDError | OSError) and not isinstance(error, BrokenPipeError)  # of `| head`

@@ -23,14 +23,14 @@ _HEAD_START = 15
 """Seconds that a process which failed later waits, so that the launcher's agent sees the first one end first."""
 
 _PATIENCE = timedelta(seconds=5)
-"""Time to reach the store of the launcher's agent, which has been there since before this process."""
+"""Timeout for the store of the launcher's agent, which exists before this process."""
 
 _runs = count()
 """Numbers the calls of [`one_traceback`]; all processes enter it together, so they agree on the number."""
 
 
 def share_tracebacks() -> None:
-    """From now on, if exceptions end several processes of this launch, only the first to end prints its traceback.
+    """Installs an excepthook with which only the first process to end with an exception prints its traceback.
 
     Does nothing in a launch of one process. May be called again: torch prefixes what an earlier hook prints.
     """
@@ -40,8 +40,8 @@ def share_tracebacks() -> None:
 
 @contextmanager
 def one_traceback() -> Iterator[None]:
-    """If an exception inside ends the program, it is the first rank to raise one that prints its traceback, even if
-    another rank, which failed because of it, ends earlier.
+    """If an exception ends the program, only the first rank to raise one prints its traceback, even if another ends
+    earlier.
 
     Every process must enter it, equally often.
     """
@@ -49,15 +49,16 @@ def one_traceback() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # Claimed when it is raised: a rank that fails because of this one may end before it.
         error.__dict__["_failed_first"] = _first_to_claim(f"trl_opsd/failed/{run}")
         raise
 
 
 def ends_first(error: BaseException | None = None, silent: bool = True) -> bool:
-    """Whether this process is the first of its launch to end because of an error, which it should then print.
+    """Whether this process is the first of its launch to end because of an error, so that it should print it.
 
-    If not, it has printed that it ends with another, unless it is silent, and waited for the launcher to end it.
-    Without a launcher that can tell, every process is the first.
+    If not, it has waited for the launcher to end it, and unless `silent` printed which rank failed first. Without a
+    launcher's store, every process is the first.
     """
     first = _first_to_claim("trl_opsd/ended")
     first = getattr(error, "_failed_first", first)

@@ -12,19 +12,14 @@ from torch.distributed import distributed_c10d as c10d
 
 
 def set_group_timeout(time: timedelta) -> None:
-    """Sets the collective timeout of all process groups of this process that still have torch's default.
+    """Sets the timeout of later collectives in all process groups of this process that still have torch's default.
 
     transformers passes `ddp_timeout` to the first group, but not on a CPU. A group that a library creates later, such
-    as DeepSpeed's, has torch's default: 10 minutes with NCCL, less than a rollout may take, and 30 with gloo. Groups
-    created with a timeout of their own keep it.
-
-    Args:
-        time (`datetime.timedelta`):
-            The timeout, for collectives that have not begun.
+    as DeepSpeed's, has torch's default: 10 minutes with NCCL, less than a rollout may take, and 30 with gloo.
     """
     if not distributed.is_initialized():
         return
-    for group in c10d._world.pg_map:
+    for group in c10d._world.pg_map:  # torch has no public list of all groups
         for backend in _backends(group):
             if backend.options._timeout in (constants.default_pg_timeout, constants.default_pg_nccl_timeout):
                 backend._set_default_timeout(time)

@@ -1,6 +1,6 @@
-"""Refuses nested keys of the accelerate file that accelerate ignores; unknown ones at the top it refuses itself.
+"""Rejects nested keys of the accelerate file that accelerate ignores; it rejects unknown top-level keys itself.
 
-Of `deepspeed_config` only: accelerate tells its processes which keys that had, but not which `fsdp_config` had.
+Of `deepspeed_config` only: accelerate passes the keys of that to its processes, but not those of `fsdp_config`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,7 @@ from trl_opsd.run.nearest import nearest
 
 
 def check_nested_keys() -> None:
-    """Refuses keys of `deepspeed_config` that accelerate does not know.
-
-    Raises:
-        ValueError: There are some; the message has the nearest known name of each.
-    """
+    """Rejects keys of `deepspeed_config` that accelerate does not know, with the nearest known name."""
     given = [name for name in os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",") if name]
     if not given:
         return

@@ -1,4 +1,4 @@
-"""Validates the type and the shape of what a `compare` of the user's own returns; reads no value of it."""
+"""Validates type and shape of what a user's `compare` returns; reads no values, which would wait for the device."""
 
 from __future__ import annotations
 
@@ -11,25 +11,12 @@ from trl_opsd.types import LossParts, Rollout
 
 
 def check_parts(parts: Any, rollout: Rollout, where: str, training: bool) -> None:
-    """Checks that the parts of a loss belong to a micro-batch, and that a gradient can come from them.
-
-    Args:
-        parts (`Any`):
-            What was returned for the micro-batch.
-        rollout ([`~types.Rollout`]):
-            Its B rows.
-        where (`str`):
-            The method that returned them, for the message.
-        training (`bool`):
-            Whether the model is in training mode; with gradients enabled, the loss then needs a graph.
-
-    Raises:
-        ValueError: They are not a [`~types.LossParts`] with a scalar loss and rows of shape [B, columns].
-    """
+    """Rejects parts of a loss that do not fit the rollout's rows, or that in training have no graph."""
     columns = len(LossParts.ROW_NAMES)
     shapes = {"loss": (), "rows": (len(rollout.completion_ids), columns)}
     got = "None" if parts is None else f"a {type(parts).__name__}"
     if isinstance(parts, LossParts):
+        # Dtype and shape are known on the host; values are not.
         wrong = [name for name, shape in shapes.items() if not _is_float(getattr(parts, name), shape)]
         if not wrong and training and torch.is_grad_enabled() and not parts.loss.requires_grad:
             raise ValueError(

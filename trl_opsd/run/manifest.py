@@ -1,4 +1,4 @@
-"""Records the files of a folder with their sizes and hashes, and later reports what is missing or has changed.
+"""Records the files of a folder with their sizes and hashes, and detects missing or changed ones.
 
 It knows files, not checkpoints. It detects damage, not tampering: whoever can change a file can change its hash.
 """
@@ -17,34 +17,26 @@ from typing import Any
 from trl_opsd.run import strict_json
 
 MANIFEST = "opsd_manifest.json"
-"""Lists every other file of a checkpoint with its size and SHA-256; written last, so without it a checkpoint is torn.
-"""
+"""Lists every other file with its size and SHA-256; written last, so a checkpoint without it is torn."""
 
 _RANK = re.compile(r"_(\d+)")
-"""The rank in the name of a file that a process writes for itself: `__1_0.distcp`, `zero_pp_rank_1_mp_rank_00_...`."""
+"""The rank in a per-process file name: `__1_0.distcp`, `zero_pp_rank_1_mp_rank_00_...`."""
 _PIECE = 2**30
-"""Bytes with a hash of their own, so that threads share a large file."""
+"""Bytes per hash, so that several threads can hash a large file."""
 _MAX_BYTES = 64 * 2**20
 """Maximum size of a manifest that is read; one of a hundred thousand files has 15 MB."""
 
 
 def entries(folder: Path, rank: int, processes: int, is_main: bool) -> dict[str, Any]:
-    """Syncs the files of one process to disk, and returns what a manifest says of each.
+    """Syncs this process's files of a folder, to which nothing is written any more, and returns their manifest entries.
 
-    Its own are those with its rank in their names, as in `rng_state_1.pth`, where it has just written them; the main
-    process takes all without a rank.
-
-    Args:
-        folder (`Path`):
-            A folder to which nothing is written any more.
-        rank, processes (`int`):
-            Of this process, and how many there are.
-        is_main (`bool`):
-            Whether it is the main process of this folder.
+    Its own are those with its rank in their names, as in `rng_state_1.pth`; the main process also takes all without a
+    rank.
     """
 
     def is_own(path: Path) -> bool:
         found = _RANK.search(path.name)
+        # A file without a rank is the main process's, as one with a number that is none.
         owner = int(found[1]) if found else processes
         return owner == rank or (owner >= processes and is_main)
 
@@ -52,14 +44,7 @@ def entries(folder: Path, rank: int, processes: int, is_main: bool) -> dict[str,
 
 
 def seal(folder: Path, known: Mapping[str, Any]) -> None:
-    """Writes the manifest of a folder, and syncs it to disk.
-
-    Args:
-        folder (`Path`):
-            A folder to which nothing is written any more.
-        known (`Mapping[str, Any]`):
-            [`entries`] of several processes. Files that are not among them are hashed here.
-    """
+    """Writes the manifest of a folder, and syncs it to disk; files without an entry in `known` are hashed here."""
     files = _files(folder)
     here = {name: entry for name, entry in known.items() if name in files}
     here |= _entries_of({name: path for name, path in files.items() if name not in here})
@@ -67,6 +52,7 @@ def seal(folder: Path, known: Mapping[str, Any]) -> None:
     with manifest.open("w", encoding="utf-8") as file:
         json.dump({"format": 1, "files": {name: here[name] for name in files}}, file, indent=1)
     sync(manifest)
+    # A file is on disk only when the folder's entry for it is.
     for one in {folder, *(path.parent for path in files.values())}:
         sync(one)
 
@@ -77,12 +63,7 @@ def has_manifest(checkpoint: Path) -> bool:
 
 
 def problems(checkpoint: Path) -> list[str]:
-    """Lists what is missing from a checkpoint or differs from its manifest; empty if it is complete.
-
-    Args:
-        checkpoint (`Path`):
-            Its folder.
-    """
+    """Lists what is missing from a checkpoint or differs from its manifest; empty if it is complete."""
     manifest = checkpoint / MANIFEST
     if not manifest.is_file():
         return [f"{MANIFEST} is missing, so it was torn or written by something else"]
@@ -93,6 +74,7 @@ def problems(checkpoint: Path) -> list[str]:
     found = _files(checkpoint)  # only files inside the folder are opened, whatever paths a manifest contains
     wrong = {name: f"{name} is missing" for name in expected if name not in found}
     for name in expected.keys() - wrong.keys():
+        # Sizes first: contents are read only where all of them are right.
         if (size := found[name].stat().st_size) != expected[name][0]:
             wrong[name] = f"{name} has {size} bytes instead of {expected[name][0]}"
     if not wrong:
@@ -105,11 +87,7 @@ def problems(checkpoint: Path) -> list[str]:
 
 
 def _entries(manifest: Path) -> dict[str, tuple[int, list[str]]]:
-    """Size and hashes of each file in a manifest.
-
-    Raises:
-        ValueError: It does not have the format written here.
-    """
+    """Size and hashes of each file in a manifest; `ValueError` unless it has the format of [`seal`]."""
     if (size := manifest.stat().st_size) > _MAX_BYTES:
         raise ValueError(f"it has {size} bytes")
     contents = strict_json.loads(manifest.read_bytes())
@@ -136,7 +114,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _entries_of(files: Mapping[str, Path]) -> dict[str, Any]:
-    """Syncs files to disk, and returns their sizes and hashes: a list of those of its pieces for a large one."""
+    """Syncs files to disk, and returns their sizes and hashes: a large one has a list, one of each piece."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(sync, files.values()))
     sizes = {name: path.stat().st_size for name, path in files.items()}
@@ -150,7 +128,7 @@ def _entries_of(files: Mapping[str, Path]) -> dict[str, Any]:
 def _digests(
     files: Mapping[str, tuple[Path, int, int]], digest: Callable[[Path, int, int], str]
 ) -> dict[str, list[str]]:
-    """Hashes of files in threads, by path, size, and how many hashes it has: one of all of it, or of each piece."""
+    """Hashes of files in threads, by path, size, and number of hashes: one of the whole file, or of each piece."""
     with ThreadPoolExecutor() as pool:
         hashed = {
             name: [pool.submit(digest, path, start, _PIECE if hashes > 1 else size) for start in _starts(size, hashes)]
@@ -174,7 +152,7 @@ def _sha256(path: Path, start: int, length: int) -> str:
 
 
 def _try(path: Path, start: int, length: int) -> str:
-    """As [`_sha256`], or why it cannot be read."""
+    """As [`_sha256`], or the reason why the file cannot be read."""
     try:
         return _sha256(path, start, length)
     except OSError as error:

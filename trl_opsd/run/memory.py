@@ -46,25 +46,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explained(phase: str, parts: Callable[[], Mapping[str, int]]) -> Iterator[None]:
-    """Adds a note to an out-of-memory error raised inside; in nested phases, only the innermost does.
-
-    Args:
-        phase (`str`):
-            A key of [`ADVICE`].
-        parts (`Callable`):
-            Returns what the phase holds, in bytes by name; called only after such an error.
-    """
+    """Notes `phase`, a key of [`ADVICE`], in an out-of-memory error; of nested phases the innermost."""
     try:
         yield
     except Exception as error:
+        # The innermost phase is left first, and its note is there when outer ones look.
         noted = any(line.startswith(_NOTE_PREFIX) for line in getattr(error, "__notes__", ()))
         if is_out_of_memory(error) and not noted:
+            # `parts` is computed only now: it costs time, and the error is rare.
             error.add_note(_note(phase, _held(parts)))
         raise
 
 
 def _held(parts: Callable[[], Mapping[str, int]]) -> Mapping[str, int]:
-    """What a phase holds; nothing if that cannot be computed, since a note must not take the place of its error."""
+    """What a phase holds; empty if that cannot be computed, since a note must not replace its error."""
     try:
         return parts()
     except Exception:

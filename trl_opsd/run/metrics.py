@@ -343,14 +343,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
 
 
 def evaluated_names(datasets: Any, rewards: Collection[str]) -> tuple[list[str], tuple[str, ...]]:
-    """The names that evaluations log by themselves where there is something to log, and what others begin with.
-
-    Args:
-        datasets (`Any`):
-            As the trainer takes `eval_dataset`; the metrics of each of several have its name.
-        rewards (`Collection[str]`):
-            Names of the reward functions.
-    """
+    """Names that evaluations log whenever there is a value, and prefixes of others; several `datasets` are named."""
     starts = [f"eval_{name}_" for name in datasets] if isinstance(datasets, Mapping) else ["eval_"]
     of_rewards = [f"rewards/{name}/{what}" for name in rewards for what in ("mean", "std")]
     logged = (name for name, one in METRICS.items() if one.evaluated and (rewards or not name.startswith("reward")))
@@ -361,16 +354,7 @@ def evaluated_names(datasets: Any, rewards: Collection[str]) -> tuple[list[str],
 
 
 def token_metrics(totals: Mapping[str, float], seconds: Mapping[str, float], steps: float) -> dict[str, float]:
-    """Weighted means over tokens, seconds of each phase, and tokens per second.
-
-    Args:
-        totals (`Mapping[str, float]`):
-            Sums over all processes by the names in [`LossParts.ROW_NAMES`]; the sum of the weights is not 0.
-        seconds (`Mapping[str, float]`):
-            Seconds of each phase, in this process.
-        steps (`float`):
-            Divisor of the seconds, at least 1.
-    """
+    """Means over tokens, whose weight is not 0, seconds of phases divided by `steps`, and tokens per second."""
     weight = totals["weight"]
     return {
         "divergence/mean": totals["divergence"] / weight,
@@ -382,6 +366,7 @@ def token_metrics(totals: Mapping[str, float], seconds: Mapping[str, float], ste
         **_by_place(totals),
         **_by_teacher(totals),
         **{f"time/{phase}": spent / steps for phase, spent in seconds.items()},
+        # Sums of all processes by the seconds of this one, which waits for the others in each phase.
         "tokens_per_second": totals["tokens"] / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),
     }
 
@@ -395,11 +380,11 @@ _SHARES = {
 }
 """Means over tokens without weights, and their sums in [`LossParts.ROW_NAMES`]."""
 _OF_RANKS = {"agreement/top": "top_shared", "agreement/top_mass": "top_mass"}
-"""The same over the tokens whose likeliest were looked at."""
+"""The same over the tokens whose likeliest tokens were compared."""
 
 
 def _by_place(totals: Mapping[str, float]) -> dict[str, float]:
-    """Means of the divergence over parts of completions, of those parts that have a weight."""
+    """Means of the divergence over parts of completions that have a weight."""
     names = {f"position_{tenth}": (f"weight_{tenth}", f"divergence_{tenth}") for tenth in range(TENTHS)}
     names["high_entropy"] = ("high_entropy_weight", "high_entropy_divergence")
     return {
@@ -422,15 +407,11 @@ _TAKEN = {
     *("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"),
     *(name for name in METRICS if name.startswith(_OF_LOSS)),
 }
-"""Names that are logged from elsewhere, and would win over or lose to a recorded number."""
+"""Names that are logged elsewhere, which would overwrite a recorded number or be overwritten."""
 
 
 def recorded(name: str, value: Any) -> float:
-    """A number that is to be logged under a name.
-
-    Raises:
-        ValueError: It is not one number, or the name is taken.
-    """
+    """A number to log under a name; `ValueError` if it is not one number or the name is taken."""
     if name in _TAKEN:
         raise ValueError(f"`record({name!r}, ...)`: something else is logged under that name, so choose another.")
     try:

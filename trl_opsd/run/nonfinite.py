@@ -41,12 +41,8 @@ _WHAT = {
 
 
 def nonfinite_side(sums: Mapping[str, float]) -> str | None:
-    """What is NaN or infinite first: `"weights"`, `"teacher"`, `"student"`, or `"divergence"` if none of these is.
-
-    Args:
-        sums (`Mapping[str, float]`):
-            Sums by the names in [`LossParts.ROW_NAMES`].
-    """
+    """Where the first NaN or infinity of these sums arose; `"divergence"` if both models are finite."""
+    # NaN weights make every sum NaN, and NaN logits of either model the divergence: the cause comes first.
     arises_in = {
         "weights": "weight",
         "teacher": "teacher_entropy",
@@ -101,18 +97,11 @@ class Finding:
 
 
 class StepGuard:
-    """Turns a finding into an error, or into a skipped step; counts skipped steps and limits consecutive ones.
+    """Turns a finding into an error or a skipped step, by `policy` (`"raise"`, `"skip"`), and limits consecutive ones.
 
     A non-finite gradient of a scaled loss is not a finding, because that is how the float16 loss scale is found. The
-    loss scaler skips such steps under both policies; here they are counted and limited.
-
-    Args:
-        policy (`str`):
-            `"raise"` or `"skip"`.
-        limit (`int`):
-            Maximum consecutive skipped steps.
-        folder (`Path`, *optional*):
-            Folder of the record; `None` for a process that does not write it.
+    loss scaler skips such steps under both policies; here they are counted and limited. Only the process with a
+    `folder` writes the record.
     """
 
     def __init__(self, policy: str, limit: int, folder: Path | None) -> None:
@@ -129,29 +118,21 @@ class StepGuard:
         return self.policy == "skip" or self.skipped > 0
 
     def report(self, finding: Finding) -> None:
-        """Records a finding, and marks the step in progress as one to skip; at most once per step.
-
-        Raises:
-            NonFiniteError: The policy is `"raise"`.
-        """
+        """Records a finding, at most once per step, and marks the step as one to skip, or raises."""
         if self.will_skip:
             return
         self._write(finding)
         if self.policy == "raise":
             raise NonFiniteError(str(finding))
         logger.warning(f"Skipped: {finding}")
-        self.will_skip = self.will_skip or not finding.evaluating
+        self.will_skip = self.will_skip or not finding.evaluating  # an evaluation has no step to skip
 
     def step_taken(self) -> None:
         """Records that a step was taken."""
         self.will_skip, self._in_a_row = False, 0
 
     def step_skipped(self) -> None:
-        """Records that a step was skipped.
-
-        Raises:
-            NonFiniteError: Too many consecutive steps were skipped.
-        """
+        """Records that a step was skipped; raises when too many in a row were."""
         self.will_skip = False
         self.skipped += 1
         self._in_a_row += 1

@@ -1,4 +1,4 @@
-"""Shows a training to the person who started it: a bar with the phase that runs, and a row of figures for each log."""
+"""Shows a training on the console: a bar with the current phase, and a row of figures for each log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers.trainer_utils import has_length
 __all__ = ["Progress", "Rows", "evaluated", "replace_default"]
 
 PHASES = {"complete": "write", "sync": "sync", "reward": "reward", "teach": "teach", "compare": "learn", "save": "save"}
-"""What the phases are called wherever a person sees them: in rows, on bars, in a dry run, in a report."""
+"""Displayed names of the phases: in rows, on bars, in a dry run, in a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class _Column:
     width: int
     form: str
     of: tuple[str, ...]
-    """Names in a log, of which the first that is there is shown."""
+    """Names in a log; the first that is there is shown."""
 
     def cell(self, values: Mapping[str, Any]) -> str:
         found = (values.get(name) for name in self.of)
@@ -67,14 +67,7 @@ class Rows:
         self._shown: set[str] = set()
 
     def of(self, logs: Mapping[str, Any], step: int, steps: int) -> list[str]:
-        """The lines for a log of a training, of an evaluation, or at the end.
-
-        Args:
-            logs (`Mapping[str, Any]`):
-                What was logged.
-            step (`int`), steps (`int`):
-                Optimizer steps done, and of the whole run.
-        """
+        """The lines for a log of a training, of an evaluation, or at the end."""
         if "train_runtime" in logs:
             return [f"{step} steps in {in_words(logs['train_runtime'])}"]
         if (prefix := evaluated(logs)) is None:
@@ -97,7 +90,7 @@ class Rows:
 
 
 def evaluated(logs: Mapping[str, Any]) -> str | None:
-    """What the names of an evaluation's metrics begin with; `None` for a log of a training."""
+    """The prefix of an evaluation's metrics; `None` for a log of a training."""
     return next((name.removesuffix("_runtime") for name in logs if name.endswith("_runtime")), None)
 
 
@@ -121,15 +114,16 @@ def in_words(seconds: float) -> str:
 
 
 def peak_bytes() -> float:
-    """The most memory that was in use so far: of the accelerator by this process, else of the process itself."""
+    """Peak memory of this process: of the accelerator, else of the host."""
     if torch.accelerator.is_available():
         with suppress(RuntimeError):  # not every accelerator counts it: "Allocator for mps is not a DeviceAllocator"
             return float(torch.accelerator.max_memory_allocated())
+    # KiB on Linux, bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Progress(ProgressCallback):
-    """A bar that says which phase runs, where there is a terminal or a notebook to draw it in, and the rows.
+    """A bar with the current phase, where there is a terminal or a notebook, and the rows.
 
     A subclass of transformers' own, so that what removes that one removes this one.
     """
@@ -142,15 +136,16 @@ class Progress(ProgressCallback):
         self._rows = Rows()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begins the bar, in the main process."""
+        """Creates the bar, in the main process."""
         if state.is_world_process_zero:
+            # `disable=None`: no bar where the output is no terminal.
             self.training_bar = tqdm(total=state.max_steps, dynamic_ncols=True, disable=None, unit="step")
         self.current_step = 0
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Begins the bar of an evaluation, or moves it on, in the main process."""
+        """Creates or advances the bar of an evaluation, in the main process."""
         if state.is_world_process_zero and has_length(eval_dataloader):
             if self.prediction_bar is None:
                 leave = self.training_bar is None
@@ -158,14 +153,14 @@ class Progress(ProgressCallback):
             self.prediction_bar.update(1)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Writes the rows of a log above the bar."""
+        """Prints the rows of a log above the bar."""
         if state.is_world_process_zero:
             for line in self._rows.of(logs or {}, state.global_step, state.max_steps):
                 tqdm.write(line)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Shows the name of a phase beside the bar for its duration."""
+        """Shows the name of a phase beside the bar within the context."""
         if self.training_bar is None:
             yield
             return
@@ -190,15 +185,11 @@ class _Printed(PrinterCallback):
 
 
 def replace_default(handler: CallbackHandler) -> Callable[[str], AbstractContextManager[None]]:
-    """Puts [`Progress`], or the rows alone, in the place of transformers' own default; a user's callbacks stay.
+    """Replaces transformers' default by [`Progress`], or by the rows alone; returns a context for a phase by its name.
 
-    Args:
-        handler ([`~transformers.trainer_callback.CallbackHandler`]):
-            Of a trainer that has just been built, to which the default is added after those of the user.
-
-    Returns:
-        `Callable`: takes the name of a phase and returns a context manager to enter for its duration.
+    To be called when the trainer has just been built: the default stands behind the user's callbacks, which stay.
     """
+    # From the end: the default was added last, and a user may have passed the same class.
     for place in reversed(range(len(handler.callbacks))):
         kind = type(handler.callbacks[place])
         if kind is DEFAULT_PROGRESS_CALLBACK:

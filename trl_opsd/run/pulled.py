@@ -1,4 +1,4 @@
-"""Takes from an iterator in a thread of its own, so that what has come can be had without waiting for what has not."""
+"""Prefetches from an iterator in a thread, so that items that have come can be taken without waiting for others."""
 
 from __future__ import annotations
 
@@ -13,14 +13,7 @@ T = TypeVar("T")
 
 
 class Endable(Iterator[T]):
-    """What a generator yields. Any thread may close it, also while another waits for the next.
-
-    Args:
-        items (`Generator`):
-            Takes from a source that waits.
-        end (`Callable`, *optional*):
-            Ends that wait; may be called by any thread.
-    """
+    """A generator's items. Any thread may close it, also while another waits for the next: `end` ends that wait."""
 
     def __init__(self, items: Generator[T, None, None], end: Callable[[], None] | None) -> None:
         self._items, self._end = items, end
@@ -29,14 +22,14 @@ class Endable(Iterator[T]):
         return next(self._items)
 
     def close(self) -> None:
-        """Gives up what has not come."""
+        """Cancels what has not come."""
         if self._end is not None:
             _unless_it_runs(self._end)
         _unless_it_runs(self._items.close)
 
 
 def _unless_it_runs(close: Callable[[], None]) -> None:
-    """Closes a generator, which nobody can while another thread is in it; then it is closed when that leaves it."""
+    """Closes a generator; while another thread is in it that is impossible, and it is closed when that leaves it."""
     try:
         close()
     except ValueError as error:
@@ -45,37 +38,26 @@ def _unless_it_runs(close: Callable[[], None]) -> None:
 
 
 class Pulled(Generic[T]):
-    """The items of an iterator, in the order in which they come.
-
-    Args:
-        items (`Iterator`):
-            Waits for another process or machine.
-    """
+    """Items of an iterator that waits for another process or machine, in the order in which they come."""
 
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
         self._came: SimpleQueue[T | BaseException] = SimpleQueue()
         self._unwanted = Event()
         self.last = perf_counter()
-        """When the newest item came, by `time.perf_counter`."""
+        """Time of the newest item, by `time.perf_counter`."""
+        # A daemon: a server that never answers must not keep the program alive.
         Thread(target=self._pull, name="trl_opsd rows", daemon=True).start()
 
     def take(self, wait: bool) -> list[T]:
-        """All items that have come and were not taken yet.
-
-        Args:
-            wait (`bool`):
-                Wait for one if there is none.
-
-        Raises:
-            BaseException: What the iterator raised; `StopIteration` if it has ended and this would wait.
-        """
+        """All items that came and were not taken, after a `wait` for one if there is none; raises as the iterator."""
         taken: list[T] = []
         with suppress(Empty):
             while True:
                 one = self._came.get(block=wait and not taken)
                 if isinstance(one, BaseException):
-                    self._came.put(one)  # it comes after all items
+                    self._came.put(one)  # for the next call: it comes after all items
+                    # The end of the iterator is `StopIteration`, and only for a call that would have to wait.
                     if (wait and not taken) or not isinstance(one, StopIteration):
                         raise one
                     break
@@ -83,7 +65,7 @@ class Pulled(Generic[T]):
         return taken
 
     def close(self) -> None:
-        """Closes the iterator: at once if it is [`Endable`], else when it yields next, if `next` waits."""
+        """Closes the iterator: at once if it is [`Endable`], else at its next item."""
         self._unwanted.set()
         if hasattr(self._items, "close"):
             _unless_it_runs(self._items.close)

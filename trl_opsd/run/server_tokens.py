@@ -1,6 +1,7 @@
-"""Tokens that servers ask for, from the environment: other users of a machine see command lines, and logs see options.
+"""Authentication tokens for servers, from the environment: command lines are visible to other users, and options are
+logged.
 
-A token is called an API key where vLLM and SGLang ask for one.
+A token is called an API key by vLLM and SGLang.
 """
 
 from __future__ import annotations
@@ -8,17 +9,13 @@ from __future__ import annotations
 import os
 
 TEACHER_TOKEN = "TRL_OPSD_TEACHER_TOKEN"
-"""The variable with the token of a teacher's server, here and where that is started."""
+"""The variable with the token of a teacher's server, for the trainer and for the server."""
 ROLLOUT_TOKEN = "TRL_OPSD_ROLLOUT_TOKEN"
-"""The variable with what a vLLM or SGLang server that writes completions was given as `--api-key`."""
+"""The variable with the `--api-key` of a vLLM or SGLang server that generates completions."""
 
 
 def token_in(variable: str) -> str | None:
-    """The token in an environment variable; `None` if there is none.
-
-    Raises:
-        ValueError: It cannot be sent in a header. It is not quoted.
-    """
+    """The token in an environment variable; `None` if there is none. An error about it does not quote it."""
     token = os.environ.get(variable, "")
     if token and not (token.isascii() and token.isprintable() and " " not in token):
         raise ValueError(f"{variable} has spaces, line ends or characters beyond ASCII: expected `A-Za-z0-9_-`.")
@@ -26,10 +23,6 @@ def token_in(variable: str) -> str | None:
 
 
 def token_header(variable: str) -> dict[str, str]:
-    """The header that a server with a token asks for; empty if the variable has none.
-
-    Raises:
-        ValueError: As [`token_in`].
-    """
+    """The authorization header for a server with a token; empty if the variable has none."""
     token = token_in(variable)
     return {} if token is None else {"Authorization": f"Bearer {token}"}

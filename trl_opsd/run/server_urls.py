@@ -13,17 +13,7 @@ ONLY = "teacher"
 
 
 def server_urls(option: str, value: Any) -> dict[str, tuple[str, ...]]:
-    """The addresses of each teacher's servers by its name; none for `None`.
-
-    Args:
-        option (`str`):
-            The option, for messages.
-        value (`Any`):
-            An address, several in a list or separated by commas, or a dict of these by name.
-
-    Raises:
-        ValueError: It is something else, or one is no address of a server.
-    """
+    """Addresses of each teacher's servers by name: of one, several in a list or with commas, or a dict."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -44,14 +34,10 @@ def _urls(called: str, value: Any) -> tuple[str, ...]:
 
 
 def _url(called: str, given: str) -> str:
-    """The address without a slash at its end.
-
-    Raises:
-        ValueError: It is none; a password in it is not quoted.
-    """
+    """The address without a trailing slash; an error does not quote a password in it."""
     expected = "expected an address as `http://127.0.0.1:8000`"
     try:
-        parts = urlsplit(given)
+        parts = urlsplit(given)  # `port` is parsed only when it is read, and may raise
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         is_address = False

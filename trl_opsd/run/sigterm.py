@@ -22,12 +22,7 @@ logger = get_logger(__name__)
 
 
 class StopOnSigterm(TrainerCallback):
-    """Saves after the step in which the first process received a SIGTERM, on all of them, and stops.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            Shares the signal among the processes, once per step.
-    """
+    """Saves after the step in which the first process received a SIGTERM, on all processes, and stops."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -36,11 +31,7 @@ class StopOnSigterm(TrainerCallback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handles SIGTERM while the context is open.
-
-        Raises:
-            ValueError: This is not the main thread, the only one in which Python can handle signals.
-        """
+        """Handles SIGTERM within the context; raises outside the main thread, where Python cannot handle signals."""
         here = threading.current_thread()
         if here is not threading.main_thread():
             raise ValueError(
@@ -79,5 +70,6 @@ class StopOnSigterm(TrainerCallback):
     def _is_time_to_stop(self) -> bool:
         if self._received:
             self._accelerator.set_trigger()
+        # Collective, once per step, so that all processes stop at the same one.
         self._stopping = bool(self._accelerator.check_trigger())
         return self._stopping

@@ -7,16 +7,7 @@ from typing import Any, NoReturn
 
 
 def loads(text: str | bytes | bytearray) -> Any:
-    """As `json.loads`, for text that may be damaged or hostile.
-
-    Args:
-        text (`str`, `bytes` or `bytearray`):
-            UTF-8 if bytes.
-
-    Raises:
-        ValueError: It is not JSON, contains NaN or an infinity, has a duplicate key, or is nested too deeply for Python
-            to parse; the message says which.
-    """
+    """As `json.loads`; NaN, infinities, duplicate keys and nesting too deep for Python are a `ValueError` as well."""
     try:
         return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique_keys)
     except RecursionError:

@@ -6,18 +6,9 @@ from collections.abc import Mapping
 
 
 def check_not_uniform(sums: Mapping[str, float], vocabulary: int) -> None:
-    """Refuses a loss from which the student would learn nothing, because the teacher's logits are equal at every token.
+    """Rejects a teacher whose logits are equal at every token, from which the student would learn nothing.
 
-    A high entropy alone is no reason: logits that differ by little, as those of a tiny random model, are an opinion.
-
-    Args:
-        sums (`Mapping[str, float]`):
-            Sums over all processes, by the names in [`LossParts.ROW_NAMES`]; finite.
-        vocabulary (`int`):
-            Number of token ids the two models share.
-
-    Raises:
-        ValueError: The teacher gives every token the same probability.
+    A high entropy alone is no reason: logits that differ little, as those of a tiny random model, are an opinion.
     """
     if not sums["tokens"] or vocabulary == 1 or sums["teacher_uniform"] < sums["tokens"]:
         return

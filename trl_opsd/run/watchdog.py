@@ -16,16 +16,10 @@ _STDERR = 2
 
 
 class Watchdog:
-    """Reports phases that take too long, excluding phases nested inside them.
+    """Reports phases that exceed `seconds` (`None` for no limit), excluding phases nested inside them.
 
     The stacks are printed by a thread that does not need the GIL, so they appear even if a library hangs while holding
     it; only the line that names the phase is missing then.
-
-    Args:
-        seconds (`float`, *optional*):
-            Time limit of a phase; `None` for no limit.
-        rank (`int`):
-            Rank of this process.
     """
 
     def __init__(self, seconds: float | None, rank: int) -> None:
@@ -35,7 +29,7 @@ class Watchdog:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Watches the code inside the context as the phase of this name."""
+        """Watches the body as the phase of this name."""
         if self._seconds is None:
             yield
             return
@@ -44,7 +38,7 @@ class Watchdog:
         try:
             yield
         finally:
-            self._phases.pop()
+            self._phases.pop()  # the outer phase has its time limit again from the start
             self._watch(self._seconds)
 
     def _watch(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Checks that an engine writes what the student expects, token by token, in a trainer as a training builds it."""
+"""Checks that an engine generates what the student expects, token by token, in a trainer as a training builds it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trl_opsd.trainer import OPSDTrainer
 from trl_opsd.types import OutputHead, Rollout
 
 TOKENS = 16
-"""Most tokens of a completion."""
+"""Maximum tokens of a completion."""
 _TIE = 0.02
-"""Nats by which a token that was written may be less likely than the likeliest: other kernels round otherwise."""
+"""Nats by which a generated token may be less likely than the likeliest: other kernels round differently."""
 
 
 def with_transformers(pair: Pair) -> str:
@@ -33,20 +33,7 @@ def with_vllm(pair: Pair) -> str:
 
 
 def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any) -> str:
-    """Writes the likeliest token at each place, and asks the student whether it is.
-
-    Args:
-        pair ([`Pair`]):
-            The models.
-        rollout ([`RolloutBackend`], *optional*):
-            One's own.
-        **options (`Any`):
-            Of the training.
-
-    Raises:
-        ValueError: A token is less likely by the student's own logits than another, by more than rounding.
-        SyncError: The engine's log-probabilities of a text are not the student's.
-    """
+    """Generates the likeliest token at each place, and checks that the student agrees; `options` are a training's."""
     tokenizer = pair.student.tokenizer
     asked = [prompt for prompt, _ in texts(tokenizer)]
     with TemporaryDirectory() as folder:
@@ -68,7 +55,7 @@ def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any
         finally:
             trainer.rollout.close()
     gap = max(_shortfall(pair.student, *row) for row in zip(asked, answered, strict=True))
-    if not gap < _TIE:
+    if not gap < _TIE:  # not `>=`: NaN has to fail, too
         raise ValueError(
             f"{trainer.rollout} has written a token that is {gap:.3g} nats less likely than the likeliest one by the "
             "student's own logits, although it was to write the likeliest: it has other weights than the student, or "
@@ -80,7 +67,7 @@ def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any
 
 
 class _Noting(OPSDTrainer):
-    """Keeps the last of each number that is recorded."""
+    """Keeps the last value of each recorded number."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.noted: dict[str, float] = {}
@@ -93,7 +80,7 @@ class _Noting(OPSDTrainer):
 
 @torch.no_grad()
 def _shortfall(student: Side, prompt: list[int], completion: list[int]) -> float:
-    """The most, in nats, by which a token of a completion is less likely than another in its place."""
+    """The largest gap, in nats, between a token of a completion and the likeliest one in its place."""
     if not completion:
         return 0.0
     device = student.model.device
@@ -105,5 +92,6 @@ def _shortfall(student: Side, prompt: list[int], completion: list[int]) -> float
         completion_mask=torch.ones_like(answer),
         weights=torch.ones(answer.shape, device=device),
     )
+    # Log-probabilities by a forward pass over prompt and completion, not by the cache of a decoding loop.
     log_CV = logits_of(states(student, row)[0], OutputHead.of(student.model)).log_softmax(-1)
     return float((log_CV.amax(-1) - log_CV.gather(-1, answer[0, :, None]).squeeze(-1)).max())

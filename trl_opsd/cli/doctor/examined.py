@@ -1,4 +1,4 @@
-"""Runs the checks one after another, and goes on after one that fails."""
+"""Runs the checks one after another, and continues after one that fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Verdict = Literal["ok", "warning", "failed", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check has found."""
+    """The result of a check."""
 
     name: str
     verdict: Verdict
@@ -28,12 +28,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check of a pair: says what it has seen, or raises."""
+    """A check of a pair: returns what it has seen, or raises."""
 
     name: str
     run: Callable[[Pair], str]
     needs: tuple[str, ...] = ()
-    """Checks without which this one would only repeat what they have found."""
+    """Checks whose failure this one would only repeat."""
 
 
 _BOTH = ("student's head", "teacher's head", "student's padding", "teacher's padding")
@@ -60,21 +60,12 @@ CHECKS = (
 
 
 def examine(pair: Pair, settings: Settings | ValueError | None = None, vllm: bool = False) -> list[Finding]:
-    """All findings, in the order of the checks; each is named on stderr while it runs.
-
-    Args:
-        pair ([`Pair`]):
-            The models.
-        settings ([`Settings`] or `ValueError`, *optional*):
-            Of a training, or why they cannot be read.
-        vllm (`bool`, *optional*, defaults to `False`):
-            Whether to start vLLM.
-    """
+    """All findings, in the order of the checks; `settings` are of a training, or why they cannot be read."""
     writes = Check("vLLM writes", engines.with_vllm, CHECKS[-1].needs)
     asked = [*([writes] if vllm else []), *([_of_settings(settings)] if settings else [])]
     found: list[Finding] = []
     for check in (*CHECKS, *asked, Check("versions", lambda _: installed.versions())):
-        print(f"{check.name} ...", file=sys.stderr, flush=True)
+        print(f"{check.name} ...", file=sys.stderr, flush=True)  # stdout has the answer alone
         found.append(_found(check, pair, found))
     return found
 

@@ -23,13 +23,13 @@ from trl_opsd.types import LazyLogits, OutputHead, PerToken, Rollout
 
 _NAMES = ("forward_kl", "reverse_kl", "jsd")
 _ROUNDING = 1e-4
-"""Largest difference, relative to the largest value, that the order of sums in float32 accounts for."""
+"""Largest difference, relative to the largest value, that the order of float32 sums explains."""
 _NOTHING = 0.1
-"""Largest value below which a difference is not relative to it: models that agree leave nothing but rounding."""
+"""Lower bound of the value a difference is relative to: between models that agree all is rounding."""
 
 
 def zero_with_itself(pair: Pair) -> str:
-    """A model that is its own teacher has a divergence and a gradient of 0."""
+    """A model as its own teacher has divergence and gradient 0."""
     mine = _lazy(pair.student, written(pair), "student")
     for name, divergence in _divergences().items():
         student = _leaf(mine)
@@ -42,13 +42,13 @@ def zero_with_itself(pair: Pair) -> str:
 
 
 def equals_reference(pair: Pair) -> str:
-    """Values and gradients are those of the reference, for any number of tokens at a time."""
+    """Values and gradients equal those of the reference, for any number of tokens at a time."""
     vocabulary = vocabulary_of(pair)
     mine, yours = _lazy(pair.student, written(pair), "student"), _lazy(pair.teacher, _taught(pair), "teacher")
     said = []
     for name, divergence in _divergences().items():
         expected = _value_and_gradient(dense_divergence, mine, yours, divergence, None, vocabulary)
-        for chunk in (1, 7, None):
+        for chunk in (1, 7, None):  # the smallest tile, one that divides nothing, and all tokens
             found = _value_and_gradient(streamed_divergence, mine, yours, divergence, chunk, vocabulary)
             if (gap := max(map(_gap, found, expected))) > _ROUNDING or gap != gap:
                 raise ValueError(
@@ -60,7 +60,7 @@ def equals_reference(pair: Pair) -> str:
 
 
 def same_in_parts(pair: Pair) -> str:
-    """The gradient of three rows is that of each row alone, without padding, added up."""
+    """The gradient of three rows is the sum of each row's alone, without padding."""
     vocabulary, model, found = vocabulary_of(pair), pair.student.model, []
     rollouts = written(pair), _taught(pair)
     alone = [tuple(_alone(one, row) for one in rollouts) for row in range(len(rollouts[0].prompt_ids))]
@@ -104,7 +104,7 @@ def _divergences() -> dict[str, Divergence]:
 
 
 def _taught(pair: Pair) -> Rollout:
-    """The rows as the teacher reads them: with more in their prompts if it is the student, or nothing would be left."""
+    """The rows as the teacher reads them; with longer prompts if it is the student, as the divergence would be 0."""
     return written(pair, prompts_twice=pair.student.source == pair.teacher.source)
 
 

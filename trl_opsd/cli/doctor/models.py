@@ -26,11 +26,11 @@ _TEXTS = (
 )
 """Prompts and completions of different lengths."""
 _ALIKE = 1e-5
-"""Largest difference between states, relative to the largest value, that rounding in float32 accounts for."""
+"""Largest difference between states, relative to the largest value, that float32 rounding explains."""
 
 
 def written(pair: Pair, prompts_twice: bool = False) -> Rollout:
-    """Three rows as a student would have written them; or, with more in their prompts, as a teacher reads them."""
+    """Three rows as a student generates them; or, with longer prompts, as a teacher reads them."""
     rows = texts(pair.student.tokenizer)
     prompts, prompt_mask = _padded([prompt[::-1] * (1 + prompts_twice) for prompt, _ in rows], pair.device)
     completions, mask = _padded([completion for _, completion in rows], pair.device)
@@ -44,12 +44,12 @@ def written(pair: Pair, prompts_twice: bool = False) -> Rollout:
 
 
 def texts(tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], list[int]]]:
-    """Token ids of prompts and completions; its own tokens in their place, if the tokenizer does not know the words."""
+    """Token ids of prompts and completions; other tokens in their place, if the tokenizer does not know the words."""
     ordinary = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
 
     def ids(text: str) -> list[int]:
         read: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if 2 * len(set(read)) > len(text.split()):
+        if 2 * len(set(read)) > len(text.split()):  # fewer distinct tokens: most words were unknown
             return read
         return [ordinary[ord(letter) % len(ordinary)] for letter in text]
 
@@ -62,7 +62,7 @@ def student_head(pair: Pair) -> str:
 
 
 def teacher_head(pair: Pair) -> str:
-    """The same of the teacher."""
+    """The teacher's logits can be rebuilt from its hidden states."""
     return _head(pair.teacher, "teacher")
 
 
@@ -87,9 +87,10 @@ def gradients(pair: Pair) -> str:
 
 @torch.no_grad()
 def repeats(pair: Pair) -> str:
-    """The teacher computes the same when it reads the same again."""
+    """The teacher's logits are the same in a second forward pass."""
     model, rows = pair.teacher.model, pair.teacher.model.get_output_embeddings().weight.size(0)
     ids_BL = torch.arange(16, device=pair.device).mul(rows // 16)[None]
+    # NaN is a finding of other checks; here it would differ from itself.
     first, again = (model(input_ids=ids_BL, use_cache=False).logits.float().nan_to_num() for _ in range(2))
     gap = float((first - again).abs().max() / first.abs().max().clamp(min=1e-30))
     if gap > _ALIKE:

@@ -22,7 +22,7 @@ _MOST = {
     **{"intermediate_size": 256, "moe_intermediate_size": 64, "num_experts": 4, "num_local_experts": 4},
     **{"num_experts_per_tok": 2, "num_experts_per_token": 2, "num_kv_shared_layers": 0, "first_k_dense_replace": 1},
 }
-"""The largest values that a tiny model has: sizes that neither its head nor its attention depends on."""
+"""Maximum values in a tiny model: sizes that neither its head nor its attention depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What is examined."""
+    """The models to examine."""
 
     student: Side
     teacher: Side
@@ -46,27 +46,14 @@ class Pair:
 
     @property
     def device(self) -> torch.device:
-        """Where both models are."""
+        """The device of both models."""
         return self.student.model.device
 
 
 def load_pair(
     student: str, teacher: str, tiny: bool = False, loading: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {})
 ) -> Pair:
-    """Loads both models in float32, onto the accelerator if there is one, and of the classes that a training loads.
-
-    Args:
-        student (`str`), teacher (`str`):
-            Folders or ids of the Hub.
-        tiny (`bool`, *optional*, defaults to `False`):
-            Build random models of two layers from the configs; vocabulary, hidden size and head stay as they are.
-        loading (`tuple[Mapping, Mapping]`, *optional*):
-            Options of `from_pretrained` for each.
-
-    Raises:
-        OSError: A file is missing.
-        ValueError: There is no causal language model, or it lacks weights or a tokenizer; the message says which.
-    """
+    """Loads both models in float32, of the classes that a training loads; `loading` goes to `from_pretrained`."""
     logging.disable_progress_bar()
     PartialState()  # which warnings need
     of_student = _model(student, "student", tiny, loading[0])
@@ -87,8 +74,8 @@ def _model(source: str, role: str, tiny: bool, loading: Mapping[str, Any]) -> Pr
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     trust = "trust_remote_code" if role == "student" else "teacher_trust_remote_code"
     language_config(source, role, loading, trust)
-    if tiny:
-        torch.manual_seed(("student", "teacher").index(role))
+    if tiny:  # random weights; vocabulary, hidden size and head stay as they are
+        torch.manual_seed(("student", "teacher").index(role))  # different weights, or the divergence would be 0
         config = AutoConfig.from_pretrained(source, trust_remote_code=_is_trusted(loading), **_place(loading))
         model = without_weights(shrunk(config), torch.float32)
     else:
@@ -106,12 +93,7 @@ def _is_trusted(loading: Mapping[str, Any]) -> bool:
 
 
 def shrunk(config: PretrainedConfig) -> PretrainedConfig:
-    """A config with two layers and narrow feed-forward parts, in place.
-
-    Args:
-        config ([`~transformers.PretrainedConfig`]):
-            Of any causal language model; of a multimodal one, the text part is changed.
-    """
+    """A config with two layers and narrow feed-forward parts, in place; of a multimodal one, the text part."""
     text: Any = config.get_text_config()
     for name, most in _MOST.items():
         if isinstance(value := getattr(text, name, None), int):

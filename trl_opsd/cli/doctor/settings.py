@@ -1,4 +1,4 @@
-"""Reads the settings of a training from its file: what they say of its models, and whether they fit together."""
+"""Reads the settings of a training from its file: its models, and whether the settings are consistent."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from trl_opsd.run.without_effect import described, without_effect
 from trl_opsd.teacher.location import LOCATION_OPTIONS, location
 
 _ATTENTION = ("eager", "sdpa")
-"""Implementations that compute in float32."""
+"""Attention implementations that compute in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a file says."""
+    """The settings in a file."""
 
     given: Given
     warnings: tuple[str, ...]
-    """What this package says of them when they are read."""
+    """Warnings of this package when they are read."""
 
     @property
     def models(self) -> tuple[str | None, str | None]:
-        """Student and teacher, as the file names them; the student twice where it teaches itself."""
+        """Student and teacher, as the file names them; the student twice in self-distillation."""
         student, config = self.given.model.model_name_or_path, self.given.config
         return student, config.teacher_model_name_or_path or (config.teacher_model_kind and student)
 
     @property
     def loading(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """How student and teacher are loaded but for their dtypes: where they are, whose code runs, which attention."""
+        """How student and teacher are loaded, but for their dtypes: location, trusted code, attention."""
         config = self.given.config
         of_student = {"trust_remote_code": config.trust_remote_code, **(config.model_init_kwargs or {})}
         of_teacher = {**(config.teacher_model_init_kwargs or {}), **location(config)}
@@ -51,16 +51,12 @@ def _kept(loading: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_settings(file: str) -> Settings:
-    """The settings in a file of `trl-opsd train`.
-
-    Raises:
-        ValueError: It cannot be read, or a setting does not exist or contradicts another.
-    """
+    """The settings in a file of `trl-opsd train`; a `ValueError` if the parser rejects it."""
     parser = OptionParser(prog="trl-opsd train", launch_options=launch_options())
     with collected() as warned, redirect_stderr(io.StringIO()) as printed:
         try:
             given = parser.given(["--config", file])
-        except SystemExit:
+        except SystemExit:  # the parser prints its error for a command line and exits
             raise ValueError(printed.getvalue().partition("error: ")[2].partition("\n`trl-opsd")[0]) from None
         warn_of_options(given)
         set_loading(given.extra, given.config, given.model)
@@ -68,14 +64,7 @@ def read_settings(file: str) -> Settings:
 
 
 def judged(settings: Settings | ValueError, student: str, teacher: str) -> str:
-    """The settings are known, fit together, and have an effect.
-
-    Args:
-        settings ([`Settings`] or `ValueError`):
-            Of a file, or why it has none.
-        student (`str`), teacher (`str`):
-            Who was examined.
-    """
+    """Settings are known, consistent and have an effect; `student` and `teacher` are those examined."""
     if isinstance(settings, ValueError):
         raise settings
     config, warnings = settings.given.config, [*settings.warnings]
@@ -92,7 +81,7 @@ def judged(settings: Settings | ValueError, student: str, teacher: str) -> str:
 
 @contextmanager
 def collected() -> Iterator[list[str]]:
-    """The warnings of this package, which are not printed meanwhile."""
+    """Collects the warnings of this package instead of printing them."""
     found: list[str] = []
 
     class Collecting(logging.Handler):
@@ -100,7 +89,7 @@ def collected() -> Iterator[list[str]]:
             found.append(record.getMessage())
 
     logger, handler = logging.getLogger("trl_opsd"), Collecting(logging.WARNING)
-    propagates, logger.propagate = logger.propagate, False
+    propagates, logger.propagate = logger.propagate, False  # else handlers of the root logger would print them
     logger.addHandler(handler)
     try:
         yield found

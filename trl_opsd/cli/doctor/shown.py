@@ -1,4 +1,4 @@
-"""Writes findings for a person, or as JSON."""
+"""Formats findings for a person, or as JSON."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def show(pair: Pair, findings: Sequence[Finding]) -> None:
     table.add_column("what was found", overflow="fold")
     for one in findings:
         colour = _COLOURS[one.verdict]
+        # Rich reads brackets as markup.
         table.add_row(one.name, f"[{colour}]{one.verdict}[/]", f"{one.seconds:.1f}", one.said.replace("[", r"\["))
     console.print(table)
     if pair.tiny:

@@ -1,8 +1,8 @@
-"""How a check says that it found something else than an error."""
+"""Exceptions for findings that are not errors."""
 
 
 class Doubt(Exception):
-    """Something that works, and may not be meant."""
+    """Something that works, but may not be intended."""
 
 
 class NotApplicable(Exception):

@@ -19,7 +19,7 @@ _BUCKET, _LIVE = 500_000_000, 1_000_000_000
 gathered for the backward pass."""
 
 _BATCHED_TOKENS, _OWN = 4096, 2_000_000_000
-"""Of an engine: the most tokens that it reads at once, and bytes of CUDA graphs and workspace, an assumption."""
+"""Of an engine: maximum tokens in a forward pass, and bytes of CUDA graphs and workspace, an assumption."""
 _SENT = 256_000_000
 """Bytes of weights that are gathered at once to be sent to it."""
 
@@ -27,12 +27,12 @@ Parts = dict[str, int]
 """Bytes by part."""
 
 TRANSFORMERS, AWAKE, ASLEEP, SERVER = "transformers", "vllm", "vllm, sleeping", "server"
-"""What writes completions: transformers, vLLM in the same process, without and with sleep mode, or apart."""
+"""What generates: transformers, vLLM in the same process, without and with sleep mode, or a server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is trained on: rows of an optimizer step on one device, and their tokens."""
+    """The load of training: rows of an optimizer step on one device, and their tokens."""
 
     gpus: int
     batch: int
@@ -43,7 +43,7 @@ class Load:
     lora: int | None = None
     """Rank of an adapter on all linear layers; `None` where all weights are trained."""
     memory: int = 0
-    """Bytes of a device, which the tiles of the loss follow; 0 for a CPU."""
+    """Bytes of a device, which determine the tiles of the loss; 0 for a CPU."""
 
     @property
     def itemsize(self) -> int:
@@ -60,9 +60,9 @@ class Choice:
     teacher: str
     """A value of `teacher_offload`, `"served"`, or `"itself"`: the student without its adapter."""
     micro: int
-    """Rows that the student learns from at once."""
+    """Rows of a micro-batch."""
     engine: str = TRANSFORMERS
-    """What writes."""
+    """What generates."""
 
     @property
     def sleeps(self) -> bool:
@@ -73,32 +73,21 @@ class Choice:
 def phases(
     student: Shape, teacher: Shape, load: Load, choice: Choice, activations: Callable[..., int], engine: int = 0
 ) -> dict[str, Parts]:
-    """Bytes by phase and part on one device.
-
-    Args:
-        student, teacher ([`Shape`]):
-            The models.
-        load ([`Load`]):
-            What is trained on.
-        choice ([`Choice`]):
-            A placement.
-        activations (`Callable`):
-            `activations(rows, products)` are those of a training pass.
-        engine (`int`, *optional*, defaults to 0):
-            What one in the same process takes while it is awake.
-    """
+    """Bytes by phase and part on one device; `engine` is what one in the same process takes while it is awake."""
     weights, gradients, optimizer, gathered = states(student, load, choice)
     row, itemsize = load.prompt + load.length, load.itemsize
     teaching = reading(teacher, choice.teacher, load)
     between = {"teacher between readings": resident(teacher, choice.teacher, itemsize)}
     always = {"weights": weights, "optimizer": optimizer}
     kept, reduced = buckets(student, load, choice.sharding)
-    if choice.sharding.startswith("zero3"):  # which never frees them
+    if choice.sharding.startswith("zero3"):  # which never frees gradients
         always |= {"gradients": gradients}
     if kept:
         always |= {BUCKETS: kept}
     whole = choice.sharding in ("single", "ddp")
+    # Autocast keeps copies of trained weights; frozen ones are cast anew, and DeepSpeed casts once.
     copies = student.parameters * 2 if load.half and whole and load.lora is None else 0
+    # `teacher_cache_device='auto'` keeps a larger batch of targets in host memory.
     signal = load.batch * load.length * teacher.width * itemsize
     targets = {"targets": signal if signal <= CACHE_BYTES else choice.micro * load.length * teacher.width * itemsize}
     awake = {} if choice.sleeps or not engine else {"engine": engine}
@@ -107,7 +96,7 @@ def phases(
         "KV cache": load.batch * student.cached(row) * itemsize,
         "activations": load.batch * (load.prompt * student.width * itemsize * 8 + student.vocabulary * 12),
     }
-    if choice.engine != TRANSFORMERS:  # which is sent the weights, piece by piece
+    if choice.engine != TRANSFORMERS:  # weights are sent to it in buckets
         writing = {"gathered or cast weights": min(_SENT, itemsize * student.parameters), "engine": engine}
     rollout = {**always, **between, **writing}
     teach = {**always, **awake, "teacher while it reads": teaching, "activations": passes(teacher, load), **targets}
@@ -131,9 +120,8 @@ def phases(
 def states(student: Shape, load: Load, choice: Choice) -> tuple[int, int, int, int]:
     """Weights, gradients, optimizer and gathered weights of the student, in bytes.
 
-    An adapter is trained in float32, on weights that are frozen in half precision.
-    DeepSpeed keeps weights as products take them, gradients so and in float32, and float32 weights and Adam's moments
-    in its optimizer.
+    An adapter is trained in float32, on weights that are frozen in half precision. DeepSpeed keeps weights in the dtype
+    of products, gradients in that and in float32, and float32 weights and Adam's moments in its optimizer.
     """
     count, gpus = student.parameters, load.gpus
     trained = count if load.lora is None else load.lora * student.linear
@@ -150,9 +138,7 @@ def states(student: Shape, load: Load, choice: Choice) -> tuple[int, int, int, i
 
 
 def buckets(student: Shape, load: Load, sharding: str) -> tuple[int, int]:
-    """Bytes in which gradients are collected: those that DDP and ZeRO-3 keep, and those of a backward pass besides,
-    which with ZeRO-3 are a copy in the order of the processes, and its share that comes back.
-    """
+    """Bytes of gradient buckets: those that DDP and ZeRO-3 keep, and those that only a backward pass needs."""
     trained = student.parameters if load.lora is None else load.lora * student.linear
     if sharding == "ddp":
         return 4 * trained, 0
@@ -160,17 +146,18 @@ def buckets(student: Shape, load: Load, sharding: str) -> tuple[int, int]:
         return 0, load.itemsize * _BUCKET
     if not sharding.startswith("zero3"):
         return 0, 0
+    # A copy in the order of the processes, and the share of it that this one receives.
     reduced = load.itemsize * min(trained, _BUCKET)
     return load.itemsize * _BUCKET, reduced + reduced // load.gpus
 
 
 def resident(teacher: Shape, kept: str, itemsize: int) -> int:
-    """Bytes of a teacher that stay on the device between readings."""
+    """Bytes of a teacher that stay on the device between forward passes."""
     return {"none": itemsize * teacher.parameters, "zero3": 0, "itself": 0}.get(kept, itemsize * teacher.head)
 
 
 def reading(teacher: Shape, kept: str, load: Load) -> int:
-    """The same while it reads."""
+    """Bytes of a teacher on the device during a forward pass."""
     numbers = {
         "stream": teacher.head + teacher.embeddings + 2 * teacher.layer,
         "itself": 0,
@@ -188,9 +175,7 @@ def passes(teacher: Shape, load: Load) -> int:
 
 
 def loss(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, int]:
-    """Tiles of logits with those that are ranked, and the gradients of head and hidden states in float32, of `tokens`
-    read at once.
-    """
+    """Bytes of logit tiles and of float32 gradients of head and hidden states, for `tokens` in a micro-batch."""
     itemsize, learns_head = load.itemsize, load.lora is None
     tile, stride = loss_tile(student, teacher, tokens, load), _stride(student, teacher)
     group = min(tokens, tile * _GROUP_TILES) * stride * itemsize if itemsize < 4 else 0
@@ -199,20 +184,21 @@ def loss(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, 
 
 
 def loss_tile(student: Shape, teacher: Shape, tokens: int, load: Load) -> int:
-    """Tokens whose logits the loss forms at once, of `tokens` that are read at once."""
+    """Tokens whose logits the loss forms at once, of `tokens` in a micro-batch."""
     of_token = _stride(student, teacher) * (8 + (_GROUP_TILES * load.itemsize if load.itemsize < 4 else 0))
     return tile_of(tokens, of_token, load.memory)
 
 
 def _stride(student: Shape, teacher: Shape) -> int:
-    """Logits of a token with those that pad it."""
+    """Logits of a token, padding included."""
     return -(-min(student.vocabulary, teacher.vocabulary) // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
 
 
 def engine_bytes(student: Shape, load: Load) -> int:
-    """What an engine in the same process needs to write all rows at once: weights, keys and values, and activations.
+    """Memory of an engine in the same process that generates all rows at once: weights, keys and values, activations.
 
-    It writes to half precision or float32, as products are computed, and keeps the rows of a step at their full length.
+    It computes in half precision or float32, as products are computed, and keeps the rows of a step at their full
+    length.
     """
     row, itemsize = load.prompt + load.length, load.itemsize
     of_token = student.half_bytes_per_token * itemsize // 2
@@ -222,7 +208,7 @@ def engine_bytes(student: Shape, load: Load) -> int:
 
 
 def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> int:
-    """Bytes in the memory of a machine that holds all devices: what is offloaded, by all of its processes.
+    """Host memory of a machine with all devices: what its processes offload.
 
     DeepSpeed pins each process's part of each tensor, for which torch takes a power of two of bytes.
     """

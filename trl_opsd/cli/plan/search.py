@@ -1,4 +1,4 @@
-"""Looks for the placement that fits with the least traffic, and says of the best one what is too large."""
+"""Searches the placement that fits with the least traffic, and names the largest part of the best one."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from trl_opsd.cli.plan.memory import (
 from trl_opsd.cli.plan.shapes import Shape
 
 SHARE = 0.9
-"""Share of a device that is planned with; the rest is left to the CUDA context, buffers and fragmentation."""
+"""Share of a device that may be used; the rest is for the CUDA context, buffers and fragmentation."""
 
 ENGINES = {"transformers": (TRANSFORMERS,), "vllm": (AWAKE, ASLEEP), "server": (SERVER,)}
-"""What may write, by its name on the command line, those with less traffic first."""
+"""What may generate, by its name on the command line, those with less traffic first."""
 _STEP = 0.05
-"""Of the share of a device that an engine is given."""
+"""Granularity of an engine's share of a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A placement, what it takes, and whether that is there."""
+    """A placement, the memory it needs, and whether that is available."""
 
     choice: Choice
     phases: dict[str, Parts]
@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The phase that takes most, and its bytes on one device."""
+        """The phase that needs most memory, and its bytes on one device."""
         name = max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
         return name, sum(self.phases[name].values())
 
@@ -56,16 +56,7 @@ class Plan:
 
 
 def placements(load: Load, host: float | None, shares_weights: bool) -> Iterator[tuple[str, str]]:
-    """All ways to place a launch, those with less traffic first; to offload the student takes a known host memory.
-
-    Args:
-        load ([`Load`]):
-            What is trained on.
-        host (`float`, *optional*):
-            Bytes of the machine.
-        shares_weights (`bool`):
-            Whether the teacher is the student without its adapter.
-    """
+    """All placements, those with less traffic first; offloading the student needs a known `host` memory in bytes."""
     shardings = ["single"] if load.gpus == 1 else ["ddp", "zero2", "zero3"]
     for sharding in [*shardings, *(["zero3_offload"] if host is not None else [])]:
         kept = ["none", "cpu", "stream", *(["zero3"] if sharding.startswith("zero3") else []), "served"]
@@ -73,7 +64,7 @@ def placements(load: Load, host: float | None, shares_weights: bool) -> Iterator
 
 
 def divisors(batch: int) -> list[int]:
-    """Those of the rows of a step, the largest first: micro-batches that divide it evenly."""
+    """Divisors of the rows of a step, the largest first: micro-batches that divide it evenly."""
     return [rows for rows in range(batch, 0, -1) if batch % rows == 0]
 
 
@@ -87,31 +78,15 @@ def considered(
     engine: str = "transformers",
     activations: Callable[..., int] | None = None,
 ) -> list[Plan]:
-    """A plan for each placement, with the largest micro-batch that fits, or that of one row.
-
-    Args:
-        student, teacher ([`Shape`]):
-            The models.
-        load ([`Load`]):
-            What is trained on.
-        memory (`float`):
-            Bytes of each device.
-        host (`float`, *optional*):
-            Bytes of the machine; `None` if they are not known, and taken as enough for an offloaded teacher.
-        shares_weights (`bool`, *optional*, defaults to `False`):
-            Whether the teacher is the student without its adapter.
-        engine (`str`, *optional*, defaults to `"transformers"`):
-            A key of [`ENGINES`].
-        activations (`Callable`, *optional*):
-            A [`tracer`] of this student and load that has traced some already.
-    """
-    traced = activations or tracer(student, load)
+    """A plan for each placement, with the largest micro-batch that fits, or that of one row."""
+    traced = activations or tracer(student, load)  # that of a caller has traced some already
     share = engine_share(student, load, memory) if engine == "vllm" else 0.0
 
     def plan(choice: Choice) -> Plan:
         needed = host_bytes(student, teacher, load, choice)
         parts = phases(student, teacher, load, choice, traced, int(share * memory))
         peak = max(sum(of_phase.values()) for of_phase in parts.values())
+        # An unknown host memory is taken as enough for an offloaded teacher.
         fits = peak <= SHARE * memory and (host is None or needed <= SHARE * host)
         return Plan(choice, parts, needed, fits, share)
 
@@ -132,6 +107,6 @@ def engine_share(student: Shape, load: Load, memory: float) -> float:
 
 
 def best(plans: Sequence[Plan]) -> Plan:
-    """The first that fits without a server of the teacher, or with one, or else the smallest."""
+    """The first that fits without a teacher server, else with one, else the smallest."""
     here = [plan for plan in plans if plan.choice.teacher != "served"]
     return next((plan for plan in [*here, *plans] if plan.fits), None) or min(here, key=lambda plan: plan.peak[1])

@@ -1,4 +1,4 @@
-"""Seconds by phase of an optimizer step: operations and bytes, counted, over what a device does of each in a second."""
+"""Seconds by phase of an optimizer step: operations and bytes, counted, over a device's rates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trl_opsd.cli.plan.shapes import Shape
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device does in a second.
+    """Rates of a device, per second.
 
     The defaults are 40 % of the 989 dense bfloat16 TFLOP/s and 60 % of the 3.35 TB/s in NVIDIA's data sheet of the H100
     SXM, and half of what PCIe 5 x16 can carry.
@@ -24,11 +24,11 @@ class Rates:
 
 
 def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice, rates: Rates) -> dict[str, float]:
-    """By phase, on one device; devices work side by side. Traffic between devices is not counted.
+    """By phase, on one device; devices work concurrently. Traffic between devices is not counted.
 
-    Completions are written token by token: each step reads all weights once, and the keys and values so far. Reading
-    takes 2 operations for each weight and token, learning 6, or 4 where the weights are frozen, and 2 more with
-    gradient checkpointing.
+    Completions are generated token by token: each step reads all weights once, and the keys and values so far. A
+    forward pass takes 2 operations for each weight and token, training 6, or 4 where the weights are frozen, and 2 more
+    with gradient checkpointing.
     """
     itemsize, rows = load.itemsize, load.batch
     tokens = rows * (load.prompt + load.length)

@@ -1,4 +1,4 @@
-"""What the plan has to know of a model: counted on the meta device, from a config, without its weights."""
+"""Sizes of a model for the plan: counted on the meta device, from a config, without its weights."""
 
 from __future__ import annotations
 
@@ -19,39 +19,35 @@ from trl_opsd.teacher.forward import bytes_per_token
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model by its numbers; all of them are parameters, and not bytes, unless it is said."""
+    """A model by its numbers: counts of parameters, not bytes, unless stated."""
 
     config: PretrainedConfig
     tensors: tuple[int, ...]
-    """Of each."""
+    """Parameters of each."""
     head: int
     layer: int
-    """Of the largest layer."""
+    """Parameters of the largest layer."""
     embeddings: int
-    """Of input embeddings that are not tied to the head."""
+    """Parameters of input embeddings that are not tied to the head."""
     vocabulary: int
     context: int | None
-    """Most tokens of a row; `None` where the config has no limit."""
+    """Maximum tokens of a row; `None` where the config has no limit."""
     width: int
     linear: int
-    """Inputs and outputs of all linear layers but the head: what a LoRA adapter of rank 1 has."""
+    """Inputs and outputs of all linear layers but the head: the size of a LoRA adapter of rank 1."""
     cached: Callable[[int], int]
     """Numbers in the key-value cache of a row, by its tokens."""
     half_bytes_per_token: int
-    """Bytes of the activations of a token that is read without a graph in half precision, without the mask."""
+    """Bytes of activations per token in a forward pass without a graph, in half precision, without the mask."""
 
     @property
     def parameters(self) -> int:
-        """Of the model."""
+        """Of the whole model."""
         return sum(self.tensors)
 
 
 def load_config(source: str) -> PretrainedConfig:
-    """The config in a local folder, a `config.json` file, or of an id of the Hub.
-
-    Raises:
-        ValueError: There is none, or it cannot be read.
-    """
+    """The config in a local folder, a `config.json` file, or of a Hub id."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(Path(source) if Path(source).exists() else source)
     except (OSError, ValueError, KeyError) as error:
@@ -64,11 +60,7 @@ def load_config(source: str) -> PretrainedConfig:
 
 
 def shape_of(source: str) -> Shape:
-    """Counts the parameters of a causal language model on the meta device.
-
-    Raises:
-        ValueError: The source has no config of a causal language model.
-    """
+    """Counts the parameters of a causal language model on the meta device."""
     config = load_config(source)
     try:
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Writes a plan: bytes by part and phase, seconds, other placements, why it does not fit, and the options."""
+"""Formats a plan: bytes by part and phase, seconds, other placements, why it does not fit, and the options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trl_opsd.cli.plan.shapes import Shape
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a plan was asked for."""
+    """The request for a plan."""
 
     sources: tuple[str, str]
     """Student and teacher, as they were named."""
@@ -133,7 +133,7 @@ def reason(plan: Plan, memory: float) -> str:
 
 
 def _unit(bytes_: float) -> tuple[float, str]:
-    """A unit in which a number of bytes has digits before the point."""
+    """The unit for a number of bytes, with digits before the point."""
     return (1e9, "GB") if bytes_ >= 1e9 else (1e6, "MB")
 
 

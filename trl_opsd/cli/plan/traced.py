@@ -23,7 +23,7 @@ from trl_opsd.teacher.forward import bytes_per_token
 
 
 def _grouped_product(first: Tensor, second: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """The shape of the products of a mixture of experts; torch knows it for bfloat16 alone."""
+    """The shape of the products of a mixture of experts; torch supports only bfloat16."""
     if second.dim() == 3:
         return first.new_empty(*first.shape[:-1], second.size(-1))
     assert offsets is not None, "two matrices are multiplied group by group"
@@ -31,11 +31,11 @@ def _grouped_product(first: Tensor, second: Tensor, offsets: Tensor | None = Non
 
 
 _SHAPES = {"aten._grouped_mm.default": _grouped_product}
-"""By name, operations whose result is not computed but made, as its values are not needed."""
+"""Operations, by name, whose result is only allocated, as its values are not needed."""
 
 
 class _Live(TorchDispatchMode):
-    """Follows the bytes of all storages that operations create, until they are freed."""
+    """Tracks the bytes of all storages that operations create, until they are freed."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Live(TorchDispatchMode):
         self._seen: dict[int, object] = {id(one.untyped_storage()): one.untyped_storage() for one in known}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Counts what the operation returns."""
+        """Counts the results of the operation."""
         result = _SHAPES.get(str(function), function)(*args, **(kwargs or {}))
         for one in tree_leaves(result):
             if isinstance(one, Tensor):
@@ -51,7 +51,7 @@ class _Live(TorchDispatchMode):
         return result
 
     def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage()  # views share a storage, which is counted once
         if id(storage) in self._seen:
             return
         size = storage.nbytes()
@@ -66,35 +66,23 @@ class _Live(TorchDispatchMode):
 
 
 def traced_activations(config: PretrainedConfig, rows: int, tokens: int, products: str, checkpointing: bool) -> int:
-    """Peak bytes of activations of a training pass, beside weights and gradients, which exist already.
+    """Peak bytes of activations of a training pass, besides weights and gradients, which exist already.
 
-    They are estimated from widths where a family reads values while it runs, and cannot be traced. Includes copies of
-    weights that autocast makes, the gradient of the largest weight before it is added, and what the backward pass holds
-    for a moment; the head is not applied.
-
-    Args:
-        config ([`~transformers.PretrainedConfig`]):
-            Of the student.
-        rows (`int`):
-            B.
-        tokens (`int`):
-            L.
-        products (`str`):
-            `"float32"`; `"autocast"`, bfloat16 with weights in float32; or `"bfloat16"`, with weights in it too.
-        checkpointing (`bool`):
-            Whether each layer keeps its input only.
+    Includes copies of weights that autocast makes, the gradient of the largest weight before it is added, and what the
+    backward pass holds for a moment; the head is not applied. `products` is `"float32"`; `"autocast"`, bfloat16 with
+    float32 weights; or `"bfloat16"` with bfloat16 weights.
     """
     dtype = torch.bfloat16 if products == "bfloat16" else torch.float32
     with torch.device("meta"):
         model = without_weights(config, dtype).train()
     try:
         return _traced(model, rows, tokens, products, checkpointing)
-    except Exception:  # whatever a family raises
+    except Exception:  # some families read values while they run, and cannot be traced
         return _estimated(model, rows * tokens, checkpointing)
 
 
 def _estimated(model: PreTrainedModel, tokens: int, checkpointing: bool) -> int:
-    """What each layer keeps, or its inputs and what one layer keeps, twice for that one's gradients."""
+    """What each layer keeps, or with checkpointing its input, and twice that of one layer for its gradients."""
     layer = bytes_per_token(model, 0)
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None) or 1
     inputs = model_shape(model)[1] * model.dtype.itemsize
@@ -108,7 +96,7 @@ def _traced(model: PreTrainedModel, rows: int, tokens: int, products: str, check
             getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": False})
         parameters = list(model.parameters())
         for one in parameters:
-            one.grad = torch.empty_like(one)
+            one.grad = torch.empty_like(one)  # exists already, so that only activations are counted
         known = [*parameters, *(one.grad for one in parameters), *model.buffers()]
         ids_BL, mask_BL = torch.zeros(rows, tokens, dtype=torch.long), torch.ones(rows, tokens, dtype=torch.long)
         with _Live(known) as live:

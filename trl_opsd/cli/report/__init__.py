@@ -1,1 +1,1 @@
-"""The command `trl-opsd report`: the page of a run, from what is in its folder."""
+"""The command `trl-opsd report`: the page of a run, from the files in its folder."""

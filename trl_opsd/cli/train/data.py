@@ -19,11 +19,7 @@ FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "cs
 
 
 def loaded(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
-    """The splits of the dataset that the options name.
-
-    Raises:
-        ValueError: No dataset is named, or an option says how to load another kind of dataset.
-    """
+    """The splits of the dataset that the options name; rejects options of another kind of dataset."""
     if not (mixture.datasets or script.dataset_name):
         raise ValueError(
             "Either `datasets` or `dataset_name` must be provided. Set `--dataset_name` to the name or path of a "
@@ -58,6 +54,7 @@ def _one_dataset(name: str, config: str | None, streaming: bool) -> Splits:
         raise ValueError(
             f"`dataset_name={name!r}` is a file of no kind that is read here: expected one of {', '.join(FORMATS)}."
         )
+    # The files that mark a folder of `save_to_disk`.
     if not any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
         with _explained("dataset_name", [name]):
             return load_dataset(name, name=config, streaming=streaming)
@@ -72,9 +69,7 @@ def _one_dataset(name: str, config: str | None, streaming: bool) -> Splits:
 
 @contextmanager
 def _explained(option: str, names: Sequence[str]) -> Iterator[None]:
-    """Says which dataset is not there or cannot be read; `datasets` only says that the Hub cannot be reached, where it
-    looked, or that an error occurred.
-    """
+    """Names the dataset in errors of `datasets`, which only state that the Hub was not reached, or an error."""
     try:
         yield
     except DatasetGenerationError as error:
@@ -93,19 +88,7 @@ def _explained(option: str, names: Sequence[str]) -> Iterator[None]:
 
 
 def split(data: Splits, option: str, name: str) -> Dataset | IterableDataset:
-    """One split of a dataset.
-
-    Args:
-        data (`Mapping`):
-            All splits by name.
-        option (`str`):
-            The option that names the split, for the message.
-        name (`str`):
-            Its value.
-
-    Raises:
-        ValueError: There is no such split; the message lists those there are.
-    """
+    """One split of a dataset; `option` names it, for the message, which lists those there are."""
     if name in data:
         return data[name]
     close = difflib.get_close_matches(name, data, n=1)

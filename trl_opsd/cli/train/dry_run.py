@@ -1,4 +1,4 @@
-"""A run of one step that leaves nothing behind, and what was seen in it; `--dry_run` of a training script."""
+"""A run of one step that leaves nothing behind, and a summary of it; `--dry_run` of a training script."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ from trl_opsd.trainer import OPSDTrainer
 
 @contextmanager
 def dry(config: OPSDConfig) -> Iterator[DryRun]:
-    """Sets, before the trainer is built, what keeps a run of one step from leaving anything behind.
-
-    Args:
-        config ([`OPSDConfig`]):
-            The options, which are changed: nothing is reported or pushed, and what is written goes to a folder that
-            is removed.
-    """
+    """Changes the options, before the trainer is built, so that a run of one step leaves nothing behind."""
     with TemporaryDirectory(prefix="trl_opsd-dry-run-") as folder:
         config.output_dir, config.report_to, config.push_to_hub = folder, [], False
         config.eval_on_start = False
@@ -35,7 +29,7 @@ class DryRun:
     """One generation batch and one optimizer step of a trainer that passed every check when it was built."""
 
     def of(self, trainer: OPSDTrainer) -> None:
-        """Runs the step and prints what was seen, in the main process. Collective."""
+        """Runs the step and prints a summary, in the main process. Collective."""
         trainer.add_callback(_OneStep())
         trainer.train()
         if trainer.accelerator.is_main_process:
@@ -54,14 +48,7 @@ class _OneStep(TrainerCallback):
 
 
 def in_words(logged: Mapping[str, float], steps: int) -> str:
-    """What the log of the first step says.
-
-    Args:
-        logged (`Mapping[str, float]`):
-            The log.
-        steps (`int`):
-            Optimizer steps of the whole run.
-    """
+    """A summary of the first step's log; `steps` are those of the whole run."""
     seconds = {name: logged[f"time/{name}"] for name in PHASES if f"time/{name}" in logged}
     whole = sum(seconds.values())
     parts = ", ".join(f"{PHASES[name]} {value:.2f} s" for name, value in seconds.items())

@@ -1,4 +1,4 @@
-"""Which options of a training script are set and have no effect."""
+"""Finds options of a training script that are set but have no effect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_TEACHER = ("teacher_dtype", "teacher_attn_implementation")
 
 
 def warn_of_options(given: Given) -> None:
-    """Says which options of the script are set and have no effect; `OPSDTrainer` says so of those of its config."""
+    """Warns of options of the script that have no effect; `OPSDTrainer` does so for those of its config."""
     extra, script, config, model, mixture = given.extra, given.script, given.config, given.model, given.mixture
     unread: list[tuple[Any, Sequence[str], str]] = [(script, ["ignore_bias_buffers"], "this trainer has no use for it")]
     if not model.use_peft:

@@ -1,4 +1,4 @@
-"""Starts a training script in as many processes as `accelerate launch` is told to; knows nothing of what it trains."""
+"""Starts a training script in the processes of `accelerate launch`; knows nothing of what it trains."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from trl_opsd.run.nearest import nearest
 
 _CONFIG = "accelerate_config"
 _OF_A_PROCESS = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
-"""What launchers set for the processes that they start; the second is set by `accelerate launch` alone, always."""
+"""Variables of processes that a launcher started; only `accelerate launch` sets the second, and always."""
 _NOT_HERE = {"help", "module", "no_python", "env", "vm", "tpu_use_cluster"}
-"""Options of `accelerate launch` that say what is launched, or that mean something else in the file of a training."""
+"""Options of `accelerate launch` for what is launched, or with another meaning in the file of a training."""
 
 
 def is_launched() -> bool:
@@ -34,19 +34,10 @@ def is_launched() -> bool:
 
 
 def run(arguments: Sequence[str], prog: str, traceback: bool = False) -> None:
-    """Trains as the arguments say, in this process if that is enough, or else in those of a launch.
+    """Trains with these arguments, in this process if that is enough, or else in those of a launch.
 
-    Args:
-        arguments (`Sequence[str]`):
-            Options of the training, and among them options of `accelerate launch`, where a training has none of that
-            name; `--accelerate_config` names one of its files.
-        prog (`str`):
-            The command, for messages.
-        traceback (`bool`, *optional*, defaults to `False`):
-            Whether the processes of a launch print an error with its traceback.
-
-    Raises:
-        SystemExit: An option does not exist or has a wrong kind of value.
+    Options of `accelerate launch` may stand among them, where a training has none of that name. `prog` is the command,
+    for messages; a wrong option ends the program.
     """
     parser = OptionParser(prog=prog, launch_options=launch_options())
     if is_launched():
@@ -54,10 +45,10 @@ def run(arguments: Sequence[str], prog: str, traceback: bool = False) -> None:
         return
     launcher, script = separated(arguments, parser)
     if launcher or torch.accelerator.device_count() > 1 or Path(default_config_file).is_file():
-        parser.check(script)
+        parser.check(script)  # once, before each process of the launch imports the trainer to find the same mistake
         command = [*launcher, "--module", "trl_opsd", *["--traceback"] * traceback, "train", *script]
         agent = getLogger("torch.distributed.elastic.multiprocessing.api")
-        agent.disabled = True  # it repeats after a process that has printed why it failed that it has
+        agent.disabled = True  # it would report a failure that the process has printed already
         try:
             launch_command(launch_command_parser().parse_args(command))
         except ChildFailedError as error:
@@ -80,21 +71,14 @@ def _train(arguments: Sequence[str], parser: OptionParser) -> None:
 
 
 def launch_options() -> set[str]:
-    """The options of `accelerate launch` that a training has none of, and `accelerate_config`."""
+    """The options of `accelerate launch` whose names no option of a training has, and `accelerate_config`."""
     ours = {one.name for group in GROUPS for one in fields(group)}
     theirs = {action.dest for action in launch_command_parser()._actions if action.option_strings}
     return {_CONFIG} | theirs - ours - _NOT_HERE
 
 
 def separated(arguments: Sequence[str], parser: OptionParser) -> tuple[list[str], list[str]]:
-    """The arguments for `accelerate launch`, and those for the training, each in their order.
-
-    Args:
-        arguments (`Sequence[str]`):
-            Both.
-        parser (`OptionParser`):
-            Ends the program on a mistake.
-    """
+    """The arguments for `accelerate launch`, and those for the training, each in order; a mistake ends the program."""
     own = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
     own.error = parser.error  # type: ignore[method-assign]
     allowed = launch_options()
@@ -113,13 +97,13 @@ def separated(arguments: Sequence[str], parser: OptionParser) -> tuple[list[str]
 
 
 def _without(arguments: Sequence[str], part: Sequence[str]) -> list[str]:
-    """Arguments without some of them, which are in the same order."""
+    """Arguments without `part`, which is in the same order."""
     ahead = list(part)
     return [one for one in arguments if not (ahead and ahead[0] == one and ahead.pop(0))]
 
 
 def _in_file(script: Sequence[str], allowed: set[str]) -> list[str]:
-    """The launch options in the YAML file of a training; whether it can be read is found when the others are."""
+    """The launch options in the YAML file of a training; errors in it are reported when the training reads it."""
     own = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     own.add_argument("--config")
     try:

@@ -1,4 +1,4 @@
-"""The options of a training, from the command line and a YAML file; refuses unknown ones, with the nearest names."""
+"""The options of a training, from the command line and a YAML file; rejects unknown ones, with the nearest names."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ HERE = {
     **dict.fromkeys(("quantization_config", "quantization_bit"), _QUANTIZED),
     **dict.fromkeys(("tokenizer", "processing_class"), "the one beside the student's weights is used"),
 }
-"""What options of other scripts are called in this one, which has more of them than `OPSDConfig`."""
+"""Options of other scripts, and their names in this one, which has more than `OPSDConfig`."""
 
 
 @dataclass
 class ExtraArguments:
-    """What TRL's configs have no options for."""
+    """Options that TRL's configs lack."""
 
     teacher_models: dict | str | None = field(
         default=None,
@@ -81,7 +81,7 @@ class ExtraArguments:
     def __post_init__(self) -> None:
         if isinstance(given := self.teacher_models, str):
             with suppress(ValueError):
-                self.teacher_models = json.loads(given)
+                self.teacher_models = json.loads(given)  # other text is rejected below
         if self.teacher_models is None:
             return
         named = self.teacher_models.items() if isinstance(self.teacher_models, dict) else [(None, None)]
@@ -107,7 +107,7 @@ class Given:
     """The options of a run."""
 
     extra: ExtraArguments
-    """What TRL has no options for."""
+    """Options that TRL lacks."""
     script: ScriptArguments
     """One dataset."""
     config: OPSDConfig
@@ -121,7 +121,7 @@ class Given:
 
 
 class OptionParser(TrlParser):
-    """TRL's parser, which ends the program on an option that it does not know, also on one in the YAML file.
+    """TRL's parser, which ends the program on an unknown option, also in the YAML file.
 
     Abbreviations of options are unknown. In a launch of several processes, help and errors are printed once.
 
@@ -150,9 +150,7 @@ class OptionParser(TrlParser):
         )
 
     def given(self, args: Iterable[str]) -> Given:
-        """The options of a run: the command line goes before the file of `--config`, that before the options of a
-        built-in task, and those before the defaults.
-        """
+        """The options of a run; the command line overrides the file of `--config`, and that a task's own options."""
         share_tracebacks()
         groups = super().parse_args_and_config(self._with_defaults(args))
         names = ("extra", "script", "config", "model", "mixture")
@@ -160,9 +158,7 @@ class OptionParser(TrlParser):
         return Given(**dict(zip(names, groups, strict=False)), task=task)
 
     def check(self, args: Iterable[str]) -> None:
-        """Ends the program on a name or a kind of value that is wrong, without making a config, which would start what
-        a training needs.
-        """
+        """Ends the program on a wrong name or kind of value; makes no config, which would start the launch's state."""
         given = self._with_defaults(args)
         if "--config" in given:
             at = given.index("--config")
@@ -171,7 +167,7 @@ class OptionParser(TrlParser):
         self.parse_args(given)
 
     def _with_defaults(self, args: Iterable[str]) -> list[str]:
-        """The arguments, with `--config FILE` in two, when the file has been checked and the task's options are set."""
+        """The arguments, with `--config FILE` in two, after checking the file and setting the task's options."""
         own = ArgumentParser(add_help=False, allow_abbrev=False)
         own.error = self.error  # type: ignore[method-assign]
         own.add_argument("--config", action="append", default=[])
@@ -179,6 +175,7 @@ class OptionParser(TrlParser):
         given, _ = own.parse_known_args(args := list(args))
         if len(given.config) > 1:
             self.error(f"--config is given {len(given.config)} times, but only one file is read")
+        # The file is checked before TRL's parser, whose error for an unknown key has no hint.
         config = self._read(given.config[0]) if given.config else {}
         if task := self.tasks.get(str(given.task or config.get("task"))):
             self.set_defaults_with_config(**yaml.safe_load(task.options.read_text(encoding="utf-8")))
@@ -192,7 +189,7 @@ class OptionParser(TrlParser):
         return found, []
 
     def set_defaults_with_config(self, **config: Any) -> list[str]:
-        """Numbers are set as they are written, so that they are converted as on the command line."""
+        """Numbers are passed as text, so that they are converted as on the command line."""
         ours = {name: value for name, value in config.items() if name not in self._elsewhere}
         return super().set_defaults_with_config(
             **{name: str(value) if type(value) in (int, float) else value for name, value in ours.items()}
@@ -217,7 +214,7 @@ class OptionParser(TrlParser):
             self.error(f"--config {path}: expected a mapping of options to values, got {type(config).__name__}")
         hints = {name: hint for group in self.dataclass_types for name, hint in get_type_hints(group).items()}
         allowed = {action.dest: action.choices for action in self._actions}
-        passed = {"env", *self._elsewhere}
+        passed = {"env", *self._elsewhere}  # TRL's parser sets environment variables from `env`
         options = {str(name): value for name, value in config.items() if name not in passed}
         problems = [
             _problem(name, value, hints[name], allowed[name]) for name, value in options.items() if name in allowed
@@ -251,7 +248,7 @@ def _nested(name: str, value: Any) -> str:
 
 
 def _unknown(what: str, names: Iterable[str], groups: Iterable[Any] = GROUPS, where: str = "") -> str:
-    """Says which names are unknown, each with what to do instead, or with up to three that it may stand for."""
+    """Lists unknown names, each with what to do instead, or with up to three similar names."""
     known = [one.name for group in groups for one in fields(group)]
     said = []
     for name in names:

@@ -1,4 +1,4 @@
-"""Trains as the options say: loads models and data, and resumes and saves. What runs in each process of a launch."""
+"""Trains with the given options: loads models and data, resumes and saves. Runs in each process of a launch."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def main(arguments: Sequence[str], parser: OptionParser | None = None) -> OPSDTr
 
 
 def end(trainer: OPSDTrainer) -> None:
-    """What a script does last: waits for the others, because if one process exits first, the others fail."""
+    """Waits for the other processes, because they fail if one exits first."""
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 
 
 def _take(task: Task, given: Given) -> None:
-    """Names the models of a task where no others are named."""
+    """Sets the models of a task where no others are named."""
     if given.script.dataset_name or given.mixture.datasets:
         raise ValueError(f"`task={given.task!r}` has a dataset of its own: remove it, or the other dataset.")
     given.model.model_name_or_path = given.model.model_name_or_path or task.student
@@ -95,7 +95,7 @@ def _train(trainer: OPSDTrainer, task: Task | None) -> None:
 
 
 def _check_models(given: Given, tasks: Sequence[str]) -> None:
-    """Refuses a run without a student or without a teacher, before anything is loaded."""
+    """Rejects a run without a student or without a teacher, before anything is loaded."""
     extra, config, model = given.extra, given.config, given.model
     if model.model_name_or_path is None:
         raise ValueError(
@@ -118,11 +118,7 @@ def _check_models(given: Given, tasks: Sequence[str]) -> None:
 
 
 def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -> None:
-    """Says in the config how to load each model; what its `*_init_kwargs` already say goes before a default.
-
-    Raises:
-        ValueError: An option that is set says something else.
-    """
+    """Sets in the config how to load each model; `*_init_kwargs` override defaults, and a contradiction is an error."""
     attention = model.attn_implementation
     options = {"model_revision": "revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
     config.model_init_kwargs = _joined(model, options, "model_init_kwargs", config)
@@ -137,7 +133,7 @@ def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -
 
 
 def _joined(group: Any, options: Mapping[str, str], of_model: str, config: OPSDConfig) -> dict[str, Any]:
-    """How to load a model, as `options` of a group and the dict `of_model` say; `options` has the names in that."""
+    """Options of a group and the dict `of_model`, combined; `options` maps to names in that."""
     given = getattr(config, of_model) or {}
     asked = {name: (option, getattr(group, option)) for option, name in options.items()}
     for name, (option, value) in asked.items():

@@ -1,4 +1,4 @@
-"""What a built-in task brings along, for a script that has one: models, data, options and rewards."""
+"""A built-in task, for a script that has one: models, data, options and rewards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Task:
     """A task that `--task NAME` trains on."""
 
     options: Path
-    """A YAML file of options; the command line and the file of `--config` go before them."""
+    """A YAML file of options, which the command line and the file of `--config` override."""
     student: str
     """Path of the student, unless another one is named."""
     teacher: str
