@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick real trackers test-long test-sglang test-latest test-lowest check lint types spelling floors wheel docs format lock clean
+.PHONY: help venv demo test quick real trackers test-long test-sglang test-latest test-lowest check lint types spelling floors wheel house docs format lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -57,14 +57,15 @@ trackers: .trackers/.made ## test with trackio, TensorBoard and W&B, which are i
 	rm -rf build/trackio
 	PYTHONPATH=.trackers TRACKIO_DIR=build/trackio $(BIN)/pytest -m trackers tests/report/test_trackers.py
 
-test-long: venv ## run the tests that `make test` leaves out for their time; a quarter of an hour
+test-long: venv ## run what `make test` leaves out for its time: long tests, a real model, SGLang, other versions; two hours
 	$(BIN)/pytest -m long $(PYTEST_ARGS)
+	$(MAKE) real test-sglang test-latest test-lowest
 
 test-sglang: venv ## test with a real SGLang server; builds an environment for it in .sglang, 2 GB
 	$(BIN)/python tools/sglang_env.py .sglang
 	$(BIN)/pytest -m sglang tests/rollout/test_sglang_server.py -s
 
-check: lint types spelling floors wheel docs ## everything but the tests
+check: lint types spelling floors wheel docs house ## everything but the tests
 
 lint: venv ## ruff, rules and format
 	$(BIN)/ruff check --output-format concise
@@ -82,6 +83,9 @@ floors: venv ## which file may import which, and that the environment is whole
 
 wheel: venv ## build the wheel, import it, and train with it in an environment that has nothing but what pip installs
 	$(BIN)/python tools/check_wheel.py
+
+house: venv ## the size of the package as a reader meets it, beside its goals
+	OMP_NUM_THREADS=1 $(BIN)/python tools/house.py
 
 docs: .docs/.made ## build the documentation as a site in build/site, strictly
 	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --quiet

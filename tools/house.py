@@ -1,0 +1,120 @@
+"""Prints the size of the package as a reader meets it: lines, files, classes, and what one optimizer step passes.
+
+python tools/house.py      # twenty seconds; part of `make check`, so that a house that grows is seen
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import re
+import statistics
+import sys
+import tempfile
+import time
+import tokenize
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = REPOSITORY / "trl_opsd"
+TOOLS = ("cli", "report", "teacher/serve")
+"""Commands and the page of a report: nothing that trains imports them."""
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
+
+
+def main() -> None:
+    """A row for each measure: what it is now, and its goal."""
+    sources = {file.relative_to(PACKAGE).as_posix(): file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
+    lines = {name: source.count("\n") for name, source in sources.items()}
+    core = sum(count for name, count in lines.items() if not name.startswith(TOOLS))
+    comments = 100 * sum(map(narrative, sources.values())) / sum(lines.values())
+
+    begun = time.process_time()
+    from trl_opsd import OPSDConfig, OPSDTrainer
+
+    ours = {name for name in sys.modules if name.startswith("trl_opsd")}
+    imported = time.process_time()
+    trainer, build_seconds = toy(OPSDTrainer)
+    passed = files_called(trainer)
+    known = [
+        sum(bool(re.search(rf"\b{option.name}\b", source)) for source in sources.values())
+        for option in dataclasses.fields(OPSDConfig)
+        if option.name in OPSDConfig.__annotations__ and "_" in option.name  # the others are words of English too
+    ]
+    classes = [cls for cls in OPSDTrainer.__mro__ if cls.__module__.startswith("trl_opsd")]
+    moves = sum(a != b for a, b in itertools.pairwise(passed))
+    rows = (
+        ("lines, tools apart", core, "17,500"),
+        ("lines", sum(lines.values()), "21,500"),
+        ("files", len(sources), "150"),
+        ("classes of ours in the trainer's MRO", len(classes), "6"),
+        ("files that one optimizer step passes", len(set(passed)), "35"),
+        ("moves between files in it", moves, "150"),
+        ("files that know an option: median, largest", f"{statistics.median(known):g}, {max(known)}", "3, 5"),
+        ("comments, % of lines", f"{comments:.1f}", "4 or more"),
+        ("modules that the trainer's import loads", len(ours), "90"),
+        ("processor seconds: import, a toy's trainer", f"{imported - begun:.1f}, {build_seconds:.2f}", ""),
+    )
+    for name, value, goal in rows:
+        print(f"{name:45} {f'{value:,}' if isinstance(value, int) else value:>10}   {goal and f'goal {goal}'}")
+
+
+def narrative(source: str) -> int:
+    """Comments that a reader reads, not a checker."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(
+        token.type == tokenize.COMMENT and not re.match(r"# *(type:|noqa|mypy|ruff|fmt|!)", token.string)
+        for token in tokens
+    )
+
+
+def toy(trainer_class: Callable[..., Any]) -> tuple[Any, float]:
+    """A trainer of toys with a fixed rollout, and the processor seconds that it took to build."""
+    import tiny
+
+    from trl_opsd import FixedRollout
+
+    words = tiny.tokenizer()
+    student, teacher = tiny.qwen2(32), tiny.qwen2(48, seed=1)
+    args = tiny.config(Path(tempfile.mkdtemp()), max_steps=2)
+    begun = time.process_time()
+    trainer = trainer_class(
+        model=student,
+        teacher_model=teacher,
+        args=args,
+        train_dataset=tiny.rows(),
+        processing_class=words,
+        rollout=FixedRollout(tiny.recorded(words)),
+    )
+    return trainer, time.process_time() - begun
+
+
+def files_called(trainer: Any) -> list[str]:
+    """The files of the functions that the second step calls, in their order."""
+    from transformers import TrainerCallback
+
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            called.append(frame.f_code.co_filename)
+
+    class SecondStep(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                sys.setprofile(note)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            sys.setprofile(None)
+
+    trainer.add_callback(SecondStep())
+    trainer.train()
+    return called
+
+
+if __name__ == "__main__":
+    main()
