@@ -11,66 +11,17 @@ import tiny
 import torch
 from apart import Apart
 from datasets import Dataset
+from mirror import BYTES, Mirrored
 from peft import LoraConfig
 from trl import DistillationConfig, DistillationTrainer
 
 import trl_opsd
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.run.metrics import METRICS
-from trl_opsd.types import Completion
 
 OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-BYTES = 1000
 _RECORDED = ("sync/", "rollout/", "nonfinite/", "overlap/", "off_policy/", "on_policy/", "selection/")
 _RECORDED += ("reward", "frac_reward", "completions/")
-
-
-class Mirror:
-    """An engine that holds the student itself, so that every sync arrives."""
-
-    name, block_size = "a mirror", 16
-
-    def __init__(self, trainer):
-        self._trainer = trainer
-
-    def write(self, prompt_ids, options):
-        with self._trainer.student_for_generation() as student:
-            return [self._row(student, *row) for row in zip(prompt_ids, options, strict=True)]
-
-    def _row(self, student, prompt, options):
-        written = [number * 31 % tiny.VOCABULARY for number in range(3, 3 + min(options["max_tokens"], 16))]
-        ids = torch.tensor([prompt + written])
-        scores = student(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
-        first = len(prompt) - 1
-        return Completion(
-            prompt_ids=prompt, completion_ids=written, prompt_logprobs=scores[:first], logprobs=scores[first:]
-        )
-
-    def forget_prefixes(self):
-        """Does nothing: there are no prefixes."""
-
-    def wipe_cache(self):
-        """Does nothing: there is no cache."""
-
-    def close(self):
-        """Does nothing: the student is the trainer's."""
-
-
-class Mirrored(SyncedRollout[Mirror]):
-    """Follows the sync of a separate engine, and sends nothing."""
-
-    def bind(self, trainer):
-        self._set_up(trainer, Mirror(trainer), {}, torch.float32)
-
-    def _send(self):
-        return BYTES
-
-    def _wake(self, what):
-        """It does not sleep."""
-
-    def _rest(self):
-        """It does not sleep."""
 
 
 class Named:
