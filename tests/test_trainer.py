@@ -29,7 +29,7 @@ def logged(trainer: OPSDTrainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def test_a_trainer_without_rows_to_train_on_says_so(make_trainer):
+def test_training_without_a_train_dataset_is_refused(make_trainer):
     trainer = make_trainer(train_dataset=None, eval_dataset=tiny.rows(2))
     assert "eval_loss" in trainer.evaluate()
     with pytest.raises(ValueError, match="`train` without a `train_dataset`: this trainer was built to evaluate"):
@@ -334,7 +334,7 @@ class TestData:
         assert caplog.text.count("dropped") == 1 + streamed
         assert ("train_dataset streams prompts that leave no room" in caplog.text) is streamed
 
-    def test_dropped_rows_of_a_stream_are_mentioned_by_their_magnitude(self, make_trainer, caplog):
+    def test_dropped_rows_of_a_stream_warn_at_powers_of_ten(self, make_trainer, caplog):
         rows = [{"prompt": "long " * 100}] * 120 + list(tiny.rows(8))
         trainer = make_trainer(
             train_dataset=IterableDataset.from_generator(lambda: iter(rows)), overlong_prompts="drop", max_steps=1

@@ -68,7 +68,7 @@ def logged(trainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def test_each_step_learns_from_rows_that_were_written_before_the_step_before(make_trainer):
+def test_rows_written_ahead_are_learned_one_step_later(make_trainer):
     waits, ahead = (built(make_trainer, overlap=overlap) for overlap in (None, "ahead"))
     waits.train()
     ahead.train()
@@ -104,7 +104,7 @@ class Recalling(Learning):
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "model": tiny.gemma2}], ids=["qwen2", "gemma2"])
-def test_the_distance_is_the_divergence_of_the_student_from_that_before_the_step(make_trainer, options):
+def test_overlap_divergence_is_that_from_the_student_before_the_step(make_trainer, options):
     options = {name: value() if callable(value) else value for name, value in options.items()}
     Recalling.kept = []
     trainer = built(make_trainer, Recalling, overlap="ahead", learning_rate=1e-2, overlap_max_divergence=1e3, **options)
@@ -123,7 +123,7 @@ def test_the_distance_is_the_divergence_of_the_student_from_that_before_the_step
     assert logged(trainer, "overlap/divergence") == pytest.approx(expected, rel=1e-3)
 
 
-def test_rows_of_weights_too_far_away_are_written_anew(make_trainer, caplog):
+def test_rows_beyond_overlap_max_divergence_are_written_again(make_trainer, caplog):
     trainer = built(make_trainer, overlap="ahead", overlap_max_divergence=1e-12)
     trainer.train()
     assert [event[1] for event in of_kind(trainer, "completed by")] == list(range(STEPS))
@@ -132,7 +132,7 @@ def test_rows_of_weights_too_far_away_are_written_anew(make_trainer, caplog):
     assert "more than `overlap_max_divergence=1e-12`" in caplog.text
 
 
-def test_an_evaluation_waits_for_rows_that_are_written_with_other_weights(make_trainer):
+def test_evaluation_waits_for_rows_being_written_ahead(make_trainer):
     trainer = built(make_trainer, overlap="ahead", eval_dataset=recorded(4)[0], eval_strategy="steps", eval_steps=2)
     trainer.train()
     events = trainer.rollout.events
@@ -141,7 +141,7 @@ def test_an_evaluation_waits_for_rows_that_are_written_with_other_weights(make_t
     assert logged(trainer, "overlap/staleness") == [0, 1, 1, 1], "and are learned all the same"
 
 
-def test_what_is_written_ahead_is_given_up_with_the_training(make_trainer):
+def test_rows_written_ahead_are_dropped_when_training_fails(make_trainer):
     class Failing(Learning):
         def weigh(self, rollout, rows, targets):
             if self.state.global_step == 1:
@@ -157,7 +157,7 @@ def test_what_is_written_ahead_is_given_up_with_the_training(make_trainer):
     assert logged(trainer, "overlap/staleness") == [0, 1, 1, 1]
 
 
-def test_an_error_in_rows_that_are_read_ahead_names_their_own_step(make_trainer):
+def test_error_in_a_row_read_ahead_names_its_step(make_trainer):
     dataset, answers = recorded(8 * STEPS)
     rows = [dict(row) for row in dataset]
 
@@ -192,7 +192,7 @@ class Interrupts(TrainerCallback):
             self.completions = self.trainer.complete(self.prompts)
 
 
-def test_a_callback_that_asks_for_completions_waits_for_rows_that_are_under_way(make_trainer):
+def test_completions_for_a_callback_wait_for_rows_being_written_ahead(make_trainer):
     """They are written with other weights, and a server gives up what it writes when it is sent weights."""
     quiet, trainer = (built(make_trainer, overlap="ahead") for _ in range(2))
     prompt_ids = trainer.tokenize(list(recorded(3)[0]["prompt"]))
@@ -238,7 +238,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_written_ahead_is_refused(make_trainer, what):
+def test_ahead_refuses_local_rollout_tools_and_own_complete(make_trainer, what):
     make, said = REFUSED[what]
     with pytest.raises(ValueError, match=re.escape(said)):
         make(make_trainer)
