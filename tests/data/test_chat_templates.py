@@ -86,7 +86,6 @@ def test_arguments_that_any_template_may_read_are_found():
 
 # ---- What a template makes of prompts --------------------------------------------------------------------------------
 
-TURNS = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
 CHAT = "{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content }}<|im_end|>\n{% endfor %}"
 ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 INST = (

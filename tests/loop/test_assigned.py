@@ -153,8 +153,9 @@ def losses(trainer: OPSDTrainer) -> list[float]:
 
 
 def test_assigned_rollout_generates_with_this_student(make_trainer):
-    expected = losses(make_trainer(rollout=HFRollout()))
-    trainer = make_trainer()
+    short = {"max_completion_length": 8, "max_steps": 2}
+    expected = losses(make_trainer(rollout=HFRollout(), **short))
+    trainer = make_trainer(**short)
     trainer.rollout = HFRollout()
     assert losses(trainer) == expected
     with pytest.raises(TypeError, match=r"expected a `trl_opsd\.RolloutBackend`"):
@@ -162,9 +163,10 @@ def test_assigned_rollout_generates_with_this_student(make_trainer):
 
 
 def test_trainers_that_share_a_rollout_use_their_own_students(make_trainer):
-    expected = losses(make_trainer(rollout=HFRollout(), max_steps=1))
+    short = {"max_completion_length": 8, "max_steps": 1}
+    expected = losses(make_trainer(rollout=HFRollout(), **short))
     shared = HFRollout()
-    first = make_trainer(rollout=shared, max_steps=1)
+    first = make_trainer(rollout=shared, **short)
     other = make_trainer(rollout=shared, model=tiny.qwen2(32, seed=7))
     torch.manual_seed(42)
     assert losses(first) == expected

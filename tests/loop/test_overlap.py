@@ -24,7 +24,7 @@ from trl_opsd.loop.waiting import Waiting
 from trl_opsd.run.known import set_known
 from trl_opsd.teacher.resident import Resident
 
-STEPS = 3
+STEPS = 2
 LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear"), "seed": 3}
 
 
@@ -57,7 +57,7 @@ def trained(make_trainer, cls=Watched, order=0, **options):
     dataset, answers = recorded()
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": STEPS, **options}
     if isinstance(options.get("teacher_model"), dict):
-        dataset = dataset.add_column("teacher", ["one", "two", "two"] * (len(dataset) // 3))
+        dataset = dataset.add_column("teacher", [("one", "two", "two")[row % 3] for row in range(len(dataset))])
     trainer = make_trainer(
         cls,
         train_dataset=dataset,
@@ -452,8 +452,17 @@ def ended(make_trainer, what, within, overlap):
     return trainer, [sorted(numbers[tuple(ids)] for ids in trainer.learned[step]) for step in sorted(trainer.learned)]
 
 
-@pytest.mark.parametrize("overlap", [None, "step", "ahead"])
-@pytest.mark.parametrize("what", ["epoch", "training"])
+@pytest.mark.parametrize(
+    ("what", "overlap"),
+    [
+        ("epoch", None),
+        ("epoch", "ahead"),
+        ("training", "step"),
+        pytest.param("epoch", "step", marks=pytest.mark.long),
+        pytest.param("training", None, marks=pytest.mark.long),
+        pytest.param("training", "ahead", marks=pytest.mark.long),
+    ],
+)
 def test_stop_requested_within_a_step_takes_effect_at_its_end(make_trainer, what, overlap):
     """Else the next step would be given its micro-batches, and step along what it has added to the gradient."""
     trainer, steps = ended(make_trainer, what, True, overlap)

@@ -177,7 +177,7 @@ def test_student_with_its_own_adapter_is_accepted(make_trainer):
 
 def test_trainers_repeat_each_other_unless_random_numbers_are_drawn_between(make_trainer):
     def made():
-        return make_trainer(rollout=HFRollout(), max_steps=2)
+        return make_trainer(rollout=HFRollout(), max_steps=2, max_completion_length=8)
 
     def run(trainer):
         trainer.train()
