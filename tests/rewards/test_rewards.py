@@ -157,8 +157,7 @@ def expected_pulls(texts, reward, weight=0.5):
     return {text: weight * (reward(text) - mean) / (deviation + 1e-4) for text, (mean, deviation) in of.items()}
 
 
-@pytest.mark.parametrize("kind", ["text", "messages"])
-@pytest.mark.parametrize("budget", [None, 60])
+@pytest.mark.parametrize(("kind", "budget"), [("text", 60), ("messages", None)])
 def test_each_completion_is_learned_with_the_advantage_of_its_own_reward(make_trainer, kind, budget):
     """Rows are shuffled and dealt by length between the reward and the loss; each completion carries its number."""
 

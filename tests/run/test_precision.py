@@ -37,7 +37,7 @@ def watched(make_trainer):
     """Builds a trainer that generates its completions, evaluates, and records the dtypes of its products."""
 
     def make(kind: str = "another", lora: bool = False, **options):
-        options = {**KINDS[kind], **options}
+        options = {"max_completion_length": 8, **KINDS[kind], **options}
         rows = tiny.rows()
         if options.pop("teachers", 1) > 1:
             options["teacher_model"] = {"a": tiny.qwen2(48, seed=1), "b": tiny.llama(64, seed=2)}
@@ -90,7 +90,8 @@ ALL_LINEAR = {"r": 4, "target_modules": "all-linear"}
 )
 def test_frozen_base_is_loaded_in_its_compute_dtype(make_trainer, tmp_path, given, expected):
     tiny.qwen2().save_pretrained(tmp_path / "student")
-    trainer = make_trainer(model=str(tmp_path / "student"), rollout=HFRollout(), max_steps=1, **given)
+    given = {"max_completion_length": 4, "max_steps": 1, **given}
+    trainer = make_trainer(model=str(tmp_path / "student"), rollout=HFRollout(), **given)
     weights = list(trainer.model.parameters())
     assert {str(one.dtype) for one in weights if not one.requires_grad} <= {f"torch.{expected}"}
     assert {one.dtype for one in weights if one.requires_grad} == {torch.float32}
@@ -274,7 +275,8 @@ def test_mixed_weight_dtypes_are_refused_unless_autocast_is_on(make_trainer, rol
     called = {"model": "student", "teacher_model": "teacher"}[role]
     with pytest.raises(ValueError, match=rf"The {called} .* has weights of dtypes .* in bfloat16 \('"):
         make_trainer(**{role: mixed(MIXED[change])})
-    trainer = make_trainer(WatchedTrainer, **{role: mixed(MIXED[change])}, rollout=HFRollout(), bf16=True, max_steps=1)
+    given = {"rollout": HFRollout(), "bf16": True, "max_steps": 1, "max_completion_length": 8}
+    trainer = make_trainer(WatchedTrainer, **{role: mixed(MIXED[change])}, **given)
     trainer.train()
     assert trainer.dtypes() == dict.fromkeys(PHASES, BF16)
 
