@@ -154,6 +154,16 @@ def rollout(prompt_ids: torch.Tensor, completion_ids: torch.Tensor, mask: torch.
     )
 
 
+def logged(trainer: Any, name: str) -> list[float]:
+    """What a trainer has logged under a name."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def weights(trainer: Any) -> torch.Tensor:
+    """A copy of the student's weights, in one piece."""
+    return torch.cat([one.detach().flatten() for one in trainer.model.parameters()])
+
+
 def config(folder: Any, **overrides: Any) -> OPSDConfig:
     """Three optimizer steps of two rows, in float32, quietly."""
     return OPSDConfig(**options(folder, **overrides))

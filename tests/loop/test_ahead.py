@@ -64,10 +64,6 @@ def of_kind(trainer, *kinds: str) -> list[tuple[Any, ...]]:
     return [event for event in trainer.rollout.events if isinstance(event, tuple) and event[0] in kinds]
 
 
-def logged(trainer, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
 def test_rows_written_ahead_are_learned_one_step_later(make_trainer):
     waits, ahead = (built(make_trainer, overlap=overlap) for overlap in (None, "ahead"))
     waits.train()
@@ -79,9 +75,9 @@ def test_rows_written_ahead_are_learned_one_step_later(make_trainer):
             expected.append(("written by", step, 8))
         expected += [("learned by", step)] * 2
     assert [event for event in steps if event not in of_kind(ahead, "row")] == expected
-    assert logged(ahead, "overlap/staleness") == [0, 1, 1, 1]
-    assert logged(ahead, "loss") == logged(waits, "loss"), "the same rows in the same order"
-    assert logged(ahead, "num_tokens") == logged(waits, "num_tokens")
+    assert tiny.logged(ahead, "overlap/staleness") == [0, 1, 1, 1]
+    assert tiny.logged(ahead, "loss") == tiny.logged(waits, "loss"), "the same rows in the same order"
+    assert tiny.logged(ahead, "num_tokens") == tiny.logged(waits, "num_tokens")
     for mine, theirs in zip(ahead.model.parameters(), waits.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -89,7 +85,7 @@ def test_rows_written_ahead_are_learned_one_step_later(make_trainer):
 def test_an_epoch_begins_with_rows_of_its_own(make_trainer):
     trainer = built(make_trainer, overlap="ahead", max_steps=-1, num_train_epochs=2)
     trainer.train()
-    assert logged(trainer, "overlap/staleness") == [0, 1, 1, 1] * 2
+    assert tiny.logged(trainer, "overlap/staleness") == [0, 1, 1, 1] * 2
     assert len(of_kind(trainer, "completed by")) == 2
 
 
@@ -120,15 +116,15 @@ def test_overlap_divergence_is_that_from_the_student_before_the_step(make_traine
             both.append((logits[0, -1 - rollout.completion_ids.size(1) : -1] / trainer.temperature).log_softmax(-1))
         expected.append(float((both[0].exp() * (both[0] - both[1])).sum(-1).mean()))
     assert min(expected) > 1e-3
-    assert logged(trainer, "overlap/divergence") == pytest.approx(expected, rel=1e-3)
+    assert tiny.logged(trainer, "overlap/divergence") == pytest.approx(expected, rel=1e-3)
 
 
 def test_rows_beyond_overlap_max_divergence_are_written_again(make_trainer, caplog):
     trainer = built(make_trainer, overlap="ahead", overlap_max_divergence=1e-12)
     trainer.train()
     assert [event[1] for event in of_kind(trainer, "completed by")] == list(range(STEPS))
-    assert logged(trainer, "overlap/staleness") == [0] * STEPS
-    assert min(logged(trainer, "overlap/divergence")) > 1e-12
+    assert tiny.logged(trainer, "overlap/staleness") == [0] * STEPS
+    assert min(tiny.logged(trainer, "overlap/divergence")) > 1e-12
     assert "more than `overlap_max_divergence=1e-12`" in caplog.text
 
 
@@ -138,7 +134,7 @@ def test_evaluation_waits_for_rows_being_written_ahead(make_trainer):
     events = trainer.rollout.events
     first = events.index(("completed by", 2, 4))
     assert events[:first].count("closed") == events[:first].count(("written by", 0, 8)) + 1, "both batches have ended"
-    assert logged(trainer, "overlap/staleness") == [0, 1, 1, 1], "and are learned all the same"
+    assert tiny.logged(trainer, "overlap/staleness") == [0, 1, 1, 1], "and are learned all the same"
 
 
 def test_rows_written_ahead_are_dropped_when_training_fails(make_trainer):
@@ -154,7 +150,7 @@ def test_rows_written_ahead_are_dropped_when_training_fails(make_trainer):
     assert trainer._ahead is None
     trainer.weigh = lambda rollout, rows, targets: rollout.weights
     trainer.train()
-    assert logged(trainer, "overlap/staleness") == [0, 1, 1, 1]
+    assert tiny.logged(trainer, "overlap/staleness") == [0, 1, 1, 1]
 
 
 def test_error_in_a_row_read_ahead_names_its_step(make_trainer):
@@ -208,7 +204,7 @@ def test_completions_for_a_callback_wait_for_rows_being_written_ahead(make_train
     events = trainer.rollout.events
     asked = events.index(("completed by", 2, 3))
     assert events[:asked].count("closed") == 2, "those of the second step and of the third"
-    assert logged(trainer, "overlap/staleness") == [0, 1, 1, 1], "and they are learned all the same"
+    assert tiny.logged(trainer, "overlap/staleness") == [0, 1, 1, 1], "and they are learned all the same"
     for mine, theirs in zip(trainer.model.parameters(), quiet.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 

@@ -149,7 +149,7 @@ def test_assigned_dataset_changes_the_context_limit(make_trainer):
 
 def losses(trainer: OPSDTrainer) -> list[float]:
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return tiny.logged(trainer, "loss")
 
 
 def test_assigned_rollout_generates_with_this_student(make_trainer):

@@ -93,7 +93,7 @@ def trained(make_trainer, way, family=tiny.qwen2, **more):
     )
     counted = Counted(trainer)
     trainer.train()
-    weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+    weights = tiny.weights(trainer)
     return weights, counted, trainer
 
 
@@ -109,14 +109,14 @@ def trained(make_trainer, way, family=tiny.qwen2, **more):
 )
 def test_batching_saves_tokens_without_changing_the_student(make_trainer, family, ways, real):
     plain, whole, trainer = trained(make_trainer, {}, family)
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    losses = tiny.logged(trainer, "loss")
     assert whole.passes["student"] == STEPS
     before = {role: whole.read[role] / real for role in whole.read}
     assert before["student"] > 2
     for name in ways:
         weights, counted, other = trained(make_trainer, WAYS[name], family)
         assert (weights - plain).abs().max() <= 1e-5, name
-        assert [row["loss"] for row in other.state.log_history if "loss" in row] == pytest.approx(losses, rel=1e-4)
+        assert tiny.logged(other, "loss") == pytest.approx(losses, rel=1e-4)
         share = {role: read / real for role, read in counted.read.items()}
         print(f"{name}: tokens through student and teacher for each real one: {share}, before: {before}")
         assert share["student"] <= (1.02 if "packed" in name else 1.25), name
@@ -154,7 +154,7 @@ def test_self_teacher_reads_packed_rows_and_generation_stays_padded(make_trainer
         trainer.train()
         assert trainer.teacher.reading.packed == bool(way)
         assert not trainer.reading.packed
-        found.append(torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]))
+        found.append(tiny.weights(trainer))
     assert (found[0] - found[1]).abs().max() <= 1e-5
 
 

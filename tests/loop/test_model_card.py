@@ -146,7 +146,7 @@ def test_the_card_has_settings_and_the_first_and_last_figures(make_trainer):
     assert "- Completions: by transformers, at most " in card.text
     assert "- Optimizer: AdamW, learning rate 0.001\n" in card.text
     assert "- Rewards: brief, in evaluations only\n" in card.text
-    logs = [log["divergence/mean"] for log in trainer.state.log_history if "divergence/mean" in log]
+    logs = tiny.logged(trainer, "divergence/mean")
     rewards = [log["eval_sums_rewards/brief/mean"] for log in trainer.state.log_history if "eval_sums_reward" in log]
     assert f"| `divergence/mean` | {logs[0]:.4g} (step 1) | {logs[-1]:.4g} (step 3) |" in card.text
     assert f"| `eval_sums_rewards/brief/mean` | {rewards[0]:.4g} (step 1) | {rewards[-1]:.4g} (step 3) |" in card.text

@@ -54,10 +54,6 @@ def trained(make_trainer, kind="text", resume=None, **options):
     return trainer
 
 
-def weights(trainer):
-    return torch.cat([one.detach().flatten() for one in trainer.model.parameters()])
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", ["text", "messages", "conversations", "stream"])
 def test_lmbda_0_learns_every_row_with_its_completion(make_trainer, kind):
@@ -78,9 +74,9 @@ def test_lmbda_0_equals_a_rollout_that_replays_the_dataset(make_trainer):
     texts = [f"{text}<|im_end|>" for text in GIVEN]
     prompts, answers = WORDS(tiny.PROMPTS)["input_ids"], WORDS(texts)["input_ids"]
     replayed = FixedRollout(dict(zip(map(tuple, prompts), answers, strict=True)))
-    found = weights(trained(make_trainer, lmbda=0.0))
-    assert torch.equal(found, weights(trained(make_trainer, rollout=replayed)))
-    assert not torch.equal(found, weights(trained(make_trainer, lmbda=1.0, rollout=HFRollout())))
+    found = tiny.weights(trained(make_trainer, lmbda=0.0))
+    assert torch.equal(found, tiny.weights(trained(make_trainer, rollout=replayed)))
+    assert not torch.equal(found, tiny.weights(trained(make_trainer, lmbda=1.0, rollout=HFRollout())))
 
 
 def test_lmbda_divides_rows_and_logs_the_share_and_both_divergences(make_trainer):
@@ -127,7 +123,7 @@ def test_resumed_run_takes_the_same_off_policy_rows(make_trainer, tmp_path):
     random.seed(7)
     resumed = trained(make_trainer, lmbda=0.5, resume=str(tmp_path / "checkpoint-2"))
     assert resumed.taught == whole.taught[8:]
-    assert torch.equal(weights(resumed), weights(whole))
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
     with pytest.raises(ValueError, match=r"lmbda: 0\.5 in the checkpoint, 0\.7 now"):
         trained(make_trainer, lmbda=0.7, resume=str(tmp_path / "checkpoint-2"))
 
@@ -233,5 +229,5 @@ def test_sums_of_an_interrupted_step_are_not_logged_later(make_trainer):
     trainer.taught.clear()
     trainer.train()
     given = [row["completion"] == WORDS.decode(ids[:-1]) for row, _, ids in trainer.taught]
-    logs = [row["off_policy/share"] for row in trainer.state.log_history if "off_policy/share" in row]
+    logs = tiny.logged(trainer, "off_policy/share")
     assert logs == [sum(given[at : at + 8]) / 8 for at in (0, 8)]

@@ -227,10 +227,6 @@ def test_deterministic_overlap_does_not_depend_on_the_order_of_arrival(make_trai
 # ---- Failures, and what comes between steps --------------------------------------------------------------------------
 
 
-def weights_of(trainer) -> torch.Tensor:
-    return torch.cat([one.detach().flatten() for one in trainer.accelerator.unwrap_model(trainer.model).parameters()])
-
-
 class Failing(OPSDTrainer):
     """Fails once in a given verb, in the second micro-batch."""
 
@@ -285,9 +281,9 @@ def test_a_step_that_fails_leaves_nothing_behind(make_trainer, verb):
     while "closed" not in rollout.events and time.monotonic() < until:
         time.sleep(0.01)
     assert "closed" in rollout.events
-    assert torch.equal(weights_of(trainer), weights_of(fast(make_trainer)))
+    assert torch.equal(tiny.weights(trainer), tiny.weights(fast(make_trainer)))
     trainer.train()
-    assert torch.allclose(weights_of(trainer), weights_of(expected), atol=1e-6)
+    assert torch.allclose(tiny.weights(trainer), tiny.weights(expected), atol=1e-6)
     assert threading.active_count() < 20
 
 
@@ -296,7 +292,7 @@ class SpoiledOnce(OPSDTrainer):
 
     def teach(self, rollout, rows):
         self.seen = getattr(self, "seen", {})
-        self.seen.setdefault(self.state.global_step, weights_of(self))
+        self.seen.setdefault(self.state.global_step, tiny.weights(self))
         targets = super().teach(rollout, rows)
         if self.state.global_step == 1:
             targets.hidden[0].fill_(float("nan"))
@@ -309,7 +305,7 @@ def test_a_skipped_step_changes_nothing_and_the_next_one_learns(make_trainer):
     before, after, skipped = (trainer.seen[step] for step in range(3))
     assert not torch.equal(before, after)
     assert torch.equal(after, skipped)
-    assert not torch.equal(skipped, weights_of(trainer))
+    assert not torch.equal(skipped, tiny.weights(trainer))
     assert [one["nonfinite/skipped_steps"] for one in trainer.state.log_history if "loss" in one] == [0, 1, 1]
 
 
@@ -321,8 +317,8 @@ def test_resumed_deterministic_overlap_is_bit_equal(make_trainer, tmp_path):
     options["model"] = tiny.gpt2(dropout=0.1)
     resumed = fast(make_trainer, rollout=Apart(tiny.recorded(tiny.tokenizer()), order=7), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert torch.equal(weights_of(resumed), weights_of(whole))
-    assert [one["eval_loss"] for one in whole.state.log_history if "eval_loss" in one] != []
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
+    assert tiny.logged(whole, "eval_loss") != []
 
 
 # ---- A teacher that begins early -------------------------------------------------------------------------------------
@@ -469,7 +465,7 @@ def test_stop_requested_within_a_step_takes_effect_at_its_end(make_trainer, what
     expected, _ = ended(make_trainer, what, False, overlap)
     first = [list(range(0, 8)), list(range(8, 16))]
     assert steps == first + ([first[0], first[1], list(range(16, 24))] if what == "epoch" else [])
-    assert torch.equal(weights_of(trainer), weights_of(expected))
+    assert torch.equal(tiny.weights(trainer), tiny.weights(expected))
     mine, theirs = trainer.state.log_history, expected.state.log_history
     assert len(mine) == len(theirs) == len(steps) + 1
     for entry, other in zip(mine, theirs, strict=True):
@@ -583,7 +579,7 @@ def test_overlap_without_effect_warns_and_trains_as_without(make_trainer, caplog
     assert len(said) == 1
     assert message in said[0]
     trainer.train()
-    assert torch.equal(weights_of(trainer), weights_of(expected))
+    assert torch.equal(tiny.weights(trainer), tiny.weights(expected))
 
 
 # ---- Which rows are read together ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig
-from test_off_policy import OPTIONS, Recording, weights
+from test_off_policy import OPTIONS, Recording
 
 from trl_opsd import HFRollout, Teacher
 
@@ -110,7 +110,7 @@ def test_a_resumed_run_has_the_same_samples(make_trainer, tmp_path):
     resumed = make_trainer(**sampled)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.taught == whole.taught[8:]
-    assert torch.equal(weights(resumed), weights(whole))
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
     with pytest.raises(ValueError, match="seq_kd: True in the checkpoint, False now"):
         make_trainer(
             **{**sampled, "seq_kd": False}, train_dataset=tiny.rows().add_column("completion", ["a"] * 8)

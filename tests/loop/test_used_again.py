@@ -17,10 +17,6 @@ from trl_opsd import HFRollout
 pytestmark = pytest.mark.quick
 
 
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 @pytest.mark.parametrize("use", ["train", "evaluate", "predict", "repr", "teacher_model"])
 def test_another_config_leaves_a_trainer_usable(make_trainer, tmp_path, use):
     trainer = make_trainer(eval_dataset=tiny.rows(2), max_steps=1)
@@ -46,10 +42,10 @@ def test_each_trainer_keeps_its_own_precision(make_trainer):
     assert second.accelerator.mixed_precision == "bf16"
     first.train()
     assert first.accelerator.mixed_precision == "no"
-    assert losses(first) == pytest.approx(losses(alone), abs=1e-6)
+    assert tiny.logged(first, "loss") == pytest.approx(tiny.logged(alone, "loss"), abs=1e-6)
     second.train()
     assert second.accelerator.mixed_precision == "bf16"
-    assert losses(second) != pytest.approx(losses(alone), abs=1e-6)
+    assert tiny.logged(second, "loss") != pytest.approx(tiny.logged(alone, "loss"), abs=1e-6)
 
 
 def test_another_model_cannot_be_assigned(make_trainer):
@@ -150,7 +146,7 @@ def test_student_with_a_leftover_adapter_is_refused_until_unloaded(make_trainer,
     assert all(torch.equal(one, before[name]) for name, one in student.named_parameters())
     anew = build(student, lora())
     anew.train()
-    assert losses(anew) == losses(trainer)
+    assert tiny.logged(anew, "loss") == tiny.logged(trainer, "loss")
 
 
 def test_teacher_with_a_leftover_adapter_warns(make_trainer, caplog):
@@ -181,7 +177,7 @@ def test_trainers_repeat_each_other_unless_random_numbers_are_drawn_between(make
 
     def run(trainer):
         trainer.train()
-        return losses(trainer)
+        return tiny.logged(trainer, "loss")
 
     expected = run(made())
     assert run(made()) == expected, "after another has been built and trained"

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import HFRollout
@@ -30,8 +29,8 @@ def run(make_trainer: Any, words: PreTrainedTokenizerFast | None, **given: Any) 
     )  # fmt: skip
     completions = trainer.complete(trainer.tokenize(tiny.PROMPTS))
     trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    weights = torch.cat([part.detach().flatten() for part in trainer.model.parameters()])
+    losses = tiny.logged(trainer, "loss")
+    weights = tiny.weights(trainer)
     return [completions, losses, trainer.evaluate()["eval_loss"], weights.tolist()], trainer
 
 

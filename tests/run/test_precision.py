@@ -321,7 +321,7 @@ def test_an_adapter_on_float16_weights_learns(make_trainer):
     lora = LoraConfig(r=4, target_modules="all-linear")
     trainer = make_trainer(model=tiny.qwen2().half(), peft_config=lora, learning_rate=1e-2)
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = tiny.logged(trainer, "loss")
     assert losses[-1] == losses[-1] != losses[0]
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
