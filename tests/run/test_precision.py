@@ -155,7 +155,10 @@ class Casts:
         return run
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "adapter", "static", "beams"])
+@pytest.mark.parametrize(
+    "kind",
+    ["adapter", "static", "beams", *(pytest.param(dtype, marks=pytest.mark.long) for dtype in ("float32", "bfloat16"))],
+)
 def test_compiled_rollout_casts_no_weights_and_writes_the_same_tokens(make_trainer, kind):
     """Also after the weights have changed, which it reads at the addresses of its graphs."""
 
