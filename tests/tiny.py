@@ -48,12 +48,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 VOCABULARY = 259
 
 
-def model(config: PretrainedConfig, seed: int = 0, sharpness: float = 12.0) -> PreTrainedModel:
+def model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A random model whose predictions are far from uniform, so that a wrong divergence shows."""
     torch.manual_seed(seed)
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        made.get_output_embeddings().weight.mul_(sharpness)
+        made.get_output_embeddings().weight.mul_(12)
     return made
 
 
