@@ -235,9 +235,10 @@ class TestEvaluation:
         assert trainer.evaluate()["eval_loss"] == first["eval_loss"]
 
     def test_training_is_the_same_with_and_without_evaluation(self, make_trainer):
-        alone = make_trainer(rollout=HFRollout())
+        short = {"rollout": HFRollout(), "max_completion_length": 8}
+        alone = make_trainer(**short)
         alone.train()
-        watched = make_trainer(rollout=HFRollout(), eval_dataset=tiny.rows(4), eval_strategy="steps", eval_steps=1)
+        watched = make_trainer(**short, eval_dataset=tiny.rows(4), eval_strategy="steps", eval_steps=1)
         watched.train()
         assert tiny.logged(alone, "loss") == tiny.logged(watched, "loss")
         assert len(tiny.logged(watched, "eval_loss")) == 3

@@ -80,7 +80,7 @@ def test_lmbda_0_equals_a_rollout_that_replays_the_dataset(make_trainer):
 
 
 def test_lmbda_divides_rows_and_logs_the_share_and_both_divergences(make_trainer):
-    trainer = trained(make_trainer, lmbda=0.5, eval_dataset=tiny.rows(4), max_steps=8)
+    trainer = trained(make_trainer, lmbda=0.5, eval_dataset=tiny.rows(4), max_steps=8, max_completion_length=8)
     given = [row["completion"] == WORDS.decode(ids[:-1]) for row, _, ids in trainer.taught]
     assert 8 <= sum(given) <= 24, "of 32"
     assert len(trainer.asked) == 32 - sum(given), "the student writes no row that the dataset has"
@@ -119,13 +119,13 @@ def test_completion_metrics_cover_rows_of_the_student_only(make_trainer, lmbda):
 
 
 def test_resumed_run_takes_the_same_off_policy_rows(make_trainer, tmp_path):
-    whole = trained(make_trainer, lmbda=0.5, save_strategy="steps", save_steps=2)
+    whole = trained(make_trainer, lmbda=0.5, save_strategy="steps", save_steps=2, max_completion_length=8)
     random.seed(7)
-    resumed = trained(make_trainer, lmbda=0.5, resume=str(tmp_path / "checkpoint-2"))
+    resumed = trained(make_trainer, lmbda=0.5, resume=str(tmp_path / "checkpoint-2"), max_completion_length=8)
     assert resumed.taught == whole.taught[8:]
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
     with pytest.raises(ValueError, match=r"lmbda: 0\.5 in the checkpoint, 0\.7 now"):
-        trained(make_trainer, lmbda=0.7, resume=str(tmp_path / "checkpoint-2"))
+        trained(make_trainer, lmbda=0.7, resume=str(tmp_path / "checkpoint-2"), max_completion_length=8)
 
 
 def test_dataset_completions_are_cut_like_rollouts(make_trainer):
