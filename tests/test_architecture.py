@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import functools
 import re
 import sys
 from pathlib import Path
@@ -44,7 +45,6 @@ OPTIONAL = ("vllm", "deepspeed", "peft", "trl", "aiohttp")
 """Each is imported by one file of `_compat/`, or by one folder of it."""
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
-every_file = pytest.mark.parametrize("file", FILES, ids=str)
 
 
 def room(file: Path) -> str:
@@ -52,6 +52,7 @@ def room(file: Path) -> str:
     return file.parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imports(file: Path, source: str) -> set[str]:
     """The full names of what a file imports, also inside functions, under `TYPE_CHECKING` and by `import_module`.
 
@@ -97,35 +98,28 @@ def too_high(file: Path, source: str) -> set[str]:
     return {other for other in rooms_of(file, source) if FLOORS.get(other, 99) >= FLOORS.get(room(file), 99)}
 
 
+@functools.cache
 def read(file: Path) -> str:
     return (ROOT / file).read_text(encoding="utf-8")
 
 
-@every_file
-def test_every_file_has_a_floor(file):
-    assert room(file) in FLOORS, (
-        f"trl_opsd/{file} has no floor: give '{room(file)}' one in FLOORS of {Path(__file__).name}"
-    )
+def test_every_room_has_a_floor_and_every_floor_a_room():
+    assert set(map(room, FILES)) == FLOORS.keys()
 
 
-@pytest.mark.parametrize("key", FLOORS)
-def test_every_floor_belongs_to_an_existing_room(key):
-    assert key in map(room, FILES), f"there is no trl_opsd/{key}.py and no folder of that name: take it out of FLOORS"
+def test_files_import_lower_floors_only():
+    assert {str(file): found for file in FILES if (found := too_high(file, read(file)))} == {}
 
 
-@every_file
-def test_files_import_lower_floors_only(file):
-    assert not too_high(file, read(file)), f"trl_opsd/{file} stands on floor {FLOORS[room(file)]}"
+def test_losses_import_torch_only():
+    imported = {file.name: libraries(file, read(file)) for file in FILES if room(file) == "losses"}
+    assert {name for name, found in imported.items() if "triton" in found} <= {"fused.py", "device.py"}
+    assert set().union(*imported.values()) <= {"torch", "triton"}
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if room(file) == "losses"], ids=str)
-def test_losses_import_torch_only(file):
-    assert libraries(file, read(file)) <= {"torch", *(("triton",) if file.name in ("fused.py", "device.py") else ())}
-
-
-@pytest.mark.parametrize("file", [file for file in FILES if room(file) not in ("trainer", "__init__")], ids=str)
-def test_only_the_trainer_knows_both_teacher_and_rollout(file):
-    assert not {"teacher", "rollout"} <= rooms_of(file, read(file)) | {room(file)}
+def test_only_the_trainer_knows_both_teacher_and_rollout():
+    know_both = {room(file) for file in FILES if {"teacher", "rollout"} <= rooms_of(file, read(file)) | {room(file)}}
+    assert know_both <= {"trainer", "__init__"}
 
 
 @pytest.mark.parametrize("library", OPTIONAL)
@@ -182,9 +176,8 @@ def test_every_folder_of_tests_has_a_quick_test():
     assert folders - marked == SLOW
 
 
-@every_file
-def test_every_file_has_a_docstring(file):
-    assert ast.get_docstring(ast.parse(read(file)))
+def test_every_file_has_a_docstring():
+    assert [str(file) for file in FILES if not ast.get_docstring(ast.parse(read(file)))] == []
 
 
 @pytest.mark.parametrize(

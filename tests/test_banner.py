@@ -77,7 +77,7 @@ def test_mixed_precision_and_frozen_weights_are_named(make_trainer):
         ("stream", "in host memory, copied to cpu"),
     ],
 )
-def test_it_says_where_the_teacher_is(make_trainer, offload, where):
+def test_placement_of_the_teacher_is_named(make_trainer, offload, where):
     assert where in parts(make_trainer(teacher_offload=offload))["teacher"]
 
 
@@ -123,7 +123,7 @@ def test_an_average_beside_its_teacher_is_named(make_trainer):
     assert found.endswith(f"MB in bfloat16, on cpu; averaged in {size} in float32")
 
 
-def test_what_the_generation_config_of_the_student_adds_is_named(make_trainer):
+def test_generation_config_of_the_student_is_named(make_trainer):
     student = tiny.qwen2()
     student.generation_config.update(suppress_tokens=[5], num_beams=2, min_p=0.25, top_k=7, max_length=40)
     found = parts(make_trainer(model=student, rollout=HFRollout()))["completions"]
@@ -151,7 +151,7 @@ def test_each_reader_shows_the_first_prompt_as_it_is_tokenized(make_trainer):
     assert found["not read"] == "'answer'"
 
 
-def test_text_is_said_to_have_no_chat_template(make_trainer):
+def test_text_prompts_are_shown_without_chat_template(make_trainer):
     found = parts(make_trainer(processing_class=with_template()))
     assert found["prompt"] == "4 tokens (text, no chat template): '2+2='"
     assert found["of the teacher"] == "the same"
@@ -199,7 +199,7 @@ def test_a_subclass_that_weighs_may_read_any_column(make_trainer):
     assert "not read" not in parts(make_trainer(Weighing, train_dataset=rows))
 
 
-def test_the_column_teacher_is_read_where_there_are_several(make_trainer):
+def test_column_teacher_is_not_read_with_a_single_teacher(make_trainer):
     assert parts(make_trainer(train_dataset=tiny.rows().add_column("teacher", ["a"] * 8)))["not read"] == "'teacher'"
 
 
@@ -260,7 +260,7 @@ def test_the_optimizer_that_was_passed_is_named_before_and_during_a_training(mak
 
 
 class TestBanner:
-    def test_it_is_printed_once_when_a_training_begins(self, make_trainer, capsys):
+    def test_banner_is_printed_once_when_training_begins(self, make_trainer, capsys):
         trainer = make_trainer()
         assert "OPSDTrainer\n" not in capsys.readouterr().out
         trainer.train()
@@ -268,13 +268,13 @@ class TestBanner:
         trainer.evaluate(tiny.rows(2))
         assert "OPSDTrainer\n" not in capsys.readouterr().out
 
-    def test_it_can_be_removed(self, make_trainer, capsys):
+    def test_banner_can_be_removed(self, make_trainer, capsys):
         trainer = make_trainer()
         trainer.remove_callback(Banner)
         trainer.train()
         assert "OPSDTrainer\n" not in capsys.readouterr().out
 
-    def test_a_resumed_run_says_where_it_continues(self, make_trainer, capsys):
+    def test_resumed_run_shows_the_steps_done(self, make_trainer, capsys):
         make_trainer(save_strategy="steps", save_steps=1, max_steps=2).train()
         capsys.readouterr()
         make_trainer(max_steps=3).train(resume_from_checkpoint=True)
@@ -304,7 +304,7 @@ class TestBanner:
             trainer.train()
 
 
-def test_parts_of_ones_own_are_described_by_their_string(make_trainer):
+def test_own_rollout_is_described_by_its_string(make_trainer):
     class Recorded(FixedRollout):
         def __str__(self):
             return "answers of last week"
@@ -330,7 +330,7 @@ def test_tools_are_named(make_trainer):
 @pytest.mark.parametrize(
     "given", [BitsAndBytesConfig(load_in_4bit=True), {"quant_method": "gptq"}], ids=["object", "dict"]
 )
-def test_a_quantised_model_is_called_that(given):
+def test_quantisation_of_a_model_is_named(given):
     model = tiny.qwen2()
     assert "quantised" not in described(model)
     model.is_quantized, model.config.quantization_config = True, given
@@ -343,5 +343,5 @@ def test_a_trainer_that_only_evaluates_is_described(make_trainer):
     assert found["rows"] == "4 in eval_dataset['a']"
 
 
-def test_a_trainer_that_is_not_complete_has_a_plain_name():
+def test_unfinished_trainer_has_a_plain_repr():
     assert "OPSDTrainer object" in repr(OPSDTrainer.__new__(OPSDTrainer))

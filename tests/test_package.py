@@ -12,8 +12,6 @@ import pytest
 
 import trl_opsd
 
-pytestmark = pytest.mark.quick
-
 PUBLIC = [
     "FixedRollout",
     "FrozenTeacher",
@@ -75,6 +73,7 @@ print(json.dumps(failed))
 """Imports every module with the requirements of a plain install alone, whatever else this environment has."""
 
 
+@pytest.mark.quick
 def test_the_public_surface_is_as_listed():
     assert list(trl_opsd.__all__) == PUBLIC
 
@@ -88,6 +87,7 @@ def test_public_names_appear_in_tab_completion():
     assert set(PUBLIC) <= set(dir(trl_opsd))
 
 
+@pytest.mark.quick
 def test_a_misspelt_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="OPSDTrianer"):
         _ = trl_opsd.OPSDTrianer
@@ -97,6 +97,7 @@ def test_the_installed_version_is_the_one_in_the_source():
     assert trl_opsd.__version__ == version("trl_opsd")
 
 
+@pytest.mark.quick
 def test_a_bare_import_loads_nothing_but_the_standard_library():
     done = subprocess.run([sys.executable, "-c", BARE_IMPORT], capture_output=True, text=True, check=True)
     seen = json.loads(done.stdout)
@@ -106,6 +107,7 @@ def test_a_bare_import_loads_nothing_but_the_standard_library():
     assert loaded - sys.stdlib_module_names == {"trl_opsd"}
 
 
+@pytest.mark.long
 def test_a_plain_install_has_everything_that_the_core_imports():
     done = subprocess.run([sys.executable, "-c", PLAIN_INSTALL], capture_output=True, text=True, check=True)
     failed = json.loads(done.stdout.splitlines()[-1])
@@ -120,6 +122,7 @@ def test_a_plain_install_has_everything_that_the_core_imports():
     assert [name for name in vllm | server if not re.match(optional, name)] == []
 
 
+@pytest.mark.quick
 def test_errors_of_this_package_share_a_base_class():
     for name in ("NonFiniteError", "ServerError", "SyncError"):
         assert issubclass(getattr(trl_opsd, name), trl_opsd.OPSDError)
@@ -127,7 +130,7 @@ def test_errors_of_this_package_share_a_base_class():
     assert issubclass(trl_opsd.NonFiniteError, FloatingPointError), "as it was called before"
 
 
-def test_libraries_that_are_not_used_say_nothing_when_the_trainer_is_imported(tmp_path):
+def test_importing_the_trainer_prints_nothing(tmp_path):
     program = "import sys; from trl_opsd import OPSDConfig, OPSDTrainer; OPSDConfig(output_dir=sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")

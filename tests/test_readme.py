@@ -44,7 +44,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
 @pytest.mark.usefixtures("hub")
-def test_a_snippet_for_a_beginning_runs(snippet):
+def test_snippets_of_readme_and_start_run(snippet):
     names: dict[str, Any] = {}
     exec(snippet, names)
     if "trainer" in names:
@@ -61,7 +61,7 @@ def test_readme_and_start_have_the_snippets_this_file_runs():
 
 
 @pytest.mark.usefixtures("hub")
-def test_the_training_in_a_file_is_one(tmp_path):
+def test_run_yaml_of_the_start_page_is_a_valid_training(tmp_path):
     (text,) = re.findall(r"```yaml\n(# run.yaml.*?)```", (ROOT / "docs/start.md").read_text(), flags=re.DOTALL)
     (tmp_path / "run.yaml").write_text(f"{text}use_cpu: true\n")
     settings = read_settings("run.yaml")

@@ -43,9 +43,9 @@ def dangers(source: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(PACKAGE).as_posix())
-def test_no_file_unpickles_or_starts_a_shell(file):
-    assert dangers(file.read_text(encoding="utf-8")) == set()
+def test_no_file_unpickles_or_starts_a_shell():
+    found = {file.relative_to(PACKAGE).as_posix(): dangers(file.read_text(encoding="utf-8")) for file in FILES}
+    assert {name: calls for name, calls in found.items() if calls} == {}
 
 
 def test_every_room_is_searched():

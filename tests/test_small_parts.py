@@ -152,7 +152,7 @@ def test_random_states_are_restored_after_an_exception():
         [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}],
     ],
 )
-def test_what_an_error_advises_makes_prompts_of_conversations(make_trainer, conversation):
+def test_advice_for_conversations_makes_prompts(make_trainer, conversation):
     dataset = Dataset.from_list([{"conversations": conversation}] * 8)
     with pytest.raises(ValueError, match="take what precedes the answer in each conversation") as raised:
         make_trainer(train_dataset=dataset)

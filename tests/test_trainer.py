@@ -25,11 +25,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
-def logged(trainer: OPSDTrainer, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
-def test_a_trainer_without_rows_to_train_on_says_so(make_trainer):
+def test_training_without_a_train_dataset_is_refused(make_trainer):
     trainer = make_trainer(train_dataset=None, eval_dataset=tiny.rows(2))
     assert "eval_loss" in trainer.evaluate()
     with pytest.raises(ValueError, match="`train` without a `train_dataset`: this trainer was built to evaluate"):
@@ -53,8 +49,8 @@ class TestTeacher:
             model=student, teacher_model=copy.deepcopy(student), divergence=divergence, max_steps=1, logging_steps=1
         )
         trainer.train()
-        assert logged(trainer, "loss") == [pytest.approx(0, abs=1e-6)]
-        assert logged(trainer, "grad_norm") == [pytest.approx(0, abs=1e-4)]
+        assert tiny.logged(trainer, "loss") == [pytest.approx(0, abs=1e-6)]
+        assert tiny.logged(trainer, "grad_norm") == [pytest.approx(0, abs=1e-4)]
 
     def test_a_teacher_is_loaded_from_a_path_in_the_config(self, make_trainer, tmp_path):
         teacher = tiny.qwen2(48, seed=1)
@@ -239,12 +235,13 @@ class TestEvaluation:
         assert trainer.evaluate()["eval_loss"] == first["eval_loss"]
 
     def test_training_is_the_same_with_and_without_evaluation(self, make_trainer):
-        alone = make_trainer(rollout=HFRollout())
+        short = {"rollout": HFRollout(), "max_completion_length": 8}
+        alone = make_trainer(**short)
         alone.train()
-        watched = make_trainer(rollout=HFRollout(), eval_dataset=tiny.rows(4), eval_strategy="steps", eval_steps=1)
+        watched = make_trainer(**short, eval_dataset=tiny.rows(4), eval_strategy="steps", eval_steps=1)
         watched.train()
-        assert logged(alone, "loss") == logged(watched, "loss")
-        assert len(logged(watched, "eval_loss")) == 3
+        assert tiny.logged(alone, "loss") == tiny.logged(watched, "loss")
+        assert len(tiny.logged(watched, "eval_loss")) == 3
 
     @pytest.mark.quick
     def test_the_evaluation_loss_is_the_mean_over_tokens_and_not_over_batches(self, make_trainer):
@@ -257,7 +254,7 @@ class TestEvaluation:
             mean, _, count = trainer._compute_loss(trainer.model, batch, None)
             total, tokens = total + mean.item() * count.item(), tokens + count.item()
         assert loss == pytest.approx(total / tokens, rel=1e-5)
-        assert logged(trainer, "eval_divergence/mean") == [pytest.approx(loss)]
+        assert tiny.logged(trainer, "eval_divergence/mean") == [pytest.approx(loss)]
 
     def test_several_datasets_are_reported_by_name(self, make_trainer):
         trainer = make_trainer(eval_dataset={"short": tiny.rows(2), "long": tiny.rows(4)})
@@ -285,9 +282,11 @@ class TestLogs:
         every, twice = make_trainer(max_steps=2), make_trainer(max_steps=2, logging_steps=2)
         every.train()
         twice.train()
-        tokens = np.array(logged(every, "completions/mean_length"))  # two rows in each step, so lengths weigh as tokens
-        expected = (np.array(logged(every, "divergence/mean")) * tokens).sum() / tokens.sum()
-        assert logged(twice, "divergence/mean") == [pytest.approx(expected, rel=1e-5)]
+        tokens = np.array(
+            tiny.logged(every, "completions/mean_length")
+        )  # two rows in each step, so lengths weigh as tokens
+        expected = (np.array(tiny.logged(every, "divergence/mean")) * tokens).sum() / tokens.sum()
+        assert tiny.logged(twice, "divergence/mean") == [pytest.approx(expected, rel=1e-5)]
 
 
 class TestData:
@@ -295,7 +294,7 @@ class TestData:
         stream = IterableDataset.from_generator(lambda: iter(tiny.rows()))
         trainer = make_trainer(train_dataset=stream, shuffle_dataset=False)
         trainer.train()
-        assert len(logged(trainer, "loss")) == 3
+        assert len(tiny.logged(trainer, "loss")) == 3
 
     @pytest.mark.parametrize("form", ["numpy", "pandas"])
     def test_the_format_of_a_dataset_does_not_matter(self, make_trainer, form):
@@ -306,7 +305,7 @@ class TestData:
         dataset = dataset.with_transform(lambda batch: {"prompt": batch["question"]})
         trainer = make_trainer(train_dataset=dataset)
         trainer.train()
-        assert len(logged(trainer, "loss")) == 3
+        assert len(tiny.logged(trainer, "loss")) == 3
 
     def test_messages_are_rendered_with_the_chat_template(self, make_trainer):
         words = tiny.tokenizer()
@@ -318,7 +317,7 @@ class TestData:
             rollout=rollout,
         )
         trainer.train()
-        assert len(logged(trainer, "loss")) == 3
+        assert len(tiny.logged(trainer, "loss")) == 3
 
     @pytest.mark.parametrize("streamed", [False, True])
     def test_overlong_prompts_are_dropped_on_request(self, make_trainer, caplog, streamed):
@@ -334,7 +333,7 @@ class TestData:
         assert caplog.text.count("dropped") == 1 + streamed
         assert ("train_dataset streams prompts that leave no room" in caplog.text) is streamed
 
-    def test_dropped_rows_of_a_stream_are_mentioned_by_their_magnitude(self, make_trainer, caplog):
+    def test_dropped_rows_of_a_stream_warn_at_powers_of_ten(self, make_trainer, caplog):
         rows = [{"prompt": "long " * 100}] * 120 + list(tiny.rows(8))
         trainer = make_trainer(
             train_dataset=IterableDataset.from_generator(lambda: iter(rows)), overlong_prompts="drop", max_steps=1

@@ -49,12 +49,12 @@ class Free(OPSDTrainer):
         (Long, r"`Long.complete` is called as `\(prompt_ids\)`: missing a required argument: 'step'"),
     ],
 )
-def test_a_verb_that_could_not_be_called_is_refused_before_anything_is_loaded(make_trainer, cls, words):
+def test_misspelt_and_miscalled_verbs_are_refused_before_loading(make_trainer, cls, words):
     with pytest.raises(TypeError, match=words):
         make_trainer(cls)
 
 
-def test_methods_of_ones_own_are_free(make_trainer):
+def test_own_methods_are_free(make_trainer):
     make_trainer(Free, max_steps=1).train()
 
 
@@ -70,13 +70,13 @@ def test_a_tensor_is_recorded_as_a_number(make_trainer):
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), "three", None])
-def test_what_is_no_number_is_refused_by_its_name(make_trainer, value):
+def test_recording_a_non_number_is_refused(make_trainer, value):
     with pytest.raises(ValueError, match=r"`record\('mine', .*expected one number"):
         make_trainer().record("mine", value)
 
 
 @pytest.mark.parametrize("name", ["loss", "divergence/mean", "learning_rate", "time/complete"])
-def test_names_that_are_taken_are_refused(make_trainer, name):
+def test_recording_under_a_taken_name_is_refused(make_trainer, name):
     with pytest.raises(ValueError, match=f"`record\\('{name}', ...\\)`: something else is logged under that name"):
         make_trainer().record(name, 1.0)
 

@@ -64,12 +64,12 @@ def test_older_and_newer_releases_are_reported_and_newer_patches_are_not(bounds)
     ]
 
 
-def test_what_is_changed_or_overridden_has_an_upper_bound(bounds):
+def test_patched_libraries_have_an_upper_bound(bounds):
     unbounded = {name for name, allowed in bounds.items() if not any(one.operator == "<" for one in allowed)}
     assert unbounded == {"datasets", "jinja2", "torch", "typer"}
 
 
-def test_a_source_tree_that_is_not_installed_is_not_judged(bounds, monkeypatch):
+def test_uninstalled_source_tree_gets_no_version_warning(bounds, monkeypatch):
     monkeypatch.setattr(metadata, "requires", lambda name: metadata.version("no distribution of this name"))
     versions.bounds.cache_clear()
     assert versions.outside({"transformers": "9.0"}) == []

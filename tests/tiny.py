@@ -48,12 +48,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 VOCABULARY = 259
 
 
-def model(config: PretrainedConfig, seed: int = 0, sharpness: float = 12.0) -> PreTrainedModel:
+def model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A random model whose predictions are far from uniform, so that a wrong divergence shows."""
     torch.manual_seed(seed)
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        made.get_output_embeddings().weight.mul_(sharpness)
+        made.get_output_embeddings().weight.mul_(12)
     return made
 
 
@@ -152,6 +152,16 @@ def rollout(prompt_ids: torch.Tensor, completion_ids: torch.Tensor, mask: torch.
         completion_mask=mask,
         weights=mask.float(),
     )
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    """What a trainer has logged under a name."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def weights(trainer: Any) -> torch.Tensor:
+    """A copy of the student's weights, in one piece."""
+    return torch.cat([one.detach().flatten() for one in trainer.model.parameters()])
 
 
 def config(folder: Any, **overrides: Any) -> OPSDConfig:

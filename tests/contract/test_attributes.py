@@ -11,8 +11,8 @@ import pytest
 import test_tools
 import tiny
 import torch
+from mirror import Mirrored
 from peft import LoraConfig
-from test_metrics import Mirrored
 from test_parity import TOLERANCE, Replaying
 from trl import DistillationConfig, DistillationTrainer
 

@@ -28,7 +28,7 @@ LLAMA, T5, BERT = "<|endoftext|> $A", "$A <|im_end|>", "<|endoftext|> $A <|im_en
 
 
 @pytest.mark.parametrize(("single", "added"), [(LLAMA, None), (T5, "<|im_end|>"), (BERT, "<|im_end|>")])
-def test_what_a_tokenizer_adds_at_the_end_is_known(single, added):
+def test_token_that_a_tokenizer_adds_at_the_end_is_found(single, added):
     assert added_at_end(adding(single)) == added
     assert added_at_end(tiny.tokenizer()) is None
 
@@ -50,14 +50,14 @@ def warnings(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if TEXT in record.getMessage()]
 
 
-def test_text_for_a_chat_model_is_warned_of_once(make_trainer, caplog):
+def test_text_for_a_chat_model_warns_once(make_trainer, caplog):
     make_trainer(eval_dataset={"a": tiny.rows(), "b": tiny.rows()})
     (warning,) = warnings(caplog)
     assert "The prompts of train_dataset are text" in warning
     assert "[{'role': 'user', 'content': '...'}]" in warning
 
 
-def test_text_that_is_meant_is_not_warned_of(make_trainer, caplog):
+def test_intended_text_does_not_warn(make_trainer, caplog):
     templated = Dataset.from_dict({"prompt": ["<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"] * 4})
     make_trainer(train_dataset=templated)
     make_trainer(train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "hi"}]] * 4}))
@@ -67,7 +67,7 @@ def test_text_that_is_meant_is_not_warned_of(make_trainer, caplog):
     assert warnings(caplog) == []
 
 
-def test_a_chat_template_argument_that_is_not_read_is_warned_of(make_trainer, caplog):
+def test_unread_chat_template_argument_warns(make_trainer, caplog):
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "hi"}]] * 4})
     make_trainer(train_dataset=rows, chat_template_kwargs={"enable_thinking": False})
     assert (
@@ -86,7 +86,6 @@ def test_arguments_that_any_template_may_read_are_found():
 
 # ---- What a template makes of prompts --------------------------------------------------------------------------------
 
-TURNS = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
 CHAT = "{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content }}<|im_end|>\n{% endfor %}"
 ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 INST = (
@@ -125,7 +124,7 @@ def with_template(template: str) -> PreTrainedTokenizerFast:
         (STRICT, []),  # refuses the answer that shows what precedes one
     ],
 )
-def test_a_template_is_judged_by_what_it_makes_of_prompts(make_trainer, caplog, template, said):
+def test_template_without_a_generation_prompt_warns(make_trainer, caplog, template, said):
     make_trainer(train_dataset=asked("hi", "ho", "ho"), processing_class=with_template(template))
     assert [UNASKED] * (UNASKED in caplog.text) == said
 
@@ -183,7 +182,7 @@ PRINTED = (
 
 @pytest.mark.before_loading
 @pytest.mark.refusal
-def test_parts_that_would_be_printed_are_refused(make_trainer):
+def test_content_parts_that_would_be_printed_are_refused(make_trainer):
     with pytest.raises(ValueError, match=PRINTED):
         make_trainer(train_dataset=asked(PARTS, PARTS))
 
@@ -200,7 +199,7 @@ def in_a_stream(rows: Dataset, **columns) -> IterableDataset:
         (CHAT.replace("{{ one.content }}", "{{ '' + one.content }}"), "template of the tokenizer refuses it: can only"),
     ],
 )
-def test_parts_in_a_stream_are_refused_when_they_are_drawn(make_trainer, template, message):
+def test_content_parts_of_a_stream_are_refused_when_drawn(make_trainer, template, message):
     words = with_template(template)
     with pytest.raises(ValueError, match=f"The prompt in row 0 .*{message}"):
         make_trainer(train_dataset=in_a_stream(asked(PARTS, PARTS)), processing_class=words).train()
@@ -209,13 +208,13 @@ def test_parts_in_a_stream_are_refused_when_they_are_drawn(make_trainer, templat
         make_trainer(train_dataset=rows, processing_class=words, rollout=HFRollout()).train()
 
 
-def test_the_first_prompts_of_a_stream_are_judged_once(make_trainer, caplog):
+def test_first_prompts_of_a_stream_warn_once(make_trainer, caplog):
     make_trainer(train_dataset=in_a_stream(asked(*"abcd")), processing_class=with_template(CHAT), rollout=HFRollout(),
                  max_steps=2).train()  # fmt: skip
     assert caplog.text.count(UNASKED) == 1
 
 
-def test_parts_that_a_template_reads_are_not_refused(make_trainer):
+def test_content_parts_that_a_template_reads_are_accepted(make_trainer):
     reads = "{% for one in messages %}{% for part in one.content %}{{ part.text }}{% endfor %}{% endfor %}"
     trainer = make_trainer(train_dataset=asked(PARTS, PARTS), processing_class=with_template(reads))
     assert trainer.processing_class.decode(trainer.tokenize([trainer.train_dataset[0]["prompt"]])[0]) == "hi"
@@ -235,7 +234,7 @@ ENDED = "after which a model has nothing to answer"
         ("hi", "<|im_end|>", False),
     ],
 )
-def test_a_text_that_has_ended_is_said(make_trainer, caplog, text, end, is_said):
+def test_prompt_that_ends_with_an_end_token_warns(make_trainer, caplog, text, end, is_said):
     words = tiny.tokenizer()
     words.eos_token = end
     make_trainer(train_dataset=Dataset.from_dict({"prompt": [text] * 2}), processing_class=words)
@@ -246,7 +245,7 @@ def test_a_text_that_has_ended_is_said(make_trainer, caplog, text, end, is_said)
 @pytest.mark.parametrize(
     ("column", "name"), [("teacher_prompt", "The teacher_prompt"), ("privileged_context", "The teacher's prompt")]
 )
-def test_a_text_for_the_teacher_that_has_ended_is_said(make_trainer, caplog, column, name, stream):
+def test_teacher_prompt_that_ends_with_an_end_token_warns(make_trainer, caplog, column, name, stream):
     rows = tiny.rows(2).add_column(column, ["4<|im_end|>\n"] * 2)
     joined = {"teacher_prompt_template": "{prompt}{privileged_context}"} if column == "privileged_context" else {}
     if not stream:

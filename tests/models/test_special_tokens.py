@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import HFRollout
@@ -26,12 +25,12 @@ def run(make_trainer: Any, words: PreTrainedTokenizerFast | None, **given: Any) 
     """Completions, losses and weights of two steps with an evaluation."""
     trainer = make_trainer(
         processing_class=words, rollout=HFRollout(), max_steps=2, eval_dataset=ROWS.select(range(3)),
-        max_completion_length=6, **given,
+        max_completion_length=4, **given,
     )  # fmt: skip
     completions = trainer.complete(trainer.tokenize(tiny.PROMPTS))
     trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    weights = torch.cat([part.detach().flatten() for part in trainer.model.parameters()])
+    losses = tiny.logged(trainer, "loss")
+    weights = tiny.weights(trainer)
     return [completions, losses, trainer.evaluate()["eval_loss"], weights.tolist()], trainer
 
 
@@ -89,7 +88,7 @@ def test_a_chat_template_with_unknown_tokens_is_refused(make_trainer):
     rows = tiny.rows().map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     with pytest.raises(ValueError, match=r"row 0 .*has the token id 259, but the models know 259 ids.*resize_token"):
         make_trainer(processing_class=words, train_dataset=rows)
-    make_trainer(processing_class=words, rollout=HFRollout(), max_completion_length=4).train()
+    make_trainer(processing_class=words, rollout=HFRollout(), max_completion_length=4, max_steps=1).train()
 
 
 def test_models_resized_for_new_tokens_are_accepted(make_trainer):
@@ -97,7 +96,10 @@ def test_models_resized_for_new_tokens_are_accepted(make_trainer):
     student, teacher = tiny.qwen2(), tiny.qwen2(48, 1)
     for model in (student, teacher):
         model.resize_token_embeddings(len(words), mean_resizing=False)
-    trainer = make_trainer(model=student, teacher_model=teacher, processing_class=words, rollout=HFRollout())
+    trainer = make_trainer(
+        model=student, teacher_model=teacher, processing_class=words, rollout=HFRollout(), max_completion_length=4,
+        max_steps=1,
+    )  # fmt: skip
     assert (trainer.generation_config.pad_token_id, trainer.eos_token_ids[0]) == (259, 260)
     trainer.train()
     with pytest.raises(ValueError, match="The head of the teacher has 259 rows, but the tokenizer has 261 tokens"):

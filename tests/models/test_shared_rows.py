@@ -33,7 +33,7 @@ SIZES = {name: getattr(tiny.qwen2().config, name) for name in ("hidden_size", "n
         (tiny.qwen2, 3, "attention heads and .* which 3 processes cannot divide"),
     ],
 )
-def test_students_that_cannot_are_refused(make, size, said):
+def test_students_whose_rows_cannot_be_shared_are_refused(make, size, said):
     with pytest.raises(ValueError, match=said):
         check_shareable(make(), size, "sdpa")
 
@@ -55,7 +55,7 @@ def test_targets_of_several_teachers_are_sent_in_one_dtype(teachers, dtype):
     assert torch.equal(sent[:, 2:].to(torch.bfloat16), torch.stack(states)), "behind the prompt"
 
 
-def test_how_tokens_were_sampled_is_sent_with_them():
+def test_pull_and_log_probabilities_are_sent_with_tokens():
     ids = torch.arange(10).view(2, 5)
     rollout = Rollout(
         prompt_ids=ids[:, :2],

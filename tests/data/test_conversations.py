@@ -55,7 +55,7 @@ def test_prompts_are_those_of_gkd(make_trainer, kind):
     assert row == {"topic": 0, "prompt": CONVERSATIONS[0][:-1], "completion": CONVERSATIONS[0][-1:]}
 
 
-def test_they_are_split_wherever_a_dataset_comes_from(make_trainer):
+def test_conversations_of_every_dataset_are_split(make_trainer):
     rollout = Answers()
     trainer = make_trainer(eval_dataset={"one": rows(), "two": rows("stream")}, rollout=rollout)
     assert {f"eval_{name}_loss" for name in ("one", "two")} <= trainer.evaluate().keys()
@@ -67,6 +67,6 @@ def test_they_are_split_wherever_a_dataset_comes_from(make_trainer):
     assert set(map(tuple, rollout.asked)) == {tuple(ids) for ids in rollout.asked[:8]}
 
 
-def test_prompts_of_its_own_win(make_trainer):
+def test_prompt_column_wins_over_messages(make_trainer):
     both = tiny.rows().add_column("messages", CONVERSATIONS)
     assert make_trainer(train_dataset=both).train_dataset["prompt"] == tiny.rows()["prompt"]

@@ -106,7 +106,7 @@ CASES = [(one, "accumulated") for one in CRITERIA] + [(LATE[number % 2], way) fo
 
 
 @pytest.mark.parametrize(("criterion", "way"), sorted(set(CASES)))
-def test_the_gradient_is_that_of_the_mean_over_the_kept_tokens_of_the_step(make_trainer, criterion, way):
+def test_gradient_is_that_of_the_mean_over_kept_tokens(make_trainer, criterion, way):
     options = dict(WAYS[way])
     if way == "several teachers":
         options["teacher_model"] = {"a": tiny.qwen2(48, seed=1), "b": tiny.llama(64, seed=2)}
@@ -133,7 +133,7 @@ def test_the_gradient_is_that_of_the_mean_over_the_kept_tokens_of_the_step(make_
 @pytest.mark.parametrize(
     ("fraction", "tokens", "kept"), [(0.3, 10, 3), (0.3, 11, 4), (0.07, 100, 7), (0.01, 1, 1), (0.5, 0, 0)]
 )
-def test_the_share_is_rounded_up_to_whole_tokens(fraction, tokens, kept):
+def test_kept_share_is_rounded_up_to_whole_tokens(fraction, tokens, kept):
     assert Selection("prefix", fraction).kept(tokens) == kept
 
 
@@ -145,7 +145,7 @@ def share_of(weights_BC, fraction):
 
 
 @pytest.mark.quick
-def test_of_each_row_those_are_kept_that_score_highest_and_their_weights_add_up_to_those_of_all():
+def test_highest_scores_of_a_row_are_kept_and_carry_its_whole_weight():
     weights_BC = torch.tensor([[1.0, 1, 1, 1, 0], [0, 0.5, 0, 0.25, 0.25], [0, 0, 0, 0, 0]])
     found = best(share_of(weights_BC, 0.5), torch.tensor([1.0, 3.0, 3.0, 3.0, 0.1, torch.nan, 9.0]))
     assert found.places_N.tolist() == [1, 2, 8, 9], "the first of equal ones, and what is not a number"
@@ -158,7 +158,7 @@ def test_of_each_row_those_are_kept_that_score_highest_and_their_weights_add_up_
 
 @pytest.mark.quick
 @pytest.mark.parametrize("divergence", [ForwardKL(), ReverseKL()])
-def test_of_clipped_values_the_largest_are_kept_not_the_most_negative(divergence):
+def test_largest_clipped_values_are_kept_not_the_most_negative(divergence):
     """Six tokens of a student that is near its teacher at three of them; half are kept."""
     drawn = torch.Generator().manual_seed(1)
     teacher_CV = 2 * torch.randn(6, 5, generator=drawn)
@@ -177,7 +177,7 @@ def test_of_clipped_values_the_largest_are_kept_not_the_most_negative(divergence
     assert float(found.loss) == pytest.approx(float(values[:3].mean()), rel=1e-4)
 
 
-def test_a_random_part_depends_on_seed_step_and_row_alone(make_trainer, tmp_path):
+def test_random_selection_depends_on_seed_step_and_row_only(make_trainer, tmp_path):
     def trained(resume=None, **options):
         given = {"per_device_train_batch_size": 8, "token_selection": "random", "token_fraction": 0.5, "max_steps": 2}
         trainer = make_trainer(Seeing, **{**given, **options})
@@ -233,7 +233,7 @@ def test_neither_model_reads_beyond_the_prefix(make_trainer):
 
 
 @every_criterion
-def test_an_evaluation_is_of_all_tokens_and_the_log_of_a_training_says_what_was_kept(make_trainer, criterion):
+def test_evaluation_uses_all_tokens_and_training_logs_the_kept_share(make_trainer, criterion):
     trainer = make_trainer(token_selection=criterion, eval_dataset=tiny.rows(), **ONE_STEP)
     before = make_trainer(eval_dataset=tiny.rows(), **SGD).evaluate()
     found = trainer.evaluate()
@@ -260,7 +260,7 @@ class OwnWeights(OPSDTrainer):
 
 
 @one_of_each
-def test_weights_of_ones_own_are_selected_from(make_trainer, criterion):
+def test_selection_applies_to_own_weights(make_trainer, criterion):
     losses = []
     for kind in (OPSDTrainer, OwnWeights):
         trainer = make_trainer(kind, token_selection=criterion, **ONE_STEP)
@@ -287,7 +287,7 @@ class Rewrapped(OPSDTrainer):
         return replace(parts, loss=2 * parts.loss) if self.copies else LossParts(loss=parts.loss, rows=parts.rows)
 
 
-def test_code_of_ones_own_that_undoes_it_is_named(make_trainer, caplog):
+def test_own_code_that_undoes_selection_is_reported(make_trainer, caplog):
     trainer = make_trainer(Outside, token_selection="prefix", **ONE_STEP)
     with pytest.raises(ValueError, match=r"or is left out by `token_selection`: multiply"):
         trainer.train()
@@ -299,7 +299,7 @@ def test_code_of_ones_own_that_undoes_it_is_named(make_trainer, caplog):
         assert ("`token_selection='student_entropy'` was not applied" in caplog.text) is not copies
 
 
-def test_banner_card_and_the_list_of_options_without_effect_name_it(make_trainer, tmp_path):
+def test_banner_and_card_name_the_selection(make_trainer, tmp_path):
     trainer = make_trainer(token_selection="random", **ONE_STEP)
     said = "of 0.4 of the tokens of each row, drawn at random"
     assert said in " ".join(repr(trainer).split())

@@ -191,5 +191,5 @@ UNBOUNDED = {
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_no_bound_is_claimed_where_there_may_be_none(name):
+def test_tokenizers_without_a_bound_have_none(name):
     assert not at_most_one_token_per_byte(UNBOUNDED[name])

@@ -157,8 +157,7 @@ def expected_pulls(texts, reward, weight=0.5):
     return {text: weight * (reward(text) - mean) / (deviation + 1e-4) for text, (mean, deviation) in of.items()}
 
 
-@pytest.mark.parametrize("kind", ["text", "messages"])
-@pytest.mark.parametrize("budget", [None, 60])
+@pytest.mark.parametrize(("kind", "budget"), [("text", 60), ("messages", None)])
 def test_each_completion_is_learned_with_the_advantage_of_its_own_reward(make_trainer, kind, budget):
     """Rows are shuffled and dealt by length between the reward and the loss; each completion carries its number."""
 
@@ -212,7 +211,7 @@ def test_a_training_logs_what_trl_logs_of_rewards(make_trainer):
         assert row["time/reward"] > 0
 
 
-def test_without_a_weight_a_training_calls_no_function(make_trainer, caplog):
+def test_reward_weight_0_calls_no_function_in_training(make_trainer, caplog):
     def fails(**_):
         raise AssertionError("called")
 
@@ -222,7 +221,7 @@ def test_without_a_weight_a_training_calls_no_function(make_trainer, caplog):
     assert "`reward_funcs` are called in evaluations only, and this training has none" in caplog.text
 
 
-def test_completions_of_the_dataset_get_no_reward_and_are_no_baseline(make_trainer):
+def test_dataset_completions_get_no_reward_and_are_no_baseline(make_trainer):
     seen = []
 
     def count(completions, **_):
@@ -246,7 +245,7 @@ def test_completions_of_the_dataset_get_no_reward_and_are_no_baseline(make_train
     assert any(len(group) > 1 for group in groups.values())
 
 
-def test_dataset_completions_are_pulled_at_by_their_weight_alone(make_trainer):
+def test_dataset_completions_are_pulled_by_sft_weight_only(make_trainer):
     dataset = rows().add_column("completion", ["given"] * 8)
     options = {"reward_funcs": None, "reward_weight": 0.0, "num_generations": 1, "lmbda": 0.5, "sft_weight": 2.0}
     trainer = trained(make_trainer, train_dataset=dataset, **options)
@@ -267,7 +266,7 @@ def test_a_resumed_run_has_the_same_rewards_or_says_what_differs(make_trainer, t
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_functions_may_change_what_they_are_given(make_trainer):
+def test_reward_functions_may_change_their_arguments(make_trainer):
     """Their prompts and columns are copies: the teacher reads the rows as they are."""
 
     def greedy(prompts, completions, completion_ids, **columns):
@@ -417,7 +416,7 @@ def test_an_evaluation_averages_over_all_of_its_rows(make_trainer, kind):
     assert predicted["test_rewards/length/mean"] == found["eval_some_rewards/length/mean"]
 
 
-def test_a_solution_that_the_teacher_reads_is_one_to_functions_too(make_trainer):
+def test_solution_column_reaches_reward_functions(make_trainer):
     seen = []
 
     def right(completions, solution, **_):
@@ -437,7 +436,7 @@ def test_a_solution_that_the_teacher_reads_is_one_to_functions_too(make_trainer)
     assert sorted(seen) == list("abcd")
 
 
-def test_the_student_as_it_was_may_be_the_reference_of_a_reward(make_trainer):
+def test_base_teacher_can_be_the_reference_of_a_reward(make_trainer):
     trainer = make_trainer(
         teacher_model=None,
         teacher_model_kind="base",
@@ -494,7 +493,7 @@ def test_a_step_without_a_reward_logs_none_and_is_saved_and_resumed(make_trainer
 
 
 @pytest.mark.parametrize("scheduler", ["constant", "reduce_lr_on_plateau"])
-def test_an_evaluation_without_the_reward_is_not_the_best_and_ends_nothing(make_trainer, tmp_path, scheduler):
+def test_evaluation_without_a_reward_is_not_the_best_and_stops_nothing(make_trainer, tmp_path, scheduler):
     trainer = make_trainer(
         train_dataset=rows(), eval_dataset=rows(2), rollout=Numbered(), reward_funcs=in_even_steps, max_steps=4,
         metric_for_best_model="reward", eval_strategy="steps", eval_steps=1, save_strategy="best",
@@ -532,7 +531,7 @@ FAILING = [
 
 
 @pytest.mark.parametrize(("function", "error", "words"), FAILING)
-def test_what_a_function_does_wrong_is_said_with_its_name_and_rows(make_trainer, function, error, words):
+def test_errors_of_reward_functions_name_function_and_rows(make_trainer, function, error, words):
     trainer = make_trainer(eval_dataset=rows(2), rollout=Numbered(), reward_funcs=function)
     with pytest.raises(error, match=words):
         trainer.evaluate()
@@ -597,12 +596,12 @@ REFUSED = [
 @pytest.mark.before_loading
 @pytest.mark.quick
 @pytest.mark.parametrize(("given", "error", "words"), REFUSED)
-def test_rewards_that_cannot_be_right_are_refused_before_a_model_is_loaded(make_trainer, given, error, words):
+def test_wrong_reward_arguments_are_refused_before_loading(make_trainer, given, error, words):
     with pytest.raises(error, match=words):
         make_trainer(**given)
 
 
-def test_a_model_without_one_number_for_a_text_is_refused(make_trainer, tmp_path):
+def test_reward_model_without_a_single_output_is_refused(make_trainer, tmp_path):
     tiny.qwen2(32).save_pretrained(tmp_path / "causal")
     with pytest.raises(ValueError, match="is a Qwen2ForCausalLM, whose weights have no head"):
         make_trainer(reward_funcs=str(tmp_path / "causal"))
@@ -612,7 +611,7 @@ def test_a_model_without_one_number_for_a_text_is_refused(make_trainer, tmp_path
         make_trainer(reward_funcs=two)
 
 
-def test_a_model_that_lacks_its_head_is_refused(make_trainer, reward_model, tmp_path):
+def test_reward_model_without_its_head_is_refused(make_trainer, reward_model, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(reward_model)
     state = {name: value for name, value in model.state_dict().items() if "score" not in name}
     model.save_pretrained(tmp_path / "headless", state_dict=state)
@@ -621,7 +620,7 @@ def test_a_model_that_lacks_its_head_is_refused(make_trainer, reward_model, tmp_
         make_trainer(reward_funcs=str(tmp_path / "headless"))
 
 
-def test_rows_that_come_later_are_held_against_the_functions_too(make_trainer):
+def test_assigned_datasets_are_checked_against_reward_functions(make_trainer):
     trainer = make_trainer(reward_funcs=needs_label)
     with pytest.raises(ValueError, match="'needs_label' cannot be called for the rows of eval_dataset"):
         trainer.eval_dataset = rows(2)

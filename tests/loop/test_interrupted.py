@@ -26,7 +26,8 @@ class Impatient(TrainerCallback):
             raise KeyboardInterrupt
 
 
-EVENTS = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_log", "on_prediction_step", "on_save"]
+EVENTS = ["on_substep_end", "on_prediction_step", "on_save"]
+MORE_EVENTS = ["on_step_begin", "on_pre_optimizer_step", "on_log"]
 
 
 def hooks(trainer: OPSDTrainer) -> list[str]:
@@ -51,7 +52,7 @@ class Watch(TrainerCallback):
         self.noise.append(sum(hook.__name__ == "neftune_post_forward_hook" for hook in hooks))
 
 
-@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("event", [*EVENTS, *(pytest.param(event, marks=pytest.mark.long) for event in MORE_EVENTS)])
 def test_an_interrupted_training_leaves_nothing_behind(make_trainer, event):
     watch = Watch()
     before_sigterm = signal.getsignal(signal.SIGTERM)

@@ -24,7 +24,7 @@ from trl_opsd.loop.waiting import Waiting
 from trl_opsd.run.known import set_known
 from trl_opsd.teacher.resident import Resident
 
-STEPS = 3
+STEPS = 2
 LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear"), "seed": 3}
 
 
@@ -57,7 +57,7 @@ def trained(make_trainer, cls=Watched, order=0, **options):
     dataset, answers = recorded()
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": STEPS, **options}
     if isinstance(options.get("teacher_model"), dict):
-        dataset = dataset.add_column("teacher", ["one", "two", "two"] * (len(dataset) // 3))
+        dataset = dataset.add_column("teacher", [("one", "two", "two")[row % 3] for row in range(len(dataset))])
     trainer = make_trainer(
         cls,
         train_dataset=dataset,
@@ -99,7 +99,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_gradient_is_that_of_a_step_that_waits(make_trainer, way):
+def test_overlapped_gradient_equals_that_of_a_waiting_step(make_trainer, way):
     def options():
         found = dict(WAYS[way])
         if found.get("teacher_model") == "two":
@@ -164,7 +164,7 @@ def test_rows_are_learned_before_the_last_is_written(make_trainer):
     assert 0 < first < last < end
 
 
-def test_losses_are_divided_by_about_what_the_last_step_was_divided_by(make_trainer):
+def test_loss_divisor_is_the_power_of_two_next_to_the_last_step(make_trainer):
     trainer = trained(make_trainer, Listening, overlap="step", max_tokens_per_microbatch=200, max_steps=2)
     divided = [event[2] for event in trainer.rollout.events if event[0] == "learns"]
     lengths = [len(ids) for ids in list(recorded()[1].values())[:8]]
@@ -196,7 +196,7 @@ def in_float16(make_trainer, overlap):
     return trainer
 
 
-def test_float16_with_a_loss_scale_loses_no_more_than_in_a_step_that_waits(make_trainer):
+def test_overlap_keeps_the_precision_of_float16_with_a_loss_scale(make_trainer):
     exact = trained(make_trainer, learning_rate=1e-12).gradients
     errors = {
         overlap: [relative(*pair) for pair in zip(in_float16(make_trainer, overlap).gradients, exact, strict=True)]
@@ -207,7 +207,7 @@ def test_float16_with_a_loss_scale_loses_no_more_than_in_a_step_that_waits(make_
         assert 1e-5 < overlaps < 1.2 * waits
 
 
-def test_in_the_order_of_rows_it_is_the_same_bit_for_bit(make_trainer):
+def test_deterministic_overlap_does_not_depend_on_the_order_of_arrival(make_trainer):
     options = {"overlap": "step", "max_tokens_per_microbatch": 200}
     found = {
         deterministic: [trained(make_trainer, order=order, deterministic=deterministic, **options) for order in (0, 10)]
@@ -225,10 +225,6 @@ def test_in_the_order_of_rows_it_is_the_same_bit_for_bit(make_trainer):
 
 
 # ---- Failures, and what comes between steps --------------------------------------------------------------------------
-
-
-def weights_of(trainer) -> torch.Tensor:
-    return torch.cat([one.detach().flatten() for one in trainer.accelerator.unwrap_model(trainer.model).parameters()])
 
 
 class Failing(OPSDTrainer):
@@ -285,9 +281,9 @@ def test_a_step_that_fails_leaves_nothing_behind(make_trainer, verb):
     while "closed" not in rollout.events and time.monotonic() < until:
         time.sleep(0.01)
     assert "closed" in rollout.events
-    assert torch.equal(weights_of(trainer), weights_of(fast(make_trainer)))
+    assert torch.equal(tiny.weights(trainer), tiny.weights(fast(make_trainer)))
     trainer.train()
-    assert torch.allclose(weights_of(trainer), weights_of(expected), atol=1e-6)
+    assert torch.allclose(tiny.weights(trainer), tiny.weights(expected), atol=1e-6)
     assert threading.active_count() < 20
 
 
@@ -296,7 +292,7 @@ class SpoiledOnce(OPSDTrainer):
 
     def teach(self, rollout, rows):
         self.seen = getattr(self, "seen", {})
-        self.seen.setdefault(self.state.global_step, weights_of(self))
+        self.seen.setdefault(self.state.global_step, tiny.weights(self))
         targets = super().teach(rollout, rows)
         if self.state.global_step == 1:
             targets.hidden[0].fill_(float("nan"))
@@ -309,11 +305,11 @@ def test_a_skipped_step_changes_nothing_and_the_next_one_learns(make_trainer):
     before, after, skipped = (trainer.seen[step] for step in range(3))
     assert not torch.equal(before, after)
     assert torch.equal(after, skipped)
-    assert not torch.equal(skipped, weights_of(trainer))
+    assert not torch.equal(skipped, tiny.weights(trainer))
     assert [one["nonfinite/skipped_steps"] for one in trainer.state.log_history if "loss" in one] == [0, 1, 1]
 
 
-def test_a_resumed_run_in_the_order_of_rows_is_the_same_bit_for_bit(make_trainer, tmp_path):
+def test_resumed_deterministic_overlap_is_bit_equal(make_trainer, tmp_path):
     options = {"deterministic": True, "seed": 5, "model": tiny.gpt2(dropout=0.1)}
     between = {"eval_dataset": tiny.rows(4), "eval_strategy": "steps", "eval_steps": 1}
     whole = fast(make_trainer, save_strategy="steps", save_steps=1, **between, **options)
@@ -321,8 +317,8 @@ def test_a_resumed_run_in_the_order_of_rows_is_the_same_bit_for_bit(make_trainer
     options["model"] = tiny.gpt2(dropout=0.1)
     resumed = fast(make_trainer, rollout=Apart(tiny.recorded(tiny.tokenizer()), order=7), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert torch.equal(weights_of(resumed), weights_of(whole))
-    assert [one["eval_loss"] for one in whole.state.log_history if "eval_loss" in one] != []
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
+    assert tiny.logged(whole, "eval_loss") != []
 
 
 # ---- A teacher that begins early -------------------------------------------------------------------------------------
@@ -357,7 +353,7 @@ class Streaming(Apart):
 
 
 @pytest.mark.parametrize("kind", [Apart, Streaming])
-def test_a_teacher_is_told_of_each_row_before_it_reads_it(make_trainer, kind):
+def test_teacher_expects_each_row_before_reading_it(make_trainer, kind):
     words = tiny.tokenizer()
     teacher = Early(Resident(tiny.qwen2(48, seed=1), torch.device("cpu")))
     rows = tiny.rows().add_column("teacher_prompt", [f"{prompt}?" for prompt in tiny.PROMPTS])
@@ -380,7 +376,7 @@ def test_a_teacher_is_told_of_each_row_before_it_reads_it(make_trainer, kind):
 
 
 @pytest.mark.parametrize("overlap", ["step", None])
-def test_rows_that_a_teacher_was_told_of_stay_with_the_process_that_told_it(make_trainer, monkeypatch, overlap):
+def test_rows_a_teacher_expects_stay_in_their_process(make_trainer, monkeypatch, overlap):
     """Each process has a client of its own, which has asked for them already."""
     teacher = Early(Resident(tiny.qwen2(48, seed=1), torch.device("cpu")))
     rollout = Streaming(tiny.recorded(tiny.tokenizer()))
@@ -394,7 +390,7 @@ def test_rows_that_a_teacher_was_told_of_stay_with_the_process_that_told_it(make
     assert stays == (overlap == "step")
 
 
-def test_an_evaluation_takes_no_rows_of_a_stream(make_trainer):
+def test_evaluation_does_not_stream_rows(make_trainer):
     """Else it would take the seeds of the training's rows, and a resumed run would write others."""
     teacher = Early(Resident(tiny.qwen2(48, seed=1), torch.device("cpu")))
     trainer = fast(make_trainer, teacher_model=teacher, eval_dataset=tiny.rows(4))
@@ -452,15 +448,24 @@ def ended(make_trainer, what, within, overlap):
     return trainer, [sorted(numbers[tuple(ids)] for ids in trainer.learned[step]) for step in sorted(trainer.learned)]
 
 
-@pytest.mark.parametrize("overlap", [None, "step", "ahead"])
-@pytest.mark.parametrize("what", ["epoch", "training"])
-def test_what_a_callback_ends_within_a_step_ends_with_the_step(make_trainer, what, overlap):
+@pytest.mark.parametrize(
+    ("what", "overlap"),
+    [
+        ("epoch", None),
+        ("epoch", "ahead"),
+        ("training", "step"),
+        pytest.param("epoch", "step", marks=pytest.mark.long),
+        pytest.param("training", None, marks=pytest.mark.long),
+        pytest.param("training", "ahead", marks=pytest.mark.long),
+    ],
+)
+def test_stop_requested_within_a_step_takes_effect_at_its_end(make_trainer, what, overlap):
     """Else the next step would be given its micro-batches, and step along what it has added to the gradient."""
     trainer, steps = ended(make_trainer, what, True, overlap)
     expected, _ = ended(make_trainer, what, False, overlap)
     first = [list(range(0, 8)), list(range(8, 16))]
     assert steps == first + ([first[0], first[1], list(range(16, 24))] if what == "epoch" else [])
-    assert torch.equal(weights_of(trainer), weights_of(expected))
+    assert torch.equal(tiny.weights(trainer), tiny.weights(expected))
     mine, theirs = trainer.state.log_history, expected.state.log_history
     assert len(mine) == len(theirs) == len(steps) + 1
     for entry, other in zip(mine, theirs, strict=True):
@@ -482,7 +487,7 @@ class Latecomer(TrainerCallback):
             self.trainer.add_callback(Ends("epoch", within=True))
 
 
-def test_a_callback_that_is_added_within_a_training_ends_no_step_either(make_trainer):
+def test_stop_by_a_callback_added_during_training_waits_for_the_step(make_trainer):
     late = Latecomer()
     trainer = fast(make_trainer, overlap=None, max_steps=4, callbacks=[late])
     late.trainer = trainer
@@ -512,7 +517,7 @@ class Writes(OPSDTrainer):
 
 @pytest.mark.before_loading
 @pytest.mark.parametrize(("cls", "name"), [(Passed, "compute_loss"), (Writes, "_generate")])
-def test_a_method_that_a_whole_batch_passes_is_refused(make_trainer, cls, name):
+def test_overlap_refuses_overridden_whole_batch_methods(make_trainer, cls, name):
     with pytest.raises(
         TypeError, match=rf"`overlap='step'` with `{cls.__name__}\.{name}`.*`weigh` or `compare` instead"
     ):
@@ -553,7 +558,7 @@ def test_options_that_cannot_overlap_are_refused(tmp_path, options, message):
         ),
     ],
 )
-def test_launches_whose_gradient_cannot_be_mended_are_found(config, setting):
+def test_deepspeed_settings_without_a_mendable_gradient_are_found(config, setting):
     assert setting_without_loss_scale(config) == setting
 
 
@@ -564,7 +569,7 @@ def test_launches_whose_gradient_cannot_be_mended_are_found(config, setting):
         (Completes, Apart, "`Completes.complete` returns when all rows are written"),
     ],
 )
-def test_what_does_not_overlap_is_said_and_trains_as_without(make_trainer, caplog, cls, rollout, message):
+def test_overlap_without_effect_warns_and_trains_as_without(make_trainer, caplog, cls, rollout, message):
     recorded = tiny.recorded(tiny.tokenizer())
     expected = fast(make_trainer, overlap=None)
     expected.train()
@@ -574,7 +579,7 @@ def test_what_does_not_overlap_is_said_and_trains_as_without(make_trainer, caplo
     assert len(said) == 1
     assert message in said[0]
     trainer.train()
-    assert torch.equal(weights_of(trainer), weights_of(expected))
+    assert torch.equal(tiny.weights(trainer), tiny.weights(expected))
 
 
 # ---- Which rows are read together ------------------------------------------------------------------------------------
@@ -605,7 +610,7 @@ def test_rows_are_read_as_they_come():
     assert groups([4, 0, 2, 1, 3], lengths, in_order=True) == [[], [], [], [[0, 1]], [[2, 3], [4]]]
 
 
-def test_with_a_budget_what_has_come_is_read_at_once_unless_the_order_is_kept():
+def test_budget_reads_arrived_rows_at_once_unless_in_order():
     assert groups([2, 0, 1], [4, 4, 9], budget=8) == [[[2]], [[0]], [[1]]], "a longer row by itself"
     assert groups([2, 0, 1], [4, 4, 9], budget=8, in_order=True) == [[], [], [[0, 1], [2]]]
     rows = waiting([4, 5, 3], budget=12)

@@ -54,13 +54,9 @@ def trained(make_trainer, kind="text", resume=None, **options):
     return trainer
 
 
-def weights(trainer):
-    return torch.cat([one.detach().flatten() for one in trainer.model.parameters()])
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", ["text", "messages", "conversations", "stream"])
-def test_at_0_every_row_is_learned_with_its_completion(make_trainer, kind):
+def test_lmbda_0_learns_every_row_with_its_completion(make_trainer, kind):
     trainer = trained(make_trainer, kind, lmbda=0.0, remove_unused_columns=True)
     assert trainer.asked == []
     assert len(trainer.taught) == 16
@@ -74,17 +70,17 @@ def test_at_0_every_row_is_learned_with_its_completion(make_trainer, kind):
 
 
 @pytest.mark.quick
-def test_at_0_a_student_learns_what_it_does_from_a_rollout_that_replays_the_dataset(make_trainer):
+def test_lmbda_0_equals_a_rollout_that_replays_the_dataset(make_trainer):
     texts = [f"{text}<|im_end|>" for text in GIVEN]
     prompts, answers = WORDS(tiny.PROMPTS)["input_ids"], WORDS(texts)["input_ids"]
     replayed = FixedRollout(dict(zip(map(tuple, prompts), answers, strict=True)))
-    found = weights(trained(make_trainer, lmbda=0.0))
-    assert torch.equal(found, weights(trained(make_trainer, rollout=replayed)))
-    assert not torch.equal(found, weights(trained(make_trainer, lmbda=1.0, rollout=HFRollout())))
+    found = tiny.weights(trained(make_trainer, lmbda=0.0))
+    assert torch.equal(found, tiny.weights(trained(make_trainer, rollout=replayed)))
+    assert not torch.equal(found, tiny.weights(trained(make_trainer, lmbda=1.0, rollout=HFRollout())))
 
 
-def test_between_both_have_their_share_and_metrics_of_their_own(make_trainer):
-    trainer = trained(make_trainer, lmbda=0.5, eval_dataset=tiny.rows(4), max_steps=8)
+def test_lmbda_divides_rows_and_logs_the_share_and_both_divergences(make_trainer):
+    trainer = trained(make_trainer, lmbda=0.5, eval_dataset=tiny.rows(4), max_steps=8, max_completion_length=8)
     given = [row["completion"] == WORDS.decode(ids[:-1]) for row, _, ids in trainer.taught]
     assert 8 <= sum(given) <= 24, "of 32"
     assert len(trainer.asked) == 32 - sum(given), "the student writes no row that the dataset has"
@@ -101,7 +97,7 @@ def test_between_both_have_their_share_and_metrics_of_their_own(make_trainer):
 
 
 @pytest.mark.parametrize("lmbda", [0.0, 0.5, 1.0])
-def test_figures_of_completions_are_of_those_that_the_student_wrote(make_trainer, lmbda):
+def test_completion_metrics_cover_rows_of_the_student_only(make_trainer, lmbda):
     """The dataset's repeat themselves, the student's do not."""
     repeated = tiny.rows().add_column("completion", ["a" * 48] * 8)
     written = WORDS("".join(chr(97 + number % 26) for number in range(40)))["input_ids"]
@@ -122,17 +118,17 @@ def test_figures_of_completions_are_of_those_that_the_student_wrote(make_trainer
     assert len({len(ids) for *_, ids in trainer.taught}) == (2 if lmbda == 0.5 else 1)
 
 
-def test_a_resumed_run_takes_the_same_rows_from_the_dataset(make_trainer, tmp_path):
-    whole = trained(make_trainer, lmbda=0.5, save_strategy="steps", save_steps=2)
+def test_resumed_run_takes_the_same_off_policy_rows(make_trainer, tmp_path):
+    whole = trained(make_trainer, lmbda=0.5, save_strategy="steps", save_steps=2, max_completion_length=8)
     random.seed(7)
-    resumed = trained(make_trainer, lmbda=0.5, resume=str(tmp_path / "checkpoint-2"))
+    resumed = trained(make_trainer, lmbda=0.5, resume=str(tmp_path / "checkpoint-2"), max_completion_length=8)
     assert resumed.taught == whole.taught[8:]
-    assert torch.equal(weights(resumed), weights(whole))
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
     with pytest.raises(ValueError, match=r"lmbda: 0\.5 in the checkpoint, 0\.7 now"):
-        trained(make_trainer, lmbda=0.7, resume=str(tmp_path / "checkpoint-2"))
+        trained(make_trainer, lmbda=0.7, resume=str(tmp_path / "checkpoint-2"), max_completion_length=8)
 
 
-def test_a_completion_is_cut_where_a_rollout_is(make_trainer):
+def test_dataset_completions_are_cut_like_rollouts(make_trainer):
     ends = ["one<|im_end|>two", "x" * 50, *GIVEN[2:]]
     trainer = trained(make_trainer, train_dataset=tiny.rows().add_column("completion", ends), lmbda=0.0)
     found = {row["prompt"]: WORDS.decode(ids) for row, _, ids in trainer.taught}
@@ -166,7 +162,7 @@ def test_a_template_that_rewrites_the_prompt_is_refused(make_trainer):
         trained(make_trainer, "messages", lmbda=0.0, processing_class=words)
 
 
-def test_a_template_that_leaves_out_a_part_of_an_answer_is_said_once(make_trainer, caplog):
+def test_template_that_drops_part_of_an_answer_warns_once(make_trainer, caplog):
     words = tiny.tokenizer()
     words.chat_template = tiny.CHAT_TEMPLATE.replace("message['content']", "message['content'].split('|')[-1]")
     assert words.chat_template != tiny.CHAT_TEMPLATE
@@ -186,12 +182,12 @@ class Twice(Recording):
         return [ids for written in super().complete(prompt_ids) for ids in (written, written)]
 
 
-def test_what_an_own_complete_returns_is_held_against_the_rows_that_it_was_asked_for(make_trainer):
+def test_own_complete_is_checked_against_the_rows_it_was_given(make_trainer):
     with pytest.raises(ValueError, match=r"Twice\.complete"):
         trained(make_trainer, cls=Twice, lmbda=0.5)
 
 
-def test_a_student_that_writes_nothing_is_proved(make_trainer, monkeypatch):
+def test_student_that_never_generates_is_proved(make_trainer, monkeypatch):
     proved = []
     monkeypatch.setattr(OPSDTrainer, "prove_student", lambda self: proved.append(self))
     trainer = make_trainer(train_dataset=rows(), lmbda=0.0, **OPTIONS)
@@ -202,13 +198,13 @@ def test_a_student_that_writes_nothing_is_proved(make_trainer, monkeypatch):
 
 
 @pytest.mark.parametrize(("ends", "last"), [([5], 5), ([], None)])
-def test_text_ends_with_an_end_token_of_the_run_or_with_none(ends, last):
+def test_text_completion_ends_with_an_end_token_of_the_run(ends, last):
     row = {"prompt": "a", "completion": "b"}
     ids = completion_ids(row, "row 0", WORDS("a")["input_ids"], WORDS, {}, ends, 24)
     assert ids == [*WORDS("b")["input_ids"], *([] if last is None else [last])]
 
 
-def test_an_id_that_the_models_do_not_know_is_named_with_its_row(make_trainer):
+def test_unknown_token_id_names_its_row(make_trainer):
     words = tiny.tokenizer()
     words.add_tokens(["<new>"])
     dataset = tiny.rows().add_column("completion", ["<new>", *GIVEN[1:]])
@@ -216,7 +212,7 @@ def test_an_id_that_the_models_do_not_know_is_named_with_its_row(make_trainer):
         trained(make_trainer, train_dataset=dataset, processing_class=words, lmbda=0.0)
 
 
-def test_sums_of_a_step_that_an_exception_ended_are_not_logged_later(make_trainer):
+def test_sums_of_an_interrupted_step_are_not_logged_later(make_trainer):
     class Once(TrainerCallback):
         ended = False
 
@@ -233,5 +229,5 @@ def test_sums_of_a_step_that_an_exception_ended_are_not_logged_later(make_traine
     trainer.taught.clear()
     trainer.train()
     given = [row["completion"] == WORDS.decode(ids[:-1]) for row, _, ids in trainer.taught]
-    logs = [row["off_policy/share"] for row in trainer.state.log_history if "off_policy/share" in row]
+    logs = tiny.logged(trainer, "off_policy/share")
     assert logs == [sum(given[at : at + 8]) / 8 for at in (0, 8)]

@@ -69,7 +69,7 @@ def test_each_model_has_its_own_temperature_in_the_loss(make_trainer, options, t
 
 
 @pytest.mark.parametrize("kind", ["base", "live", "ema"])
-def test_a_student_may_be_sharpened_by_itself_without_a_column_for_it(make_trainer, kind):
+def test_self_teacher_at_low_temperature_needs_no_privileged_column(make_trainer, kind):
     trainer = make_trainer(
         teacher_model=None, teacher_model_kind=kind, teacher_temperature=0.5, eval_dataset=tiny.rows()
     )
@@ -80,7 +80,7 @@ def test_a_student_may_be_sharpened_by_itself_without_a_column_for_it(make_train
     assert trainer.evaluate()["eval_entropy/student"] < before["eval_entropy/student"]
 
 
-def test_a_teacher_may_tell_its_likeliest_tokens_only(make_trainer):
+def test_top_k_teacher_limits_the_divergence_to_its_top_tokens(make_trainer):
     trainer = make_trainer(divergence="forward_kl", top_k_teacher=4, eval_dataset=tiny.rows())
     assert trainer.divergence == TopKTeacher(ForwardKL(), 4)
     found = trainer.evaluate()["eval_loss"]
@@ -90,7 +90,7 @@ def test_a_teacher_may_tell_its_likeliest_tokens_only(make_trainer):
     assert trainer.divergence == TopKTeacher(GeneralizedJSD(0.5), 4)
 
 
-def test_a_discount_weighs_the_tokens_of_a_training_by_their_place(make_trainer):
+def test_position_discount_weighs_training_tokens_only(make_trainer):
     trainer = make_trainer(position_discount=0.5, max_steps=1, eval_dataset=tiny.rows())
     seen, weigh = [], trainer.weigh
     trainer.weigh = lambda *given: seen.append((given[0].weights, weigh(*given))) or seen[-1][1]
@@ -141,7 +141,7 @@ def test_the_pull_of_each_row_reaches_its_tokens(make_trainer, options):
     assert logged["loss"] == pytest.approx(logged["divergence/mean"] + logged["pull/mean"], rel=1e-4)
 
 
-def test_first_choices_are_logged(make_trainer):
+def test_agreement_on_top_tokens_is_logged(make_trainer):
     trainer = make_trainer(divergence="forward_kl", eval_dataset=tiny.rows())
     found, same, first, tokens = trainer.evaluate(), 0, 0, 0
     for row in trainer.eval_dataset:
@@ -175,7 +175,7 @@ class TestPolicyGradient:
             ({"student_temperature": 0.5}, "`student_temperature=0.5` with a divergence of sampled tokens"),
         ],
     )
-    def test_other_distributions_than_the_sampled_one_are_refused(self, tmp_path, make_trainer, options, said):
+    def test_other_sampling_distributions_are_refused(self, tmp_path, make_trainer, options, said):
         with pytest.raises(ValueError, match=said):
             tiny.config(tmp_path, divergence="sampled_reverse_kl", **options)
         if "lmbda" not in options:  # which needs another dataset
@@ -183,10 +183,10 @@ class TestPolicyGradient:
             with pytest.raises(ValueError, match=said):
                 trainer.divergence = SampledReverseKL()
 
-    def test_the_temperature_of_both_is_no_reason(self, tmp_path):
+    def test_equal_temperatures_are_accepted(self, tmp_path):
         tiny.config(tmp_path, divergence="sampled_reverse_kl", temperature=0.7, student_temperature=0.7)
 
-    def test_the_bound_is_that_of_the_options(self, tmp_path):
+    def test_importance_bound_comes_from_the_config(self, tmp_path):
         args = tiny.config(tmp_path, divergence="sampled_reverse_kl", vllm_importance_sampling_clip_max=2.0)
         assert args.build_divergence() == SampledReverseKL(2.0)
         args = tiny.config(tmp_path, divergence="sampled_reverse_kl", vllm_importance_sampling_clip_max=None)
@@ -227,7 +227,7 @@ class TestImportance:
         ],
         ids=str,
     )
-    def test_each_token_is_weighed_by_its_own_log_probability(self, make_trainer, options):
+    def test_log_probabilities_of_the_rollout_reach_their_own_tokens(self, make_trainer, options):
         rollout = Told(tiny.recorded(tiny.tokenizer()))
         trainer = make_trainer(
             cls=Weighing,
@@ -250,7 +250,7 @@ class TestImportance:
         assert [row["importance/mean"] for row in logged] == [3.0] * 3  # its bound: all are likelier than was told
 
     @pytest.mark.parametrize("why", ["another divergence", "temperature", "an own complete", "not told"])
-    def test_nothing_is_weighed_by_what_is_not_known(self, make_trainer, why):
+    def test_importance_is_off_where_log_probabilities_are_unknown(self, make_trainer, why):
         class Own(Weighing):
             def complete(self, prompt_ids):
                 return [ids[:2] for ids in super().complete(prompt_ids)]

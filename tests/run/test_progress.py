@@ -44,7 +44,7 @@ def test_a_training_prints_one_row_for_each_log(make_trainer, capsys, quiet):
     assert max(map(len, (header, again, evaluated))) <= 80, "fits a terminal"
 
 
-def test_nothing_is_shown_once_the_default_is_removed(make_trainer, capsys):
+def test_removing_the_default_callback_shows_nothing(make_trainer, capsys):
     for kind, quiet in ((ProgressCallback, False), (PrinterCallback, True)):
         trainer = make_trainer(max_steps=1, logging_steps=1, disable_tqdm=quiet)
         trainer.remove_callback(kind)

@@ -37,7 +37,7 @@ def watched(make_trainer):
     """Builds a trainer that generates its completions, evaluates, and records the dtypes of its products."""
 
     def make(kind: str = "another", lora: bool = False, **options):
-        options = {**KINDS[kind], **options}
+        options = {"max_completion_length": 8, **KINDS[kind], **options}
         rows = tiny.rows()
         if options.pop("teachers", 1) > 1:
             options["teacher_model"] = {"a": tiny.qwen2(48, seed=1), "b": tiny.llama(64, seed=2)}
@@ -88,9 +88,10 @@ ALL_LINEAR = {"r": 4, "target_modules": "all-linear"}
     ],
     ids=["LoRA", "DoRA", "no bf16", "all trained", "asked for", "a trained head", "trained biases", "PiSSA", "norms"],
 )
-def test_a_base_that_stays_frozen_is_loaded_in_the_dtype_it_is_computed_in(make_trainer, tmp_path, given, expected):
+def test_frozen_base_is_loaded_in_its_compute_dtype(make_trainer, tmp_path, given, expected):
     tiny.qwen2().save_pretrained(tmp_path / "student")
-    trainer = make_trainer(model=str(tmp_path / "student"), rollout=HFRollout(), max_steps=1, **given)
+    given = {"max_completion_length": 4, "max_steps": 1, **given}
+    trainer = make_trainer(model=str(tmp_path / "student"), rollout=HFRollout(), **given)
     weights = list(trainer.model.parameters())
     assert {str(one.dtype) for one in weights if not one.requires_grad} <= {f"torch.{expected}"}
     assert {one.dtype for one in weights if one.requires_grad} == {torch.float32}
@@ -104,7 +105,7 @@ def test_a_base_that_stays_frozen_is_loaded_in_the_dtype_it_is_computed_in(make_
         assert trainer.model.eval()(torch.tensor([[5, 6]])).logits.isfinite().all()
 
 
-def test_the_dtype_of_a_model_that_was_passed_is_left_alone(make_trainer):
+def test_passed_model_keeps_its_dtype(make_trainer):
     student = tiny.qwen2()
     make_trainer(model=student, bf16=True, peft_config=LoraConfig(**ALL_LINEAR))
     assert {one.dtype for one in student.parameters()} == {torch.float32}
@@ -154,8 +155,11 @@ class Casts:
         return run
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "adapter", "static", "beams"])
-def test_a_compiled_rollout_rounds_no_weight_in_a_step_and_writes_the_same_tokens(make_trainer, kind):
+@pytest.mark.parametrize(
+    "kind",
+    ["adapter", "static", "beams", *(pytest.param(dtype, marks=pytest.mark.long) for dtype in ("float32", "bfloat16"))],
+)
+def test_compiled_rollout_casts_no_weights_and_writes_the_same_tokens(make_trainer, kind):
     """Also after the weights have changed, which it reads at the addresses of its graphs."""
 
     def completions(rollout, **given):
@@ -199,7 +203,7 @@ def test_a_frozen_base_is_not_rounded_for_each_token(watched, tmp_path):
 
 
 @pytest.mark.parametrize("enable", [lambda: torch.set_float32_matmul_precision("high"), lambda: enable_tf32(True)])
-def test_products_in_tf32_are_known_however_they_were_enabled(enable):
+def test_tf32_is_detected_however_enabled(enable):
     """`tf32=True` sets them by backend, after which torch answers no question about all of them."""
     assert not rounds_float32()
     enable()
@@ -274,7 +278,8 @@ def test_mixed_weight_dtypes_are_refused_unless_autocast_is_on(make_trainer, rol
     called = {"model": "student", "teacher_model": "teacher"}[role]
     with pytest.raises(ValueError, match=rf"The {called} .* has weights of dtypes .* in bfloat16 \('"):
         make_trainer(**{role: mixed(MIXED[change])})
-    trainer = make_trainer(WatchedTrainer, **{role: mixed(MIXED[change])}, rollout=HFRollout(), bf16=True, max_steps=1)
+    given = {"rollout": HFRollout(), "bf16": True, "max_steps": 1, "max_completion_length": 8}
+    trainer = make_trainer(WatchedTrainer, **{role: mixed(MIXED[change])}, **given)
     trainer.train()
     assert trainer.dtypes() == dict.fromkeys(PHASES, BF16)
 
@@ -319,7 +324,7 @@ def test_an_adapter_on_float16_weights_learns(make_trainer):
     lora = LoraConfig(r=4, target_modules="all-linear")
     trainer = make_trainer(model=tiny.qwen2().half(), peft_config=lora, learning_rate=1e-2)
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = tiny.logged(trainer, "loss")
     assert losses[-1] == losses[-1] != losses[0]
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
@@ -329,7 +334,7 @@ LOST = r"(\d+)% of the student's trained weights would not move by a step of .*,
 
 @pytest.mark.quick
 @pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])
-def test_a_rate_that_bfloat16_weights_cannot_hold_is_warned_of_with_the_share_that_stays(make_trainer, rate):
+def test_learning_rate_lost_in_bfloat16_warns_with_the_share_that_stays(make_trainer, rate):
     with pytest.warns(UserWarning, match=LOST) as warned:
         trainer = make_trainer(model=tiny.qwen2().bfloat16(), learning_rate=rate, weight_decay=0.0, max_steps=1)
     (said,) = (int(found[1]) for one in warned if (found := re.match(LOST, str(one.message))))
@@ -341,7 +346,7 @@ def test_a_rate_that_bfloat16_weights_cannot_hold_is_warned_of_with_the_share_th
     assert said / 100 == pytest.approx(stayed, abs=0.1)  # the tried weights include the embeddings
 
 
-def test_students_from_a_path_and_half_precision_adapters_are_warned_of_too(make_trainer, tmp_path):
+def test_lost_updates_warn_for_paths_and_adapters(make_trainer, tmp_path):
     tiny.qwen2().save_pretrained(tmp_path / "student")
     with pytest.warns(UserWarning, match=LOST + ".*`dtype='float32'` in `model_init_kwargs`"):
         make_trainer(model=str(tmp_path / "student"), model_init_kwargs={"dtype": "bfloat16"}, learning_rate=1e-6)
@@ -372,7 +377,7 @@ def test_students_from_a_path_and_half_precision_adapters_are_warned_of_too(make
         "a teacher",
     ],
 )
-def test_weights_that_hold_their_steps_are_not_warned_of(make_trainer, recwarn, given):
+def test_kept_updates_do_not_warn(make_trainer, recwarn, given):
     models = {role: tiny.qwen2().to(given[role]) for role in ("model", "teacher_model") if role in given}
     rate = given.pop("rate of an optimizer", None)
     if rate is not None:
@@ -383,7 +388,7 @@ def test_weights_that_hold_their_steps_are_not_warned_of(make_trainer, recwarn, 
     assert [str(one.message) for one in recwarn if re.match(LOST, str(one.message))] == []
 
 
-def test_a_rate_that_is_assigned_later_is_tried_too(make_trainer, recwarn):
+def test_lost_updates_warn_for_an_assigned_learning_rate(make_trainer, recwarn):
     trainer = make_trainer(model=tiny.qwen2().bfloat16(), learning_rate=1e-2, max_steps=1)
     trainer.args.learning_rate = 1e-7
     trainer.train()
@@ -408,14 +413,14 @@ def launched(kind="NO", mixed_precision="no", is_main_process=True):
     ],
     ids=["DeepSpeed", "FSDP2, which widens them", "FSDP2 in float32", "DDP", "another process"],
 )
-def test_launches_that_step_on_float32_copies_are_not_warned_of(accelerator, warns):
+def test_lost_updates_warn_only_without_float32_copies(accelerator, warns):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         warn_of_lost_updates(tiny.qwen2().bfloat16(), accelerator, 1e-6)
     assert [bool(re.match(LOST, str(one.message))) for one in warned] == [True] * warns
 
 
-def test_the_adapter_of_a_quantised_student_gets_other_advice():
+def test_lost_updates_of_a_quantised_student_have_their_own_advice():
     """TRL keeps it in bfloat16."""
     student = tiny.qwen2().bfloat16()
     student.is_quantized = True

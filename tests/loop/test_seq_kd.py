@@ -6,19 +6,20 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig
-from test_off_policy import OPTIONS, Recording, weights
+from test_off_policy import OPTIONS, Recording
 
 from trl_opsd import HFRollout, Teacher
 
 WORDS = tiny.tokenizer()
-GREEDY = {**OPTIONS, "cls": Recording, "top_k": 1, "seq_kd": True, "max_completion_length": 8}
+LENGTH = 6
+GREEDY = {**OPTIONS, "cls": Recording, "top_k": 1, "seq_kd": True, "max_completion_length": LENGTH, "max_steps": 2}
 SECRETS = tiny.rows().add_column("privileged_context", [f"It is {number}." for number in range(8)])
 
 
 def greedy(model, prompt, vocabulary=None):
     """What a model writes after a prompt, one token after the other, without `generate`."""
     ids, start = list(prompt), len(prompt)
-    while len(ids) < start + 8 and (len(ids) == start or ids[-1] != WORDS.eos_token_id):
+    while len(ids) < start + LENGTH and (len(ids) == start or ids[-1] != WORDS.eos_token_id):
         with torch.no_grad():
             ids.append(model(torch.tensor([ids])).logits[0, -1, :vocabulary].argmax().item())
     return ids[start:]
@@ -29,7 +30,7 @@ def test_the_teacher_writes_and_the_student_does_not(make_trainer, offload):
     trainer = make_trainer(**GREEDY, lmbda=0.0, teacher_offload=offload)
     trainer.train()
     assert trainer.asked == []
-    assert len(trainer.taught) == 16
+    assert len(trainer.taught) == 8
     for _, prompt, completion in trainer.taught:
         assert completion == greedy(trainer.teacher_model, prompt)
     logs = [row for row in trainer.state.log_history if "loss" in row]
@@ -37,13 +38,13 @@ def test_the_teacher_writes_and_the_student_does_not(make_trainer, offload):
     assert not trainer.teacher_model.training
 
 
-def test_between_both_each_writes_its_rows_and_an_evaluation_is_of_the_student(make_trainer):
-    trainer = make_trainer(**{**GREEDY, "max_steps": 8}, lmbda=0.5, learning_rate=1e-12, eval_dataset=tiny.rows(4))
+def test_lmbda_divides_rows_between_both_writers_and_evaluation_is_of_the_student(make_trainer):
+    trainer = make_trainer(**{**GREEDY, "max_steps": 4}, lmbda=0.5, learning_rate=1e-12, eval_dataset=tiny.rows(4))
     trainer.train()
     by_student = [ids == greedy(trainer.model, prompt) for _, prompt, ids in trainer.taught]
     by_teacher = [ids == greedy(trainer.teacher_model, prompt) for _, prompt, ids in trainer.taught]
     assert all(one != other for one, other in zip(by_student, by_teacher, strict=True))
-    assert 8 <= sum(by_teacher) <= 24, "of 32"
+    assert 4 <= sum(by_teacher) <= 12, "of 16"
     assert len(trainer.asked) == sum(by_student)
     trainer.evaluate()
     assert len(trainer.asked) == sum(by_student) + 4
@@ -63,7 +64,7 @@ def test_the_teacher_writes_from_its_own_prompt(make_trainer, kind):
     assert any(completion != greedy(writes, prompt) for _, prompt, completion in trainer.taught)
 
 
-def test_without_its_adapter_the_student_is_another_writer(make_trainer):
+def test_base_teacher_writes_without_the_adapter(make_trainer):
     trainer = make_trainer(
         **GREEDY,
         lmbda=0.0,
@@ -89,27 +90,34 @@ def test_each_of_several_teachers_writes_its_rows(make_trainer):
         assert completion == greedy(teachers[row["teacher"]], prompt)
 
 
-def test_plain_generate_is_announced_for_each_who_writes(make_trainer, caplog):
-    slow = {**GREEDY, "max_steps": 2, "generation_kwargs": {"use_cache": False}}
+def test_plain_generate_warns_for_student_and_teacher(make_trainer, caplog):
+    slow = {**GREEDY, "generation_kwargs": {"use_cache": False}}
     make_trainer(**slow, lmbda=0.5).train()
     assert [caplog.text.count(f"Completions of the {who} come from plain") for who in ("student", "teacher")] == [1, 1]
 
 
 def test_a_resumed_run_has_the_same_samples(make_trainer, tmp_path):
-    sampled = {**OPTIONS, "cls": Recording, "seq_kd": True, "lmbda": 0.5, "rollout": HFRollout()}
+    sampled = {
+        **OPTIONS,
+        "cls": Recording,
+        "seq_kd": True,
+        "lmbda": 0.5,
+        "rollout": HFRollout(),
+        "max_completion_length": LENGTH,
+    }
     whole = make_trainer(**sampled, save_strategy="steps", save_steps=2)
     whole.train()
     resumed = make_trainer(**sampled)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.taught == whole.taught[8:]
-    assert torch.equal(weights(resumed), weights(whole))
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
     with pytest.raises(ValueError, match="seq_kd: True in the checkpoint, False now"):
         make_trainer(
             **{**sampled, "seq_kd": False}, train_dataset=tiny.rows().add_column("completion", ["a"] * 8)
         ).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_another_teacher_that_is_assigned_writes_next(make_trainer):
+def test_assigned_teacher_writes_next(make_trainer):
     trainer = make_trainer(**GREEDY, lmbda=0.0)
     trainer.train()
     trainer.taught.clear()
@@ -118,7 +126,7 @@ def test_another_teacher_that_is_assigned_writes_next(make_trainer):
     assert all(ids == greedy(trainer.teacher_model, prompt) for _, prompt, ids in trainer.taught)
 
 
-def test_what_the_teachers_own_generation_config_adds_is_followed_and_said(make_trainer, caplog):
+def test_generation_config_of_the_teacher_is_followed_with_a_warning(make_trainer, caplog):
     teacher = tiny.qwen2(48, seed=1)
     first = {tuple(prompt): greedy(teacher, prompt)[0] for prompt in WORDS(tiny.PROMPTS)["input_ids"]}
     teacher.generation_config.suppress_tokens = sorted(set(first.values()))
@@ -134,7 +142,7 @@ def test_what_the_teachers_own_generation_config_adds_is_followed_and_said(make_
     assert all(not set(ids) & set(first.values()) for *_, ids in trainer.taught)
 
 
-def test_a_teacher_that_breaks_is_named(make_trainer):
+def test_errors_of_a_writing_teacher_name_it(make_trainer):
     trainer = make_trainer(**GREEDY, lmbda=0.0)
     with torch.no_grad():
         trainer.teacher_model.lm_head.weight.fill_(torch.nan)
@@ -177,12 +185,12 @@ REFUSED = [
 @pytest.mark.before_loading
 @pytest.mark.quick
 @pytest.mark.parametrize(("options", "words"), REFUSED)
-def test_what_cannot_write_is_refused_before_a_model_is_loaded(make_trainer, options, words):
+def test_seq_kd_refuses_conflicting_options_before_loading(make_trainer, options, words):
     with pytest.raises(ValueError, match=words):
         make_trainer(**{**GREEDY, "lmbda": 0.5, **options})
 
 
-def test_a_teacher_that_is_no_model_is_refused(make_trainer):
+def test_seq_kd_refuses_a_teacher_that_is_no_model(make_trainer):
     teacher = make_trainer().teacher
     with pytest.raises(ValueError, match="`seq_kd=True`: the teacher, a Scorer, cannot write completions"):
         make_trainer(**GREEDY, lmbda=0.5, teacher_model=Scorer(teacher))

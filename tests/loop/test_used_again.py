@@ -17,12 +17,8 @@ from trl_opsd import HFRollout
 pytestmark = pytest.mark.quick
 
 
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 @pytest.mark.parametrize("use", ["train", "evaluate", "predict", "repr", "teacher_model"])
-def test_another_config_does_not_take_the_launch_away(make_trainer, tmp_path, use):
+def test_another_config_leaves_a_trainer_usable(make_trainer, tmp_path, use):
     trainer = make_trainer(eval_dataset=tiny.rows(2), max_steps=1)
     tiny.config(tmp_path / "other")  # which resets the state that all trainers of a process share
     if use == "repr":
@@ -39,17 +35,17 @@ def test_another_config_does_not_take_the_launch_away(make_trainer, tmp_path, us
         assert trainer.state.global_step == 1
 
 
-def test_each_trainer_of_a_process_computes_in_a_precision_of_its_own(make_trainer):
+def test_each_trainer_keeps_its_own_precision(make_trainer):
     alone = make_trainer()
     alone.train()
     first, second = make_trainer(), make_trainer(bf16=True)
     assert second.accelerator.mixed_precision == "bf16"
     first.train()
     assert first.accelerator.mixed_precision == "no"
-    assert losses(first) == pytest.approx(losses(alone), abs=1e-6)
+    assert tiny.logged(first, "loss") == pytest.approx(tiny.logged(alone, "loss"), abs=1e-6)
     second.train()
     assert second.accelerator.mixed_precision == "bf16"
-    assert losses(second) != pytest.approx(losses(alone), abs=1e-6)
+    assert tiny.logged(second, "loss") != pytest.approx(tiny.logged(alone, "loss"), abs=1e-6)
 
 
 def test_another_model_cannot_be_assigned(make_trainer):
@@ -60,7 +56,7 @@ def test_another_model_cannot_be_assigned(make_trainer):
 
 
 @pytest.mark.parametrize("option", ["learning_rate", "weight_decay", "adam_beta1"])
-def test_options_of_an_optimizer_that_is_kept_are_refused_until_it_is_dropped(make_trainer, option):
+def test_changed_optimizer_options_are_refused_until_the_optimizer_is_dropped(make_trainer, option):
     trainer = make_trainer(max_steps=1)
     trainer.args.learning_rate = 1e-3  # no optimizer was made yet
     trainer.train()
@@ -80,7 +76,7 @@ def test_options_of_an_optimizer_that_is_kept_are_refused_until_it_is_dropped(ma
         )
 
 
-def test_an_optimizer_that_is_assigned_is_checked_as_one_that_is_passed(make_trainer, caplog):
+def test_assigned_optimizer_is_checked_like_an_argument(make_trainer, caplog):
     def sgd(parameters, rate):
         return torch.optim.SGD(parameters, lr=rate)
 
@@ -102,7 +98,7 @@ def test_an_optimizer_that_is_assigned_is_checked_as_one_that_is_passed(make_tra
     assert moved == {"lm_head.weight"}
 
 
-def test_an_optimizer_does_not_keep_the_scheduler_of_another(make_trainer):
+def test_scheduler_of_another_optimizer_is_refused(make_trainer):
     student = tiny.qwen2()
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
     trainer = make_trainer(model=student, optimizers=(optimizer, get_constant_schedule(optimizer)))
@@ -131,7 +127,7 @@ def lora(**options):
 
 
 @pytest.mark.parametrize("kind", [None, "base", "ema"])
-def test_a_student_with_the_adapter_of_an_earlier_trainer_is_refused_until_it_is_unloaded(make_trainer, kind):
+def test_student_with_a_leftover_adapter_is_refused_until_unloaded(make_trainer, kind):
     def build(model, peft_config):
         given = {} if kind is None else {"teacher_model": None, "teacher_model_kind": kind}
         rows = tiny.rows().add_column("privileged_context", ["a hint"] * 8)
@@ -150,10 +146,10 @@ def test_a_student_with_the_adapter_of_an_earlier_trainer_is_refused_until_it_is
     assert all(torch.equal(one, before[name]) for name, one in student.named_parameters())
     anew = build(student, lora())
     anew.train()
-    assert losses(anew) == losses(trainer)
+    assert tiny.logged(anew, "loss") == tiny.logged(trainer, "loss")
 
 
-def test_a_teacher_with_the_adapter_of_an_earlier_trainer_is_said(make_trainer, caplog):
+def test_teacher_with_a_leftover_adapter_warns(make_trainer, caplog):
     model = tiny.qwen2(48, seed=1)
     first = make_trainer(model=model, peft_config=lora())
     trainer = make_trainer(teacher_model=model)
@@ -165,7 +161,7 @@ def test_a_teacher_with_the_adapter_of_an_earlier_trainer_is_said(make_trainer, 
     assert caplog.text.count("and teaches with it") == 2, "a PeftModel is what it looks like"
 
 
-def test_a_student_whose_adapter_is_its_own_is_not_taken_for_one_that_was_left(make_trainer):
+def test_student_with_its_own_adapter_is_accepted(make_trainer):
     if Version(peft.__version__) < Version(MIN_PEFT_VERSION):
         pytest.skip(
             f"transformers {transformers.__version__} puts adapters into models with peft {MIN_PEFT_VERSION} on"
@@ -175,13 +171,13 @@ def test_a_student_whose_adapter_is_its_own_is_not_taken_for_one_that_was_left(m
     make_trainer(model=student, max_steps=1).train()
 
 
-def test_a_trainer_repeats_another_of_its_process_if_nothing_draws_between_building_and_training(make_trainer):
+def test_trainers_repeat_each_other_unless_random_numbers_are_drawn_between(make_trainer):
     def made():
-        return make_trainer(rollout=HFRollout(), max_steps=2)
+        return make_trainer(rollout=HFRollout(), max_steps=2, max_completion_length=8)
 
     def run(trainer):
         trainer.train()
-        return losses(trainer)
+        return tiny.logged(trainer, "loss")
 
     expected = run(made())
     assert run(made()) == expected, "after another has been built and trained"
@@ -193,7 +189,7 @@ def test_a_trainer_repeats_another_of_its_process_if_nothing_draws_between_build
     assert run(second) != expected
 
 
-def test_a_part_of_the_student_that_no_optimizer_knows_is_said_at_each_training(make_trainer, caplog):
+def test_parameters_missing_from_the_optimizer_warn_at_each_training(make_trainer, caplog):
     trainer = make_trainer(max_steps=1)
     trainer.model.requires_grad_(False)
     trainer.model.lm_head.requires_grad_(True)
@@ -204,7 +200,7 @@ def test_a_part_of_the_student_that_no_optimizer_knows_is_said_at_each_training(
     assert "The optimizer steps 1 of the 27 trained parameters" in caplog.text
 
 
-def test_a_schedule_that_has_ended_is_refused(make_trainer):
+def test_ended_schedule_is_refused(make_trainer):
     student = tiny.qwen2(32, seed=0)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 2))
@@ -214,7 +210,7 @@ def test_a_schedule_that_has_ended_is_refused(make_trainer):
         trainer.train()
 
 
-def test_checkpoints_of_an_earlier_run_are_said_when_a_new_one_begins(make_trainer, tmp_path, caplog):
+def test_new_run_beside_checkpoints_of_another_warns(make_trainer, tmp_path, caplog):
     make_trainer(max_steps=1, save_strategy="steps", save_steps=1).train()
     assert "A new run begins" not in caplog.text
     make_trainer(max_steps=1, save_strategy="steps", save_steps=1).train()

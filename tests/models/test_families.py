@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.models.model_checks import whole_checkpoint
 
-TOOLS = Path(__file__).resolve().parents[1] / "tools"
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +28,17 @@ def verdict():
     ("family", "role", "expected"),
     [
         ("bart", "student", "exact"),
-        ("bart", "rollout", "exact"),
+        pytest.param("bart", "rollout", "exact", marks=pytest.mark.long),
         ("mamba", "teacher", "exact"),
         ("mamba", "rollout", "exact"),
         ("gemma3n_text", "teacher", "exact"),
-        ("llama4_text", "student", "exact"),
+        pytest.param("llama4_text", "student", "exact", marks=pytest.mark.long),
         ("deepseek_v4", "rollout", "exact"),
         ("git", "rollout", "exact"),
-        ("rwkv", "rollout", "exact"),
+        pytest.param("rwkv", "rollout", "exact", marks=pytest.mark.long),
         ("recurrent_gemma", "student", "exact"),
-        ("recurrent_gemma", "rollout", "exact"),
-        ("xlstm", "rollout", "exact"),
+        pytest.param("recurrent_gemma", "rollout", "exact", marks=pytest.mark.long),
+        pytest.param("xlstm", "rollout", "exact", marks=pytest.mark.long),
         ("reformer", "student", "refused: ValueError: The student (ReformerModelWithLMHead) cannot read eight tokens"),
         ("bert", "teacher", "refused: ValueError: The teacher (BertLMHeadModel) does not compute its logits as"),
         ("phimoe", "LoRA", "refused: ValueError: The student (PeftModel) cannot read eight tokens, AttributeError"),

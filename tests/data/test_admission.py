@@ -110,7 +110,7 @@ def test_lengths_that_had_to_be_counted_are_kept_for_the_next_trainer(make, tmp_
 
 
 @pytest.mark.refusal
-def test_what_the_chat_template_refuses_is_refused_with_its_row(make):
+def test_errors_of_the_chat_template_name_the_row(make):
     words = tiny.tokenizer()
     words.chat_template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role!') }}{% endif %}"
@@ -131,9 +131,7 @@ def test_a_progress_bar_shows_the_rows_that_are_tokenized_unless_it_is_disabled(
 
 
 @pytest.mark.parametrize(("rows", "accepted"), [(8, True), (9, False)])
-def test_of_a_checkpoint_with_an_older_digest_the_number_of_rows_is_compared(
-    make_trainer, tmp_path, caplog, rows, accepted
-):
+def test_checkpoints_with_an_older_digest_compare_the_number_of_rows(make_trainer, tmp_path, caplog, rows, accepted):
     make_trainer(save_strategy="steps", save_steps=1, max_steps=1).train()
     file = tmp_path / "checkpoint-1" / FILE
     then = json.loads(file.read_text())

@@ -11,66 +11,17 @@ import tiny
 import torch
 from apart import Apart
 from datasets import Dataset
+from mirror import BYTES, Mirrored
 from peft import LoraConfig
 from trl import DistillationConfig, DistillationTrainer
 
 import trl_opsd
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.run.metrics import METRICS
-from trl_opsd.types import Completion
 
 OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-BYTES = 1000
 _RECORDED = ("sync/", "rollout/", "nonfinite/", "overlap/", "off_policy/", "on_policy/", "selection/")
 _RECORDED += ("reward", "frac_reward", "completions/")
-
-
-class Mirror:
-    """An engine that holds the student itself, so that every sync arrives."""
-
-    name, block_size = "a mirror", 16
-
-    def __init__(self, trainer):
-        self._trainer = trainer
-
-    def write(self, prompt_ids, options):
-        with self._trainer.student_for_generation() as student:
-            return [self._row(student, *row) for row in zip(prompt_ids, options, strict=True)]
-
-    def _row(self, student, prompt, options):
-        written = [number * 31 % tiny.VOCABULARY for number in range(3, 3 + min(options["max_tokens"], 16))]
-        ids = torch.tensor([prompt + written])
-        scores = student(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
-        first = len(prompt) - 1
-        return Completion(
-            prompt_ids=prompt, completion_ids=written, prompt_logprobs=scores[:first], logprobs=scores[first:]
-        )
-
-    def forget_prefixes(self):
-        """Does nothing: there are no prefixes."""
-
-    def wipe_cache(self):
-        """Does nothing: there is no cache."""
-
-    def close(self):
-        """Does nothing: the student is the trainer's."""
-
-
-class Mirrored(SyncedRollout[Mirror]):
-    """Follows the sync of a separate engine, and sends nothing."""
-
-    def bind(self, trainer):
-        self._set_up(trainer, Mirror(trainer), {}, torch.float32)
-
-    def _send(self):
-        return BYTES
-
-    def _wake(self, what):
-        """It does not sleep."""
-
-    def _rest(self):
-        """It does not sleep."""
 
 
 class Named:
@@ -171,12 +122,12 @@ def of_trl(folder) -> set[str]:
     return {name for row in trainer.state.log_history for name in row}
 
 
-@pytest.fixture
-def logged(make_trainer, tmp_path):
+@pytest.fixture(scope="module")
+def logged(make_shared, tmp_path_factory):
     """The logs of every configuration, by name."""
     logs = {}
-    for name, given in configurations(tmp_path).items():
-        trainer = make_trainer(**{**OPTIONS, "eval_dataset": tiny.rows(4), **given})
+    for name, given in configurations(tmp_path_factory.mktemp("engines")).items():
+        trainer = make_shared(**{**OPTIONS, "eval_dataset": tiny.rows(4), **given})
         trainer.train()
         logs[name] = trainer.state.log_history
     return logs
@@ -224,7 +175,7 @@ class OneTeacherApart(OPSDTrainer):
         return super().weigh(rollout, rows, targets) * mine
 
 
-def test_figures_of_a_teacher_are_those_of_its_rows(make_trainer):
+def test_metrics_of_a_teacher_cover_its_rows_only(make_trainer):
     sets = {"short": routed_rows().select(range(4)), "long": routed_rows()}
     given = {
         "teacher_model": {"math": tiny.qwen2(48, seed=1), "prose": tiny.llama(64, seed=2)},
@@ -246,7 +197,7 @@ def test_figures_of_a_teacher_are_those_of_its_rows(make_trainer):
     assert len(logged) == 2
 
 
-def test_the_tenths_of_a_completion_add_up_to_the_whole(make_trainer):
+def test_divergences_by_position_average_to_the_mean(make_trainer):
     trainer = make_trainer(train_dataset=tiny.rows(1), per_device_train_batch_size=1, max_steps=1)
     prompt = tuple(tiny.tokenizer()(tiny.PROMPTS[0])["input_ids"])
     trainer.rollout = FixedRollout({prompt: [*range(10, 30)]})
@@ -276,7 +227,7 @@ class Counting(OPSDTrainer):
         return super().complete(prompt_ids)
 
 
-def test_each_evaluation_dataset_has_names_of_its_own(make_trainer):
+def test_each_evaluation_dataset_has_its_own_metric_names(make_trainer):
     sets = {"short": tiny.rows(4), "long": tiny.rows(6)}
     trainer = make_trainer(cls=Counting, eval_dataset=sets, eval_strategy="steps", eval_steps=1, max_steps=1)
     trainer.train()
@@ -329,18 +280,18 @@ def test_predict_returns_the_completions_in_the_order_of_the_rows(make_trainer, 
     assert trainer.state.log_history[0].keys() == evaluated.keys() | {"step"}, "`predict` logs nothing"
 
 
-def test_predict_for_the_figures_alone_has_no_texts(make_trainer):
+def test_predict_with_prediction_loss_only_returns_no_texts(make_trainer):
     output = make_trainer(prediction_loss_only=True).predict(tiny.rows(2))
     assert (output.predictions, output.texts) == (None, [])
     assert output.metrics["test_loss"] > 0
 
 
-def test_predict_of_several_datasets_says_what_to_do(make_trainer):
+def test_predict_of_several_datasets_is_refused(make_trainer):
     with pytest.raises(TypeError, match=r"`test_dataset` is a dict: .* call `predict` once for each"):
         make_trainer().predict({"a": tiny.rows(2)})
 
 
-def test_steps_after_the_last_log_are_in_the_summary_although_an_evaluation_came_between(make_trainer):
+def test_summary_covers_steps_after_the_last_log(make_trainer):
     options = {"max_steps": 3, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
     for given in ({}, {**options, "eval_dataset": tiny.rows(2)}):
         trainer = make_trainer(**{**options, "eval_strategy": "no", **given})

@@ -91,7 +91,7 @@ def test_an_engine_that_runs_out_of_memory_at_start_gets_advice(make_trainer, er
     assert "`vllm_gpu_memory_utilization`" in note
 
 
-def test_each_phase_that_is_entered_has_advice():
+def test_every_phase_has_advice_on_memory():
     source = Path(trl_opsd.__file__).parent
     called = [
         node.args[0].value
@@ -120,7 +120,7 @@ def allocate_for_rewards(completions, **_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def test_a_note_that_cannot_be_written_leaves_the_error_as_it_is():
+def test_failing_note_leaves_the_error_unchanged():
     def fails():
         raise RuntimeError("'head_dim' is a per-layer attribute")
 

@@ -64,11 +64,7 @@ def of_kind(trainer, *kinds: str) -> list[tuple[Any, ...]]:
     return [event for event in trainer.rollout.events if isinstance(event, tuple) and event[0] in kinds]
 
 
-def logged(trainer, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
-def test_each_step_learns_from_rows_that_were_written_before_the_step_before(make_trainer):
+def test_rows_written_ahead_are_learned_one_step_later(make_trainer):
     waits, ahead = (built(make_trainer, overlap=overlap) for overlap in (None, "ahead"))
     waits.train()
     ahead.train()
@@ -79,9 +75,9 @@ def test_each_step_learns_from_rows_that_were_written_before_the_step_before(mak
             expected.append(("written by", step, 8))
         expected += [("learned by", step)] * 2
     assert [event for event in steps if event not in of_kind(ahead, "row")] == expected
-    assert logged(ahead, "overlap/staleness") == [0, 1, 1, 1]
-    assert logged(ahead, "loss") == logged(waits, "loss"), "the same rows in the same order"
-    assert logged(ahead, "num_tokens") == logged(waits, "num_tokens")
+    assert tiny.logged(ahead, "overlap/staleness") == [0, 1, 1, 1]
+    assert tiny.logged(ahead, "loss") == tiny.logged(waits, "loss"), "the same rows in the same order"
+    assert tiny.logged(ahead, "num_tokens") == tiny.logged(waits, "num_tokens")
     for mine, theirs in zip(ahead.model.parameters(), waits.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -89,7 +85,7 @@ def test_each_step_learns_from_rows_that_were_written_before_the_step_before(mak
 def test_an_epoch_begins_with_rows_of_its_own(make_trainer):
     trainer = built(make_trainer, overlap="ahead", max_steps=-1, num_train_epochs=2)
     trainer.train()
-    assert logged(trainer, "overlap/staleness") == [0, 1, 1, 1] * 2
+    assert tiny.logged(trainer, "overlap/staleness") == [0, 1, 1, 1] * 2
     assert len(of_kind(trainer, "completed by")) == 2
 
 
@@ -104,7 +100,7 @@ class Recalling(Learning):
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "model": tiny.gemma2}], ids=["qwen2", "gemma2"])
-def test_the_distance_is_the_divergence_of_the_student_from_that_before_the_step(make_trainer, options):
+def test_overlap_divergence_is_that_from_the_student_before_the_step(make_trainer, options):
     options = {name: value() if callable(value) else value for name, value in options.items()}
     Recalling.kept = []
     trainer = built(make_trainer, Recalling, overlap="ahead", learning_rate=1e-2, overlap_max_divergence=1e3, **options)
@@ -120,28 +116,28 @@ def test_the_distance_is_the_divergence_of_the_student_from_that_before_the_step
             both.append((logits[0, -1 - rollout.completion_ids.size(1) : -1] / trainer.temperature).log_softmax(-1))
         expected.append(float((both[0].exp() * (both[0] - both[1])).sum(-1).mean()))
     assert min(expected) > 1e-3
-    assert logged(trainer, "overlap/divergence") == pytest.approx(expected, rel=1e-3)
+    assert tiny.logged(trainer, "overlap/divergence") == pytest.approx(expected, rel=1e-3)
 
 
-def test_rows_of_weights_too_far_away_are_written_anew(make_trainer, caplog):
+def test_rows_beyond_overlap_max_divergence_are_written_again(make_trainer, caplog):
     trainer = built(make_trainer, overlap="ahead", overlap_max_divergence=1e-12)
     trainer.train()
     assert [event[1] for event in of_kind(trainer, "completed by")] == list(range(STEPS))
-    assert logged(trainer, "overlap/staleness") == [0] * STEPS
-    assert min(logged(trainer, "overlap/divergence")) > 1e-12
+    assert tiny.logged(trainer, "overlap/staleness") == [0] * STEPS
+    assert min(tiny.logged(trainer, "overlap/divergence")) > 1e-12
     assert "more than `overlap_max_divergence=1e-12`" in caplog.text
 
 
-def test_an_evaluation_waits_for_rows_that_are_written_with_other_weights(make_trainer):
+def test_evaluation_waits_for_rows_being_written_ahead(make_trainer):
     trainer = built(make_trainer, overlap="ahead", eval_dataset=recorded(4)[0], eval_strategy="steps", eval_steps=2)
     trainer.train()
     events = trainer.rollout.events
     first = events.index(("completed by", 2, 4))
     assert events[:first].count("closed") == events[:first].count(("written by", 0, 8)) + 1, "both batches have ended"
-    assert logged(trainer, "overlap/staleness") == [0, 1, 1, 1], "and are learned all the same"
+    assert tiny.logged(trainer, "overlap/staleness") == [0, 1, 1, 1], "and are learned all the same"
 
 
-def test_what_is_written_ahead_is_given_up_with_the_training(make_trainer):
+def test_rows_written_ahead_are_dropped_when_training_fails(make_trainer):
     class Failing(Learning):
         def weigh(self, rollout, rows, targets):
             if self.state.global_step == 1:
@@ -154,10 +150,10 @@ def test_what_is_written_ahead_is_given_up_with_the_training(make_trainer):
     assert trainer._ahead is None
     trainer.weigh = lambda rollout, rows, targets: rollout.weights
     trainer.train()
-    assert logged(trainer, "overlap/staleness") == [0, 1, 1, 1]
+    assert tiny.logged(trainer, "overlap/staleness") == [0, 1, 1, 1]
 
 
-def test_an_error_in_rows_that_are_read_ahead_names_their_own_step(make_trainer):
+def test_error_in_a_row_read_ahead_names_its_step(make_trainer):
     dataset, answers = recorded(8 * STEPS)
     rows = [dict(row) for row in dataset]
 
@@ -192,7 +188,7 @@ class Interrupts(TrainerCallback):
             self.completions = self.trainer.complete(self.prompts)
 
 
-def test_a_callback_that_asks_for_completions_waits_for_rows_that_are_under_way(make_trainer):
+def test_completions_for_a_callback_wait_for_rows_being_written_ahead(make_trainer):
     """They are written with other weights, and a server gives up what it writes when it is sent weights."""
     quiet, trainer = (built(make_trainer, overlap="ahead") for _ in range(2))
     prompt_ids = trainer.tokenize(list(recorded(3)[0]["prompt"]))
@@ -208,7 +204,7 @@ def test_a_callback_that_asks_for_completions_waits_for_rows_that_are_under_way(
     events = trainer.rollout.events
     asked = events.index(("completed by", 2, 3))
     assert events[:asked].count("closed") == 2, "those of the second step and of the third"
-    assert logged(trainer, "overlap/staleness") == [0, 1, 1, 1], "and they are learned all the same"
+    assert tiny.logged(trainer, "overlap/staleness") == [0, 1, 1, 1], "and they are learned all the same"
     for mine, theirs in zip(trainer.model.parameters(), quiet.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -238,7 +234,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_written_ahead_is_refused(make_trainer, what):
+def test_ahead_refuses_local_rollout_tools_and_own_complete(make_trainer, what):
     make, said = REFUSED[what]
     with pytest.raises(ValueError, match=re.escape(said)):
         make(make_trainer)

@@ -123,7 +123,7 @@ def test_the_card_lists_several_teachers(make_trainer):
     assert "- Teacher `maths`: a `Qwen2ForCausalLM` that has no name\n- Teacher `prose`: a `Own`\n" in card.text
 
 
-def test_a_checkpoint_leaves_the_card_beside_it(make_trainer, tmp_path):
+def test_saving_a_checkpoint_writes_the_card_beside_it(make_trainer, tmp_path):
     make_trainer(divergence="jsd", save_strategy="steps", save_steps=1, max_steps=1).train()
     card = ModelCard.load(tmp_path / "README.md")
     assert f"# Model Card for {tmp_path.name}\n" in card.text
@@ -146,7 +146,7 @@ def test_the_card_has_settings_and_the_first_and_last_figures(make_trainer):
     assert "- Completions: by transformers, at most " in card.text
     assert "- Optimizer: AdamW, learning rate 0.001\n" in card.text
     assert "- Rewards: brief, in evaluations only\n" in card.text
-    logs = [log["divergence/mean"] for log in trainer.state.log_history if "divergence/mean" in log]
+    logs = tiny.logged(trainer, "divergence/mean")
     rewards = [log["eval_sums_rewards/brief/mean"] for log in trainer.state.log_history if "eval_sums_reward" in log]
     assert f"| `divergence/mean` | {logs[0]:.4g} (step 1) | {logs[-1]:.4g} (step 3) |" in card.text
     assert f"| `eval_sums_rewards/brief/mean` | {rewards[0]:.4g} (step 1) | {rewards[-1]:.4g} (step 3) |" in card.text
@@ -168,7 +168,7 @@ class LocalHub(HfApi):
         shutil.copytree(folder_path, self.folder / repo_id, dirs_exist_ok=True)
 
 
-def test_what_is_pushed_has_the_whole_card(make_trainer, tmp_path, monkeypatch):
+def test_pushed_model_has_the_whole_card(make_trainer, tmp_path, monkeypatch):
     hub = LocalHub(tmp_path / "hub")
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
     trainer = make_trainer(

@@ -46,7 +46,7 @@ def built(tmp_path_factory) -> OPSDTrainer:
         ("teacher", "Instead, assign to `trainer.teacher_model`"),
     ],
 )
-def test_a_name_that_nothing_would_read_is_refused(built, name, said):
+def test_assigning_an_unread_name_is_refused(built, name, said):
     before = getattr(built, name, None)
     with pytest.raises(AttributeError, match=rf"^`trainer\.{name} = .* would have no effect: .*{said}"):
         setattr(built, name, tiny.tokenizer() if name == "processing_class" else 1)
@@ -57,7 +57,7 @@ def test_a_name_that_nothing_would_read_is_refused(built, name, said):
     "name",
     ["history", "rollouts", "divergences", "my_divergence", "train_dataset_2", "models", "best", "_beta", "gamma"],
 )
-def test_names_of_ones_own_are_free(built, name):
+def test_new_attribute_names_are_free(built, name):
     setattr(built, name, 1)
     assert getattr(built, name) == 1
 
@@ -98,7 +98,7 @@ def test_every_attribute_that_the_libraries_assign_may_be_assigned(built):
     ],
     ids=["type", "column", "overlong", "empty"],
 )
-def test_rows_that_are_assigned_are_checked_as_the_first_were(built, rows, error, said):
+def test_assigned_datasets_are_checked_like_arguments(built, rows, error, said):
     for name in ("train_dataset", "eval_dataset"):
         before = dict(vars(built))
         with pytest.raises(error, match=said.format(name=name)):
@@ -114,7 +114,7 @@ def test_too_few_rows_or_none_to_evaluate_are_refused(built, make_trainer):
         trainer.eval_dataset = None
 
 
-def test_other_rows_are_trained_on_evaluated_and_named_in_checkpoints(make_trainer, tmp_path):
+def test_assigned_datasets_are_used_and_named_in_checkpoints(make_trainer, tmp_path):
     shorter = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     options = {"rollout": None, "overlong_prompts": "drop", **shorter}
     long = tiny.rows(4).add_item({"prompt": "x" * 300})
@@ -133,7 +133,7 @@ def test_other_rows_are_trained_on_evaluated_and_named_in_checkpoints(make_train
         first.train(resume_from_checkpoint=str(tmp_path / "second" / "checkpoint-1"))
 
 
-def test_rows_that_the_teacher_reads_apart_may_come_later(make_trainer):
+def test_assigned_dataset_changes_the_context_limit(make_trainer):
     """The limit of a teacher of few tokens holds for the prompts that it reads."""
     trainer = make_trainer(teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=64))
     assert trainer.limits.context == 64
@@ -149,22 +149,24 @@ def test_rows_that_the_teacher_reads_apart_may_come_later(make_trainer):
 
 def losses(trainer: OPSDTrainer) -> list[float]:
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return tiny.logged(trainer, "loss")
 
 
-def test_a_rollout_that_is_assigned_writes_with_this_student(make_trainer):
-    expected = losses(make_trainer(rollout=HFRollout()))
-    trainer = make_trainer()
+def test_assigned_rollout_generates_with_this_student(make_trainer):
+    short = {"max_completion_length": 8, "max_steps": 2}
+    expected = losses(make_trainer(rollout=HFRollout(), **short))
+    trainer = make_trainer(**short)
     trainer.rollout = HFRollout()
     assert losses(trainer) == expected
     with pytest.raises(TypeError, match=r"expected a `trl_opsd\.RolloutBackend`"):
         trainer.rollout = "vllm"
 
 
-def test_two_trainers_that_share_a_rollout_write_with_a_student_each(make_trainer):
-    expected = losses(make_trainer(rollout=HFRollout(), max_steps=1))
+def test_trainers_that_share_a_rollout_use_their_own_students(make_trainer):
+    short = {"max_completion_length": 8, "max_steps": 1}
+    expected = losses(make_trainer(rollout=HFRollout(), **short))
     shared = HFRollout()
-    first = make_trainer(rollout=shared, max_steps=1)
+    first = make_trainer(rollout=shared, **short)
     other = make_trainer(rollout=shared, model=tiny.qwen2(32, seed=7))
     torch.manual_seed(42)
     assert losses(first) == expected
@@ -183,6 +185,6 @@ def test_two_trainers_that_share_a_rollout_write_with_a_student_each(make_traine
         ("score", 0.5, "it is a method"),
     ],
 )
-def test_names_that_mean_something_else_here_are_refused(make_trainer, name, value, words):
+def test_assigning_trl_attributes_without_effect_is_refused(make_trainer, name, value, words):
     with pytest.raises(AttributeError, match=f"`trainer.{name} = .* would have no effect: .*{words}"):
         setattr(make_trainer(), name, value)
