@@ -61,7 +61,7 @@ def test_a_healthy_pair_passes_every_check(family):
     assert int(said["transformers writes"].split()[0]) > 3
 
 
-def test_a_model_that_teaches_itself_is_compared_with_what_it_says_to_more_context():
+def test_self_teacher_is_compared_with_itself_given_more_context():
     found = examined.examine(Pair(*(Side("mine", tiny.qwen2(32).eval(), words()) for _ in range(2))))
     assert verdicts(found)["failed"] == [], found
     said = next(one.said for one in found if one.name == "loss")
@@ -69,7 +69,7 @@ def test_a_model_that_teaches_itself_is_compared_with_what_it_says_to_more_conte
 
 
 @pytest.mark.parametrize("kind", ["words", "letters"])
-def test_a_vocabulary_without_english_is_as_healthy(kind):
+def test_vocabulary_without_english_passes(kind):
     known = [f"gene{number}" for number in range(40)] if kind == "words" else [*"ACDEFGHIKLMNPQRSTVWY"]  # amino acids
     vocabulary = {token: place for place, token in enumerate(["<s>", "<|im_start|>", "<|im_end|>", "<unk>", *known])}
     of_words = kind == "words"  # these make one token of all that is unknown; letters leave it out
@@ -156,7 +156,7 @@ def no_end_token() -> Pair:
         (no_end_token, "end token", "The end token None"),
     ],
 )
-def test_what_is_broken_fails_and_nothing_else(make, failing, said):
+def test_only_the_broken_part_fails(make, failing, said):
     found = examined.examine(make())
     of = verdicts(found)
     assert of["failed"] == [failing], found
@@ -203,7 +203,7 @@ def test_a_teacher_that_draws_random_numbers_is_found():
         (TEMPLATE.replace("<|im_end|>", "\n"), "in which there is no end token (<|im_end|>)"),
     ],
 )
-def test_a_template_that_works_and_may_not_be_meant_is_a_warning(template, said):
+def test_unusual_chat_template_warns(template, said):
     found = examined.examine(pair(of_student=words(template), of_teacher=words(template)))
     assert verdicts(found) == {"failed": [], "warning": ["chat template"], "skipped": []}
     assert said in next(one.said for one in found if one.verdict == "warning")
@@ -275,7 +275,7 @@ def test_a_tiny_model_keeps_layers_of_both_kinds():
         ({"teacher_model_name_or_path": "another"}, "warning", "names the teacher 'another'"),
     ],
 )
-def test_the_settings_of_a_file_are_examined(folders, lines, verdict, said):
+def test_settings_file_is_checked(folders, lines, verdict, said):
     file = folders / "run.yaml"
     file.write_text("".join(f"{name}: {value}\n" for name, value in {**lines, "output_dir": folders}.items()))
     try:
@@ -287,7 +287,7 @@ def test_the_settings_of_a_file_are_examined(folders, lines, verdict, said):
     assert (one.verdict, said in one.said) == (verdict, True), one
 
 
-def test_the_file_names_the_models_and_how_they_are_loaded(folders):
+def test_config_file_gives_models_and_loading_options(folders):
     file = folders / "run.yaml"
     options = {
         "model_name_or_path": f"{folders / 'student'}", "teacher_model_name_or_path": f"{folders / 'teacher'}",
@@ -328,7 +328,7 @@ def test_multimodal_checkpoints_are_examined_as_a_training_loads_them(family, tm
         assert "visual" in said["student's gradients"] or "vision" in said["student's gradients"]
 
 
-def test_a_teacher_without_a_tokenizer_is_a_doubt(folders):
+def test_teacher_without_tokenizer_warns(folders):
     for file in (folders / "teacher").glob("*token*"):
         file.unlink()
     done = doctor(folders / "student", folders / "teacher", "--json")
@@ -337,14 +337,14 @@ def test_a_teacher_without_a_tokenizer_is_a_doubt(folders):
     assert "has no tokenizer to compare" in odd["tokenizers"]
 
 
-def test_models_that_agree_leave_only_rounding_which_is_no_failure():
+def test_equal_models_pass_the_loss_check():
     student = tiny.qwen2(32)
     found = {one.name: one for one in examined.examine(pair(student, copy.deepcopy(student)))}
     assert found["loss"].verdict == "ok"
     assert float(found["loss"].said.split("forward_kl ")[1].split(",")[0]) < 1e-6
 
 
-def test_too_little_memory_is_said_with_the_way_out(folders, monkeypatch):
+def test_out_of_memory_error_advises_tiny(folders, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 28.0 GiB.")
 
@@ -354,7 +354,7 @@ def test_too_little_memory_is_said_with_the_way_out(folders, monkeypatch):
     assert "Tried to allocate 28.0 GiB. Both are loaded in float32, 4 bytes a parameter; --tiny" in done.stderr
 
 
-def test_an_adapter_alone_is_named_as_what_it_is(folders):
+def test_adapter_without_base_model_is_bad_usage(folders):
     (folders / "student" / "config.json").unlink()
     (folders / "student" / "adapter_config.json").write_text("{}")
     done = doctor(folders / "student", folders / "teacher")

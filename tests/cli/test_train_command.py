@@ -100,7 +100,7 @@ def test_a_path_of_an_accelerate_file_is_taken(tmp_path):
     assert launch.separated(given, OptionParser())[0] == ["--config_file", str(tmp_path / "mine.yaml")]
 
 
-def test_launch_options_in_the_file_go_to_accelerate_and_the_command_line_before_them(tmp_path):
+def test_command_line_overrides_launch_options_of_the_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({"accelerate_config": "ddp", "num_processes": 4, "cpu": True, "max_steps": 7}))
     parser = OptionParser(launch_options=launch.launch_options())
@@ -133,7 +133,7 @@ def test_a_mistake_ends_the_command_before_anything_is_launched(case, capsys, mo
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry_run",)], ids=["a run", "a dry run"])
-def test_an_error_of_the_user_is_one_sentence_unless_the_traceback_is_asked_for(dry, disk, tmp_path, monkeypatch):
+def test_user_error_is_one_sentence_without_traceback_option(dry, disk, tmp_path, monkeypatch):
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     given = ["train", *disk, *options(tmp_path, temperature=-1), *dry]
@@ -159,7 +159,7 @@ def test_an_error_of_the_user_is_one_sentence_unless_the_traceback_is_asked_for(
         (BrokenPipeError(32, "closed"), None),
     ],
 )
-def test_what_explains_itself_has_no_traceback_and_a_failed_run_has_status_1(error, status, capsys):
+def test_explained_errors_have_no_traceback_and_failed_runs_status_1(error, status, capsys):
     error.add_note("Resume.")
     with pytest.raises(type(error) if status is None else SystemExit) as ended, explained(lambda: "it", whole=False):
         raise error
@@ -169,7 +169,7 @@ def test_what_explains_itself_has_no_traceback_and_a_failed_run_has_status_1(err
 
 
 @pytest.mark.quick
-def test_an_error_that_no_statement_raised_is_one_of_the_program(capsys):
+def test_builtin_type_error_keeps_its_traceback(capsys):
     with pytest.raises(TypeError, match="NoneType"), explained(lambda: "it", whole=False):
         format(None, ".2f")
     assert capsys.readouterr().err == ""
@@ -181,7 +181,8 @@ def test_every_shipped_accelerate_file_can_be_named():
 
 
 @pytest.mark.distributed
-def test_a_training_is_launched_on_two_processes_and_saved(disk, tmp_path):
+@pytest.mark.long
+def test_command_launches_two_processes_and_saves(disk, tmp_path):
     given = options(tmp_path / "out", max_steps=1, gradient_accumulation_steps=2, gradient_checkpointing=True)
     adapter = ["--use_peft", "--lora_target_modules", "all-linear"]
     done = command("train", "--accelerate_config", "zero3_cpu", *disk, *given, *adapter)

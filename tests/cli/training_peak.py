@@ -1,4 +1,4 @@
-"""Trains three steps on a CPU and writes how much memory each process held at most in each phase of the last step.
+"""Trains two steps on a CPU and writes how much memory each process held at most in each phase of the last step.
 
 Launched by accelerate, or not. Arguments: folder for results, `teacher_offload`, rows, tokens of prompt and completion,
 checkpointing (0 or 1), then the folders of a student and its teacher, or of several such pairs, which are trained one
@@ -69,7 +69,7 @@ def peaks(folder: str, student: str, teacher: str, offload: str, *numbers: str) 
     """The teacher is in the memory of the process wherever it is placed: there is no other device."""
     rows, prompt, length, checkpointing = map(int, numbers)
     config = OPSDConfig(
-        output_dir=folder, use_cpu=True, bf16=False, max_steps=3, per_device_train_batch_size=rows, report_to="none",
+        output_dir=folder, use_cpu=True, bf16=False, max_steps=2, per_device_train_batch_size=rows, report_to="none",
         max_completion_length=length, gradient_checkpointing=bool(checkpointing), teacher_offload=offload, top_k=0,
         save_strategy="no", logging_steps=1, teacher_model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip

@@ -57,7 +57,7 @@ def test_the_table_has_every_public_attribute_of_trl():
 
 
 @pytest.mark.quick
-def test_a_fixed_attribute_says_what_to_do_instead(make_trainer):
+def test_assigning_a_fixed_attribute_raises_with_advice(make_trainer):
     trainer = make_trainer()
     for name, advice in FIXED.items():
         before = getattr(trainer, name)
@@ -121,7 +121,7 @@ def test_beta_is_the_number_of_the_divergence(make_trainer):
     assert (trainer.beta, trainer.temperature) == (0.0, 1.0)
 
 
-def test_another_teacher_is_checked_as_the_first_was(make_trainer, tmp_path):
+def test_assigned_teacher_is_checked(make_trainer, tmp_path):
     trainer = make_trainer()
     first, teachers = trainer.teacher_model, trainer.teachers
     tiny.qwen2(64, seed=3).save_pretrained(tmp_path / "third")
@@ -189,7 +189,7 @@ def test_rollouts_follow_an_assignment_to_the_generation_config_as_in_trl(make_t
         ("max_new_tokens", None, "expected an integer from 1"),
     ],
 )
-def test_what_a_rollout_cannot_follow_is_refused(make_trainer, name, value, message):
+def test_generation_config_that_a_rollout_cannot_follow_is_refused(make_trainer, name, value, message):
     trainer = make_trainer(rollout=HFRollout())
     setattr(trainer.generation_config, name, value)
     with pytest.raises(ValueError, match=rf"`trainer\.generation_config\.{name} = {value}`.*{message}"):
@@ -205,7 +205,7 @@ def test_an_engine_follows_no_assignment_to_the_generation_config(make_trainer, 
 
 
 @pytest.mark.parametrize("late", ["log_completions", "pad_to_multiple_of", "shuffle_dataset"])
-def test_what_trl_reads_for_each_batch_works(make_trainer, tmp_path, late):
+def test_attributes_read_for_each_batch_can_be_assigned(make_trainer, tmp_path, late):
     value = {"log_completions": True, "pad_to_multiple_of": 64, "shuffle_dataset": False}[late]
     trainer, built = make_trainer(max_steps=1), make_trainer(max_steps=1, **{late: value})
     setattr(trainer, late, value)

@@ -83,7 +83,7 @@ def replay() -> FixedRollout:
     return FixedRollout(tiny.recorded(tiny.tokenizer()))
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.long)], ids=["full", "lora"])
 def test_training_on_text_equals_trl(tmp_path, lora):
     options = tiny.options(tmp_path, beta=0.5, learning_rate=1e-3)
     trls = trained(Replaying, DistillationConfig(**options), lora)
@@ -98,10 +98,10 @@ def test_training_on_text_equals_trl(tmp_path, lora):
 @pytest.mark.parametrize(
     ("family", "lora"),
     [
-        *((family, False) for family in vision_language.FAMILIES),
-        ("gemma4", True),
-        ("mistral3", True),
+        ("gemma4", False),
         ("qwen2_vl", True),
+        *(pytest.param(one, False, marks=pytest.mark.long) for one in vision_language.FAMILIES if one != "gemma4"),
+        *(pytest.param(one, True, marks=pytest.mark.long) for one in ("gemma4", "mistral3")),
     ],
 )
 def test_training_every_family_with_only_a_tokenizer_equals_trl(tmp_path, family, lora):

@@ -50,12 +50,14 @@ def largest_gaps(one: DistillationTrainer, other: DistillationTrainer) -> tuple[
     )
 
 
-def quick(beta: float) -> Any:
-    return pytest.param(beta, marks=pytest.mark.quick)
-
-
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("beta", [quick(0.0), 0.3, quick(0.5), 1.0])
+@pytest.mark.parametrize(
+    ("beta", "lora"),
+    [
+        *(pytest.param(beta, lora, marks=pytest.mark.quick) for beta in (0.0, 0.5) for lora in (False, True)),
+        *[(0.3, True), (1.0, False)],
+        *(pytest.param(*one, marks=pytest.mark.long) for one in ((0.3, False), (1.0, True))),
+    ],
+)
 def test_losses_and_weights_after_three_accumulated_steps_equal_trls(tmp_path, beta, lora, record_property):
     options = tiny.options(tmp_path, beta=beta, gradient_accumulation_steps=2)
     trls = trained(Replaying, DistillationConfig(**options), lora)

@@ -44,61 +44,46 @@ from trl_opsd.loop.wrapping import WrappedToTrain
 
 pytestmark = pytest.mark.quick
 
-CUTS = [
-    pytest.param(theirs, ours, seams, name, id=f"{theirs.__name__}.{name}")
-    for theirs, ours, seams in (
-        (DistillationTrainer, SeamTrainer, seams.SEAMS),
-        (DistillationTrainer, Cards, card.SEAMS),
-        (DistillationTrainer, Dealing, dealing.SEAMS),
-        (DistillationTrainer, Evaluations, evaluation.SEAMS),
-        (DistillationTrainer, Logged, logged.SEAMS),
-        (DistillationTrainer, Generations, generations.SEAMS),
-        (Trainer, SafeCheckpoints, saving.SEAMS),
-        (Trainer, GuardedSteps, steps.SEAMS),
-        (Trainer, EachRowOnce, loaders.SEAMS),
-        (Trainer, FinishedRuns, finished.SEAMS),
-        (Trainer, WrappedToTrain, wrapping.SEAMS),
-        (Trainer, Ahead, ahead.SEAMS),
-        (Trainer, WholeSteps, whole_steps.SEAMS),
-    )
-    for name in seams
-]
-each_cut = pytest.mark.parametrize(("theirs", "ours", "seams", "name"), CUTS)
-
-
-@each_cut
-def test_the_overridden_method_has_the_expected_parameters(theirs, ours, seams, name):
-    assert tuple(inspect.signature(getattr(theirs, name)).parameters) == seams[name]
-
-
-@each_cut
-def test_the_override_has_the_parameters_of_the_original(theirs, ours, seams, name):
-    assert name in vars(ours), "the table names methods that are overridden"
-    assert tuple(inspect.signature(getattr(ours, name)).parameters) == seams[name]
-
-
-@pytest.mark.parametrize(
-    ("ours", "seams"),
-    [
-        (SeamTrainer, seams.SEAMS),
-        (Cards, card.SEAMS),
-        (Evaluations, evaluation.SEAMS),
-        (Logged, logged.SEAMS),
-        (Generations, generations.SEAMS),
-        (SafeCheckpoints, saving.SEAMS),
-        (GuardedSteps, steps.SEAMS),
-        (EachRowOnce, loaders.SEAMS),
-        (FinishedRuns, finished.SEAMS),
-        (WrappedToTrain, wrapping.SEAMS),
-        (Ahead, ahead.SEAMS),
-        (WholeSteps, whole_steps.SEAMS),
-    ],
+TABLES = (
+    (DistillationTrainer, SeamTrainer, seams.SEAMS),
+    (DistillationTrainer, Cards, card.SEAMS),
+    (DistillationTrainer, Dealing, dealing.SEAMS),
+    (DistillationTrainer, Evaluations, evaluation.SEAMS),
+    (DistillationTrainer, Logged, logged.SEAMS),
+    (DistillationTrainer, Generations, generations.SEAMS),
+    (Trainer, SafeCheckpoints, saving.SEAMS),
+    (Trainer, GuardedSteps, steps.SEAMS),
+    (Trainer, EachRowOnce, loaders.SEAMS),
+    (Trainer, FinishedRuns, finished.SEAMS),
+    (Trainer, WrappedToTrain, wrapping.SEAMS),
+    (Trainer, Ahead, ahead.SEAMS),
+    (Trainer, WholeSteps, whole_steps.SEAMS),
 )
-def test_every_override_of_a_private_method_is_in_the_table(ours, seams):
+"""The original, the class that overrides its methods, and these with their parameters."""
+
+
+def test_overrides_and_originals_have_the_parameters_of_the_table():
+    found = {
+        f"{cls.__name__}.{name}": tuple(inspect.signature(vars(cls).get(name, getattr(theirs, name))).parameters)
+        for theirs, ours, names in TABLES
+        for name in names
+        for cls in (theirs, ours)
+    }
+    expected = {
+        f"{cls.__name__}.{name}": parameters
+        for theirs, ours, names in TABLES
+        for name, parameters in names.items()
+        for cls in (theirs, ours)
+    }
+    assert found == expected
+
+
+def test_the_table_has_exactly_the_private_methods_that_are_overridden():
     inherited = {name for base in DistillationTrainer.__mro__[:-1] for name in vars(base)}
-    private = {name for name in vars(ours) if name.startswith("_") and not name.startswith("__")}
-    functions = {name for name in private & inherited if inspect.isfunction(vars(ours)[name])}
-    assert functions <= set(seams)
+    for _, ours, names in TABLES:
+        functions = {name for name in vars(ours).keys() & inherited if inspect.isfunction(vars(ours)[name])}
+        assert {name for name in functions if name.startswith("_") and not name.startswith("__")} <= names.keys(), ours
+        assert names.keys() <= vars(ours).keys(), ours
 
 
 class Counting(OPSDTrainer):
@@ -164,11 +149,11 @@ def test_a_row_is_parsed_once_and_reaches_the_verbs_with_all_columns(make_traine
     ]
 
 
-@pytest.mark.parametrize("hook", ["complete", "teach", "compare", "read_rows", "check_prompt_ids"])
-def test_a_hook_without_implementation_raises(hook):
-    arguments = [None] * (len(inspect.signature(getattr(SeamTrainer, hook)).parameters) - 1)
-    with pytest.raises(NotImplementedError):
-        getattr(SeamTrainer, hook)(None, *arguments)
+def test_hooks_without_implementation_raise():
+    for hook in ("complete", "teach", "compare", "read_rows", "check_prompt_ids"):
+        arguments = [None] * (len(inspect.signature(getattr(SeamTrainer, hook)).parameters) - 1)
+        with pytest.raises(NotImplementedError):
+            getattr(SeamTrainer, hook)(None, *arguments)
 
 
 def test_trl_methods_work_outside_of_training_and_keep_their_keys(make_trainer):

@@ -60,7 +60,7 @@ class TestTinyModels:
         assert logged(trainer, "entropy") == pytest.approx(11.93, abs=0.01)
 
     @pytest.mark.parametrize("temperature", [1.0, 20.0])
-    def test_a_tiny_teacher_is_not_taken_for_one_without_an_opinion(self, hub, tmp_path, temperature):
+    def test_nearly_uniform_teacher_is_accepted(self, hub, tmp_path, temperature):
         trainer = OPSDTrainer(
             model=hub["wider"],
             teacher_model=hub["tiny"],
@@ -72,7 +72,7 @@ class TestTinyModels:
         assert logged(trainer, "grad_norm") > 0
 
     @pytest.mark.parametrize("temperature", [1.0, 20.0])
-    def test_a_teacher_without_a_head_is_refused(self, hub, tmp_path, temperature):
+    def test_uniform_teacher_is_refused(self, hub, tmp_path, temperature):
         trainer = OPSDTrainer(
             model=hub["wider"],
             teacher_model=hub["tiny"],
@@ -180,7 +180,7 @@ class TestGenerationKwargs:
             ("cache_implementation", "static", "cache_implementation"),
         ],
     )
-    def test_an_option_among_them_is_that_option(self, written, name, value, option):
+    def test_generation_kwarg_replaces_the_option(self, written, name, value, option):
         with pytest.warns(UserWarning, match=f"`generation_kwargs`: `{name}={value!r}` replaces `{option}="):
             trainer, completions = written(generation_kwargs={name: value})
         expected, theirs = written(**{option: value})
@@ -191,7 +191,7 @@ class TestGenerationKwargs:
         assert trainer.limits == expected.limits
         assert trainer._fingerprint() == expected._fingerprint(), "the same run in other words"
 
-    def test_several_give_one_warning(self, tmp_path):
+    def test_several_generation_kwargs_give_one_warning(self, tmp_path):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             args = tiny.config(tmp_path, generation_kwargs={"top_k": 3, "max_new_tokens": 5, "do_sample": False})
@@ -200,14 +200,14 @@ class TestGenerationKwargs:
         ]
         assert args.generation_kwargs == {"do_sample": False}
 
-    def test_what_says_the_same_as_the_options_is_no_reason_to_warn(self, tmp_path):
+    def test_generation_kwargs_equal_to_options_do_not_warn(self, tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             same = {"top_k": 7, "temperature": 0.5, "num_return_sequences": 1, "n": 1, "disable_compile": True}
             args = tiny.config(tmp_path, top_k=7, temperature=0.5, generation_kwargs=same)
         assert args.generation_kwargs == {"temperature": 0.5}
 
-    def test_a_temperature_among_them_is_that_of_generation_alone(self, written):
+    def test_temperature_in_generation_kwargs_leaves_the_loss_alone(self, written):
         with pytest.warns(UserWarning, match=r"sampled at temperature 1e-05, the loss keeps `temperature=2\.0`"):
             trainer, cold = written(temperature=2.0, generation_kwargs={"temperature": 1e-5})
         _, greedy = written(generation_kwargs={"do_sample": False})
@@ -229,7 +229,7 @@ class TestGenerationKwargs:
         assert losses[2] != pytest.approx(losses[0], rel=1e-2)
 
     @pytest.mark.parametrize("ends", [100, [100, 101]])
-    def test_an_end_token_among_them_ends_completions(self, written, ends):
+    def test_end_token_in_generation_kwargs_ends_completions(self, written, ends):
         listed = [ends] if isinstance(ends, int) else ends
         student_ends = {"generation_kwargs": {"eos_token_id": ends}, "max_completion_length": 200}
         trainer, completions = written(**student_ends)
@@ -238,7 +238,7 @@ class TestGenerationKwargs:
         assert all(token not in listed for completion in completions for token in completion[:-1])
         assert any(2 in completion for completion in completions), "the tokenizer's own is a token as any other"
 
-    def test_completions_cut_at_it_count_as_ended(self, make_trainer):
+    def test_completions_cut_at_that_end_token_count_as_ended(self, make_trainer):
         words = tiny.tokenizer()
         prompts = words(tiny.PROMPTS)["input_ids"]
         replay = FixedRollout({tuple(prompt): [50, 60, 100, 70] for prompt in prompts})
@@ -248,7 +248,7 @@ class TestGenerationKwargs:
         assert logged(trainer, "completions/clipped_ratio") == 0
 
     @pytest.mark.parametrize(("name", "value"), [("max_length", 30), ("pad_token_id", 1)])
-    def test_what_changes_no_completion_is_said(self, written, name, value):
+    def test_generation_kwargs_without_effect_warn(self, written, name, value):
         with pytest.warns(UserWarning, match=f"`{name}` has no effect"):
             trainer, completions = written(generation_kwargs={name: value})
         assert completions == written()[1]
@@ -258,7 +258,7 @@ class TestGenerationKwargs:
         with pytest.raises(ValueError, match=r"could end with \[259\], the student knows 259 ids"):
             make_trainer(generation_kwargs={"eos_token_id": [2, 259]})
 
-    def test_it_is_fewer_tokens_that_leave_room_for_a_longer_prompt(self, make_trainer):
+    def test_fewer_new_tokens_allow_longer_prompts(self, make_trainer):
         """The context has 256 tokens."""
         long = Dataset.from_dict({"prompt": ["x" * 240] * 4})
         with pytest.raises(ValueError, match="240 tokens; with a completion of 24"):
@@ -281,7 +281,7 @@ class TestDatasets:
         return rows
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_every_kind_can_be_evaluated_on(self, make_trainer, kind):
+    def test_every_kind_of_dataset_can_be_evaluated(self, make_trainer, kind):
         rows = self.rows_of(kind)
         trainer = make_trainer(eval_dataset=rows)
         assert trainer.eval_dataset is rows or set(trainer.eval_dataset) == {"one", "two"}
@@ -339,7 +339,7 @@ class TestAdapters:
         ],
         ids=["head", "prefix"],
     )
-    def test_what_the_loss_would_not_see_is_refused(self, make_trainer, config, message):
+    def test_adapters_outside_the_loss_are_refused(self, make_trainer, config, message):
         with pytest.raises(ValueError, match=message):
             make_trainer(peft_config=config)
 
@@ -393,7 +393,7 @@ class TestSolutions:
 
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("template", ["{prompt}\n\n{solution}", "{prompt}\n\n{privileged_context}"])
-    def test_a_teacher_with_nothing_else_to_read_reads_the_solution(self, make, stream, template):
+    def test_solution_column_becomes_privileged_context(self, make, stream, template):
         rows, ours = self.ROWS, self.ROWS.rename_column("solution", "privileged_context")
         if stream:
             rows, ours = rows.to_iterable_dataset(), ours.to_iterable_dataset()
@@ -416,10 +416,10 @@ class TestSolutions:
         ],
         ids=["another model", "a function"],
     )
-    def test_a_column_that_nobody_needs_is_left_alone(self, make, given):
+    def test_solution_column_is_kept_where_it_is_not_needed(self, make, given):
         trainer = make(**given)
         assert trainer.train_dataset is self.ROWS
 
-    def test_a_column_beside_one_of_ours_is_left_alone(self, make):
+    def test_solution_column_is_kept_beside_privileged_context(self, make):
         rows = self.ROWS.add_column("privileged_context", ["other"] * 8)
         assert make(train_dataset=rows).train_dataset is rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,14 @@ def test_each_epoch_has_its_own_order_of_all_prompts(whole, variant):
     assert len(set(run.weights)) == len(run.weights) == EPOCHS * STEPS
 
 
+SHORT = {("full", 4): (), ("full", 7): pytest.mark.quick, ("lora", 7): pytest.mark.quick, ("lora", 8): ()}
+"""Within an epoch and at the end of one."""
+
+
 @pytest.mark.parametrize(
-    "step", [pytest.param(step, marks=pytest.mark.quick if step == 7 else ()) for step in EVERY_STEP]
+    ("variant", "step"),
+    [pytest.param(*run, marks=SHORT.get(run, pytest.mark.long)) for run in product(VARIANTS, EVERY_STEP)],
 )
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_resumed_run_equals_an_uninterrupted_one(whole, tmp_path, variant, step):
     folder, run = whole[variant]
     torch.manual_seed(12345)  # random numbers drawn before must not matter
@@ -51,14 +56,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(whole, tmp_path, variant, ste
     assert resumed.witness.weights == run.weights[step:]
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_a_resumed_run_continues_a_stream_at_the_same_row(tmp_path, shards):
+@pytest.mark.parametrize(("shards", "steps"), [(3, [2, 3]), pytest.param(1, [1, 2, 3, 4, 5], marks=pytest.mark.long)])
+def test_a_resumed_run_continues_a_stream_at_the_same_row(tmp_path, shards, steps):
     stream = rows(10).to_iterable_dataset(num_shards=shards)
     options = {"max_steps": 6, "eval_strategy": "no", "train_dataset": stream}  # two a pass
     run = trainer(tmp_path / "whole", "full", save_strategy="steps", save_steps=1, **options)
     run.train()
     assert len(set(run.witness.weights)) == 6
-    for step in range(1, 6):
+    for step in steps:
         resumed = trainer(tmp_path / "resumed", "full", **{**options, "max_steps": 6 + step % 2})
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert resumed.witness.written[: 6 - step] == run.witness.written[step:]
@@ -82,7 +87,7 @@ class OneStep(TrainerCallback):
         control.should_epoch_stop = True
 
 
-def test_an_epoch_ended_early_does_not_shift_the_next_one(tmp_path, whole):
+def test_early_end_of_an_epoch_keeps_the_order_of_the_next(tmp_path, whole):
     run = trainer(tmp_path, "full")
     run.add_callback(OneStep())
     run.train()
@@ -100,9 +105,9 @@ def in_stream(**options: Any) -> dict[str, Any]:
     ("options", "raised"),
     [
         pytest.param(lambda: {"max_steps": 3}, {"max_steps": 5}, id="steps", marks=pytest.mark.quick),
-        pytest.param(lambda: {"num_train_epochs": 1}, None, id="epochs"),
+        pytest.param(lambda: {"num_train_epochs": 1}, None, id="epochs", marks=pytest.mark.long),
         pytest.param(lambda: {"num_train_epochs": 0.5}, {"num_train_epochs": 1.25}, id="half an epoch"),
-        pytest.param(lambda: in_stream(max_steps=3), {"max_steps": 5}, id="stream"),
+        pytest.param(lambda: in_stream(max_steps=3), None, id="stream"),
         pytest.param(
             lambda: {"max_steps": 3, "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 0.5},
             None,
@@ -141,8 +146,8 @@ def rates(run: Watched) -> list[float]:
     return [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
 
 
-@pytest.mark.parametrize("kind", ["linear", "cosine"])
-def test_a_resumed_run_has_the_rates_of_its_own_schedule_from_the_first_step_on(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["linear", pytest.param("cosine", marks=pytest.mark.long)])
+def test_a_longer_resumed_run_has_the_rates_of_its_own_schedule(tmp_path, kind):
     options = {"lr_scheduler_type": kind, "warmup_steps": 2, "max_steps": 4, "eval_strategy": "no"}
     short = trainer(tmp_path, "full", save_strategy="steps", save_steps=1, **options)
     short.train()
@@ -161,7 +166,7 @@ def test_a_resumed_run_has_the_rates_of_its_own_schedule_from_the_first_step_on(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"learning_rate": 0.5}, "learning_rate=0.01 instead of 0.5."),
+        pytest.param({"learning_rate": 0.5}, "learning_rate=0.01 instead of 0.5.", marks=pytest.mark.long),
         (
             {"weight_decay": 0.25, "adam_beta1": 0.5},
             "betas=(0.9, 0.999) instead of (0.5, 0.999), weight_decay=0 instead of",
@@ -169,7 +174,7 @@ def test_a_resumed_run_has_the_rates_of_its_own_schedule_from_the_first_step_on(
         ({"max_steps": 3, "max_grad_norm": 0.5}, None),
     ],
 )
-def test_settings_that_a_checkpoint_overwrites_are_said(tmp_path, caplog, whole, options, said):
+def test_settings_that_a_checkpoint_overwrites_are_logged(tmp_path, caplog, whole, options, said):
     run = trainer(tmp_path, "full", **{"max_steps": 2, "eval_strategy": "no", **options})
     run.train(resume_from_checkpoint=str(whole["full"][0] / "checkpoint-1"))
     assert run.optimizer.param_groups[0]["lr"] == 1e-2

@@ -139,7 +139,8 @@ def test_measuring_accuracy_preserves_model_mode_and_random_state(shipped):
     assert student.training
 
 
-def test_the_script_that_made_the_models_still_runs(tmp_path, monkeypatch):
+@pytest.mark.long
+def test_script_that_made_the_models_runs(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["make_models.py", "student", "--steps", "2", "--output", str(tmp_path)])
     make_models.main()
     made, shipped = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "student", STUDENT))

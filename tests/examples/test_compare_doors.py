@@ -18,7 +18,7 @@ def measured(path, folder, is_told):
     return Judge(folder, 40, is_told).measure(AutoModelForCausalLM.from_pretrained(path))
 
 
-def test_the_teacher_gets_out_and_the_student_only_by_luck(tmp_path):
+def test_teacher_escapes_and_student_rarely_does(tmp_path):
     teacher, student = measured(TEACHER, tmp_path, True), measured(STUDENT, tmp_path, False)
     assert min(teacher.values()) >= 0.95
     assert student["sampled/1"] < 0.8
@@ -26,7 +26,8 @@ def test_the_teacher_gets_out_and_the_student_only_by_luck(tmp_path):
     assert max(student[f"{how}/{rooms}"] for how in ("sampled", "greedy") for rooms in (3, 4)) < 0.35
 
 
-def test_the_guide_knows_the_way_and_nothing_else(tmp_path):
+@pytest.mark.long
+def test_guide_escapes_every_maze(tmp_path):
     told = measured(GUIDE, tmp_path, True)
     assert min(told.values()) >= 0.95
 
@@ -42,7 +43,7 @@ class Walks(OPSDTrainer):
 
 
 @pytest.mark.parametrize("name", ["on-policy, forward KL", "off-policy, forward KL"])
-def test_only_on_its_own_walks_the_student_meets_closed_doors(name, tmp_path, monkeypatch):
+def test_only_on_policy_walks_have_closed_doors(name, tmp_path, monkeypatch):
     monkeypatch.setattr(compare_doors, "OPSDTrainer", Walks)
     mazes = draw(64)
     curve = Curve(lambda *_: {}, {"tokens": 1, "seconds": 1e-9}, points=1)
@@ -56,6 +57,7 @@ def test_only_on_its_own_walks_the_student_meets_closed_doors(name, tmp_path, mo
         assert all(walk.endswith("<|assistant|>out<|end|>") for walk in trainer.walks)
 
 
+@pytest.mark.long
 def test_the_comparison_writes_tables_and_a_picture(tmp_path, capsys):
     names = ["on-policy, forward KL", "supervised, straight walks", "supervised, walks of a search"]
     asked = ["--seeds", "0", "--tokens", "1", "--seconds", "1e-9", "--points", "1", "--held-out", "4"]

@@ -16,7 +16,7 @@ from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_re
 MAZE = Maze(number="0042", rooms=2)
 
 
-def test_one_door_of_each_room_opens_and_each_as_often_as_another():
+def test_each_door_opens_equally_often():
     mazes = draw(3000, rooms=[3])
     counts = [0] * DOORS
     for maze in mazes:
@@ -41,7 +41,7 @@ def test_training_and_held_out_mazes_are_disjoint_and_reproducible():
         draw(9999)
 
 
-def test_who_knows_walks_straight_who_searches_meets_closed_doors_and_both_get_out():
+def test_straight_and_searching_walks_escape():
     source = random.Random(0)
     searched = []
     for maze in draw(300):
@@ -56,7 +56,7 @@ def test_who_knows_walks_straight_who_searches_meets_closed_doors_and_both_get_o
     assert calls_of_a_room == pytest.approx((DOORS + 1) / 2, abs=0.1)
 
 
-def test_mistakes_are_not_learned_and_what_follows_them_is_right():
+def test_only_right_calls_after_mistakes_are_labels():
     source, mistakes = random.Random(0), 0
     for maze in draw(300):
         room = 1

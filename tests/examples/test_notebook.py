@@ -30,14 +30,16 @@ def outputs(notebook, kind: str) -> list[str]:
     return [output.data[kind] for output in found if kind in output.get("data", {})]
 
 
-def test_it_ends_with_curves_and_a_table_of_completions(run):
+@pytest.mark.long
+def test_notebook_ends_with_curves_and_a_table_of_completions(run):
     assert len(outputs(run, "image/png")) == 1
     table = outputs(run, "text/html")[-1]
     assert all(f"<th>{name}</th>" in table for name in ("prompt", "before", "after", "right"))
     assert table.count("<tr>") == 10
 
 
-def test_the_training_shows_rows_and_no_dict(run):
+@pytest.mark.long
+def test_notebook_training_prints_rows_and_no_dict(run):
     printed = "".join(
         output.text for cell in run.cells if cell.cell_type == "code" for output in cell.outputs if "text" in output
     )
@@ -47,7 +49,7 @@ def test_the_training_shows_rows_and_no_dict(run):
     assert "IProgress" not in printed
 
 
-def test_it_is_stored_without_outputs():
+def test_notebook_is_stored_without_outputs():
     code = [cell for cell in STORED.cells if cell.cell_type == "code"]
     assert [(cell.outputs, cell.execution_count) for cell in code] == [([], None)] * len(code)
     nbformat.validate(STORED)

@@ -57,7 +57,7 @@ def test_rows_ask_the_student_alone_and_tell_the_teacher():
     assert both["known"] == [None, ["Paris"]]
 
 
-def test_answers_are_held_against_the_rule_of_their_row_and_facts_against_their_words():
+def test_answers_are_graded_by_rule_and_by_fact():
     said = [[{"role": "assistant", "content": text}] for text in ("Arr, it is Paris!", '{"answer": "paris"}', "Rome")]
     assert distil.follows(said, rule=["pirate", "pirate", "json"]) == [1.0, 0.0, 0.0]
     assert distil.follows(said, rule=["json", "json", "json"]) == [0.0, 1.0, 0.0]

@@ -94,7 +94,7 @@ def run(request, disk, tmp_path_factory):
     return SimpleNamespace(name=name, options=options, trainer=trainer, read=read)
 
 
-def test_every_recipe_is_tested_and_says_what_it_is():
+def test_every_recipe_is_tested_and_documented():
     assert set(NAMES) == set(COLUMNS)
     for name in NAMES:
         text = (RECIPES / f"{name}.yaml").read_text()
@@ -124,7 +124,7 @@ def test_a_recipe_trains_with_its_own_options(run):
         assert trainer.model.peft_config["default"].r == options["lora_r"]
 
 
-def test_the_teacher_of_a_recipe_reads_what_its_rows_say(run):
+def test_teacher_of_a_recipe_scores_its_rows(run):
     assert len(run.read) == 8
     hinted = {HINT in prompt for prompt, *_ in run.read}
     assert hinted == {run.name in ("opsd", "context_distillation")}

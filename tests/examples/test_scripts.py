@@ -54,7 +54,7 @@ def test_the_quickstart_model_loads_in_transformers_and_has_learned(demo):
 
 
 @pytest.mark.quick
-def test_a_student_that_was_not_saved_is_not_looked_for_elsewhere():
+def test_score_refuses_a_missing_folder():
     with pytest.raises(ValueError, match=r"'out/nowhere' is not a folder: expected one that `train.py` has written"):
         score.main("out/nowhere")
 
@@ -65,6 +65,7 @@ def test_example_scripts_have_at_most_80_lines(script):
         assert len(file.readlines()) <= 80
 
 
+@pytest.mark.long
 def test_self_distillation_trains_only_an_adapter_and_it_loads(tmp_path):
     metrics = self_distillation.main(["--output", str(tmp_path), "--steps", "2", "--held-out", "64"])
     assert metrics["teacher_accuracy"] > 0.9 > 0.6 > metrics["student_accuracy_before"]
@@ -76,6 +77,7 @@ def test_self_distillation_trains_only_an_adapter_and_it_loads(tmp_path):
             assert torch.equal(parameter, base.get_parameter(name.replace(".base_layer", "")))
 
 
+@pytest.mark.long
 def test_two_teachers_each_know_one_domain_and_teach_one_student(tmp_path):
     table = two_teachers.main(["--output", str(tmp_path), "--steps", "2", "--held-out", "64"])
     assert table["sums"]["sums"] > 0.9 > 0.1 > table["sums"]["differences"]
@@ -90,6 +92,7 @@ def compared(tmp_path_factory):
     return folder, arguments, compare.main(arguments)
 
 
+@pytest.mark.long
 def test_the_comparison_runs_every_method_in_every_setting(compared):
     folder, _, results = compared
     every = {(method, setting) for method in compare.METHODS for setting in compare.SETTINGS}
@@ -98,17 +101,20 @@ def test_the_comparison_runs_every_method_in_every_setting(compared):
     assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_methods_of_the_comparison_train_on_about_as_many_tokens(compared):
     tokens = [one["tokens"] for one in compared[2]]
     assert max(tokens) < 1.1 * min(tokens)
 
 
+@pytest.mark.long
 def test_a_finished_comparison_is_read_from_disk_and_not_repeated(compared):
     _, arguments, results = compared
     assert all(one["seconds"] > 0 for one in results), "which are not the same a second time"
     assert compare.main(arguments) == results
 
 
+@pytest.mark.long
 def test_a_single_setting_can_be_run_and_has_a_panel_of_its_own(compared, tmp_path):
     folder, arguments, results = compared
     alone = compare.main([*arguments, "--settings", "few problems"])
@@ -117,7 +123,8 @@ def test_a_single_setting_can_be_run_and_has_a_panel_of_its_own(compared, tmp_pa
     assert _width(tmp_path / "all.png") == 3 * _width(folder / "comparison.png")
 
 
-def test_practice_changes_the_student_and_each_setting_has_one_start(compared):
+@pytest.mark.long
+def test_methods_of_a_setting_start_from_one_student(compared):
     practised = AutoModelForCausalLM.from_pretrained(compared[0] / "practised-student")
     start = AutoModelForCausalLM.from_pretrained(STUDENT)
     assert not torch.equal(practised.lm_head.weight, start.lm_head.weight)
@@ -128,6 +135,7 @@ def test_practice_changes_the_student_and_each_setting_has_one_start(compared):
     assert all(len(starts) == 1 for starts in by_setting.values()), "all methods of a setting start from one student"
 
 
+@pytest.mark.long
 def test_a_setting_may_have_its_own_learning_rate(compared):
     rates = {one["setting"]: one["learning_rate"] for one in compared[2]}
     assert rates == {name: setting.learning_rate or 5e-4 for name, setting in compare.SETTINGS.items()}

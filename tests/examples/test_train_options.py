@@ -76,21 +76,18 @@ def test_options_with_dashes_train_the_named_models_on_the_named_data(disk, opti
     check_trained(train.main([*dashed, "--dataset-name", disk.data, *options]), disk)
 
 
-@pytest.mark.parametrize("form", ["a mapping", "JSON"])
-def test_several_teachers_each_read_the_rows_of_theirs(disk, options, tmp_path, form):
+def test_each_of_several_teachers_reads_its_own_rows(disk, options, tmp_path):
     rows = [{"prompt": row["prompt"], "teacher": f"t{place % 2}"} for place, row in enumerate(tiny.rows(4))]
     Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
     teachers = {"t0": disk.teacher, "t1": disk.student}
-    file = {"model_name_or_path": disk.student, "per_device_train_batch_size": 4}
-    if form == "a mapping":
-        file["teacher_models"] = teachers
+    file = {"model_name_or_path": disk.student, "per_device_train_batch_size": 4, "teacher_models": teachers}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(file))
-    given = [] if form == "a mapping" else ["--teacher_models", json.dumps(teachers)]
+    assert OptionParser().given(["--teacher_models", json.dumps(teachers)]).extra.teacher_models == teachers
     at = options.index("--per_device_train_batch_size")
     trainer = train.main(
         [
             *("--config", str(tmp_path / "run.yaml"), "--dataset_name", str(tmp_path / "rows.jsonl")),
-            *(*given, *options[:at], *options[at + 2 :], "--dtype", "bfloat16", "--teacher_dtype", "float32"),
+            *(*options[:at], *options[at + 2 :], "--dtype", "bfloat16", "--teacher_dtype", "float32"),
         ]
     )
     dtypes = {name: next(one.model.parameters()).dtype for name, one in trainer.teachers.items()}
@@ -107,7 +104,7 @@ def test_teachers_without_names_are_refused(refused, written):
 
 
 @pytest.mark.quick
-def test_two_options_that_say_who_teaches_are_refused(models, disk, refused):
+def test_two_teacher_options_are_refused(models, disk, refused):
     several = ["--teacher_models", json.dumps({"math": disk.teacher})]
     assert "each say who teaches: remove all but one" in refused(*models, *several)
     alone = ["--model_name_or_path", disk.student, "--teacher_model_kind", "base"]
@@ -116,16 +113,14 @@ def test_two_options_that_say_who_teaches_are_refused(models, disk, refused):
 
 def test_a_file_after_an_equals_sign_is_read(disk, options, config):
     name, path = config(dataset_name=disk.data, learning_rate="1e-5", max_completion_length=4)
-    trainer = train.main([f"{name}={path}", *options])
-    check_trained(trainer, disk)
-    assert trainer.args.learning_rate == 1e-4, "the command line overrides the file"
+    given = OptionParser().given([f"{name}={path}", *options])
+    assert (given.model.model_name_or_path, given.script.dataset_name) == (disk.student, disk.data)
+    assert given.config.learning_rate == 1e-4, "the command line overrides the file"
 
 
 @pytest.mark.parametrize("written", [1e-5, "1e-5"], ids=["a number", "what YAML reads as text"])
-def test_a_learning_rate_from_a_file_is_a_number(config, disk, written, options):
-    at = options.index("--learning_rate")
-    trainer = train.main([*config(dataset_name=disk.data, learning_rate=written), *options[:at], *options[at + 2 :]])
-    assert trainer.args.learning_rate == 1e-5
+def test_a_learning_rate_from_a_file_is_a_number(config, written):
+    assert OptionParser().given(config(learning_rate=written)).config.learning_rate == 1e-5
 
 
 @pytest.mark.quick
@@ -143,7 +138,7 @@ def test_a_learning_rate_from_a_file_is_a_number(config, disk, written, options)
     ],
     ids=lambda given: " and ".join(given) or "nothing" if isinstance(given, tuple) else "",
 )
-def test_what_is_missing_is_named_and_nothing_else_is_trained(disk, refused, given, message):
+def test_missing_model_or_dataset_is_named(disk, refused, given, message):
     option = {"student": "model_name_or_path", "teacher": "teacher_model_name_or_path", "dataset": "dataset_name"}
     path = {"student": disk.student, "teacher": disk.teacher, "dataset": disk.data}
     arguments = [part for one in given for part in (f"--{option[one]}", path[one])]
@@ -201,7 +196,7 @@ def test_a_mistake_on_the_command_line_is_refused_with_the_nearest_name(models, 
     assert message in refused(*models, "--dataset_name", disk.data, *arguments)
 
 
-def test_what_the_script_says_about_names_of_other_scripts_is_true():
+def test_hints_about_options_of_other_scripts_are_true():
     options = {name for group in GROUPS for name in (one.name for one in fields(group))}
     assert not HERE.keys() & options
     named = {name for advice in HERE.values() for name in re.findall(r"`(\w+)`", advice)}
@@ -285,40 +280,37 @@ def test_one_of_several_datasets_that_is_not_there_is_refused_by_its_name(config
     assert "`datasets='/no/where'` is neither a file or folder here nor a dataset" in refused(*given)
 
 
-@pytest.mark.parametrize("option", ["model_name_or_path", "teacher_model_name_or_path"])
-def test_an_adapter_is_refused_with_advice_that_can_be_followed_here(models, disk, options, refused, tmp_path, option):
-    path, folder = str(tmp_path / "adapter"), str(tmp_path / "whole")
-    base = AutoModelForCausalLM.from_pretrained(disk.student if option == "model_name_or_path" else disk.teacher)
-    get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")).save_pretrained(path)
-    given = [*models, "--dataset_name", disk.data]
-    said = refused(*given, f"--{option}", path)
+def test_an_adapter_is_refused_with_advice_that_works(models, disk, options, refused, tmp_path):
+    given, merged = [*models, "--dataset_name", disk.data], []
     advice = "AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(folder)"
-    assert f"save the two as one model, `{advice}` with its tokenizer" in said
-    eval(advice, {"AutoPeftModelForCausalLM": AutoPeftModelForCausalLM, "path": path, "folder": folder})
-    tiny.tokenizer().save_pretrained(folder)
-    assert train.main([*given, f"--{option}", folder, *options]).state.global_step == 1
+    for role in ("student", "teacher"):
+        path, folder = str(tmp_path / role), str(tmp_path / f"whole-{role}")
+        base = AutoModelForCausalLM.from_pretrained(getattr(disk, role))
+        get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")).save_pretrained(path)
+        option = "--model_name_or_path" if role == "student" else "--teacher_model_name_or_path"
+        assert f"save the two as one model, `{advice}` with its tokenizer" in refused(*given, option, path)
+        eval(advice, {"AutoPeftModelForCausalLM": AutoPeftModelForCausalLM, "path": path, "folder": folder})
+        tiny.tokenizer().save_pretrained(folder)
+        merged += [option, folder]
+    assert train.main([*given, *merged, *options]).state.global_step == 1
 
 
-def test_a_format_is_no_dataset(models, refused):
+def test_file_format_as_dataset_name_is_refused(models, refused):
     assert "`dataset_name='json'` is a format" in refused(*models, "--dataset_name", "json")
 
 
-def test_saved_rows_have_no_configurations(models, disk, refused):
+def test_dataset_config_of_saved_rows_is_refused(models, disk, refused):
     saved = ["--dataset_name", disk.one_saved, "--dataset_config", "main"]
     assert "was written by `save_to_disk` and has only one" in refused(*models, *saved)
 
 
-def test_a_mixture_of_datasets_is_loaded_and_split_as_trl_does(config, disk, options):
+def test_mixture_is_loaded_and_split_as_in_trl(config, disk, options, caplog):
     mixture = {"datasets": [{"path": disk.data}, {"path": "parquet", "data_files": disk.parquet}]}
-    trainer = train.main([*config(**mixture, test_split_size=0.25, eval_strategy="steps", eval_steps=1), *options])
+    mixture |= {"test_split_size": 0.25, "dataset_name": "nobody/nothing"}
+    trainer = train.main([*config(**mixture, eval_strategy="steps", eval_steps=1), *options])
     check_trained(trainer, disk)
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (24, 8)
     assert any("eval_loss" in row for row in trainer.state.log_history)
-
-
-def test_what_a_mixture_makes_void_is_warned_of(config, disk, options, caplog):
-    given = config(datasets=[{"path": disk.data}], dataset_name="nobody/nothing")
-    check_trained(train.main([*given, *options]), disk)
     assert "Options without effect: `dataset_name='nobody/nothing'`, because `datasets` is loaded." in caplog.text
 
 
@@ -345,7 +337,7 @@ VOID = {
 
 
 @pytest.mark.parametrize("case", VOID)
-def test_options_without_effect_beside_the_others_are_named(case, caplog):
+def test_options_without_effect_are_named(case, caplog):
     PartialState()  # which the config makes; the logger asks it for the process
     given, message = VOID[case]
     teacher = [] if "--teacher_model_kind" in given else ["--teacher_model_name_or_path", "teacher"]
@@ -376,42 +368,59 @@ def test_the_named_split_is_evaluated(models, disk, options):
     assert any("eval_loss" in row for row in trainer.state.log_history)
 
 
+BFLOAT16 = {"learning_rate": "1e-2"}
+"""Large enough for a student in bfloat16."""
+LOADING = {
+    "by default": ({}, ["float32", "bfloat16"], ["sdpa", "sdpa"]),
+    "the checkpoint's, and given": (
+        {"dtype": "auto", "teacher_dtype": "float32", "attn_implementation": "eager"} | BFLOAT16,
+        ["bfloat16", "float32"],
+        ["eager", "eager"],
+    ),
+    "as JSON": (
+        {
+            "model_init_kwargs": '{"dtype": "bfloat16"}',
+            "teacher_model_init_kwargs": '{"dtype": "float32"}',
+            "attn_implementation": "sdpa",
+            "teacher_attn_implementation": "eager",
+        }
+        | BFLOAT16,
+        ["bfloat16", "float32"],
+        ["sdpa", "eager"],
+    ),
+    "as JSON, older name": (
+        {
+            "model_init_kwargs": '{"torch_dtype": "bfloat16"}',
+            "teacher_model_init_kwargs": '{"torch_dtype": "float32"}',
+        }
+        | BFLOAT16,
+        ["bfloat16", "float32"],
+        ["sdpa", "sdpa"],
+    ),
+    "in host memory": ({"teacher_offload": "stream"}, ["float32", "bfloat16"], ["sdpa", "sdpa"]),
+}
+"""Options, and what they make of the student and of the teacher."""
+
+
 @pytest.mark.parametrize(
-    ("given", "student", "teacher"),
-    [
-        ([], torch.float32, torch.bfloat16),
-        (["--teacher_dtype", "float32"], torch.float32, torch.float32),
-        (["--teacher_model_init_kwargs", '{"dtype": "float32"}'], torch.float32, torch.float32),
-        (["--teacher_offload", "stream"], torch.float32, torch.bfloat16),
-        (["--dtype", "auto", "--learning_rate", "1e-2"], torch.bfloat16, torch.bfloat16),
-        (["--model_init_kwargs", '{"dtype": "bfloat16"}', "--learning_rate", "1e-2"], torch.bfloat16, torch.bfloat16),
-        (
-            ["--model_init_kwargs", '{"torch_dtype": "bfloat16"}', "--learning_rate", "1e-2"],
-            torch.bfloat16,
-            torch.bfloat16,
-        ),
-        (["--teacher_model_init_kwargs", '{"torch_dtype": "float32"}'], torch.float32, torch.float32),
-    ],
-    ids=[
-        "by default",
-        "a dtype",
-        "as JSON",
-        "in host memory",
-        "that of the checkpoint",
-        "as JSON, of the student",
-        "as JSON, by its older name, of the student",
-        "as JSON, by its older name",
-    ],
+    "case", [pytest.param(one, marks=pytest.mark.long if one == "in host memory" else ()) for one in LOADING]
 )
-def test_each_model_is_loaded_in_a_dtype_of_its_own(models, disk, options, given, student, teacher):
-    trainer = train.main([*models, "--dataset_name", disk.data, *options, "--bf16", "True", *given])
-    assert {one.dtype for one in trainer.model.parameters()} == {student}
-    assert {one.dtype for one in trainer.teacher.model.parameters()} == {teacher}
-    size = sum(one.numel() for one in trainer.teacher.model.parameters())
-    assert trainer.teacher.model.get_memory_footprint() == pytest.approx(size * teacher.itemsize, rel=0.01)
+def test_each_model_is_loaded_with_its_own_dtype_and_attention(models, disk, options, case):
+    given, dtypes, attention = LOADING[case]
+    listed = [part for name, value in given.items() for part in (f"--{name}", value)]
+    trainer = train.main([*models, "--dataset_name", disk.data, *options, "--bf16", "True", *listed])
+    teacher = trainer.teacher.model
+    for model, dtype, implementation in zip((trainer.model, teacher), dtypes, attention, strict=True):
+        assert {one.dtype for one in model.parameters()} == {getattr(torch, dtype)}
+        assert model.config._attn_implementation == implementation
+    size = sum(one.nbytes for one in teacher.parameters())
+    assert teacher.get_memory_footprint() == pytest.approx(size, rel=0.01)
 
 
-@pytest.mark.parametrize(("given", "frozen"), [([], torch.bfloat16), (["--dtype", "float32"], torch.float32)])
+@pytest.mark.parametrize(
+    ("given", "frozen"),
+    [([], torch.bfloat16), pytest.param(["--dtype", "float32"], torch.float32, marks=pytest.mark.long)],
+)
 def test_weights_under_an_adapter_take_half_the_memory_unless_a_dtype_is_set(models, disk, options, given, frozen):
     adapter = ["--use_peft", "True", "--lora_target_modules", "all-linear", "--learning_rate", "1e-3"]
     trainer = train.main([*models, "--dataset_name", disk.data, *options, "--bf16", "True", *adapter, *given])
@@ -419,15 +428,6 @@ def test_weights_under_an_adapter_take_half_the_memory_unless_a_dtype_is_set(mod
     assert found == {(False, frozen), (True, torch.float32)}
 
 
-def test_a_student_in_bfloat16_is_warned_of_at_a_rate_it_cannot_hold(models, disk, options):
+def test_rate_too_small_for_a_bfloat16_student_warns(models, disk, options):
     with pytest.warns(UserWarning, match="98% of the student's trained weights would not move .*`dtype='float32'`"):
         train.main([*models, "--dataset_name", disk.data, *options, "--dtype", "auto", "--learning_rate", "1e-6"])
-
-
-@pytest.mark.parametrize("teacher", [None, "eager"])
-def test_each_model_may_have_an_attention_implementation_of_its_own(models, disk, options, teacher):
-    own = [] if teacher is None else ["--teacher_attn_implementation", teacher]
-    given = [*models, "--dataset_name", disk.data, "--attn_implementation", "sdpa", *own]
-    trainer = train.main([*given, *options])
-    assert trainer.model.config._attn_implementation == "sdpa"
-    assert trainer.teacher.model.config._attn_implementation == (teacher or "sdpa")

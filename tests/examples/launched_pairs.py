@@ -1,4 +1,4 @@
-"""Run as a process of its own: pairs of processes of which both or one fail before training, or print help.
+"""Run as a process of its own: pairs of processes that fail before training, print help, or train under ZeRO-3.
 
 They are forked, as in `tests/survival/pairs.py`, so that imports are shared.
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import runpy
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import forks
 import tiny
@@ -26,7 +28,7 @@ from trl_opsd.cli.main import app
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import train
 
-SECONDS = 60
+SECONDS = 200
 """Time limit after which a process that still waits prints its stack and ends."""
 
 
@@ -63,13 +65,49 @@ FAILURES: dict[str, Callable[[Path], Any]] = {
     "train.py, help": lambda folder: train.main(["--help"]),
 }
 
+LAUNCHES: dict[str, Callable[[Path], Any]] = {
+    "trl-opsd train, ZeRO-3": lambda folder: command(folder),
+    "train.py, ZeRO-3": lambda folder: forks.launch("zero3_cpu", script, train_arithmetic, folder),
+}
 
-def script(name: str, folder: Path) -> None:
+
+def train_arithmetic(folder: Path) -> None:
+    options = {"task": "arithmetic", "max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 1e-4}
+    train.main(listed({**options, "output_dir": folder / "whole"}))
+
+
+def command(folder: Path) -> None:
+    """The command as in a shell, but the processes that accelerate would start are forked."""
+    tiny.save_pair(folder)
+    tiny.rows(16).to_json(folder / "rows.jsonl")
+    given = tiny.options(folder / "adapter", max_steps=1, gradient_accumulation_steps=2, gradient_checkpointing=True)
+    given |= {"model_name_or_path": folder / "student", "teacher_model_name_or_path": folder / "teacher"}
+    given |= {"dataset_name": folder / "rows.jsonl", "use_peft": True, "lora_target_modules": "all-linear"}
+
+    def started(args: Any) -> None:
+        assert args.module
+        forks.launch(Path(args.config_file).stem, module, args.training_script, args.training_script_args)
+
+    with mock.patch("trl_opsd.cli.train.launch.launch_command", started):
+        app(["train", "--accelerate_config", "zero3_cpu", *listed(given)], prog_name="trl-opsd", standalone_mode=False)
+
+
+def module(name: str, arguments: list[str]) -> None:
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def listed(options: dict[str, Any]) -> list[str]:
+    """Options as on a command line."""
+    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
+
+
+def script(function: Callable[[Path], Any], folder: Path) -> None:
     """Ends as a script would: through `sys.excepthook` with a status, or as argparse ends it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not as the agent, which it was forked from
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     try:
-        FAILURES[name](folder)
+        function(folder)
     except Exception:
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
@@ -78,16 +116,18 @@ def script(name: str, folder: Path) -> None:
 def main(folder: Path) -> None:
     results = {}
     forks.build_shm_op()  # may compile; not a part of any pair's time
-    for number, name in enumerate(FAILURES):
+    for number, name in enumerate([*FAILURES, *LAUNCHES]):
         for stream, descriptor in (("out", 1), ("err", 2)):
             with (folder / f"{number}.{stream}").open("wb") as file:
                 os.dup2(file.fileno(), descriptor)
         began = time.time()
         try:
-            forks.launch("ddp", script, name, folder)
+            LAUNCHES[name](folder) if name in LAUNCHES else forks.launch("ddp", script, FAILURES[name], folder)
             statuses = {}
         except ChildFailedError as error:
             statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        except SystemExit as error:
+            statuses = {"command": error.code}
         results[name] = {"number": number, "statuses": statuses, "seconds": time.time() - began}
     (folder / "results.json").write_text(json.dumps(results))
 
