@@ -122,6 +122,14 @@ BY_HAND = {
         ("7b", "72b", Choice("zero3", "zero3", 8), replace(LOAD, gpus=8), 0, 4.4),
         [1.9 + 11.4 + 3.8 + 1 + 15.2 + 0.7, 18.1 + 5.3 + 2.1, 18.1 + 1.1 + 3.1 + 4.4 + 0.6 + 2.2 + 0.1],
     ),
+    "the same with FSDP2": (
+        ("7b", "72b", Choice("fsdp2", "stream", 8), replace(LOAD, gpus=8), 0, 4.4),
+        [
+            3.8 + 7.6 + 2.5 + 2 * (2 * 0.233 + 0.545) + 0.7,
+            3.8 + 7.6 + 8.5 + 2.1,
+            3.8 + 7.6 + 3.8 + 2.5 + 2.0 + (1.1 + 1.1 + 2.2 + 0.3) + 4.4 + 0.7 + 2.2 + 0.1,
+        ],
+    ),
 }
 """Models, placement, load, GB of an engine and of activations; and GB of each phase: weights, optimizer, gradients,
 teacher, copies of weights (of the head alone while the student learns), activations, loss tile, the rest.

@@ -26,7 +26,7 @@ def preserved_process() -> Iterator[None]:
     with suppress(RuntimeError):  # torch knows no one name for what was set by backend, as `tf32=True` does
         precision = torch.get_float32_matmul_precision()
     device = torch.get_device_module() if torch.accelerator.is_available() else None
-    stream = device.current_stream() if device else None
+    stream = device.current_stream() if hasattr(device, "current_stream") else None  # MPS has none
     try:
         yield
     finally:

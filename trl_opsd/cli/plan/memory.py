@@ -56,7 +56,7 @@ class Choice:
     """A placement."""
 
     sharding: str
-    """`"single"`, `"ddp"`, `"zero2"`, `"zero3"` or `"zero3_offload"`: the name of an accelerate file."""
+    """`"single"`, `"ddp"`, `"zero2"`, `"zero3"`, `"fsdp2"` or `"zero3_offload"`: the name of an accelerate file."""
     teacher: str
     """A value of `teacher_offload`, `"served"`, or `"itself"`: the student without its adapter."""
     micro: int
@@ -93,7 +93,8 @@ def phases(
     between = {"teacher between readings": resident(teacher, choice.teacher, itemsize)}
     always = {"weights": weights, "optimizer": optimizer}
     kept, reduced = buckets(student, load, choice.sharding)
-    if choice.sharding.startswith("zero3"):  # which never frees them
+    by_zero3 = choice.sharding.startswith("zero3")
+    if by_zero3:  # which never frees them
         always |= {"gradients": gradients}
     if kept:
         always |= {BUCKETS: kept}
@@ -103,7 +104,7 @@ def phases(
     targets = {"targets": signal if signal <= CACHE_BYTES else choice.micro * load.length * teacher.width * itemsize}
     awake = {} if choice.sleeps or not engine else {"engine": engine}
     writing = {
-        "gathered or cast weights": copies or (gathered and student.parameters * itemsize),
+        "gathered or cast weights": copies or (student.parameters * itemsize if by_zero3 else gathered),
         "KV cache": load.batch * student.cached(row) * itemsize,
         "activations": load.batch * (load.prompt * student.width * itemsize * 8 + student.vocabulary * 12),
     }
@@ -133,13 +134,17 @@ def states(student: Shape, load: Load, choice: Choice) -> tuple[int, int, int, i
 
     An adapter is trained in float32, on weights that are frozen in half precision.
     DeepSpeed keeps weights as products take them, gradients so and in float32, and float32 weights and Adam's moments
-    in its optimizer.
+    in its optimizer. FSDP2 divides what a single process has, and gathers a layer while it computes and the one after
+    it, and the head until the backward pass has ended.
     """
     count, gpus = student.parameters, load.gpus
     trained = count if load.lora is None else load.lora * student.linear
     frozen = (2 if load.half else 4) * (count if load.lora else 0)
     if choice.sharding in ("single", "ddp"):
         return frozen + 4 * trained, 4 * trained, 8 * trained, 0
+    if choice.sharding == "fsdp2":
+        gathered = load.itemsize * (2 * student.layer + student.head)
+        return (frozen + 4 * trained) // gpus, 4 * trained // gpus, 8 * trained // gpus, gathered
     working = load.itemsize * trained
     if choice.sharding == "zero2":
         return frozen + working, working + 4 * trained // gpus, 12 * trained // gpus, 0
@@ -151,13 +156,18 @@ def states(student: Shape, load: Load, choice: Choice) -> tuple[int, int, int, i
 
 def buckets(student: Shape, load: Load, sharding: str) -> tuple[int, int]:
     """Bytes in which gradients are collected: those that DDP and ZeRO-3 keep, and those of a backward pass besides,
-    which with ZeRO-3 are a copy in the order of the processes, and its share that comes back.
+    which with ZeRO-3 are a copy in the order of the processes, and its share that comes back. FSDP2 keeps none: it has
+    the head's gradient until the backward pass ends, that of one more unit, and a float32 copy to reduce.
     """
     trained = student.parameters if load.lora is None else load.lora * student.linear
     if sharding == "ddp":
         return 4 * trained, 0
     if sharding == "zero2":
         return 0, load.itemsize * _BUCKET
+    if sharding == "fsdp2":
+        unit = min(trained, max(student.layer, student.head, student.embeddings))
+        of_head = load.itemsize * student.head if load.lora is None else 0
+        return 0, of_head + (load.itemsize + 4) * unit + 4 * unit // load.gpus
     if not sharding.startswith("zero3"):
         return 0, 0
     reduced = load.itemsize * min(trained, _BUCKET)

@@ -66,7 +66,7 @@ def placements(load: Load, host: float | None, shares_weights: bool) -> Iterator
         shares_weights (`bool`):
             Whether the teacher is the student without its adapter.
     """
-    shardings = ["single"] if load.gpus == 1 else ["ddp", "zero2", "zero3"]
+    shardings = ["single"] if load.gpus == 1 else ["ddp", "zero2", "zero3", "fsdp2"]
     for sharding in [*shardings, *(["zero3_offload"] if host is not None else [])]:
         kept = ["none", "cpu", "stream", *(["zero3"] if sharding.startswith("zero3") else []), "served"]
         yield from ((sharding, teacher) for teacher in (["itself"] if shares_weights else kept))
