@@ -25,7 +25,7 @@ def preserved_process() -> Iterator[None]:
     precision, frozen = None, gc.get_freeze_count()
     with suppress(RuntimeError):  # torch knows no one name for what was set by backend, as `tf32=True` does
         precision = torch.get_float32_matmul_precision()
-    device = torch.get_device_module() if torch.accelerator.is_available() else None
+    device: Any = torch.get_device_module() if torch.accelerator.is_available() else None
     stream = device.current_stream() if hasattr(device, "current_stream") else None  # MPS has none
     try:
         yield
