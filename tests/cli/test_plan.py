@@ -161,6 +161,11 @@ def test_host_memory_is_that_of_the_pinned_weights():
         "stream": 8 * 2 * teacher.parameters,
         "zero3": pytest.approx(8 * (80 * layer + 2 * 2**29), rel=1e-3),
     }
+    offloaded = [
+        host_bytes(student, teacher, replace(load, lora=r), Choice("zero3_offload", "none", 1)) for r in (None, 16)
+    ]
+    adapter = 16 * student.linear
+    assert offloaded == [22 * student.parameters, 2 * student.parameters + 22 * adapter]
 
 
 def test_ddp_holds_a_second_copy_of_the_gradients_in_every_phase():

@@ -241,7 +241,12 @@ def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> in
     pinned = load.gpus * sum(1 << (nbytes - 1).bit_length() for nbytes in parts)
     of_teacher = {"cpu": kept, "stream": kept, "zero3": pinned}.get(choice.teacher, 0)
     of_engine = load.itemsize * student.parameters * load.gpus if choice.sleeps and load.lora else 0
-    return of_teacher + of_engine + (18 * student.parameters if choice.sharding == "zero3_offload" else 0)
+    if choice.sharding != "zero3_offload":
+        return of_teacher + of_engine
+    trained = student.parameters if load.lora is None else load.lora * student.linear
+    weights = load.itemsize * (student.parameters + (0 if load.lora is None else trained))
+    # In float32: weights, Adam's moments, and gradients twice, as they are added up and as Adam takes them.
+    return of_teacher + of_engine + weights + 20 * trained
 
 
 def tracer(student: Shape, load: Load) -> Callable[..., int]:
