@@ -28,6 +28,7 @@ CASES = (
     ("zero2", "none", 4, 64, 192, 0),
     ("zero3", "none", 4, 64, 192, 0),
     ("zero3", "zero3", 4, 64, 192, 0),
+    ("fsdp2", "none", 4, 64, 192, 0),
 )
 """Sharding, `teacher_offload`, rows, tokens of prompt and completion, and whether gradient checkpointing is on."""
 

@@ -134,17 +134,25 @@ BY_HAND = {
         ("1.5b", "7b", Choice("single", "none", 16), replace(LOAD, batch=16, length=1024), 0, 8.7),
         [
             6.2 + 12.4 + 15.2 + 3.1 + 0.9,
-            6.2 + 12.4 + 15.2 + 2.1,
+            6.2 + 12.4 + 15.2 + 3.1,
             6.2 + 12.4 + 6.2 + 15.2 + 0.47 + 8.7 + 0.6 + 1.0 + 0.1,
         ],
     ),
     "with an engine": (
         ("1.5b", "7b", Choice("single", "none", 16, "vllm"), replace(LOAD, batch=16, length=1024), 8.0, 8.7),
-        [6.2 + 12.4 + 15.2 + 0.3 + 8, 35.9 + 8, 50.9 + 8],
+        [6.2 + 12.4 + 15.2 + 0.3 + 8, 36.9 + 8, 50.9 + 8],
     ),
     "7B and 72B on eight": (
         ("7b", "72b", Choice("zero3", "zero3", 8), replace(LOAD, gpus=8), 0, 4.4),
-        [1.9 + 11.4 + 3.8 + 1 + 15.2 + 0.7, 18.1 + 5.3 + 2.1, 18.1 + 1.1 + 3.1 + 4.4 + 0.6 + 2.2 + 0.1],
+        [1.9 + 11.4 + 3.8 + 1 + 15.2 + 0.7, 18.1 + 5.3 + 2.9, 18.1 + 1.1 + 3.1 + 4.4 + 0.6 + 2.2 + 0.1],
+    ),
+    "the same with FSDP2": (
+        ("7b", "72b", Choice("fsdp2", "stream", 8), replace(LOAD, gpus=8), 0, 4.4),
+        [
+            3.8 + 7.6 + 2.5 + 2 * (2 * 0.233 + 0.545) + 0.7,
+            3.8 + 7.6 + 8.5 + 2.9,
+            3.8 + 7.6 + 3.8 + 2.5 + 2.0 + (1.1 + 1.1 + 2.2 + 0.3) + 4.4 + 0.7 + 2.2 + 0.1,
+        ],
     ),
 }
 """Models, placement, load, GB of an engine and of activations; and GB of each phase: weights, optimizer, gradients,
@@ -177,6 +185,11 @@ def test_host_memory_is_that_of_the_pinned_weights():
         "stream": 8 * 2 * teacher.parameters,
         "zero3": pytest.approx(8 * (80 * layer + 2 * 2**29), rel=1e-3),
     }
+    offloaded = [
+        host_bytes(student, teacher, replace(load, lora=r), Choice("zero3_offload", "none", 1)) for r in (None, 16)
+    ]
+    adapter = 16 * student.linear
+    assert offloaded == [22 * student.parameters, 2 * student.parameters + 22 * adapter]
 
 
 def test_ddp_holds_a_second_copy_of_the_gradients_in_every_phase():

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import fsdp_on_cpu
 import tiny
 from datasets import Dataset
 
@@ -73,6 +74,7 @@ def peaks(folder: str, student: str, teacher: str, offload: str, *numbers: str) 
         max_completion_length=length, gradient_checkpointing=bool(checkpointing), teacher_offload=offload, top_k=0,
         save_strategy="no", logging_steps=1, teacher_model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
+    fsdp_on_cpu.allow()
     trainer = Measured(
         model=student,
         teacher_model=teacher,

@@ -33,16 +33,18 @@ def machines():
     """Namespaces joined by a cable; their addresses are 10.77.0.1 and 10.77.0.2."""
     first, second = NAMES
     try:
-        shell(f"ip netns add {first} && unshare -m true")
+        shell(f"unshare -m true && ip netns add {first}")
     except subprocess.CalledProcessError as error:
         pytest.skip(f"network and mount namespaces need root and iproute2: {error.stderr.strip()}")
-    shell(f"ip netns add {second} && ip link add eth0 netns {first} type veth peer name eth0 netns {second}")
-    for number, name in enumerate(NAMES, 1):
-        inside = f"ip netns exec {name} ip"
-        shell(f"{inside} addr add 10.77.0.{number}/24 dev eth0; {inside} link set eth0 up; {inside} link set lo up")
-    yield NAMES
-    for name in NAMES:
-        shell(f"ip netns pids {name} | xargs -r kill -9; ip netns del {name}")
+    try:
+        shell(f"ip netns add {second} && ip link add eth0 netns {first} type veth peer name eth0 netns {second}")
+        for number, name in enumerate(NAMES, 1):
+            inside = f"ip netns exec {name} ip"
+            shell(f"{inside} addr add 10.77.0.{number}/24 dev eth0; {inside} link set eth0 up; {inside} link set lo up")
+        yield NAMES
+    finally:
+        for name in NAMES:
+            shell(f"ip netns pids {name} | xargs -r kill -9; ip netns del {name}")
 
 
 @pytest.fixture(scope="module")

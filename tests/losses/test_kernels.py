@@ -75,7 +75,7 @@ def test_no_register_is_spilled_and_memory_is_accessed_in_wide_pieces(measured):
     assert len(measured["compiled"]) == 8 * 2 * 3
     for row in measured["compiled"]:
         rich, policy = row["rich"], row["divergence"] == "SampledReverseKL"
-        assert row["spilled"] <= 12 * rich, row  # three registers of one kernel, with all that a loss can have
+        assert row["spilled"] == 0, row
         assert row["loops"] >= 2, row
         assert row["waits"] == 0, row  # for other threads, which come once per row, after the loops
         assert row["registers"] <= 80, row  # three blocks of 256 threads fit a processor

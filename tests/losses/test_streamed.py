@@ -303,6 +303,15 @@ class TestExtremes:
             gradients(streamed_divergence, pair, divergence), gradients(dense_divergence, pair, divergence), **CLOSE
         )
 
+    def test_columns_side_by_side_excluded_by_the_student_alone_give_no_nan(self, make_pair, gradients):
+        """A thread of the kernel has eight of them, and so no other."""
+        student, teacher = make_pair()
+        bias = torch.zeros(37).index_fill(0, torch.arange(8, 24), -torch.inf)
+        pair = replace(student, head=replace(student.head, bias=bias)), teacher
+        assert_same(
+            gradients(streamed_divergence, pair, ReverseKL()), gradients(dense_divergence, pair, ReverseKL()), **CLOSE
+        )
+
     def test_an_infinite_divergence_leaves_other_tokens_alone(self, make_pair):
         student, teacher = make_pair()
         bias = torch.zeros(37).index_fill(0, torch.tensor([5]), -torch.inf)

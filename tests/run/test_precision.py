@@ -20,7 +20,7 @@ from transformers.utils.import_utils import enable_tf32
 
 from trl_opsd import HFRollout
 from trl_opsd.models.padding import agree
-from trl_opsd.run.precision import autocast, rounds_float32, warn_of_lost_updates
+from trl_opsd.run.precision import autocast, cast_weights, rounds_float32, warn_of_lost_updates
 
 BF16 = ["bfloat16"]
 KINDS = {
@@ -190,6 +190,20 @@ def test_compiled_rollout_casts_no_weights_and_writes_the_same_tokens(make_train
         assert casts.casts == 0
     assert found[::2] == expected[::2]
     assert found[0] != found[2], "the change is seen"
+
+
+def test_weights_with_a_scale_are_not_replaced_by_rounded_copies():
+    class Quantised(torch.nn.Linear):  # as FP8Linear of transformers
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return states @ (self.weight.float() / 100).T if self.weight.itemsize == 1 else super().forward(states)
+
+    layer = Quantised(8, 8).requires_grad_(False)
+    layer.weight.data = (100 * layer.weight).to(torch.float8_e4m3fn)
+    states = torch.randn(2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(states)
+        with cast_weights(layer, "cpu", {}):
+            assert torch.equal(layer(states), expected)
 
 
 def test_a_frozen_base_is_not_rounded_for_each_token(watched, tmp_path):

@@ -124,9 +124,9 @@ def _total_variation(gap, log_s, log_t, s, t, setting):  # type: ignore[no-untyp
 def _alpha_divergence(gap, log_s, log_t, s, t, alpha):  # type: ignore[no-untyped-def]
     advantage = log_t - log_s
     near = tl.abs(advantage) < 1.0  # there the differences are smaller than what they are taken of
+    lead = tl.where(near, s * _expm1(advantage), t - s)  # first, so that no register is spilled
     power = tl.exp(alpha * log_t + (1.0 - alpha) * log_s)
     rise = tl.where(near, s * _expm1(alpha * advantage), power - s)
-    lead = tl.where(near, s * _expm1(advantage), t - s)
     return (alpha * lead - rise) / (alpha * (1.0 - alpha)), -rise / alpha
 
 

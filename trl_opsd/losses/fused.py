@@ -39,6 +39,9 @@ _ALIGNED = 64
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """The logit of an excluded token: its probability is 0, and 0 * log 0 = 0."""
+_SMALL = tl.constexpr(2.0**-14)
+"""Times which gaps are added up by thread: those to an excluded token may be all that it has seen, and are forgotten by
+a product with 0, which they must be finite for."""
 _INFINITE = tl.constexpr(INFINITE)
 
 
@@ -125,7 +128,7 @@ def _rows(  # type: ignore[no-untyped-def]
         moments_s += tl.sum(exp_s * gaps_s, 1)
         moments_t += tl.sum(exp_t * gaps_t, 1)
         if TOTAL == MEAN_GAP:
-            crosses = crosses * scale_s + tl.sum(exp_s * (x - y), 1)
+            crosses = crosses * scale_s + tl.sum(exp_s * ((x - y) * _SMALL), 1)
         sums_s, sums_t = sums_s * scale_s + tl.sum(exp_s, 1), sums_t * scale_t + tl.sum(exp_t, 1)
         both = tl.max(tl.where((gaps_s >= 0.0) & (gaps_t >= 0.0), 1.0, 0.0), 1)
         sames = tl.where((new_s > tops_s) | (new_t > tops_t), both, tl.maximum(sames, both))
@@ -143,7 +146,7 @@ def _rows(  # type: ignore[no-untyped-def]
         weight = tl.load(weights + number)
     total = 0.0
     if TOTAL == MEAN_GAP:
-        total = tl.sum(crosses * scale_s, 0) / sum_s
+        total = tl.sum(crosses * scale_s, 0) / sum_s / _SMALL
     value = 0.0
     values, slope_sums, most = nothing, nothing, nothing
     pulled, first, force, importance = 0.0, 0.0, 0.0, 1.0

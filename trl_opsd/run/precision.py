@@ -24,6 +24,8 @@ from transformers.pytorch_utils import Conv1D
 from trl_opsd._compat.peft import rewrites_base
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_PLAIN = (nn.Linear.forward, Conv1D.forward)
+"""Products that autocast rounds; a layer with one of its own, as a quantised one, may have scales for its weight."""
 
 
 @contextmanager
@@ -51,11 +53,12 @@ def cast_weights(model: nn.Module, device_type: str, copies: dict[Tensor, nn.Par
     updated at the same addresses. The model has to be whole in this process, under `torch.no_grad`.
     """
     dtype, replaced = torch.get_autocast_dtype(device_type), []
-    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | Conv1D)]
+    layers = [layer for layer in model.modules() if type(layer).forward in _PLAIN]
     try:
         for layer in layers if torch.is_autocast_enabled(device_type) else ():
             for name, weight in list(layer.named_parameters(recurse=False)):
-                if weight.is_floating_point() and weight.dtype not in (dtype, torch.float64):
+                is_plain = type(weight) is nn.Parameter and weight.is_floating_point()  # no tensor with scales inside
+                if is_plain and weight.dtype not in (dtype, torch.float64):
                     if weight not in copies:
                         copies[weight] = nn.Parameter(torch.empty_like(weight, dtype=dtype), requires_grad=False)
                     copies[weight].copy_(weight)  # in place: compiled graphs contain the address

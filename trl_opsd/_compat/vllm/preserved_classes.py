@@ -23,8 +23,8 @@ def preserved_process() -> Iterator[None]:
     precision, frozen = None, gc.get_freeze_count()
     with suppress(RuntimeError):  # set by backend, as `tf32=True` does, it has no single name
         precision = torch.get_float32_matmul_precision()
-    device = torch.get_device_module() if torch.accelerator.is_available() else None
-    stream = device.current_stream() if device else None
+    device: Any = torch.get_device_module() if torch.accelerator.is_available() else None
+    stream = device.current_stream() if hasattr(device, "current_stream") else None  # MPS has none
     try:
         yield
     finally:

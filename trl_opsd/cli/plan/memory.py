@@ -56,7 +56,7 @@ class Choice:
     """A placement."""
 
     sharding: str
-    """`"single"`, `"ddp"`, `"zero2"`, `"zero3"` or `"zero3_offload"`: the name of an accelerate file."""
+    """`"single"`, `"ddp"`, `"zero2"`, `"zero3"`, `"fsdp2"` or `"zero3_offload"`: the name of an accelerate file."""
     teacher: str
     """A value of `teacher_offload`, `"served"`, or `"itself"`: the student without its adapter."""
     micro: int
@@ -80,7 +80,8 @@ def phases(
     between = {"teacher between readings": resident(teacher, choice.teacher, itemsize)}
     always = {"weights": weights, "optimizer": optimizer}
     kept, reduced = buckets(student, load, choice.sharding)
-    if choice.sharding.startswith("zero3"):  # which never frees gradients
+    by_zero3 = choice.sharding.startswith("zero3")
+    if by_zero3:  # which never frees them
         always |= {"gradients": gradients}
     if kept:
         always |= {BUCKETS: kept}
@@ -92,7 +93,7 @@ def phases(
     targets = {"targets": signal if signal <= CACHE_BYTES else choice.micro * load.length * teacher.width * itemsize}
     awake = {} if choice.sleeps or not engine else {"engine": engine}
     writing = {
-        "gathered or cast weights": copies or (gathered and student.parameters * itemsize),
+        "gathered or cast weights": copies or (student.parameters * itemsize if by_zero3 else gathered),
         "KV cache": load.batch * student.cached(row) * itemsize,
         "activations": load.batch * (load.prompt * student.width * itemsize * 8 + student.vocabulary * 12),
     }
@@ -121,13 +122,18 @@ def states(student: Shape, load: Load, choice: Choice) -> tuple[int, int, int, i
     """Weights, gradients, optimizer and gathered weights of the student, in bytes.
 
     An adapter is trained in float32, on weights that are frozen in half precision. DeepSpeed keeps weights in the dtype
-    of products, gradients in that and in float32, and float32 weights and Adam's moments in its optimizer.
+    of products, gradients in that and in float32, and float32 weights and Adam's moments in its optimizer. FSDP2
+    divides what a single process has, and gathers a layer while it computes and the one after it, and the head until
+    the backward pass has ended.
     """
     count, gpus = student.parameters, load.gpus
     trained = count if load.lora is None else load.lora * student.linear
     frozen = (2 if load.half else 4) * (count if load.lora else 0)
     if choice.sharding in ("single", "ddp"):
         return frozen + 4 * trained, 4 * trained, 8 * trained, 0
+    if choice.sharding == "fsdp2":
+        gathered = load.itemsize * (2 * student.layer + student.head)
+        return (frozen + 4 * trained) // gpus, 4 * trained // gpus, 8 * trained // gpus, gathered
     working = load.itemsize * trained
     if choice.sharding == "zero2":
         return frozen + working, working + 4 * trained // gpus, 12 * trained // gpus, 0
@@ -138,12 +144,20 @@ def states(student: Shape, load: Load, choice: Choice) -> tuple[int, int, int, i
 
 
 def buckets(student: Shape, load: Load, sharding: str) -> tuple[int, int]:
-    """Bytes of gradient buckets: those that DDP and ZeRO-3 keep, and those that only a backward pass needs."""
+    """Bytes of gradient buckets: those that DDP and ZeRO-3 keep, and those that only a backward pass needs.
+
+    FSDP2 keeps none: it has the head's gradient until the backward pass ends, that of one more unit, and a float32
+    copy to reduce.
+    """
     trained = student.parameters if load.lora is None else load.lora * student.linear
     if sharding == "ddp":
         return 4 * trained, 0
     if sharding == "zero2":
         return 0, load.itemsize * _BUCKET
+    if sharding == "fsdp2":
+        unit = min(trained, max(student.layer, student.head, student.embeddings))
+        of_head = load.itemsize * student.head if load.lora is None else 0
+        return 0, of_head + (load.itemsize + 4) * unit + 4 * unit // load.gpus
     if not sharding.startswith("zero3"):
         return 0, 0
     # A copy in the order of the processes, and the share of it that this one receives.
@@ -217,7 +231,12 @@ def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> in
     pinned = load.gpus * sum(1 << (nbytes - 1).bit_length() for nbytes in parts)
     of_teacher = {"cpu": kept, "stream": kept, "zero3": pinned}.get(choice.teacher, 0)
     of_engine = load.itemsize * student.parameters * load.gpus if choice.sleeps and load.lora else 0
-    return of_teacher + of_engine + (18 * student.parameters if choice.sharding == "zero3_offload" else 0)
+    if choice.sharding != "zero3_offload":
+        return of_teacher + of_engine
+    trained = student.parameters if load.lora is None else load.lora * student.linear
+    weights = load.itemsize * (student.parameters + (0 if load.lora is None else trained))
+    # In float32: weights, Adam's moments, and gradients twice, as they are added up and as Adam takes them.
+    return of_teacher + of_engine + weights + 20 * trained
 
 
 def tracer(student: Shape, load: Load) -> Callable[..., int]:

@@ -57,7 +57,7 @@ class Plan:
 
 def placements(load: Load, host: float | None, shares_weights: bool) -> Iterator[tuple[str, str]]:
     """All placements, those with less traffic first; offloading the student needs a known `host` memory in bytes."""
-    shardings = ["single"] if load.gpus == 1 else ["ddp", "zero2", "zero3"]
+    shardings = ["single"] if load.gpus == 1 else ["ddp", "zero2", "zero3", "fsdp2"]
     for sharding in [*shardings, *(["zero3_offload"] if host is not None else [])]:
         kept = ["none", "cpu", "stream", *(["zero3"] if sharding.startswith("zero3") else []), "served"]
         yield from ((sharding, teacher) for teacher in (["itself"] if shares_weights else kept))
