@@ -39,9 +39,16 @@ def pytest_configure(config: pytest.Config) -> None:
     accelerate.utils.imports._is_package_available = found
 
 
-def pytest_collection_finish() -> None:
-    """Takes what was imported out of garbage collection: accelerate collects in each training, and would walk it."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Takes what was imported out of garbage collection: accelerate collects in each training, and would walk it.
+
+    Forks the server of pairs of processes.
+    """
     gc.freeze()
+    if any(item.get_closest_marker("distributed") for item in session.items):
+        import forks
+
+        forks.serve()
 
 
 @pytest.fixture(autouse=True)
