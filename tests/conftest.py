@@ -15,6 +15,7 @@ import functools
 import gc
 import inspect
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,16 +40,14 @@ def pytest_configure(config: pytest.Config) -> None:
     accelerate.utils.imports._is_package_available = found
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     """Takes what was imported out of garbage collection: accelerate collects in each training, and would walk it.
 
-    Forks the server of pairs of processes.
+    Forks the server of pairs of processes, where a test has imported it.
     """
     gc.freeze()
-    if any(item.get_closest_marker("distributed") for item in session.items):
-        import forks
-
-        forks.serve()
+    if "forks" in sys.modules:
+        sys.modules["forks"].serve()
 
 
 @pytest.fixture(autouse=True)

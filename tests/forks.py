@@ -85,7 +85,7 @@ def launch(strategy: str, function: Callable[..., Any], *args: Any, processes: i
             given = ["--config_file", config, "--num_processes", str(processes), __file__]
             launch_command(launch_command_parser().parse_args(given))
     assert len(results) == processes
-    return results
+    return dict(sorted(results.items()))  # they come in the order in which processes end
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def launched(strategy: str, function: Callable[..., Any], *args: Any, processes:
     Raises:
         AssertionError: It failed otherwise than by a process that failed, or took too long.
     """
-    assert _server is not None, "tests that launch pairs have the marker `distributed`"
+    assert _server is not None, "the server is forked once all tests are collected"
     with tempfile.NamedTemporaryFile() as file:
         _server.send((strategy, function, args, processes, file.name))
         launcher = _server.recv()

@@ -7,7 +7,7 @@ import pytest
 import train_parallel
 import variants
 
-pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(forks.SECONDS + 60)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
 
 TOLERANCE = 1e-5
 """A tenth of one step of AdamW at a learning rate of 1e-4."""
@@ -25,7 +25,7 @@ def models(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("launch", train_parallel.LAUNCHES)
+@pytest.mark.parametrize("launch", ["sp", pytest.param("hsdp", marks=pytest.mark.long)])
 def test_processes_learn_what_one_learns(launch, models):
     of_launch = train_parallel.LAUNCHES[launch]
     found = forks.results(of_launch.config, train_parallel.train, models, launch, processes=of_launch.processes)[0]

@@ -136,7 +136,7 @@ def test_completions_of_dataset_are_learned_with_their_own_prompts(results, proc
 
 def test_off_policy_rows_do_not_depend_on_number_of_processes(results):
     one, two = (results[processes]["off policy"] for processes in (1, 2))
-    assert sorted(row[1:3] for row in map(list, one["learned"])) == sorted(row[1:3] for row in two["learned"])
+    assert sorted(row[1:3] for row in one["learned"]) == sorted(row[1:3] for row in two["learned"])
     assert close(one["weights"], two["weights"])
     for row, other in zip(one["logs"], two["logs"], strict=True):
         for metric in ("loss", "off_policy/share", "off_policy/divergence", "on_policy/divergence"):
@@ -145,7 +145,7 @@ def test_off_policy_rows_do_not_depend_on_number_of_processes(results):
 
 def test_completions_of_teacher_do_not_depend_on_number_of_processes(results):
     one, two = (results[processes]["by the teacher"] for processes in (1, 2))
-    assert sorted(map(tuple, one["taught"])) == sorted(map(tuple, two["taught"]))
+    assert sorted(one["taught"]) == sorted(two["taught"])
     by_student = [number_of(prompt) == number_of(text) for prompt, text in one["taught"] if "." in text]
     assert by_student.count(True) + sum("." not in text for _, text in one["taught"]) == len(one["taught"])
     assert 0 < by_student.count(True) < len(one["taught"])
@@ -198,7 +198,7 @@ def test_each_completion_has_the_advantage_of_its_own_reward(results, name, proc
 def test_two_processes_reward_what_one_rewards(results, name):
     one, two = (results[processes]["rewarded"][name] for processes in (1, 2))
     assert len({text for _, text, _ in one["pulled"]}) > ROWS
-    for row, other in zip(sorted(one["pulled"]), sorted(map(tuple, two["pulled"])), strict=True):
+    for row, other in zip(sorted(one["pulled"]), sorted(two["pulled"]), strict=True):
         assert row[:2] == other[:2]
         assert row[2] == pytest.approx(other[2], rel=1e-5, abs=1e-6)
     for row, other in zip(one["logs"], two["logs"], strict=True):
