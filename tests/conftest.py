@@ -15,6 +15,7 @@ import functools
 import gc
 import inspect
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Takes what was imported out of garbage collection: accelerate collects in each training, and would walk it."""
+    """Takes what was imported out of garbage collection: accelerate collects in each training, and would walk it.
+
+    Forks the server of pairs of processes, where a test has imported it.
+    """
     gc.freeze()
+    if "forks" in sys.modules:
+        sys.modules["forks"].serve()
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,8 @@
-"""Run as a process of its own: saves once, then again and again in forks, each killed at a different file of the save.
-
-Prints one JSON line: for each kill, where it happened, what the fork left, and the checkpoint to resume from.
-"""
+"""Saves once, then again and again in forks, each killed at a different file of the save."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -96,7 +94,10 @@ def in_a_fork(act: Callable[[], Any], answer: Path) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def main(folder: Path) -> None:
+def killed(folder: Path) -> list[dict[str, Any]]:
+    """For each kill: where it happened, what it left, and the checkpoint to resume from; each series ends with an
+    undisturbed save.
+    """
     words = tiny.tokenizer()
     trainer = OPSDTrainer(
         model=tiny.qwen2(32, seed=0),
@@ -117,9 +118,8 @@ def main(folder: Path) -> None:
             trainer.args.output_dir, trainer.args.save_total_limit = str(before), None
             in_a_fork(lambda: save_again(trainer, None), folder / "second.json")
         trainer.args.save_total_limit = 1
-        last = next(number for number, change in enumerate(kills[-1]["changes"]) if "rename" in change) if kills else 0
-        while True:
-            last += 1
+        first = next(number for number, change in enumerate(kills[-1]["changes"]) if "rename" in change) if kills else 0
+        for last in itertools.count(first + 1):
             out, answer = folder / f"{len(steps)}-{last}", folder / "seen.json"
             shutil.copytree(before, out)
             trainer.args.output_dir = str(out)
@@ -139,8 +139,4 @@ def main(folder: Path) -> None:
             if status == 0:
                 kills[-1]["changes"] = json.loads(answer.read_text())
                 break
-    print(json.dumps(kills))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return kills

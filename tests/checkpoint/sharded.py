@@ -1,70 +1,61 @@
-"""Run as a process of its own: forks pairs of processes that resume, get a SIGTERM, and are killed while they save.
-
-PYTHONPATH=tests python tests/checkpoint/sharded.py FOLDER ddp zero3_cpu --kill some
-
-Writes the results to `FOLDER/results.json`.
-"""
+"""Two processes that resume, get a SIGTERM, save late, and are killed while they save."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import forks
 import torch
 from kill_saves import Deadline, of_any_step
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from transformers import TrainerCallback
-from watched import Watched, saved_models, trainer
+from watched import Watched
 
 from trl_opsd.run.checkpoint import checkpoint_to_resume
 from trl_opsd.run.manifest import entries, problems
 
 Make = Callable[..., Watched]
 """[`watched.trainer`] with its models bound."""
-STOPPED_FROM, RESUMED_AT = 2, (3, 4)
-"""In the middle of the second epoch, and where the third begins."""
+STOPPED_FROM = 2
+FINISHED = 3
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
-VARIANTS = ("full", "lora")
+Resumes = dict[str, tuple[int, ...]]
+"""The steps to resume at, by variant: 3 is in the middle of the second epoch, and at 4 the third begins."""
 KILLS = (
     (1, "half _unfinished/checkpoint-N/global_stepN/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-    (0, "open _unfinished/checkpoint-N/opsd_manifest.json"),
     (0, "os.rename _unfinished/checkpoint-N"),
 )
-"""The process to kill, and the change to kill it at: a shard of the optimizer, the manifest, the rename."""
+"""The process to kill, and the change to kill it at: a shard of the optimizer, the rename."""
 
 
 # ---- What a process does -----------------------------------------------------------------------------------------
 
 
-def resume(make: Make, folder: Path) -> dict[str, Any]:
-    """For each variant an uninterrupted run, and two resumed from its checkpoints in another folder; and one that had
+def resume(make: Make, folder: Path, resumes: Resumes) -> dict[str, Any]:
+    """For each variant an uninterrupted run, and some resumed from its checkpoints in another folder; and one that had
     already trained all its steps.
     """
     seen: dict[str, Any] = {}
-    for variant in VARIANTS:
+    for variant, steps in resumes.items():
         whole = make(folder / variant, variant, **EACH_STEP)
         whole.train()
         seen[variant] = {"whole": asdict(whole.witness), "resumed": {}}
-        for step in RESUMED_AT:
+        for step in steps:
             torch.manual_seed(12345)  # random numbers drawn before must not matter
             other = make(folder / "elsewhere", variant)
             other.train(resume_from_checkpoint=str(folder / variant / f"checkpoint-{step}"))
             seen[variant]["resumed"][step] = asdict(other.witness)
-    done = make(folder / "elsewhere", "full", max_steps=RESUMED_AT[0])
-    done.train(resume_from_checkpoint=str(folder / "full" / f"checkpoint-{RESUMED_AT[0]}"))
+    done = make(folder / "elsewhere", "full", max_steps=FINISHED)
+    done.train(resume_from_checkpoint=str(folder / "full" / f"checkpoint-{FINISHED}"))
     seen["finished"] = {"step": done.state.global_step, **asdict(done.witness)}
-    rank, saved = whole.accelerator.process_index, folder / "full" / f"checkpoint-{RESUMED_AT[1]}"
+    rank, saved = whole.accelerator.process_index, folder / "full" / "checkpoint-4"
     seen["hashed"] = sorted(entries(saved, rank, 2, is_main=not rank))
     seen["strategy"] = [str(whole.accelerator.distributed_type), whole.accelerator.num_processes]
     return seen
@@ -100,13 +91,13 @@ def stop(make: Make, folder: Path, begin: Path) -> list[dict[str, Any]]:
 
 
 def be_late(make: Make, folder: Path, begin: Path) -> list[str]:
-    """Process 1 is two seconds late for a save; returns the folders named checkpoints by then."""
+    """Process 1 is a second late for a save; returns the folders named checkpoints by then."""
     run, found = make(folder, "full", **EACH_STEP), []
     run.add_callback(OneStep(run, None))
     if run.accelerator.process_index == 1:
 
         def dawdle() -> None:
-            time.sleep(2)
+            time.sleep(1)
             found.extend(_named(folder))
 
         _do_first(run, "save_own_state", dawdle)
@@ -114,14 +105,17 @@ def be_late(make: Make, folder: Path, begin: Path) -> list[str]:
     return found
 
 
-def resume_stop_and_be_late(make: Make, folder: Path) -> dict[str, Any]:
+PARTS: dict[str, Callable[[Make, Path, Path], Any]] = {
+    "changed": lambda make, folder, begin: change(make, folder),
+    "stopped": stop,
+    "late": be_late,
+}
+
+
+def tried(make: Make, folder: Path, resumes: Resumes, parts: tuple[str, ...]) -> dict[str, Any]:
     begin = folder / "full" / f"checkpoint-{STOPPED_FROM}"
-    return {
-        **resume(make, folder),
-        "changed": change(make, folder / "changed"),
-        "stopped": stop(make, folder / "stopped", begin),
-        "late": be_late(make, folder / "late", begin),
-    }
+    found = resume(make, folder, resumes)
+    return found | {part: PARTS[part](make, folder / part, begin) for part in parts}
 
 
 def save_once(make: Make, folder: Path, note: Path, rank: int, change: str | None) -> list[str]:
@@ -173,7 +167,7 @@ def _mark(note: Path, process: int) -> Path:
 
 def every_change(make: Make, folder: Path) -> list[tuple[int, str]]:
     """The changes that each process of an undisturbed save makes; it leaves one more checkpoint in the folder."""
-    changes = forks.launch("zero3_cpu", save_once, make, folder, folder.parent / "through", 0, None)
+    changes = forks.results("zero3_cpu", save_once, make, folder, folder.parent / "through", 0, None)
     return [(rank, change) for rank, seen in changes.items() for change in dict.fromkeys(seen)]
 
 
@@ -186,13 +180,10 @@ def kill(make: Make, folder: Path, start: Path, every: bool) -> list[dict[str, A
             shutil.rmtree(out)
             shutil.copytree(start, out / start.name)
         newest, note = checkpoint_to_resume(True, out)[0].name, folder / f"kill-{number}"
-        # The agent names one process that failed: the one killed, or the other, which lost its peer.
-        with suppress(ChildFailedError):
-            forks.launch("zero3_cpu", save_once, make, out, note, rank, change)
+        forks.launched("zero3_cpu", save_once, make, out, note, rank, change)
         kills.append(
             {
                 "rank": rank,
-                "change": change,
                 "killed": [process for process in range(forks.PROCESSES) if _mark(note, process).exists()],
                 "newest": newest,
                 "went_on": [json.loads(path.read_text()) for path in sorted(folder.glob(f"{note.name}.*.json"))],
@@ -201,25 +192,3 @@ def kill(make: Make, folder: Path, start: Path, every: bool) -> list[dict[str, A
             }
         )
     return kills
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("strategies", nargs="+")
-    parser.add_argument("--kill", choices=["some", "every"], help="needs zero3_cpu among the strategies")
-    given = parser.parse_args()
-    make = partial(trainer, models=saved_models(given.folder / "models"))
-    results: dict[str, Any] = {}
-    for strategy in given.strategies:
-        began, folder = time.monotonic(), given.folder / strategy
-        results[strategy] = forks.launch(strategy, resume_stop_and_be_late, make, folder)
-        print(f"{strategy}: {time.monotonic() - began:.1f} s", flush=True)
-    if given.kill:
-        start = given.folder / "zero3_cpu" / "full" / f"checkpoint-{STOPPED_FROM}"
-        results["kills"] = kill(make, given.folder / "killed", start, given.kill == "every")
-    (given.folder / "results.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()

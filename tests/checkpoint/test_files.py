@@ -46,14 +46,14 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.quick
-def test_a_published_checkpoint_is_complete(tmp_path):
+def test_published_checkpoint_is_complete(tmp_path):
     folder = saved(tmp_path, 3)
     assert folder == tmp_path / "checkpoint-3"
     assert problems(folder) == []
     assert newest_complete(tmp_path) == (folder, {})
 
 
-def test_an_evaluation_whose_loss_is_not_known_is_not_the_best(tmp_path):
+def test_evaluation_with_nan_loss_is_not_best(tmp_path):
     folders = [saved(tmp_path, step) for step in (1, 2, 3)]
     losses = [{"step": 1, "eval_loss": float("nan")}, {"step": 2, "eval_loss": 0.5}, {"step": 3, "eval_loss": 0.4}]
     assert best_evaluated(tmp_path, losses) == folders[2]
@@ -78,7 +78,7 @@ def test_each_process_hashes_its_own_files(tmp_path):
 
 
 @pytest.mark.parametrize("changed", [None, 0, 5, 8])
-def test_pieces_of_a_large_file_have_hashes_of_their_own(tmp_path, monkeypatch, changed):
+def test_large_file_is_hashed_in_pieces(tmp_path, monkeypatch, changed):
     monkeypatch.setattr(manifest, "_PIECE", 4)
     folder = saved(tmp_path, 3)
     assert [len(one["sha256"]) for one in json.loads((folder / MANIFEST).read_text())["files"].values()] == [3, 2]
@@ -89,7 +89,7 @@ def test_pieces_of_a_large_file_have_hashes_of_their_own(tmp_path, monkeypatch, 
     assert problems(folder) == ["model.safetensors has other contents than were written"] * (changed is not None)
 
 
-def test_one_hash_of_a_large_file_is_checked_too(tmp_path, monkeypatch):
+def test_single_hash_of_large_file_is_checked_too(tmp_path, monkeypatch):
     """Which every file had until pieces of large ones were hashed."""
     folder = saved(tmp_path, 3)
     monkeypatch.setattr(manifest, "_PIECE", 4)
@@ -168,7 +168,7 @@ TEARS = [
 @pytest.mark.refusal
 @pytest.mark.parametrize(("tear", "problem"), TEARS)
 @pytest.mark.quick
-def test_a_damaged_checkpoint_is_detected_and_skipped(tmp_path, tear, problem):
+def test_damaged_checkpoint_is_detected_and_skipped(tmp_path, tear, problem):
     whole, torn = saved(tmp_path, 3), saved(tmp_path, 10)
     tear(torn)
     newest, passed_over = newest_complete(tmp_path)
@@ -184,7 +184,7 @@ def test_a_damaged_checkpoint_is_detected_and_skipped(tmp_path, tear, problem):
 
 
 @pytest.mark.refusal
-def test_a_folder_without_a_complete_checkpoint_is_refused(tmp_path):
+def test_folder_without_complete_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="There is no complete checkpoint in"):
         checkpoint_to_resume(True, tmp_path)
     with pytest.raises(ValueError, match=r"There is no checkpoint .*checkpoint-9.*train without"):
@@ -192,7 +192,7 @@ def test_a_folder_without_a_complete_checkpoint_is_refused(tmp_path):
 
 
 @pytest.mark.refusal
-def test_a_plain_transformers_checkpoint_is_accepted_only_by_path(tmp_path):
+def test_transformers_checkpoint_is_accepted_only_by_path(tmp_path):
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
     with pytest.raises(ValueError, match=f"{MANIFEST} is missing"):
@@ -219,7 +219,7 @@ def test_files_outside_the_checkpoint_are_not_read(tmp_path):
     assert problems(folder) == ["../secret is missing"]
 
 
-def test_a_second_save_of_a_step_replaces_the_first(tmp_path):
+def test_second_save_of_a_step_replaces_first(tmp_path):
     saved(tmp_path, 3, "old")
     folder = saved(tmp_path, 3, "new")
     rotate(tmp_path, None, keep=[folder])
@@ -234,7 +234,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("last", range(1, 5))
 @pytest.mark.quick
-def test_a_kill_while_replacing_a_checkpoint_leaves_the_old_or_the_new(tmp_path, monkeypatch, last):
+def test_kill_while_replacing_checkpoint_leaves_old_or_new(tmp_path, monkeypatch, last):
     saved(tmp_path, 3, "old")
     aside = written(tmp_path, 3, "new")
     calls = []
@@ -263,14 +263,14 @@ def test_a_kill_while_replacing_a_checkpoint_leaves_the_old_or_the_new(tmp_path,
     assert names(tmp_path / UNFINISHED) == set()
 
 
-def test_a_foreign_folder_with_a_checkpoint_name_is_moved_aside(tmp_path):
+def test_foreign_folder_with_checkpoint_name_is_moved_aside(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3" / "notes.txt").write_text("keep me")
     saved(tmp_path, 3)
     assert (tmp_path / "replaced-checkpoint-3" / "notes.txt").read_text() == "keep me"
 
 
-def test_an_empty_folder_with_a_checkpoint_name_is_replaced(tmp_path):
+def test_empty_folder_with_checkpoint_name_is_replaced(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     saved(tmp_path, 3)
     assert names(tmp_path) == {"checkpoint-3", UNFINISHED}
@@ -294,7 +294,7 @@ def test_foreign_files_among_unfinished_checkpoints_are_kept(tmp_path):
     assert (unfinished / "notes" / "mine.txt").read_text() == "keep me"
 
 
-def test_a_file_in_place_of_the_unfinished_folder_is_refused(tmp_path):
+def test_file_in_place_of_unfinished_folder_is_refused(tmp_path):
     (tmp_path / UNFINISHED).write_text("keep me")
     with pytest.raises(ValueError, match="_unfinished is a file: expected a folder of our own"):
         begin(tmp_path)
@@ -341,27 +341,27 @@ class TestRotation:
         rotate(tmp_path, limit, keep=[folders[-1]])
         assert self.steps(tmp_path) == [1, 2, 3]
 
-    def test_the_best_checkpoint_is_kept(self, tmp_path):
+    def test_best_checkpoint_is_kept(self, tmp_path):
         folders = [self.at(saved(tmp_path, step), 1000 + step) for step in (1, 2, 3, 4)]
         rotate(tmp_path, 2, keep=[folders[3], folders[0]])
         assert self.steps(tmp_path) == [1, 4]
         rotate(tmp_path, 1, keep=[folders[3], folders[0]])
         assert self.steps(tmp_path) == [1, 4]
 
-    def test_a_new_run_in_an_old_folder_keeps_its_own_checkpoints(self, tmp_path):
+    def test_new_run_in_old_folder_keeps_its_own_checkpoints(self, tmp_path):
         self.at(saved(tmp_path, 100), 1000)
         new = [self.at(saved(tmp_path, step), 2000 + step) for step in (1, 2)]
         rotate(tmp_path, 2, keep=[new[-1]])
         assert self.steps(tmp_path) == [1, 2]
 
-    def test_a_folder_without_our_manifest_is_neither_deleted_nor_counted(self, tmp_path):
+    def test_folder_without_manifest_is_neither_deleted_nor_counted(self, tmp_path):
         (tmp_path / "checkpoint-0").mkdir()
         (tmp_path / "checkpoint-0" / "model.safetensors").write_text("somebody else's")
         folders = [self.at(saved(tmp_path, step), 1000 + step) for step in (1, 2)]
         rotate(tmp_path, 2, keep=[folders[-1]])
         assert self.steps(tmp_path) == [0, 1, 2]
 
-    def test_a_checkpoint_that_cannot_be_deleted_is_reported(self, tmp_path, monkeypatch):
+    def test_undeletable_checkpoint_is_reported(self, tmp_path, monkeypatch):
         folders = [self.at(saved(tmp_path, step), 1000 + step) for step in (1, 2, 3)]
 
         def refused(real):
@@ -391,7 +391,7 @@ class TestRotation:
         assert self.steps(run_dir) == [1, 3]
 
     @pytest.mark.refusal
-    def test_a_kill_during_rotation_leaves_no_partial_checkpoint(self, tmp_path, monkeypatch):
+    def test_kill_during_rotation_leaves_no_partial_checkpoint(self, tmp_path, monkeypatch):
         old, new = self.at(saved(tmp_path, 1), 1000), saved(tmp_path, 2)
 
         def half(folder):
@@ -407,7 +407,7 @@ class TestRotation:
 
 
 @pytest.mark.refusal
-def test_a_symlink_in_place_of_the_unfinished_folder_is_refused(tmp_path):
+def test_symlink_in_place_of_unfinished_folder_is_refused(tmp_path):
     elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "out"
     elsewhere.mkdir()
     (elsewhere / "precious").write_text("precious")
@@ -418,7 +418,7 @@ def test_a_symlink_in_place_of_the_unfinished_folder_is_refused(tmp_path):
     assert names(elsewhere) == {"precious"}
 
 
-def test_a_symlink_with_the_name_of_a_new_checkpoint_is_moved_aside(tmp_path):
+def test_symlink_with_name_of_new_checkpoint_is_moved_aside(tmp_path):
     elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "out"
     elsewhere.mkdir()
     run_dir.mkdir()
@@ -428,7 +428,7 @@ def test_a_symlink_with_the_name_of_a_new_checkpoint_is_moved_aside(tmp_path):
     assert (run_dir / "replaced-checkpoint-3").is_symlink()
 
 
-def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
+def test_full_disk_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
     whole = saved(tmp_path, 1)
     aside = written(tmp_path, 2)
 
@@ -445,7 +445,7 @@ def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("written", ["global_step4", "optimizer_0", "optimizer.pt"])
 @pytest.mark.parametrize(("deepspeed", "fsdp"), [(False, False), (True, False), (False, True)])
-def test_a_checkpoint_of_another_kind_of_launch_is_refused(tmp_path, written, deepspeed, fsdp):
+def test_checkpoint_of_another_kind_of_launch_is_refused(tmp_path, written, deepspeed, fsdp):
     (tmp_path / written).mkdir()
     fits = {"global_step4": deepspeed, "optimizer_0": fsdp, "optimizer.pt": not (deepspeed or fsdp)}[written]
     with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="resume under the launch that wrote it"):
@@ -463,7 +463,7 @@ def test_a_checkpoint_of_another_kind_of_launch_is_refused(tmp_path, written, de
     ],
     ids=["one disk", "a disk each", "a disk each, not said", "one disk, said to be two", "one machine"],
 )
-def test_an_output_folder_is_on_the_disks_that_the_options_say(tmp_path, monkeypatch, on_each_node, sees, saves, said):
+def test_save_on_each_node_must_match_disks_of_machines(tmp_path, monkeypatch, on_each_node, sees, saves, said):
     """`tests/distributed/test_machines.py` has real disks."""
     found = [(rank, *each) for rank, each in enumerate(zip(sees, saves, strict=True))]
     own = []

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+import forks
+import kill_saves
 import pytest
 
-HERE = Path(__file__).parent
-SECONDS = 120
+pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory) -> list[dict[str, Any]]:
-    """One entry for each kill, and one at the end of each series for the undisturbed save."""
-    folder = tmp_path_factory.mktemp("kills")
-    path = os.pathsep.join([str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
-    finished = subprocess.run(
-        [sys.executable, HERE / "kill_saves.py", folder],
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return json.loads(finished.stdout.splitlines()[-1])
+    return forks.results("alone", kill_saves.killed, tmp_path_factory.mktemp("kills"))[0]
 
 
 def test_saves_are_killed_at_every_file(kills):
@@ -40,11 +25,11 @@ def test_saves_are_killed_at_every_file(kills):
     assert len([kill for kill in kills if kill["killed"]]) >= 25
 
 
-def test_no_kill_leaves_a_partial_checkpoint(kills):
+def test_no_kill_leaves_partial_checkpoint(kills):
     assert [kill for kill in kills if kill["half_written"]] == []
 
 
-def test_no_kill_loses_the_last_complete_checkpoint(kills):
+def test_no_kill_loses_last_complete_checkpoint(kills):
     assert [kill for kill in kills if kill["remarks"]] == []
     first, second = ([kill["goes_on_from"] for kill in kills if kill["had"] == had] for had in ([1], [1, 2]))
     published = first.index("checkpoint-2")
@@ -54,7 +39,7 @@ def test_no_kill_loses_the_last_complete_checkpoint(kills):
     assert set(second) == {"checkpoint-2"}
 
 
-def test_a_run_resumes_after_a_kill(kills, make_trainer):
+def test_run_resumes_after_kill(kills, make_trainer):
     half = next(kill for kill in kills if kill["killed"] and kill["goes_on_from"] == "checkpoint-1")
     moved = next(kill for kill in kills if kill["killed"] and kill["goes_on_from"] == "checkpoint-2")
     for kill, steps in ((half, [2, 3]), (moved, [3])):

@@ -30,7 +30,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_the_checkpoints_of_a_training_are_complete(make_trainer, tmp_path):
+def test_checkpoints_of_a_training_are_complete(make_trainer, tmp_path):
     make_trainer(**EACH_STEP).train()
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
     for step in (1, 2, 3):
@@ -40,7 +40,7 @@ def test_the_checkpoints_of_a_training_are_complete(make_trainer, tmp_path):
 
 
 @pytest.mark.parametrize("handed_in", [True, False, None])
-def test_the_student_is_saved_with_the_cache_it_was_handed_in_with(make_trainer, tmp_path, handed_in):
+def test_use_cache_of_given_student_is_saved(make_trainer, tmp_path, handed_in):
     student = tiny.qwen2()
     if handed_in is None:
         vars(student.config).pop("use_cache", None)
@@ -56,7 +56,7 @@ def test_the_student_is_saved_with_the_cache_it_was_handed_in_with(make_trainer,
 
 @pytest.mark.refusal
 @pytest.mark.quick
-def test_a_damaged_checkpoint_is_refused_or_skipped(make_trainer, tmp_path, caplog):
+def test_damaged_checkpoint_is_refused_by_path_and_skipped_otherwise(make_trainer, tmp_path, caplog):
     whole = make_trainer(**EACH_STEP)
     whole.train()
     os.truncate(tmp_path / "checkpoint-3" / "optimizer.pt", 100)
@@ -110,7 +110,7 @@ BEST = {
 
 
 @pytest.mark.parametrize(("limit", "left"), [(None, {1, 2, 3}), (2, {1, 3}), (1, {1})])
-def test_the_best_model_is_loaded_at_the_end(make_trainer, tmp_path, limit, left):
+def test_best_model_is_loaded_at_end(make_trainer, tmp_path, limit, left):
     trainer = make_trainer(**BEST, save_total_limit=limit, eval_dataset=make_trainer().train_dataset)
     trainer.train()
     best = tmp_path / "checkpoint-1"
@@ -125,7 +125,7 @@ def test_the_best_model_is_loaded_at_the_end(make_trainer, tmp_path, limit, left
 
 
 @pytest.mark.refusal
-def test_a_damaged_best_checkpoint_is_not_loaded_and_others_are_kept(make_trainer, tmp_path):
+def test_damaged_best_checkpoint_is_not_loaded_and_others_are_kept(make_trainer, tmp_path):
     class Tear(transformers.TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
             if state.global_step == 3:
@@ -138,7 +138,7 @@ def test_a_damaged_best_checkpoint_is_not_loaded_and_others_are_kept(make_traine
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS])
-def test_a_failed_write_leaves_earlier_checkpoints_intact(make_trainer, tmp_path, monkeypatch, fault):
+def test_failed_write_leaves_earlier_checkpoints_intact(make_trainer, tmp_path, monkeypatch, fault):
     trainer = make_trainer(**EACH_STEP, max_steps=1)
     trainer.train()
     trainer.state.global_step = 2
@@ -173,7 +173,7 @@ def test_a_failed_write_leaves_earlier_checkpoints_intact(make_trainer, tmp_path
 
 
 @pytest.mark.parametrize(("steps", "left"), [(1, None), (2, "checkpoint-2"), (4, "")])
-def test_an_error_says_in_its_last_line_from_where_to_resume(make_trainer, tmp_path, steps, left):
+def test_error_ends_with_checkpoint_to_resume_from(make_trainer, tmp_path, steps, left):
     class Failing(transformers.TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
             if state.global_step == (0 if left is None else 3):
@@ -207,7 +207,7 @@ def test_all_machines_resume_from_a_checkpoint_that_each_has(make_trainer, tmp_p
         assert trainer._whole_checkpoint(True) == str(tmp_path / "checkpoint-1")
 
 
-def test_a_read_only_output_folder_leaves_checkpoints_intact(make_trainer, tmp_path, monkeypatch):
+def test_read_only_output_folder_leaves_checkpoints_intact(make_trainer, tmp_path, monkeypatch):
     trainer = make_trainer(**EACH_STEP, max_steps=1)
     trainer.train()
     trainer.state.global_step = 2

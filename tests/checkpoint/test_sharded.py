@@ -2,114 +2,140 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
-from processes import run
-from watched import trainer
+from sharded import PARTS, STOPPED_FROM, Resumes, kill, tried
+from watched import saved_models, trainer
 
-HERE = Path(__file__).parent
-SECONDS = 400
-STRATEGIES = {"ddp": "MULTI_CPU", "zero3_cpu": "DEEPSPEED"}
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(2 * forks.SECONDS)]
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 20)]
-each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+SOME: Resumes = {"full": (3,), "lora": (4,)}
+ALL: Resumes = {"full": (3, 4), "lora": (3, 4)}
+RUNS: dict[str, tuple[str, Resumes, tuple[str, ...]]] = {
+    "ddp": ("ddp", SOME, ("stopped",)),
+    "zero3": ("zero3_cpu", SOME, ("changed", "late")),
+    **{
+        f"{strategy}, everything": (strategy, ALL, tuple(PARTS))
+        for strategy in ("ddp", "zero2_cpu", "zero3_cpu", "fsdp2_cpu")
+    },
+}
+"""Strategy, the steps to resume at, and what else is tried; each is one launch."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One launch: its strategy, where it saved, and what each rank found."""
+
+    strategy: str
+    resumes: Resumes
+    folder: Path
+    ranks: dict[int, dict[str, Any]]
+
+
+def each_run(part: str | None = None) -> Any:
+    names = [name for name, (_, _, parts) in RUNS.items() if part is None or part in parts]
+    marked = [pytest.param(name, marks=[pytest.mark.long] * ("everything" in name)) for name in names]
+    return pytest.mark.parametrize("run", marked, indirect=True)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("sharded")
+def make(tmp_path_factory):
+    return partial(trainer, models=saved_models(tmp_path_factory.mktemp("models")))
 
 
 @pytest.fixture(scope="module")
-def results(folder) -> dict[str, Any]:
-    """The results of `sharded.py` by strategy and rank, and its kills."""
-    run(HERE / "sharded.py", folder, *STRATEGIES, "--kill", "some", seconds=SECONDS)
-    return json.loads((folder / "results.json").read_text())
+def run(request, make, tmp_path_factory) -> Run:
+    strategy, resumes, parts = RUNS[request.param]
+    folder = tmp_path_factory.mktemp("sharded")
+    return Run(strategy, resumes, folder, forks.results(strategy, tried, make, folder, resumes, parts))
 
 
-@each_strategy
+@each_run()
 @pytest.mark.parametrize("variant", ["full", "lora"])
-def test_a_resumed_run_of_two_processes_equals_an_uninterrupted_one(results, strategy, variant):
-    ranks = results[strategy]
-    assert all(ranks[rank]["strategy"] == [f"DistributedType.{STRATEGIES[strategy]}", 2] for rank in ("0", "1"))
-    wholes = [ranks[rank][variant]["whole"] for rank in ("0", "1")]
+def test_resumed_run_of_two_processes_equals_uninterrupted_one(run, variant):
+    types = {"ddp": "MULTI_CPU", "fsdp2_cpu": "FSDP"}
+    expected = [f"DistributedType.{types.get(run.strategy, 'DEEPSPEED')}", 2]
+    assert [found["strategy"] for found in run.ranks.values()] == [expected] * 2
+    wholes = {rank: found[variant]["whole"] for rank, found in run.ranks.items()}
     assert wholes[0]["written"] != wholes[1]["written"]
-    assert (wholes[0]["weights"] == wholes[1]["weights"]) == (strategy == "ddp"), "else each has its own shards"
+    has_shards = run.strategy in ("zero3_cpu", "fsdp2_cpu")
+    assert (wholes[0]["weights"] == wholes[1]["weights"]) != has_shards
     assert len(set(wholes[0]["weights"])) == 6
-    for rank, whole in enumerate(wholes):
-        for step in (3, 4):
-            resumed = ranks[str(rank)][variant]["resumed"][str(step)]
+    for rank, whole in wholes.items():
+        for step in run.resumes[variant]:
+            resumed = run.ranks[rank][variant]["resumed"][step]
             assert resumed["written"] == whole["written"][step:]
             assert resumed["losses"] == whole["losses"][2 * step :]
             assert resumed["weights"] == whole["weights"][step:]
 
 
-@each_strategy
-def test_each_process_hashes_the_files_that_it_wrote(results, strategy):
-    hashed = [results[strategy][rank]["hashed"] for rank in ("0", "1")]
+@each_run()
+def test_each_process_hashes_the_files_that_it_wrote(run):
     shards = [f"global_step4/zero_pp_rank_1_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim")]
-    assert hashed[1] == [*(shards if strategy == "zero3_cpu" else []), "rng_state_1.pth"]
-    assert {"model.safetensors", "trainer_state.json", "rng_state_0.pth"} <= set(hashed[0])
+    first, second = (found["hashed"] for found in run.ranks.values())
+    if run.strategy in ("ddp", "zero3_cpu"):
+        assert second == [*(shards if run.strategy == "zero3_cpu" else []), "rng_state_1.pth"]
+    assert {"trainer_state.json", "rng_state_0.pth"} <= set(first)
+    assert not {*first} & {*second}
 
 
-@each_strategy
-def test_two_processes_train_no_step_of_a_finished_run(results, strategy):
-    for rank in ("0", "1"):
-        assert results[strategy][rank]["finished"] == {"step": 3, "written": [], "losses": [], "weights": []}
+@each_run()
+def test_two_processes_train_no_step_of_finished_run(run):
+    for found in run.ranks.values():
+        assert found["finished"] == {"step": 3, "written": [], "losses": [], "weights": []}
 
 
-@each_strategy
-def test_a_row_that_one_process_changed_is_read_again_by_both(results, strategy):
-    changed = [results[strategy][rank]["changed"] for rank in ("0", "1")]
-    assert changed[0] == changed[1]
-    assert changed[0]["taught"] == 2, "the generation batch, and the micro-batch with that row"
-    assert changed[0]["loss"] > 0
+@each_run("changed")
+def test_row_that_one_process_changed_is_scored_again_by_both(run):
+    first, second = (found["changed"] for found in run.ranks.values())
+    assert first == second
+    assert first["taught"] == 2, "the generation batch, and the micro-batch with that row"
+    assert first["loss"] > 0
 
 
-@each_strategy
-def test_a_signal_to_one_process_stops_both_at_the_same_saved_step(results, folder, strategy):
-    for rank in ("0", "1"):
-        whole = results[strategy][rank]["full"]["whole"]
-        in_rollout, in_save = results[strategy][rank]["stopped"]
+@each_run("stopped")
+def test_signal_to_one_process_stops_both_at_same_saved_step(run):
+    for found in run.ranks.values():
+        whole = found["full"]["whole"]
+        in_rollout, in_save = found["stopped"]
         assert (in_rollout["step"], in_save["step"]) == (3, 4)
         assert in_rollout["weights"] == whole["weights"][2:3]
         assert in_save["weights"] == whole["weights"][3:4]
-    stopped = folder / strategy / "stopped"
-    assert sorted(path.name for path in stopped.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+    saved = (run.folder / "stopped").glob("checkpoint-*")
+    assert sorted(path.name for path in saved) == ["checkpoint-3", "checkpoint-4"]
 
 
-@each_strategy
-def test_a_checkpoint_gets_its_name_after_the_last_process_has_written(results, folder, strategy):
-    assert results[strategy]["1"]["late"] == []
-    assert (folder / strategy / "late" / "checkpoint-3").is_dir()
+@each_run("late")
+def test_checkpoint_gets_its_name_after_last_process_has_written(run):
+    assert run.ranks[1]["late"] == []
+    assert (run.folder / "late" / "checkpoint-3").is_dir()
 
 
-def test_a_kill_under_zero3_neither_damages_nor_loses_a_checkpoint(results):
-    kills = results["kills"]
-    assert [kill["killed"] for kill in kills] == [[kill["rank"]] for kill in kills]
-    assert [kill["half_written"] for kill in kills] == [[]] * len(kills)
-    assert {kill["newest"] for kill in kills} == {"checkpoint-2"}
-    assert [kill["left"] for kill in kills] == ["checkpoint-2", "checkpoint-2", "checkpoint-3"], (
-        "the last has all files"
-    )
-
-
-def test_a_fresh_pair_of_processes_resumes_exactly_after_a_kill(results):
-    for kill in results["kills"]:
-        step = int(kill["newest"].partition("-")[2])
-        for rank, note in enumerate(kill["went_on"]):
-            whole = results["zero3_cpu"][str(rank)]["full"]["whole"]
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "every change"])
+@pytest.mark.parametrize("run", ["zero3"], indirect=True)
+def test_kill_under_zero3_loses_no_checkpoint_and_new_processes_resume(run, make, tmp_path, every):
+    kills = kill(make, tmp_path, run.folder / "full" / f"checkpoint-{STOPPED_FROM}", every)
+    assert every or [one["left"] for one in kills] == ["checkpoint-2", "checkpoint-3"], "the second has all files"
+    for one in kills:
+        assert one["killed"] == [one["rank"]]
+        assert one["half_written"] == []
+        step = int(one["newest"].partition("-")[2])
+        assert one["left"] in (f"checkpoint-{step}", f"checkpoint-{step + 1}")
+        for rank, note in enumerate(one["went_on"]):
+            whole = run.ranks[rank]["full"]["whole"]
             assert note == {"from": step, "losses": whole["losses"][2 * step : 2 * step + 2]}
 
 
-@each_strategy
-def test_a_checkpoint_of_two_processes_is_refused_by_one(results, folder, tmp_path, strategy):
+@each_run()
+def test_checkpoint_of_two_processes_is_refused_by_one(run, tmp_path):
     alone = trainer(tmp_path, "full")
     with pytest.raises(
-        ValueError, match=r"world_size: 2 in the checkpoint, 1 now|was written under DeepSpeed, and this launch"
+        ValueError, match=r"world_size: 2 in the checkpoint, 1 now|was written under DeepSpeed, and this launch|FSDP"
     ):
-        alone.train(resume_from_checkpoint=str(folder / strategy / "full" / "checkpoint-3"))
+        alone.train(resume_from_checkpoint=str(run.folder / "full" / "checkpoint-3"))
     assert alone.loads == 0

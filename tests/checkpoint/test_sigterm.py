@@ -61,7 +61,7 @@ def whole(tmp_path_factory):
     ("phase", "saving"),
     [("rollout", "no"), ("gradient", "epoch"), ("save", "steps")],
 )
-def test_a_run_stopped_by_sigterm_is_saved_and_resumes_exactly(whole, tmp_path, phase, saving):
+def test_run_stopped_by_sigterm_is_saved_and_resumes_exactly(whole, tmp_path, phase, saving):
     before = signal.getsignal(signal.SIGTERM)
     run = trainer(tmp_path, "full", save_strategy=saving, save_steps=AT, enable_jit_checkpoint=True)
     run.add_callback(Signalled(run, phase))
@@ -79,7 +79,7 @@ def test_a_run_stopped_by_sigterm_is_saved_and_resumes_exactly(whole, tmp_path, 
     assert resumed.witness.weights == whole.weights[AT:]
 
 
-def test_the_signal_handler_is_restored_after_a_failure(make_trainer):
+def test_signal_handler_is_restored_after_failure(make_trainer):
     class Failing(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
             raise RuntimeError("enough")

@@ -1,26 +1,18 @@
-"""Trains and evaluates with several completions of each prompt; every completion carries the number of its prompt.
-
-    PYTHONPATH=tests python tests/distributed/several.py FOLDER
-
-Forks a pair of processes and writes what they have paired, logged and learned.
-"""
+"""Trains and evaluates with several completions of each prompt; every completion carries the number of its prompt."""
 
 from __future__ import annotations
 
 import faulthandler
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import forks
 import fsdp_on_cpu
 import pandas
 import tiny
-import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from transformers import PrinterCallback
@@ -220,7 +212,6 @@ EVALUATIONS: dict[str, dict[str, Any]] = {
 
 def all_of(folder: Path, processes: int) -> dict[str, Any]:
     """Every training and evaluation; a process that does not finish prints its stack and ends."""
-    torch.set_num_threads(1)
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     found = {
         "train": {name: trained(folder, processes=processes, **given) for name, given in TRAININGS.items()},
@@ -238,12 +229,3 @@ def all_of(folder: Path, processes: int) -> dict[str, Any]:
 def save_models(folder: Path) -> None:
     tiny.qwen2(32, seed=0).save_pretrained(folder / "student")
     tiny.qwen2(48, seed=1).save_pretrained(folder / "teacher")
-
-
-def main(folder: Path) -> None:
-    results = forks.launch("ddp", all_of, folder, 2)[0]
-    (folder / "results.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

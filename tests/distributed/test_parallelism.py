@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
+import forks
 import pytest
 import train_parallel
 import variants
-from processes import run
-from safetensors.torch import load_file
 
-SECONDS = 300
-"""Time limit of a launch; generous, for a busy machine."""
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 60)]
-
-SCRIPT = Path(__file__).parent / "train_parallel.py"
 TOLERANCE = 1e-5
 """A tenth of one step of AdamW at a learning rate of 1e-4."""
 EXPECTED = {
@@ -33,24 +25,22 @@ def models(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("launch", train_parallel.LAUNCHES)
+@pytest.mark.parametrize("launch", ["sp", pytest.param("hsdp", marks=pytest.mark.long)])
 def test_processes_learn_what_one_learns(launch, models):
-    run(SCRIPT, models, launch, seconds=SECONDS)
-    found = json.loads((models / launch / "results.json").read_text())
-    trained = load_file(models / launch / "weights.safetensors")
-    named = train_parallel.LAUNCHES[launch].variants
+    of_launch = train_parallel.LAUNCHES[launch]
+    found = forks.results(of_launch.config, train_parallel.train, models, launch, processes=of_launch.processes)[0]
+    named = of_launch.variants
     differences = {}
     for name in named:
         alone = variants.build(models, variants.ALONE[name], processes=1)
-        before = variants.weights(alone)
+        before = {key: array.copy() for key, array in variants.arrays(alone).items()}
         read = train_parallel.tokens_read(alone)
         alone.train()
-        learned = variants.weights(alone)
+        learned = variants.arrays(alone)
         losses = [entry["loss"] for entry in alone.state.log_history if "loss" in entry]
         assert variants.largest_difference(before, learned) > 20 * TOLERANCE, f"{name} learns nothing"
         for same in (name, train_parallel.RESUMED) if name == named[0] else (name,):
-            mine = {key.removeprefix(f"{same}/"): one for key, one in trained.items() if key.startswith(f"{same}/")}
-            differences[same] = variants.largest_difference(mine, learned)
+            differences[same] = variants.largest_difference(found["trained"][same], learned)
             assert found["losses"][same] == pytest.approx(losses, abs=TOLERANCE), same
         if launch == "sp":
             _check_divided(found["tokens"][name], read)

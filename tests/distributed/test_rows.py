@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import row_counts
 import tiny
-from processes import SECONDS, run
-from row_counts import EPOCHS, KINDS, ROWS, STEPS, Variant
+from row_counts import EPOCHS, KINDS, ROWS, SHARED, SHORT, STEPS, Variant
 
-HERE = Path(__file__).parent
-
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 60)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
+each_variant = pytest.mark.parametrize(
+    "variant",
+    [variant if variant in SHORT else pytest.param(variant, marks=pytest.mark.long) for variant in SHARED],
+    ids=lambda variant: variant.name,
+)
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rows that two processes read, and those that one reads."""
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
-    run(HERE / "row_counts.py", folder, seconds=SECONDS)
-    alone = {kind: row_counts.counted(folder, Variant(kind), 1) for kind in KINDS}
-    return json.loads((folder / "results.json").read_text()), alone
+    row_counts.save_models(folder)
+    return folder
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_train_on_the_same_rows_as_one_process(read, kind, accumulation):
-    found, alone = read[0]["shared"][Variant(kind, accumulation).name], read[1][kind]
+@pytest.fixture(scope="module")
+def read(folder) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rows that two processes read, and those that one reads."""
+    found = forks.results("ddp", row_counts.in_time, row_counts.short_run, folder)[0]
+    return found, {kind: row_counts.counted(folder, Variant(kind), 1) for kind in KINDS}
+
+
+def counted(folder, strategy: str, variant: Variant) -> dict[str, Any]:
+    """The rows that two processes of their own read of one variant."""
+    return forks.results(strategy, row_counts.in_time, row_counts.counted, folder, variant, 2)[0]
+
+
+@each_variant
+def test_two_processes_read_each_row_of_one_process_once(read, folder, variant):
+    found, alone = read[0]["shared"].get(variant.name) or counted(folder, "ddp", variant), read[1][variant.kind]
     assert "error" not in found, found
     assert found["train"] == alone["train"], "the rows of each step, in the same order as in one process"
     assert len(found["train"]) == STEPS * EPOCHS
@@ -38,26 +48,21 @@ def test_two_processes_train_on_the_same_rows_as_one_process(read, kind, accumul
     assert len(first) == len(set(first)) == len(second) == len(set(second)) == ROWS - 3
     assert first != second
 
-
-def test_rows_stay_where_a_subclass_may_have_added_values_for_them(read):
-    found = read[0]["kept"]
-    assert found["moved"] == 0
-    assert found["train"] == read[1]["map"]["train"]
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_evaluation_counts_each_row_once(read, kind, accumulation):
-    found, alone = read[0]["shared"][Variant(kind, accumulation).name], read[1][kind]
     assert set(found["eval"]) == {row_counts.row(number)["prompt"] for number in range(ROWS)}
     assert len(found["eval"]) == ROWS + 1, "one row fills the last batch"
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert alone["loss"] == pytest.approx(read[1]["map"]["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
-def test_a_sharded_student_counts_each_row_once(read, strategy):
-    (found,) = read[0][strategy].values()
+def test_rows_stay_in_their_process_if_a_subclass_may_have_added_values(read):
+    found = read[0]["kept"]
+    assert found["moved"] == 0
+    assert found["train"] == read[1]["map"]["train"]
+
+
+@pytest.mark.parametrize("strategy", ["zero3_cpu", pytest.param("fsdp2_cpu", marks=pytest.mark.long)])
+def test_sharded_student_counts_each_row_once(read, folder, strategy):
+    found = counted(folder, strategy, Variant("uneven", 2))
     assert "error" not in found, found
     assert found["loss"] == pytest.approx(read[1]["uneven"]["loss"], rel=1e-6)
     assert len(found["eval"]) == ROWS + 1
@@ -80,19 +85,19 @@ def test_processes_with_different_options_are_refused(read, what, said):
 
 
 @pytest.mark.parametrize("option", row_counts.OPTIONS, ids=str)
-def test_an_option_that_distributes_rows_differently_is_refused(read, option):
+def test_options_that_distribute_rows_differently_are_refused(read, option):
     ((name, value),) = option.items()
     assert f"`{name}={value}` on 2 processes" in read[0]["refused"][str(option)]
 
 
-def test_two_processes_resume_a_sharded_stream_at_the_same_row(read):
+def test_two_processes_resume_sharded_stream_at_same_row(read):
     runs = read[0]["resumed"]
     assert runs["resumed"] == runs["whole"][3:]
     assert runs["again"] == runs["whole"], "a second `train()` begins anew"
 
 
 @pytest.mark.parametrize("number", [1, 2, 4, 5])
-def test_evaluating_few_rows_gives_the_same_loss_for_maps_and_streams(read, number):
+def test_evaluation_of_few_rows_has_same_loss_for_map_and_stream(read, number):
     losses = read[0]["short"]
     assert losses[f"map {number}"] == pytest.approx(losses[f"even {number}"], rel=1e-6)
     assert len({losses[f"map {number}"] for number in (1, 2, 4, 5)}) == 4

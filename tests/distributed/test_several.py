@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import several
 import torch
 from datasets import Dataset
-from processes import SECONDS, run
 from several import EVALUATIONS, PROMPTS, REWARDED, ROWS, STEPS, TRAININGS, number_of, value_of
 
-HERE = Path(__file__).parent
-
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 60)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +26,7 @@ def models(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def results(models) -> dict[int, dict[str, Any]]:
     """What one process has found, and what two have."""
-    run(HERE / "several.py", models, seconds=SECONDS)
-    return {1: several.all_of(models, 1), 2: json.loads((models / "results.json").read_text())}
+    return {2: forks.results("ddp", several.all_of, models, 2)[0], 1: several.all_of(models, 1)}
 
 
 def generations(name: str, options: dict[str, Any]) -> int:
@@ -43,7 +39,7 @@ def close(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", TRAININGS)
-def test_each_prompt_is_completed_as_often_as_asked_within_one_step(results, name, processes):
+def test_each_prompt_gets_num_generations_completions_within_one_step(results, name, processes):
     found, number = results[processes]["train"][name], generations(name, TRAININGS[name])
     for batch in found["read"]:
         assert len(batch) == ROWS
@@ -56,7 +52,7 @@ def test_each_prompt_is_completed_as_often_as_asked_within_one_step(results, nam
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", TRAININGS)
-def test_completions_are_taught_and_learned_with_their_own_prompts(results, name, processes):
+def test_completions_are_scored_and_learned_with_their_own_prompts(results, name, processes):
     found, number = results[processes]["train"][name], generations(name, TRAININGS[name])
     assert all(number_of(prompt) == number_of(text) for prompt, text in found["taught"])
     learned: dict[tuple[int, str], list[str]] = defaultdict(list)
@@ -67,7 +63,7 @@ def test_completions_are_taught_and_learned_with_their_own_prompts(results, name
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", TRAININGS)
-def test_the_spread_is_that_of_the_completions_of_each_prompt(results, name, processes):
+def test_group_std_is_that_of_completions_of_each_prompt(results, name, processes):
     """Recomputed from the divergence of each completion, by the number that it carries."""
     found = results[processes]["train"][name]
     by_step: dict[int, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
@@ -93,14 +89,14 @@ def test_two_processes_learn_what_one_learns(results, name):
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", ["resumed", "overlap"])
-def test_the_student_learns_the_same_from_the_same_rows(results, name, processes):
+def test_resumed_and_overlapped_runs_learn_the_same(results, name, processes):
     plain, other = (results[processes]["train"][key] for key in ("map", name))
     if name == "resumed":
         assert plain["read"][-1:] == other["read"]
     assert close(plain["weights"], other["weights"])
 
 
-def test_it_is_the_training_on_a_dataset_whose_rows_are_repeated(results, models):
+def test_num_generations_equals_training_on_repeated_rows(results, models):
     plain = results[1]["train"]["map"]
     rows = Dataset.from_list([{"prompt": prompt} for batch in plain["read"] for prompt in batch])
     repeated = several.trained(models, rows=rows, processes=1, num_generations=1, shuffle_dataset=False)
@@ -112,7 +108,7 @@ def test_it_is_the_training_on_a_dataset_whose_rows_are_repeated(results, models
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", EVALUATIONS)
-def test_an_evaluation_counts_each_completion_once(results, name, processes):
+def test_evaluation_counts_each_completion_once(results, name, processes):
     found, number = results[processes]["eval"][name], generations(name, EVALUATIONS[name])
     (logs,) = found["logs"]
     written = [number_of(text) for text in found["predicted"]]
@@ -129,7 +125,7 @@ def test_an_evaluation_counts_each_completion_once(results, name, processes):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_completions_of_the_dataset_are_learned_with_their_own_prompts(results, processes):
+def test_completions_of_dataset_are_learned_with_their_own_prompts(results, processes):
     found = results[processes]["off policy"]
     assert all(number_of(prompt) == number_of(text) for prompt, text in found["taught"])
     given = [[text for _, step, text, *_ in found["learned"] if step == one] for one in range(len(found["logs"]))]
@@ -138,18 +134,18 @@ def test_completions_of_the_dataset_are_learned_with_their_own_prompts(results, 
     assert 0 < sum(shares) < len(shares)
 
 
-def test_which_rows_are_off_policy_does_not_depend_on_the_number_of_processes(results):
+def test_off_policy_rows_do_not_depend_on_number_of_processes(results):
     one, two = (results[processes]["off policy"] for processes in (1, 2))
-    assert sorted(row[1:3] for row in map(list, one["learned"])) == sorted(row[1:3] for row in two["learned"])
+    assert sorted(row[1:3] for row in one["learned"]) == sorted(row[1:3] for row in two["learned"])
     assert close(one["weights"], two["weights"])
     for row, other in zip(one["logs"], two["logs"], strict=True):
         for metric in ("loss", "off_policy/share", "off_policy/divergence", "on_policy/divergence"):
             assert close(row[metric], other[metric]), metric
 
 
-def test_what_the_teacher_writes_does_not_depend_on_the_number_of_processes(results):
+def test_completions_of_teacher_do_not_depend_on_number_of_processes(results):
     one, two = (results[processes]["by the teacher"] for processes in (1, 2))
-    assert sorted(map(tuple, one["taught"])) == sorted(map(tuple, two["taught"]))
+    assert sorted(one["taught"]) == sorted(two["taught"])
     by_student = [number_of(prompt) == number_of(text) for prompt, text in one["taught"] if "." in text]
     assert by_student.count(True) + sum("." not in text for _, text in one["taught"]) == len(one["taught"])
     assert 0 < by_student.count(True) < len(one["taught"])
@@ -159,7 +155,7 @@ def test_what_the_teacher_writes_does_not_depend_on_the_number_of_processes(resu
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", ["rewards", "rewards of a stream"])
-def test_an_evaluation_rewards_each_row_once(results, name, processes):
+def test_evaluation_rewards_each_row_once(results, name, processes):
     """Ten rows in batches of six: the last batch of two processes is filled up with rows that were seen."""
     found = results[processes]["eval"][name]
     values = torch.tensor([value_of(text) for text in found["predicted"]])
@@ -177,7 +173,7 @@ def test_an_evaluation_rewards_each_row_once(results, name, processes):
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", REWARDED)
-def test_each_completion_pulls_with_the_advantage_of_its_own_reward(results, name, processes):
+def test_each_completion_has_the_advantage_of_its_own_reward(results, name, processes):
     """Recomputed from the completions of each prompt, by the number that they carry."""
     given, found = REWARDED[name], results[processes]["rewarded"][name]
     weights = given.get("reward_weights", [1.0, 1.0])
@@ -202,7 +198,7 @@ def test_each_completion_pulls_with_the_advantage_of_its_own_reward(results, nam
 def test_two_processes_reward_what_one_rewards(results, name):
     one, two = (results[processes]["rewarded"][name] for processes in (1, 2))
     assert len({text for _, text, _ in one["pulled"]}) > ROWS
-    for row, other in zip(sorted(one["pulled"]), sorted(map(tuple, two["pulled"])), strict=True):
+    for row, other in zip(sorted(one["pulled"]), sorted(two["pulled"]), strict=True):
         assert row[:2] == other[:2]
         assert row[2] == pytest.approx(other[2], rel=1e-5, abs=1e-6)
     for row, other in zip(one["logs"], two["logs"], strict=True):

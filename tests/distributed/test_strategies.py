@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from functools import cache
 
+import forks
 import pytest
 import tiny
 import torch
+import train_sharded
 import variants
-from processes import run
 from products import PHASES
-from safetensors.torch import load_file
 
-SECONDS = 600
-"""Time limit of all pairs together; generous, for a busy machine."""
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 60)]
-
-SCRIPT = Path(__file__).parent / "train_sharded.py"
-STRATEGIES = {
+WRAPPERS = {
     "ddp": "DistributedDataParallel",
     "zero2": "DeepSpeedEngine",
     "zero3": "DeepSpeedEngine",
     "fsdp2": "FSDPQwen2ForCausalLM",
 }
-"""The class that each wraps the student in, since a launch may silently use another strategy."""
+"""The class that each strategy wraps the student in, since a launch may silently use another."""
 DESCRIBED = {
     "ddp": "2, data parallelism (DDP), on cpu",
     "zero2": "2, DeepSpeed ZeRO-2, on cpu",
@@ -33,6 +28,7 @@ DESCRIBED = {
     "fsdp2": "2, FSDP2, on cpu",
 }
 """How the trainer describes each."""
+CONFIGS = {"ddp": "ddp", "zero2": "zero2_cpu", "zero3": "zero3_cpu", "fsdp2": "fsdp2_cpu"}
 TOLERANCE = 1e-5
 """A tenth of one step of AdamW at a learning rate of 1e-4."""
 
@@ -46,105 +42,95 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(models):
-    """Results of one process, by variant: the student's weights, the losses of three steps and the trainer in words."""
-    found = {}
-    for name, made_of in variants.ALONE.items():
-        trainer = variants.build(models, made_of, processes=1)
-        before = variants.weights(trainer)
+    """Trains a variant in one process, once; its weights, the losses of three steps and the trainer in words."""
+
+    @cache
+    def trained(name):
+        trainer = variants.build(models, variants.ALONE[name], processes=1)
+        before = {name: array.copy() for name, array in variants.arrays(trainer).items()}
         trainer.train()
-        found[name] = (
-            variants.weights(trainer),
-            [row["loss"] for row in trainer.state.log_history if "loss" in row],
-            repr(trainer),
-        )
-        assert variants.largest_difference(before, found[name][0]) > 20 * TOLERANCE, f"{name} learns nothing"
-    return found
+        weights = variants.arrays(trainer)
+        assert variants.largest_difference(before, weights) > 20 * TOLERANCE, f"{name} learns nothing"
+        return weights, train_sharded.losses(trainer), repr(trainer)
+
+    return trained
 
 
-@pytest.fixture(scope="module")
-def pairs(models):
-    """The folder in which the pair of each strategy has written its results."""
-    print(run(SCRIPT, models, *STRATEGIES, seconds=SECONDS))
-    return models
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_processes_learn_what_one_learns(strategy, pairs, alone):
-    out = pairs / strategy
-    results, trained = json.loads((out / "results.json").read_text()), load_file(out / "weights.safetensors")
-
+@pytest.mark.parametrize(
+    ("strategy", "every"),
+    [
+        *((strategy, False) for strategy in variants.SHORT),
+        *(pytest.param(strategy, True, marks=pytest.mark.long) for strategy in WRAPPERS),
+    ],
+    ids=lambda value: {True: "every variant", False: "some variants"}.get(value, value),
+)
+def test_two_processes_learn_what_one_learns(models, alone, strategy, every):
+    found = forks.results(CONFIGS[strategy], train_sharded.train, models, strategy, every)[0]
+    of_strategy = variants.of(strategy, every)
+    same_as = {name: same for name, (same, _) in of_strategy.items()}
     differences = {}
-    for name, same in {
-        variants.AFTER: "full",
-        **{name: same for name, (same, _) in variants.of(strategy).items()},
-    }.items():
-        mine = {key.removeprefix(f"{name}/"): tensor for key, tensor in trained.items() if key.startswith(f"{name}/")}
-        weights, losses, _ = alone[same]
+    if "used_before" in found:
+        same_as[variants.AFTER] = "full"
+        found["trained"][variants.AFTER] = found["used_before"]["trained"]
+        found["losses"][variants.AFTER] = found["used_before"]["losses"]
+        assert found["used_before"]["wrapper"] == WRAPPERS[strategy]
+        _check_used_before(found["used_before"])
+    for name, same in same_as.items():
+        weights, losses, _ = alone(same)
         exact = variants.EXACT.get(same)
         # In another batch shape a half-precision teacher rounds differently: its error is as large as against float32,
         # and two such errors may add up.
-        allowed = TOLERANCE if exact is None else 2 * variants.largest_difference(weights, alone[exact][0])
+        allowed = TOLERANCE if exact is None else 2 * variants.largest_difference(weights, alone(exact)[0])
         of_losses = (
-            TOLERANCE if exact is None else 2 * max(abs(a - b) for a, b in zip(losses, alone[exact][1], strict=True))
+            TOLERANCE if exact is None else 2 * max(abs(a - b) for a, b in zip(losses, alone(exact)[1], strict=True))
         )
-        differences[name] = variants.largest_difference(mine, weights) / allowed
-        assert results["losses"][name] == pytest.approx(losses, abs=of_losses), name
+        differences[name] = variants.largest_difference(found["trained"][name], weights) / allowed
+        assert found["losses"][name] == pytest.approx(losses, abs=of_losses), name
     print(
         f"\n{strategy}, of what is allowed", *(f"{value:.1e}  {name}" for name, value in differences.items()), sep="\n"
     )
     assert max(differences.values()) <= 1, differences
 
-    assert (results["processes"], results["wrapper"]) == (2, STRATEGIES[strategy])
-    assert set(results["split"].values()) == {strategy in ("zero3", "fsdp2")}
-    assert all(sorted(empty) != [0, 0] for empty in results["empty"]), "a process had nothing to learn from"
-    for name, (same, _) in variants.of(strategy).items():
-        described, of_one = results["described"][name], alone[same][2]
+    assert (found["processes"], found["wrapper"]) == (2, WRAPPERS[strategy])
+    assert set(found["split"].values()) == {strategy in ("zero3", "fsdp2")}
+    assert all(sorted(empty) != [0, 0] for empty in found["empty"]), "a process had nothing to learn from"
+    for name, (same, _) in of_strategy.items():
+        described, of_one = found["described"][name], alone(same)[2]
         assert DESCRIBED[strategy] in described
         assert ("sharded over the processes" in " ".join(described.split())) is (", zero3" in name)
         student = described.partition("\n  teacher")[0]
         assert student == of_one.partition("\n  teacher")[0], "sizes are those of all shards together"
-    if strategy == "zero3":
-        _check_sharded_teacher(results["share"])
-        assert results["not_gathered"]["losses"] == pytest.approx(results["generated"]["losses"][:1], abs=TOLERANCE)
-    for name, half in results.get("bfloat16", {}).items():
-        _, in_float32, _ = alone[variants.of(strategy)[name][0]]
-        print(f"{strategy}, bfloat16, {name}: losses", *half["losses"], "in float32", *in_float32)
-        assert half["products"] == {phase: ["bfloat16"] for phase in PHASES}
-        frozen_base = strategy == "ddp" and name.startswith("lora")  # which launchers that shard it cast by themselves
-        kept = {"torch.bfloat16"} if strategy.startswith("zero") else {"torch.float32"}
-        assert half["kept"] == sorted(kept | {"torch.bfloat16"} if frozen_base else kept)
-        frequencies = tiny.qwen2(32, seed=0).model.rotary_emb.inv_freq.tolist()
-        assert half["frequencies"] == frequencies, "rounded, they rotate late positions wrongly"
-        assert half["losses"] == pytest.approx(in_float32, abs=1e-2)
-        assert all(torch.tensor(loss).bfloat16().item() != loss for loss in half["losses"]), (
-            "the loss itself is not rounded"
-        )
-    assert results["accumulated"] < 1e-5, "micro-batches add up in less than float32"
-    written = ("generated", "not_gathered", "unpadded", "unpadded_not_gathered")
-    for generated in (results[name] for name in written if name in results):
+    for name, half in found.get("bfloat16", {}).items():
+        _check_bfloat16(strategy, name, half, alone(of_strategy[name][0])[1])
+    assert found.get("accumulated", 0) < 1e-5, "micro-batches add up in less than float32"
+    for generated in found["generated"]:
         assert [len(ids) for ids in generated["written"]] == [3, 3, 60, 60]
         assert generated["written"] == generated["alone"]
         assert generated["beside_none"] == generated["alone"][:2], "where the other process has no prompts"
-    sources = {source for source, *_ in results["by_teacher"]}
-    assert sources == {True, False}
-    assert len(results["by_teacher"]) == 16
-    for source, _, completion, by_teacher in results["by_teacher"]:
-        assert (completion == by_teacher) is source
     if strategy in ("zero3", "fsdp2"):
-        assert "cannot write completions, which takes a whole model in each process" in results["cannot_write"]
-    assert results["used_before"]["wrapper"] == STRATEGIES[strategy]
-    _check_used_before(results["used_before"])
+        assert "cannot write completions, which takes a whole model in each process" in found["cannot_write"]
+    if strategy == "zero3":
+        _check_sharded_teacher(found["share"])
+        gathered, not_gathered = found["generated"][:2]
+        assert not_gathered["losses"] == pytest.approx(gathered["losses"], abs=TOLERANCE)
     if strategy == "fsdp2":
-        assert "not launched with DeepSpeed ZeRO-3" in results["refused"]
+        assert "not launched with DeepSpeed ZeRO-3" in found["refused"]
+    if every:
+        assert {source for source, *_ in found["by_teacher"]} == {True, False}
+        assert len(found["by_teacher"]) == 16
+        for source, _, completion, by_teacher in found["by_teacher"]:
+            assert (completion == by_teacher) is source
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES.keys() - {"ddp"}))
-def test_a_single_process_that_evaluates_first_learns_the_same(strategy, pairs, alone):
-    out = pairs / f"{strategy}, one process"
-    found, (weights, losses, _) = json.loads((out / "results.json").read_text()), alone["full"]
-    assert found["wrapper"] == STRATEGIES[strategy]
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
+def test_single_process_that_evaluates_first_learns_the_same(strategy, models, alone):
+    """DDP would not wrap a single process."""
+    found = forks.results(CONFIGS[strategy], train_sharded.used_before, models, 1, processes=1)[0]
+    weights, losses, _ = alone("full")
+    assert found["wrapper"] == WRAPPERS[strategy]
     assert found["losses"] == pytest.approx(losses, abs=TOLERANCE)
-    assert variants.largest_difference(load_file(out / "weights.safetensors"), weights) <= TOLERANCE
+    assert variants.largest_difference(found["trained"], weights) <= TOLERANCE
     _check_used_before(found)
 
 
@@ -154,6 +140,18 @@ def _check_used_before(found):
     assert twice < once < before
     assert found["moved"] > 20 * TOLERANCE, "the second training learns nothing"
     assert set(found["timeouts"]) == {variants.TIMEOUT}, "a group waits for less, or more, than `ddp_timeout`"
+
+
+def _check_bfloat16(strategy, name, half, in_float32):
+    print(f"{strategy}, bfloat16, {name}: losses", *half["losses"], "in float32", *in_float32)
+    assert half["products"] == {phase: ["bfloat16"] for phase in PHASES}
+    frozen_base = strategy == "ddp" and name.startswith("lora")  # which launchers that shard it cast by themselves
+    kept = {"torch.bfloat16"} if strategy.startswith("zero") else {"torch.float32"}
+    assert half["kept"] == sorted(kept | {"torch.bfloat16"} if frozen_base else kept)
+    frequencies = tiny.qwen2(32, seed=0).model.rotary_emb.inv_freq.tolist()
+    assert half["frequencies"] == frequencies, "rounded, they rotate late positions wrongly"
+    assert half["losses"] == pytest.approx(in_float32, abs=1e-2)
+    assert all(torch.tensor(loss).bfloat16().item() != loss for loss in half["losses"]), "the loss is not rounded"
 
 
 def _check_sharded_teacher(found):

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from functools import cache
 
+import forks
 import pytest
-from processes import SECONDS, run
+import tool_turns
 from tool_turns import ANSWER, CALL, CALLS, LAUNCHES
 
-pytestmark = [pytest.mark.distributed, pytest.mark.vllm, pytest.mark.timeout(SECONDS + 60)]
-pytest.importorskip("vllm")
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
+SHORT = ("ddp", "zero3, not gathered")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def launched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tool_turns")
-    run(Path(__file__).parent / "tool_turns.py", folder, seconds=SECONDS)
-    return json.loads((folder / "results.json").read_text())
+    tool_turns.save_models(folder)
+
+    @cache
+    def launched(name):
+        strategy, options = LAUNCHES[name]
+        return forks.results(strategy, tool_turns.trained, folder, options)[0]
+
+    return launched
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_a_process_takes_part_in_the_turns_of_others(results, name):
-    found = results[name]
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long] + [pytest.mark.vllm] * ("vllm" in name))
+        for name in LAUNCHES
+    ],
+)
+def test_process_takes_part_in_tool_turns_of_others(launched, name):
+    if "vllm" in name:
+        pytest.importorskip("vllm")
+    found = launched(name)
     assert found["train"]["turns"] == [[2, 2, 1, 1], [2, 0, 0, 0]], "rows of each turn"
     assert found["evaluate"]["turns"] == [[2, 0, 0], [2, 2, 1]]
     for what, of_each in CALLS.items():
         assert found[what]["learned"] == sorted(CALL * calls + ANSWER for each in of_each for calls in each)
     assert found["calls"] == 4 / 4
-    assert found["loss"] == pytest.approx(results["ddp"]["loss"], abs=1e-5)
+    assert found["loss"] == pytest.approx(launched("ddp")["loss"], abs=1e-5)

@@ -1,21 +1,12 @@
-"""Run as a process of its own: forks the processes of each launch with a `parallelism_config`, to train its variants.
-
-PYTHONPATH=tests python tests/distributed/train_parallel.py FOLDER hsdp
-
-Writes the results to `FOLDER/<launch>`; the models are in `FOLDER`.
-"""
+"""Trains the variants of a launch with a `parallelism_config` in its processes."""
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import forks
 import variants
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -56,19 +47,19 @@ def tokens_read(trainer: OPSDTrainer) -> list[list[int]]:
     return read
 
 
-def train(folder: Path, launch: str) -> None:
+def train(folder: Path, launch: str) -> dict[str, Any]:
     """Trains the variants of a launch in one of its processes."""
-    found: dict[str, Any] = {"losses": {}, "tokens": {}}
-    trained: dict[str, Tensor] = {}
+    found: dict[str, Any] = {"losses": {}, "tokens": {}, "trained": {}}
 
     def run(name: str, trainer: OPSDTrainer, checkpoint: Path | None = None) -> None:
         found["tokens"][name] = tokens_read(trainer)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        trained.update({f"{name}/{key}": one.contiguous() for key, one in variants.weights(trainer).items()})
+        found["trained"][name] = variants.arrays(trainer)
         found["losses"][name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         if trainer.accelerator.is_main_process:
             found["described"] = repr(trainer)
         found["placed"] = sorted({_placed(one) for one in trainer.model.parameters()})
+        trainer.accelerator.wait_for_everyone()
 
     processes = LAUNCHES[launch].processes
     first, *others = LAUNCHES[launch].variants
@@ -76,23 +67,9 @@ def train(folder: Path, launch: str) -> None:
     run(first, build(folder, first, processes, **saved))
     run(RESUMED, build(folder, first, processes), folder / "out" / "checkpoint-1")
     for name in others:
-        run(name, trainer := build(folder, name, processes))
-    if trainer.accelerator.is_main_process:
-        out = folder / launch
-        out.mkdir()
-        save_file(trained, out / "weights.safetensors")
-        (out / "results.json").write_text(json.dumps(found))
-    trainer.accelerator.wait_for_everyone()
+        run(name, build(folder, name, processes))
+    return found
 
 
 def _placed(parameter: Tensor) -> str:
     return str(parameter.placements) if isinstance(parameter, DTensor) else "whole"
-
-
-def main(folder: Path, launches: list[str]) -> None:
-    for name in launches:
-        forks.launch(LAUNCHES[name].config, train, folder, name, processes=LAUNCHES[name].processes)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,14 +1,7 @@
-"""Run as a process of its own: forks a pair of processes for each strategy, which train all its variants.
-
-PYTHONPATH=tests python tests/distributed/train_sharded.py FOLDER ddp zero2 zero3 fsdp2
-
-Writes the results to `FOLDER/<strategy>`; the models are in `FOLDER`.
-"""
+"""Trains variants in the processes of one strategy, has them generate, and is given what it must refuse."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import forks
 import fsdp_on_cpu
 import tiny
 import torch
@@ -25,7 +17,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from deepspeed.utils import safe_get_full_fp32_param
 from products import WatchedTrainer
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
@@ -35,67 +26,57 @@ from trl_opsd._compat.sharding import in_zero3_model, is_split, whole
 LENGTHS = (3, 60)
 """Tokens that each process generates; one finishes long before the other."""
 FULL = variants.ALONE["full"]
+UNPADDED = {**variants.ALONE["full, read unpadded"], "max_steps": 1}
+WRITTEN: dict[str, list[dict[str, Any]]] = {
+    "zero3": [{}, {"ds3_gather_for_generation": False}, UNPADDED, {**UNPADDED, "ds3_gather_for_generation": False}],
+    "fsdp2": [{}, UNPADDED],
+}
+"""Options of students that generate themselves, where they are sharded; half of them are of the short run."""
 
 
-def train(folder: Path, strategy: str) -> None:
-    """Trains all variants in one process of a pair."""
-    results: dict[str, Any] = {"empty": [], "split": {}, "losses": {}, "described": {}}
-    trained: dict[str, Tensor] = {}
-    whole, trocr = (
-        tiny.qwen2(32, seed=0),
-        variants.trocr(32),
-    )  # before there is a DeepSpeed config, which would split them
-    if strategy in ("zero3", "fsdp2"):
-        results["generated"] = generated(folder, whole)
-        results["unpadded"] = generated(folder, trocr, **variants.ALONE["full, read unpadded"], max_steps=1)
-    if strategy == "zero3":
-        results["not_gathered"] = generated(folder, whole, ds3_gather_for_generation=False, max_steps=1)
-        results["unpadded_not_gathered"] = generated(
-            folder, trocr, **variants.ALONE["full, read unpadded"], ds3_gather_for_generation=False, max_steps=1
-        )
-    for name, (_, made_of) in variants.of(strategy).items():
+def train(folder: Path, strategy: str, every: bool) -> dict[str, Any]:
+    """In one process of a pair: the variants of the short run or all, and what else this strategy could do wrong."""
+    found: dict[str, Any] = {"empty": [], "split": {}, "losses": {}, "described": {}, "trained": {}, "seconds": {}}
+    # before there is a DeepSpeed config, which would split them
+    students = {"qwen2": tiny.qwen2(32, seed=0), "trocr": variants.trocr(32)}
+    of_strategy, is_sharded = variants.of(strategy, every), strategy in WRITTEN
+    written = WRITTEN.get(strategy, [])
+    found["generated"] = [
+        generated(folder, students[options.get("family", "qwen2")], **{"max_steps": 1, **options})
+        for options in (written if every else written[: len(written) // 2])
+    ]
+    for name, (_, made_of) in of_strategy.items():
+        began = time.process_time()
         trainer = variants.build(folder, made_of, processes=2)
         trainer.train()
-        trained |= {f"{name}/{parameter}": tensor for parameter, tensor in variants.weights(trainer).items()}
-        results["losses"][name] = losses(trainer)
+        found["trained"][name] = variants.arrays(trainer)
+        found["losses"][name] = losses(trainer)
         if trainer.accelerator.is_main_process:  # alone: a description must not wait for the other process
-            results["described"][name] = repr(trainer)
-        results["wrapper"] = results.get("wrapper") or type(trainer.model_wrapped).__name__  # of "full"
-        results["split"][name] = any(map(is_split, trainer.model.parameters()))
-        results["empty"].append(gather_object([trainer.rollout.empty]))
+            found["described"][name] = repr(trainer)
+        found.setdefault("wrapper", type(trainer.model_wrapped).__name__)
+        found["split"][name] = any(map(is_split, trainer.model.parameters()))
+        found["empty"].append(gather_object([trainer.rollout.empty]))
         if name == "full, zero3":
-            results["share"] = sharded_teacher(trainer)
-    results["used_before"], after = used_before(folder, processes=2)
-    trained |= {f"{variants.AFTER}/{parameter}": tensor for parameter, tensor in after.items()}
-    results["losses"][variants.AFTER] = results["used_before"]["losses"]
-    results["bfloat16"] = {
-        name: in_bfloat16(folder, variants.of(strategy)[name][1]) for name in variants.half(strategy)
-    }
-    results["accumulated"] = accumulated(folder)
-    results["processes"] = trainer.accelerator.num_processes
+            found["share"] = sharded_teacher(trainer)
+        found["seconds"][name] = time.process_time() - began
+    if every or strategy != "fsdp2":
+        found["used_before"] = used_before(folder, processes=2)
+        half = variants.half(strategy)
+        found["bfloat16"] = {name: in_bfloat16(folder, of_strategy[name][1]) for name in half[0 if every else -1 :]}
+    if every or strategy == "zero3":
+        found["accumulated"] = accumulated(folder)
     if strategy == "fsdp2":
-        results["refused"] = refusal(folder, {"teacher_offload": "zero3"})
-    if strategy in ("zero3", "fsdp2"):
-        results["cannot_write"] = refusal(folder, {"teacher_model_kind": "live", "lmbda": 0.5, "seq_kd": True})
-    results["by_teacher"] = written_by_teacher(folder)
-    if trainer.accelerator.is_main_process:
-        out = folder / strategy
-        out.mkdir()
-        save_file({name: tensor.contiguous() for name, tensor in trained.items()}, out / "weights.safetensors")
-        (out / "results.json").write_text(json.dumps(results))
+        found["refused"] = refusal(folder, {"teacher_offload": "zero3"})
+    if is_sharded:
+        found["cannot_write"] = refusal(folder, {"teacher_model_kind": "live", "lmbda": 0.5, "seq_kd": True})
+    if every:
+        found["by_teacher"] = written_by_teacher(folder)
+    found["processes"] = trainer.accelerator.num_processes
     trainer.accelerator.wait_for_everyone()
+    return found
 
 
-def train_alone(folder: Path, strategy: str) -> None:
-    """Trains in a single process that is launched like those of a pair."""
-    results, trained = used_before(folder, processes=1)
-    out = folder / f"{strategy}, one process"
-    out.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in trained.items()}, out / "weights.safetensors")
-    (out / "results.json").write_text(json.dumps(results))
-
-
-def used_before(folder: Path, processes: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def used_before(folder: Path, processes: int) -> dict[str, Any]:
     """Results of a trainer that evaluates, trains, and does both again; and its weights after the first training."""
     trainer = variants.build(folder, FULL, processes, ddp_timeout=variants.TIMEOUT)
     trainer.eval_dataset = trainer.train_dataset
@@ -104,17 +85,17 @@ def used_before(folder: Path, processes: int) -> tuple[dict[str, Any], dict[str,
         evaluated.append(trainer.evaluate()["eval_loss"])
         trainer.train()
         learned.append(losses(trainer))
-        trained.append(variants.weights(trainer))
-        of_each = gather_object([float(sum(tensor.double().sum() for tensor in trained[-1].values()))])
-        summed.append(of_each)
+        trained.append(variants.arrays(trainer))
+        summed.append(gather_object([float(sum(array.astype(float).sum() for array in trained[-1].values()))]))
     return {
         "evaluated": [*evaluated, trainer.evaluate()["eval_loss"]],
         "losses": learned[0],
         "summed": summed,
+        "trained": trained[0],
         "moved": variants.largest_difference(*trained),
         "wrapper": type(trainer.model_wrapped).__name__,
         "timeouts": [group._get_backend(torch.device("cpu")).options._timeout.seconds for group in c10d._world.pg_map],
-    }, trained[0]
+    }
 
 
 class Sourced(OPSDTrainer):
@@ -172,7 +153,7 @@ def in_bfloat16(folder: Path, made_of: dict[str, Any]) -> dict[str, Any]:
 
 
 def accumulated(folder: Path) -> float:
-    """How far the gradient of 16 equal micro-batches is from that of one, relative to its norm, in bfloat16."""
+    """How far the gradient of 8 equal micro-batches is from that of one, relative to its norm, in bfloat16."""
 
     def stepped(calls: int, rate: float) -> Tensor:
         args = tiny.config(
@@ -202,7 +183,7 @@ def accumulated(folder: Path) -> float:
         is_of_zero = hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
         return safe_get_full_fp32_param(parameter) if is_of_zero else whole(parameter)
 
-    start, one, many = stepped(1, 1e-30), stepped(1, 1.0), stepped(16, 1.0)
+    start, one, many = stepped(1, 1e-30), stepped(1, 1.0), stepped(8, 1.0)
     return float((many - one).norm() / (one - start).norm())
 
 
@@ -254,16 +235,3 @@ def sharded_teacher(trainer: OPSDTrainer) -> dict[str, Any]:
         "agreed": trainer.teacher.placement.passes_to_run(1 + trainer.accelerator.process_index),
         "split": in_zero3_model(trainer.teacher.model),
     }
-
-
-def main(folder: Path, strategies: list[str]) -> None:
-    for strategy in strategies:
-        began = time.monotonic()
-        forks.launch(strategy if strategy == "ddp" else f"{strategy}_cpu", train, folder, strategy)
-        print(f"{strategy}: {time.monotonic() - began:.0f} s", flush=True)
-        if strategy != "ddp":  # which would not wrap a single process
-            forks.launch(f"{strategy}_cpu", train_alone, folder, strategy, processes=1)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

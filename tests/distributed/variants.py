@@ -98,15 +98,45 @@ OVERLAPPED = {
 """Variants that learn from rows while others are written, as `DEALT`."""
 
 
-def of(strategy: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The variants of a strategy: which of `ALONE` each must equal, and its options."""
+SHORT = {
+    "ddp": (
+        "full",
+        "full, tied head, own ema",
+        "full, read unpadded",
+        "full, least certain tokens",
+        "lora, own base",
+        "lora, own ema",
+        "lora and head",
+        "lora, packed to a budget",
+        "lora, overlap, budget",
+        "full, ahead",
+        "lora, served",
+        "full, stream",
+    ),
+    "zero3": (
+        "full",
+        "full, tied head, own ema",
+        "lora, own ema",
+        "lora, packed to a budget",
+        "full, served",
+        "full, zero3",
+        "full, zero3, overlap",
+        "lora, zero3",
+        "full, teacher in bfloat16, zero3",
+    ),
+    "fsdp2": ("full", "lora, own ema"),
+}
+"""Variants of the short run: every option of all of them, though not every pair of two."""
+
+
+def of(strategy: str, every: bool = True) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The variants of a strategy, all or those of the short run: which of `ALONE` each must equal, and its options."""
     placed = {**PLACED, **(IN_ZERO3 if strategy == "zero3" else {})}
     variants = {name: (name, made_of) for name, made_of in ALONE.items()} | DEALT | OVERLAPPED | SERVED
     if strategy == "zero3":
         variants["full, zero3, overlap"] = ("full", {"teacher_offload": "zero3", "overlap": "step"})
-    return variants | {
-        name: (same, {**ALONE[same], "teacher_offload": where}) for name, (same, where) in placed.items()
-    }
+    variants |= {name: (same, {**ALONE[same], "teacher_offload": where}) for name, (same, where) in placed.items()}
+    return variants if every else {name: variants[name] for name in SHORT[strategy]}
 
 
 def half(strategy: str) -> tuple[str, ...]:
@@ -212,7 +242,12 @@ def weights(trainer: OPSDTrainer) -> dict[str, Tensor]:
     return {name: whole(parameter).clone() for name, parameter in parameters.items()}
 
 
-def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+def arrays(trainer: OPSDTrainer) -> dict[str, Any]:
+    """The same for other processes."""
+    return {name: tensor.numpy() for name, tensor in weights(trainer).items()}
+
+
+def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     """The largest difference over all parameters; both must have the same names."""
     assert set(one) == set(other)
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    return max(float(abs(one[name] - other[name]).max()) for name in one)

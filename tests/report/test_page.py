@@ -55,7 +55,7 @@ RECORDED = [
 
 
 @pytest.mark.quick
-def test_curves_are_the_figures_of_the_log():
+def test_curves_are_numbers_of_the_log():
     found = {one.title: one for one in charts(LOG)}
     assert list(found) == [
         "Divergence",
@@ -82,7 +82,7 @@ def test_curves_are_the_figures_of_the_log():
 
 
 @pytest.mark.quick
-def test_a_picture_draws_every_curve_and_needs_nothing():
+def test_picture_draws_every_curve_and_loads_nothing():
     for chart in charts(LOG):
         svg = picture(chart)
         ET.fromstring(svg)
@@ -104,7 +104,7 @@ class Elements(HTMLParser):
 
 
 @pytest.mark.quick
-def test_text_of_models_stays_text():
+def test_text_of_models_is_escaped():
     made = page(HOSTILE, LOG, RECORDED)
     assert made.count("<script") == 1
     assert "onerror=alert(1)>" not in made
@@ -117,7 +117,7 @@ def test_text_of_models_stays_text():
 
 
 @pytest.mark.quick
-def test_other_prompts_first_and_last_are_explained_and_the_same_ones_stand_side_by_side():
+def test_first_and_last_samples_are_paired_if_prompts_are_equal():
     made = page("run", LOG, RECORDED, {"student": "<b>small</b>"})
     of_evaluation, of_training = made.split("<h3>")[1:]
     assert (of_evaluation.count('"sample pair"'), "other prompts" in of_evaluation) == (1, False)
@@ -127,14 +127,14 @@ def test_other_prompts_first_and_last_are_explained_and_the_same_ones_stand_side
 
 
 @pytest.mark.quick
-def test_phases_have_the_names_of_the_terminal_and_numbers_of_a_chart_the_same_decimals():
+def test_phases_are_named_as_in_terminal_and_charts_share_decimals():
     found = {one.title: one for one in charts(LOG)}
     assert [one.name for one in found["Seconds of a step"].curves] == ["write"]
     assert [found["Divergence"].shown(value) for value in (1.0, 0.01, None)] == ["1.000", "0.010", "–"]
     assert found["Learning rate"].shown(1e-6) == "1.00e-06"
 
 
-def test_what_is_read_is_what_was_written_and_damage_is_named(tmp_path):
+def test_recorded_samples_round_trip_and_damaged_line_is_named(tmp_path):
     for one in RECORDED:
         append(tmp_path, one)
     assert recorded_in(tmp_path) == RECORDED
@@ -150,7 +150,7 @@ def test_what_is_read_is_what_was_written_and_damage_is_named(tmp_path):
             recorded_in(tmp_path)
 
 
-def test_the_command_reports_any_folder_with_a_log(make_trainer, tmp_path):
+def test_report_command_accepts_any_folder_with_a_log(make_trainer, tmp_path):
     def asked(*arguments):
         return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
@@ -177,7 +177,7 @@ def test_the_command_reports_any_folder_with_a_log(make_trainer, tmp_path):
     assert unwritable.exit_code == 2
 
 
-def test_the_card_links_the_report(make_trainer, tmp_path):
+def test_model_card_links_report(make_trainer, tmp_path):
     for report in (True, False):
         trainer = make_trainer(report=report, max_steps=1)
         trainer.create_model_card()
@@ -205,7 +205,7 @@ def address(tmp_path):
     return write(tmp_path, LOG).as_uri()
 
 
-def test_a_person_reads_it_with_mouse_keyboard_phone_and_printer(browser, address, tmp_path):
+def test_page_works_with_mouse_keyboard_phone_and_printer(browser, address, tmp_path):
     asked, wrong = [], []
     view = browser.new_page(viewport={"width": 1280, "height": 900})
     view.on("request", lambda request: asked.append(request.url))

@@ -33,7 +33,7 @@ def dense(trainer, prompt: str, answer: list[int], temperature: float):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "sampled_reverse_kl"])
-def test_every_token_has_the_numbers_of_both_models(make_trainer, tmp_path, divergence):
+def test_every_token_has_numbers_of_both_models(make_trainer, tmp_path, divergence):
     given = {"temperature": 1.0 if "sampled" in divergence else 0.7, "beta": 0.5 if divergence == "jsd" else 1.0}
     given["per_device_eval_batch_size"] = 3
     trainer = make_trainer(report=True, divergence=divergence, eval_dataset=tiny.rows(8), **given)
@@ -67,7 +67,7 @@ def test_every_token_has_the_numbers_of_both_models(make_trainer, tmp_path, dive
 
 
 @pytest.mark.quick
-def test_a_training_is_the_same_with_and_without(make_trainer, tmp_path):
+def test_report_does_not_change_the_training(make_trainer, tmp_path):
     def trained(report: bool):
         trainer = make_trainer(
             report=report,
@@ -103,7 +103,7 @@ def test_a_training_is_the_same_with_and_without(make_trainer, tmp_path):
     assert page.count('class="tokens"') == sum(len(one.samples) for one in of_ends)
 
 
-def test_the_last_step_shows_the_prompts_of_the_first_where_it_has_them(tmp_path):
+def test_last_sample_prefers_prompts_of_first_sample(tmp_path):
     recording, state = Recording(str(tmp_path), dict, False), TrainerState(max_steps=9)
 
     def note(step, prompts):
@@ -119,7 +119,7 @@ def test_the_last_step_shows_the_prompts_of_the_first_where_it_has_them(tmp_path
     assert first & last == {"[3]", "[4]"}
 
 
-def test_a_resumed_run_keeps_what_it_had_and_a_new_one_begins_anew(make_trainer, tmp_path):
+def test_resumed_run_continues_report_and_new_run_replaces_it(make_trainer, tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
     make_trainer(report=True, max_steps=4, **saves).train()
     assert [one.step for one in recorded_in(tmp_path)] == [0, 3]
@@ -133,7 +133,7 @@ def test_a_resumed_run_keeps_what_it_had_and_a_new_one_begins_anew(make_trainer,
     ] == 2
 
 
-def test_an_evaluation_before_a_training_belongs_to_it_and_a_second_training_begins_anew(make_trainer, tmp_path):
+def test_evaluation_before_training_joins_its_report_and_second_training_replaces_it(make_trainer, tmp_path):
     make_trainer(report=True, max_steps=1).train()
     trainer = make_trainer(report=True, eval_dataset=tiny.rows(2))
     trainer.evaluate()
@@ -145,7 +145,7 @@ def test_an_evaluation_before_a_training_belongs_to_it_and_a_second_training_beg
     assert [(one.split, one.step) for one in recorded_in(tmp_path)] == [("train", 0), ("train", 2)]
 
 
-def test_an_evaluation_alone_leaves_the_report_of_a_training_as_it_was(make_trainer, tmp_path):
+def test_evaluation_alone_leaves_report_of_training_unchanged(make_trainer, tmp_path):
     make_trainer(report=True, logging_steps=1, **EVALUATES).train()
     log, page = log_of(tmp_path), (tmp_path / "report.html").read_text()
     assert max(one["step"] for one in log) == 3
@@ -154,7 +154,7 @@ def test_an_evaluation_alone_leaves_the_report_of_a_training_as_it_was(make_trai
     assert write(tmp_path).read_text() == page
 
 
-def test_several_datasets_and_predictions_are_told_apart(make_trainer, tmp_path):
+def test_evaluation_datasets_are_recorded_apart_and_predictions_not(make_trainer, tmp_path):
     trainer = make_trainer(report=True, eval_dataset={"even": tiny.rows(2), "odd": tiny.rows(4)})
     trainer.predict(tiny.rows(8).select([5, 6]))
     trainer.evaluate()
@@ -162,7 +162,7 @@ def test_several_datasets_and_predictions_are_told_apart(make_trainer, tmp_path)
     assert seen == [("eval_even", set(tiny.PROMPTS[:2])), ("eval_odd", set(tiny.PROMPTS[:4]))]
 
 
-def test_what_only_the_teacher_reads_is_never_written(make_trainer, tmp_path):
+def test_privileged_context_is_not_in_the_report(make_trainer, tmp_path):
     rows = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": ["the secret is 7"] * 8})
     trainer = make_trainer(
         report=True, teacher_model=None, teacher_model_kind="live", train_dataset=rows, eval_dataset=rows, max_steps=1
@@ -176,7 +176,7 @@ def test_what_only_the_teacher_reads_is_never_written(make_trainer, tmp_path):
         assert "secret" not in file.read_text(), file.name
 
 
-def test_several_teachers_are_named_and_each_row_has_its_own(make_trainer, tmp_path):
+def test_each_sample_names_its_teacher(make_trainer, tmp_path):
     rows = Dataset.from_dict({"prompt": tiny.PROMPTS[:2], "teacher": ["b", "a"]})
     teachers = {"a": tiny.qwen2(48, seed=1), "b": tiny.qwen2(32, seed=0)}  # b is the student as it begins
     trainer = make_trainer(report=True, teacher_model=teachers, train_dataset=rows, eval_dataset=rows)
@@ -188,7 +188,7 @@ def test_several_teachers_are_named_and_each_row_has_its_own(make_trainer, tmp_p
     assert max(same) < 1e-5 < min(other)
 
 
-def test_tokens_without_weight_have_no_numbers_and_long_completions_are_cut(make_trainer, tmp_path):
+def test_tokens_outside_loss_have_no_divergence_and_long_completions_are_cut(make_trainer, tmp_path):
     long = [5 + place % 90 for place in range(TOKENS + 20)]
     rollout = FixedRollout(dict.fromkeys(tiny.recorded(tiny.tokenizer()), long))
     trainer = make_trainer(report=True, eval_dataset=tiny.rows(1), max_completion_length=TOKENS + 20, rollout=rollout)
@@ -215,7 +215,7 @@ def test_tokens_without_weight_have_no_numbers_and_long_completions_are_cut(make
     assert all((token.divergence is None) == (place % 2 == 1) for place, token in enumerate(sample.tokens))
 
 
-def test_a_record_that_cannot_be_written_costs_no_step(make_trainer, tmp_path, caplog):
+def test_unwritable_report_does_not_stop_training(make_trainer, tmp_path, caplog):
     (tmp_path / "report").write_text("a file is in the way")
     trainer = make_trainer(report=True, logging_steps=1)
     trainer.train()

@@ -69,7 +69,7 @@ def of_tensorboard(folder: Path):
     return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_every_number_of_the_log_is_in_each_of_them_under_its_group(make_tracked, trackio, tmp_path, project):
+def test_trackers_get_every_number_of_the_log_under_its_group(make_tracked, trackio, tmp_path, project):
     import wandb
 
     trainer = make_tracked("trackio", "tensorboard", "wandb", log_completions=True)
@@ -122,7 +122,7 @@ def test_every_sample_is_a_trace_of_its_tokens(make_tracked, trackio, tmp_path, 
                 assert len(span["output"].splitlines()) == 1 + len(token.choices)
 
 
-def test_nothing_that_only_the_teacher_reads_is_logged(make_tracked, trackio, tmp_path, project):
+def test_privileged_context_is_not_logged(make_tracked, trackio, tmp_path, project):
     trainer = make_tracked("trackio", "tensorboard", log_completions=True)
     trainer.train()
     assert recorded_in(tmp_path)
@@ -133,12 +133,12 @@ def test_nothing_that_only_the_teacher_reads_is_logged(make_tracked, trackio, tm
         assert not any(SECRET.encode() in content for content in stored)
 
 
-def test_one_that_is_not_asked_for_gets_nothing(make_tracked, trackio, project):
+def test_tracker_not_in_report_to_gets_nothing(make_tracked, trackio, project):
     make_tracked("tensorboard").train()
     assert not trackio.SQLiteStorage.get_runs(project)
 
 
-def test_a_trackio_without_traces_costs_the_traces_alone(make_tracked, trackio, tmp_path, project, monkeypatch, caplog):
+def test_trackio_without_traces_only_loses_the_traces(make_tracked, trackio, tmp_path, project, monkeypatch, caplog):
     monkeypatch.delattr(trackio, "Trace")
     trainer = make_tracked("trackio")
     trainer.train()

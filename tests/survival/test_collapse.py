@@ -39,7 +39,7 @@ def followed(*later: Figures, first: Figures = START) -> Course:
         ({"repeated": 0.6, "length": 512.0}, "repetition", "60% of the completions end in a repetition, and 2% did"),
     ],
 )
-def test_each_sign_of_a_collapse_is_named(now, sign, said):
+def test_each_sign_of_collapse_is_named(now, sign, said):
     (found,) = followed(replace(START, **now)).signs().items()
     assert found[0] == sign
     assert said in found[1]
@@ -47,7 +47,7 @@ def test_each_sign_of_a_collapse_is_named(now, sign, said):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("divergence", "signs"), [(-0.06, {"clip"}), (-0.04, set())])
-def test_a_clipped_divergence_far_below_zero_is_a_sign_and_another_is_not(divergence, signs):
+def test_clipped_divergence_far_below_zero_is_sign_of_collapse(divergence, signs):
     course = followed(replace(START, divergence=divergence))
     assert course.signs(clipped=True).keys() == signs
     assert course.signs() == {}, "one's own divergence may be negative everywhere"
@@ -65,7 +65,7 @@ def test_a_clipped_divergence_far_below_zero_is_a_sign_and_another_is_not(diverg
         {"length": 1000.0, "repeated": 0.3},
     ],
 )
-def test_what_healthy_runs_do_is_no_sign(now):
+def test_healthy_runs_show_no_sign_of_collapse(now):
     assert followed(replace(START, **now)).signs() == {}
 
 
@@ -74,14 +74,14 @@ def test_what_healthy_runs_do_is_no_sign(now):
     ("first", "last", "signs"),
     [(8.0, 1.0, {"length"}), (2.0, 1.0, {"length"}), (8.0, 1.5, set()), (1.0, 1.0, set()), (1.5, 1.0, set())],
 )
-def test_short_completions_collapse_to_their_end_token_and_may_be_short_from_the_start(first, last, signs):
+def test_completions_shrinking_to_end_token_are_sign_of_collapse(first, last, signs):
     start = replace(START, length=first)
     assert followed(replace(start, length=last), first=start).signs().keys() == signs
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("divergence", "signs"), [(4.0, {"divergence"}), (2.0, set())])
-def test_a_run_that_collapses_at_once_is_compared_with_its_first_step(divergence, signs):
+def test_run_collapsing_at_once_is_compared_with_its_first_step(divergence, signs):
     course = Course()
     for step in [START] + [replace(START, divergence=divergence)] * (2 * STEPS):
         course.add(step)
@@ -90,7 +90,7 @@ def test_a_run_that_collapses_at_once_is_compared_with_its_first_step(divergence
 
 @pytest.mark.quick
 @pytest.mark.parametrize("noise", [0.2, 0.5])
-def test_single_steps_that_leave_the_bounds_are_no_sign(noise):
+def test_outlier_steps_are_no_sign_of_collapse(noise):
     draw = random.Random(0)
     course = Course()
     for step in range(300):
@@ -100,7 +100,7 @@ def test_single_steps_that_leave_the_bounds_are_no_sign(noise):
 
 
 @pytest.mark.quick
-def test_a_course_goes_on_after_it_was_written_and_read():
+def test_course_continues_after_round_trip_through_json():
     draw = random.Random(0)
     steps = [replace(START, divergence=draw.random(), length=draw.random() * 100) for _ in range(35)]
     for number in (0, 5, 10, 15, 30):
@@ -129,7 +129,7 @@ def test_a_course_goes_on_after_it_was_written_and_read():
         ([], False),
     ],
 )
-def test_a_repetition_is_known_by_the_end_of_a_completion(ids, repeats):
+def test_repetition_is_detected_at_end_of_completion(ids, repeats):
     assert is_repetition(ids) is repeats
 
 
@@ -138,8 +138,8 @@ def test_a_repetition_is_known_by_the_end_of_a_completion(ids, repeats):
 
 COLLAPSES = {
     "learning_rate": 1.0,
-    "max_steps": 24,
-    "logging_steps": 24,
+    "max_steps": 22,
+    "logging_steps": 22,
     "train_dataset": tiny.rows(1),
     "per_device_train_batch_size": 1,
 }
@@ -147,7 +147,7 @@ SIGN = "Step 20 shows a collapse: the student's entropy is "
 """At the first step at which there are 10 and 10."""
 
 
-def test_a_run_that_collapses_is_stopped_saved_and_can_tell_its_best_checkpoint(make_trainer, tmp_path, caplog):
+def test_collapsing_run_stops_saves_and_names_best_checkpoint(make_trainer, tmp_path, caplog):
     trainer = make_trainer(
         **COLLAPSES,
         collapse_guard="stop",
@@ -171,19 +171,19 @@ def test_a_run_that_collapses_is_stopped_saved_and_can_tell_its_best_checkpoint(
     assert left == {best, 18, 20}, "the best, the newest before, and the one that the stop has saved"
 
 
-def test_a_run_that_collapses_is_warned_of_once_and_goes_on(make_trainer, caplog):
+def test_collapsing_run_warns_once_and_continues(make_trainer, caplog):
     trainer = make_trainer(**COLLAPSES)
     trainer.train()
-    assert trainer.state.global_step == 24
+    assert trainer.state.global_step == 22
     assert caplog.text.count(SIGN) == 1
 
 
-def test_without_the_guard_nothing_is_said(make_trainer, caplog):
-    make_trainer(**COLLAPSES, collapse_guard=None).train()
+def test_no_collapse_warning_without_guard(make_trainer, caplog):
+    make_trainer(**{**COLLAPSES, "max_steps": 20}, collapse_guard=None).train()
     assert "collapse" not in caplog.text
 
 
-def test_a_resumed_run_remembers_how_it_began(make_trainer, tmp_path, caplog):
+def test_resumed_run_compares_with_start_of_first_run(make_trainer, tmp_path, caplog):
     given = {**COLLAPSES, "collapse_guard": "stop", "save_strategy": "steps", "save_steps": 15}
     make_trainer(**{**given, "max_steps": 15}).train()
     assert SIGN not in caplog.text
@@ -193,8 +193,8 @@ def test_a_resumed_run_remembers_how_it_began(make_trainer, tmp_path, caplog):
     assert caplog.text.count(SIGN) == 1
 
 
-def test_a_healthy_run_is_not_stopped(make_trainer, caplog):
-    trainer = make_trainer(collapse_guard="stop", max_steps=40, learning_rate=1e-3, logging_steps=40)
+def test_healthy_run_is_not_stopped(make_trainer, caplog):
+    trainer = make_trainer(collapse_guard="stop", max_steps=22, learning_rate=1e-3, logging_steps=22)
     trainer.train()
-    assert trainer.state.global_step == 40
+    assert trainer.state.global_step == 22
     assert "collapse" not in caplog.text

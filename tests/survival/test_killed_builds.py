@@ -45,9 +45,7 @@ def build(lock: Path) -> Iterator[subprocess.Popen[str]]:
     process.wait()
 
 
-def test_the_lock_of_a_killed_build_is_named_at_once_and_that_of_a_living_one_is_waited_for(
-    lock, build, tmp_path, monkeypatch
-):
+def test_lock_of_killed_build_is_error_and_of_running_build_is_not(lock, build, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     check_builds()
     build.send_signal(signal.SIGKILL)
@@ -56,7 +54,7 @@ def test_the_lock_of_a_killed_build_is_named_at_once_and_that_of_a_living_one_is
         OPSDConfig(str(tmp_path / "out"))
 
 
-def test_a_lock_that_another_node_may_hold_is_warned_of_until_it_is_old(lock, monkeypatch):
+def test_lock_that_another_node_may_hold_warns_until_old(lock, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     lock.touch()
@@ -67,13 +65,13 @@ def test_a_lock_that_another_node_may_hold_is_warned_of_until_it_is_old(lock, mo
         check_builds()
 
 
-def test_the_lock_file_that_torch_2_14_leaves_after_each_build_is_no_killed_one(lock, monkeypatch):
+def test_lock_that_torch_2_14_leaves_after_each_build_is_ignored(lock, monkeypatch):
     lock.touch()
     monkeypatch.delattr(cpp_extension, "FileBaton")
     check_builds()
 
 
-def test_locks_of_other_extensions_are_nobodys_business(lock, tmp_path):
+def test_locks_of_other_extensions_are_ignored(lock, tmp_path):
     (tmp_path / "somebody's").mkdir()
     (tmp_path / "somebody's" / "lock").touch()
     check_builds()

@@ -36,7 +36,7 @@ def record(folder):
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(r=4, target_modules="all-linear")], ids=["full", "lora"])
 @pytest.mark.parametrize("side", ["teacher", "student", "gradient"])
-def test_a_skipped_step_changes_nothing(make_trainer, tmp_path, side, lora):
+def test_skipped_step_changes_nothing(make_trainer, tmp_path, side, lora):
     trainer = make_trainer(nonfinite="skip", peft_config=lora, lr_scheduler_type="linear", weight_decay=0.1)
     watching = poison(trainer, side)
     trainer.train()
@@ -83,7 +83,7 @@ def test_one_bad_micro_step_of_several_skips_the_whole_step(make_trainer, tmp_pa
 
 
 @pytest.mark.parametrize(("steps", "fails"), [((1, 3), False), ((2, 3), True)], ids=str)
-def test_more_skipped_steps_in_a_row_than_the_limit_are_an_error(make_trainer, steps, fails):
+def test_more_consecutive_skipped_steps_than_limit_are_an_error(make_trainer, steps, fails):
     trainer = make_trainer(nonfinite="skip", nonfinite_skip_limit=1)
     watching = poison(trainer, "gradient", steps)
     if fails:
@@ -95,7 +95,7 @@ def test_more_skipped_steps_in_a_row_than_the_limit_are_an_error(make_trainer, s
     assert trainer.state.global_step == (2 if fails else 3)
 
 
-def test_a_gradient_that_breaks_in_one_weight_is_attributed_to_no_rank(make_trainer, tmp_path):
+def test_non_finite_gradient_of_one_weight_names_no_rank(make_trainer, tmp_path):
     trainer = make_trainer(max_grad_norm=0.0)
     trainer.model.lm_head.weight.register_hook(lambda gradient: gradient * float("inf"))
     before = [one.detach().clone() for one in trainer.model.parameters()]
@@ -105,7 +105,7 @@ def test_a_gradient_that_breaks_in_one_weight_is_attributed_to_no_rank(make_trai
     assert record(tmp_path)[0]["ranks"] == []
 
 
-def test_a_record_that_cannot_be_written_does_not_hide_the_error(make_trainer, tmp_path):
+def test_unwritable_record_does_not_hide_the_error(make_trainer, tmp_path):
     (tmp_path / RECORD).mkdir()
     trainer = make_trainer()
     poison(trainer, "student")
@@ -118,19 +118,19 @@ class TestEvaluation:
     def spoiled(self, make_trainer, **options):
         return make_trainer(SpoiledSecond, eval_dataset=tiny.rows(4), per_device_eval_batch_size=2, **options)
 
-    def test_a_nan_in_an_evaluation_is_an_error(self, make_trainer, tmp_path):
+    def test_nan_in_evaluation_is_an_error(self, make_trainer, tmp_path):
         with pytest.raises(FloatingPointError, match=r"NaN or infinite in an evaluation after step 0 on rank 0\. Load"):
             self.spoiled(make_trainer).evaluate()
         assert record(tmp_path)[0]["evaluating"] is True
 
-    def test_with_skip_the_evaluation_loss_is_that_of_the_other_batches(self, make_trainer):
+    def test_skipped_evaluation_batch_does_not_count_in_the_loss(self, make_trainer):
         trainer = self.spoiled(make_trainer, nonfinite="skip")
         loss = trainer.evaluate()["eval_loss"]
         tokens, divergence, *_ = trainer.parts[0].rows.sum(0).tolist()
         assert len(trainer.parts) == 2
         assert loss == pytest.approx(divergence / tokens, rel=1e-6)
 
-    def test_a_nan_in_an_evaluation_skips_no_training_step(self, make_trainer):
+    def test_nan_in_evaluation_skips_no_training_step(self, make_trainer):
         trainer = self.spoiled(make_trainer, nonfinite="skip")
         trainer.evaluate()
         trainer.train()
@@ -147,7 +147,7 @@ class TestScaledLoss:
         monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")
         return trainer
 
-    def test_overflows_of_a_scale_that_is_too_large_are_no_error(self, make_trainer, monkeypatch, tmp_path):
+    def test_overflows_of_too_large_loss_scale_are_no_error(self, make_trainer, monkeypatch, tmp_path):
         trainer = self.scaling(make_trainer, monkeypatch, scale=2.0**120, max_steps=8, nonfinite_skip_limit=8)
         watching = faults.Watching(trainer.model)
         trainer.add_callback(watching)
@@ -160,7 +160,7 @@ class TestScaledLoss:
         assert set(left_out) == {True, False}
         assert not (tmp_path / RECORD).exists()
 
-    def test_a_gradient_that_no_scale_makes_finite_is_an_error(self, make_trainer, monkeypatch):
+    def test_gradient_that_no_loss_scale_makes_finite_is_an_error(self, make_trainer, monkeypatch):
         trainer = self.scaling(make_trainer, monkeypatch, scale=1.0, nonfinite_skip_limit=2)
         watching = poison(trainer, "gradient", (1, 2, 3))
         with pytest.raises(FloatingPointError, match="3 optimizer steps in a row"):
@@ -188,7 +188,7 @@ def test_deepspeed_checks_gradients_by_default():
     assert DeepSpeedBF16Config().check_grad_overflow is True
 
 
-def test_every_line_of_the_record_is_valid_json(make_trainer, tmp_path):
+def test_every_line_of_record_is_valid_json(make_trainer, tmp_path):
     trainer = make_trainer()
     poison(trainer, "teacher")
     with pytest.raises(FloatingPointError):

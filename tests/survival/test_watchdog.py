@@ -25,7 +25,7 @@ class SlowToRead(OPSDTrainer):
 
 
 @pytest.mark.quick
-def test_a_phase_that_takes_too_long_is_reported_with_stacks(make_trainer, capfd):
+def test_slow_phase_is_reported_with_stacks(make_trainer, capfd):
     trainer = make_trainer(SlowToRead, phase_timeout=0.2, max_steps=2)
     trainer.train()
     assert trainer.state.global_step == 2, "it only reports"
@@ -39,7 +39,7 @@ def test_a_phase_that_takes_too_long_is_reported_with_stacks(make_trainer, capfd
     assert capfd.readouterr().err == "", "no timer is left armed"
 
 
-def test_phases_that_are_quick_enough_are_not_reported(make_trainer, capfd):
+def test_phases_below_timeout_are_not_reported(make_trainer, capfd):
     trainer = make_trainer(phase_timeout=60.0, max_steps=1, save_strategy="steps", save_steps=1)
     trainer.train()
     assert "in phase" not in capfd.readouterr().err
@@ -48,7 +48,7 @@ def test_phases_that_are_quick_enough_are_not_reported(make_trainer, capfd):
         assert not timer.is_alive()
 
 
-def test_an_outer_phase_is_watched_again_after_an_inner_one(capfd):
+def test_outer_phase_is_watched_again_after_inner_one(capfd):
     watch = Watchdog(0.2, rank=3)
     with watch("compare"):
         with watch("teach"):
@@ -59,7 +59,7 @@ def test_an_outer_phase_is_watched_again_after_an_inner_one(capfd):
     assert "'teach'" not in printed
 
 
-def test_a_phase_that_failed_is_no_longer_watched(capfd):
+def test_failed_phase_is_no_longer_watched(capfd):
     watch = Watchdog(0.2, rank=0)
     with pytest.raises(ZeroDivisionError), watch("sync"):
         raise ZeroDivisionError
