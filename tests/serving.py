@@ -72,7 +72,7 @@ def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
             if requests.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
                 return
         except requests.RequestException:
-            time.sleep(1)
+            time.sleep(0.2)
     raise AssertionError(f"the server did not start: {log.read_text()[-3000:]}")
 
 

@@ -80,7 +80,7 @@ def test_a_bf16_step_is_in_bfloat16_in_every_phase(run):
     assert "teach" in benchmark.table(found)
 
 
-def test_construction_counts_the_rows_that_had_to_be_tokenized(monkeypatch, tmp_path):
+def test_construction_counts_tokenized_rows(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     benchmark = importlib.import_module("construction")
@@ -118,7 +118,7 @@ def test_whole_steps_are_measured_on_the_same_work_as_trls(monkeypatch, tuning, 
         benchmark.summed_up(runs, args.tolerance)
 
 
-def test_ragged_lengths_have_a_long_tail_and_the_mean_that_was_asked_for(monkeypatch):
+def test_ragged_lengths_have_a_long_tail_and_the_given_mean(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     benchmark = importlib.import_module("end_to_end")
     drawn = torch.tensor(benchmark.lengths("ragged", 100, 4000, torch.Generator().manual_seed(0)), dtype=torch.float32)
@@ -128,6 +128,7 @@ def test_ragged_lengths_have_a_long_tail_and_the_mean_that_was_asked_for(monkeyp
     assert benchmark.lengths("even", 7, 2, None) == [7, 7]
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 def test_a_sync_takes_one_call_and_delivers_the_weights(run, monkeypatch):
     engine = pytest.importorskip("trl_opsd._compat.vllm.engine")
@@ -143,6 +144,7 @@ def test_a_sync_takes_one_call_and_delivers_the_weights(run, monkeypatch):
     assert "lora" in benchmark.table(rows)
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_two_processes_that_share_a_row_keep_half_of_its_activations():
     said = processes.run(
@@ -162,7 +164,8 @@ def test_a_step_that_overlaps_learns_before_the_last_row_is_written(run, tmp_pat
     assert "overlaps" in benchmark.table(rows)
 
 
-def test_a_study_of_objectives_trains_for_its_tokens_and_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
+@pytest.mark.long
+def test_study_of_objectives_trains_for_its_tokens_and_resumes(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(FOLDER)
     study, found = tmp_path / "study.jsonl", []
     options = ["--tokens", "2500", "--seeds", "0", "--tasks", "self", "--output", str(study)]

@@ -101,7 +101,7 @@ class TestProducts:
             streamed_divergence(student, teacher, divergence, sampled=SAMPLED)
         assert counter.get_total_flops() == STUDENT + TEACHER
 
-    def test_evaluation_takes_only_the_value_of_a_divergence_of_ones_own(self, make_pair):
+    def test_evaluation_takes_only_the_value_of_a_custom_divergence(self, make_pair):
         modes = []
 
         class Mine(Divergence):
@@ -199,6 +199,7 @@ class TestMemory:
         found = [streamed.memory_of.__wrapped__(torch.device(kind)) for kind in ("cpu", "cuda:7")]
         assert found == [0, 80 * 10**9]
         monkeypatch.setattr(streamed, "memory_of", lambda device: memory)
+        monkeypatch.setattr(streamed, "_BLOCK_ELEMENTS", {})  # not one row at a time
         with FakeTensorMode(), Operations() as ran:
             student = LazyLogits(torch.empty(2000, 8, requires_grad=True), OutputHead(torch.empty(152064, 8)))
             teacher = LazyLogits(torch.empty(2000, 9), OutputHead(torch.empty(152064, 9)))

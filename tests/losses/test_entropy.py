@@ -15,7 +15,7 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("rich", [False, True], ids=["plain", "bias-scale-cap-temperature"])
 @pytest.mark.parametrize("vocabulary", [None, 41])
-def test_it_is_the_entropy_of_the_dense_program_in_one_product(make_pair, chunk, rich, vocabulary):
+def test_streamed_entropy_equals_the_dense_one_with_one_product(make_pair, chunk, rich, vocabulary):
     student, teacher = make_pair(TOKENS, VOCABULARY, rich=rich)
     expected = dense_divergence(student, teacher, ForwardKL(), vocabulary=vocabulary).student_entropy
     with counted_flops() as counter:

@@ -30,22 +30,28 @@ sys.exit(code)
 """
 
 
-@pytest.fixture(scope="module")
-def measured():
-    """The benchmark, on a few widths: a row shorter than a block, and one that ends within the second."""
+@pytest.fixture(scope="module", params=["short", pytest.param("all", marks=pytest.mark.long)])
+def measured(request):
+    """The benchmark, on rows that end within the second block; or also on rows shorter than one, for every target."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
     import kernel
 
-    options = SimpleNamespace(rows=3, widths=[37, 2049], architectures=list(kernel.ARCHITECTURES))
+    short = request.param == "short"
+    architectures = [90] if short else list(kernel.ARCHITECTURES)
+    options = SimpleNamespace(
+        rows=2 if short else 3, widths=[2049] if short else [37, 2049], architectures=architectures
+    )
     result = kernel.measure(options)
     assert "registers" in kernel.table(result)
+    assert len(result["errors"]) == (8 + 3 + 7) * 5 * len(options.widths)
+    assert len(result["compiled"]) == 8 * 2 * len(architectures)
+    assert {row["architecture"] for row in result["compiled"]} == {kernel.ARCHITECTURES[one] for one in architectures}
     return result
 
 
-def test_the_kernel_has_the_errors_of_the_eager_steps(measured):
+def test_kernel_errors_are_those_of_the_eager_steps(measured):
     rows = measured["errors"]
     assert {row["kind"] for row in rows} == {"far", "near", "huge", "rich", "capped"}
-    assert len(rows) == (8 + 3 + 7) * 5 * 2
     assert len({row["divergence"] for row in rows}) == 8 + 3 + 7
     for row in rows:
         near, clipped = row["kind"] == "near", "clipped" in row["divergence"]
@@ -59,7 +65,7 @@ def test_the_kernel_has_the_errors_of_the_eager_steps(measured):
         assert row["kernel bfloat16"]["value"] == row["kernel float32"]["value"]
 
 
-def test_each_logit_is_read_as_often_as_it_must_be(measured):
+def test_logits_are_read_once_per_pass(measured):
     for row in measured["errors"]:
         if row["kind"] == "far" and row["width"] == 2049:
             passes = 2 if row["divergence"].startswith(("ForwardKL()", "ReverseKL()", "SampledReverseKL")) else 3
@@ -70,9 +76,7 @@ def test_each_logit_is_read_as_often_as_it_must_be(measured):
                 assert row[f"kernel {dtype}"]["bytes"] == pytest.approx(expected, rel=2e-3)  # and five statistics
 
 
-def test_no_register_is_spilled_and_memory_is_accessed_in_wide_pieces(measured):
-    assert {row["architecture"] for row in measured["compiled"]} == {"sm_80", "sm_90a", "sm_100a"}
-    assert len(measured["compiled"]) == 8 * 2 * 3
+def test_kernel_spills_no_register_and_accesses_memory_in_wide_pieces(measured):
     for row in measured["compiled"]:
         rich, policy = row["rich"], row["divergence"] == "SampledReverseKL"
         assert row["spilled"] == 0, row
@@ -84,21 +88,33 @@ def test_no_register_is_spilled_and_memory_is_accessed_in_wide_pieces(measured):
         assert row["narrow"] == 11 + 5 * rich + policy, row
 
 
-def test_the_streamed_divergence_passes_its_tests_with_the_kernel():
+# All settings of a head, shared vocabularies, weights, chunks, and gradients that are asked for in any combination;
+# what a head is made of does not depend on the divergence; all of them once, and clipped.
+ALL = (
+    "(each_setting or weights or freezing or excluded or second_backward or PaddedVocabularies)"
+    " and not (Skewed or Alpha or Total or Adaptive)"
+    " or weights_multiply and not Adaptive or clipped_divergence and 0.005 and temperature and not Adaptive"
+    " or sampled_tokens and not Adaptive"
+)
+SOME = (
+    "freezing or second_backward or weights_multiply and not Adaptive"
+    " or temperature and ReverseKL and not Skewed and (PaddedVocabularies or sampled_tokens and given3)"
+)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "least"),
+    [pytest.param(SOME, 15, id="some"), pytest.param(ALL, 60, id="all", marks=pytest.mark.long)],
+)
+def test_streamed_divergence_passes_its_tests_with_the_kernel(chosen, least):
     files = [str(Path(__file__).with_name(name)) for name in ("test_streamed.py", "test_sampled.py")]
-    # All settings of a head, shared vocabularies, weights, chunks, and gradients that are asked for in any combination.
-    chosen = "(each_setting or weights or freezing or excluded or second_backward or PaddedVocabularies)"
-    # What a head is made of does not depend on the divergence; all of them once, and clipped.
-    chosen += " and not (Skewed or Alpha or Total or Adaptive)"
-    chosen += " or weights_multiply and not Adaptive or clipped_divergence and 0.005 and temperature and not Adaptive"
-    chosen += " or sampled_tokens and not Adaptive"
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, "-c", COUNTED, *files, "-k", chosen], env=env, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
-    assert int(re.findall(r"(\d+) passed", run.stdout)[-1]) > 60
-    assert int(re.findall(r"kernel calls: (\d+)", run.stdout)[-1]) > 100
+    assert int(re.findall(r"(\d+) passed", run.stdout)[-1]) > least
+    assert int(re.findall(r"kernel calls: (\d+)", run.stdout)[-1]) > least
 
 
 class TestChoice:
@@ -121,17 +137,17 @@ class TestChoice:
         monkeypatch.setattr("trl_opsd.losses.kernels.import_module", lambda name: pytest.fail(name))
         assert step_for(ForwardKL(), None, CPU) is eager_
 
-    def test_a_kernel_that_gives_the_same_numbers_is_taken(self, kernel):
+    def test_a_kernel_with_the_eager_numbers_is_chosen(self, kernel):
         right = kernel(lambda *args: eager_(*args))
         assert step_for(ForwardKL(), None, CPU) is right
         assert step_for(GeneralizedJSD(0.5), None, CPU) is eager_  # it has no kernel here
 
-    def test_without_triton_the_eager_steps_are_taken(self, kernel, monkeypatch):
+    def test_without_triton_the_eager_steps_are_chosen(self, kernel, monkeypatch):
         kernel(lambda *args: pytest.fail("called"))
         monkeypatch.setattr("trl_opsd.losses.kernels.find_spec", lambda name: None)
         assert step_for(ForwardKL(), None, CPU) is eager_
 
-    def test_a_kernel_that_cannot_be_compiled_is_left_with_a_warning(self, kernel):
+    def test_a_kernel_that_fails_to_compile_warns_and_is_not_chosen(self, kernel):
         def fails(*args):
             raise RuntimeError("Failed to find C compiler.")
 
@@ -139,7 +155,7 @@ class TestChoice:
         with pytest.warns(UserWarning, match=r"kernel of ForwardKL\(\) failed with RuntimeError: Failed to find C"):
             assert step_for(ForwardKL(), None, CPU) is eager_
 
-    def test_a_kernel_with_other_numbers_is_left_with_a_warning(self, kernel):
+    def test_a_kernel_with_other_numbers_warns_and_is_not_chosen(self, kernel):
         def lies(*args):
             statistics = eager_(*args)
             args[-1].mul_(1.01)

@@ -45,7 +45,7 @@ def test_shares_and_masses_are_those_of_both_rankings(make_pair, tokens, vocabul
         assert 0 < shares.mean() < 1
 
 
-def test_equal_models_share_all_and_none_of_no_tokens(make_pair):
+def test_equal_models_share_all_likeliest_tokens(make_pair):
     student, _ = make_pair(40, 300)
     found = streamed_divergence(student, student, ForwardKL())
     assert found.top_shared.sum() == found.ranked.sum() == 3

@@ -66,7 +66,7 @@ def test_incompatible_models_are_refused(make_pair, compute, change, message):
 
 @pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
 @pytest.mark.parametrize("chunk", [0, -3, 2.5, "8"])
-def test_chunks_that_are_no_number_of_tokens_are_refused(make_pair, compute, chunk):
+def test_invalid_chunk_tokens_are_refused(make_pair, compute, chunk):
     with pytest.raises(ValueError, match=f"chunk_tokens is {chunk!r}, expected an int of at least 1"):
         compute(*make_pair(), ForwardKL(), chunk_tokens=chunk)
 
@@ -79,7 +79,7 @@ def test_weights_that_are_not_one_per_token_are_refused(make_pair, compute):
 
 @pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
 @pytest.mark.parametrize("vocabulary", [0, 38])
-def test_a_vocabulary_size_that_a_head_does_not_have_is_refused(make_pair, compute, vocabulary):
+def test_an_invalid_vocabulary_size_is_refused(make_pair, compute, vocabulary):
     with pytest.raises(ValueError, match=f"vocabulary is {vocabulary}, but .* 37 rows .* expected a number from 1 to"):
         compute(*make_pair(), ForwardKL(), vocabulary=vocabulary)
 
@@ -96,7 +96,7 @@ def test_a_vocabulary_size_that_a_head_does_not_have_is_refused(make_pair, compu
         (lambda mine, theirs: (mine - theirs).sum(-1).detach(), "is not a differentiable function"),
     ],
 )
-def test_a_divergence_of_ones_own_is_one_differentiable_number_for_each_row(value, message):
+def test_a_custom_divergence_returns_one_differentiable_number_per_row(value, message):
     class Mine(Divergence):
         def value(self, log_student_RV, log_teacher_RV):
             return value(log_student_RV, log_teacher_RV)
@@ -231,14 +231,14 @@ class NoisyWrongSign(Noisy):
 
 
 @pytest.mark.parametrize("vocabulary", [2, 259, 20_000])
-def test_sound_divergences_are_neither_refused_nor_doubted(vocabulary):
+def test_sound_divergences_pass_the_checks(vocabulary):
     named = [make(Settings(beta=0.3)) for make in DIVERGENCES.values()]
     for one in [*named, Skewed(), Analytic(), Bounded(), Noisy(), Sampled(), PerToken(torch.rand(vocabulary))]:
         doubts = prove_divergence(one, vocabulary, torch.device("cpu"))
         assert not doubts or (type(one) is Sampled and "is negative" in doubts[0])
 
 
-def test_a_random_divergence_is_compared_with_its_definition_too():
+def test_a_random_divergence_is_compared_with_its_definition():
     with pytest.raises(ValueError, match=r"^`NoisyWrongSign.value_and_gradient` does not belong to"):
         prove_divergence(NoisyWrongSign(), 7, torch.device("cpu"))
 
@@ -255,7 +255,7 @@ def test_a_random_divergence_is_compared_with_its_definition_too():
     ],
     ids=["negative", "cancelled", "bounded", "no teacher", "a constant teacher"],
 )
-def test_what_is_hardly_meant_is_returned_in_words(value, words, vocabulary):
+def test_suspicious_divergences_return_a_warning(value, words, vocabulary):
     class Mine(Divergence):
         def value(self, log_student_RV, log_teacher_RV):
             return value(log_student_RV, log_teacher_RV)

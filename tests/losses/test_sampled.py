@@ -93,7 +93,7 @@ class TestEqualsTheOracle:
         ours, oracle = (gradients(compute, *args, **differ) for compute in (streamed_divergence, dense_divergence))
         assert_same(ours, oracle, rtol=1e-4, atol=1e-4)
 
-    def test_ids_alone_change_no_loss(self, make_pair, gradients):
+    def test_sampled_ids_without_pull_change_no_loss(self, make_pair, gradients):
         pair, ids = make_pair(7, rich=True), sampled(7, 37, pull=False, logprobs=False)
         without, with_ids = (gradients(streamed_divergence, pair, ReverseKL(), sampled=one) for one in (None, ids))
         assert torch.equal(without[0].divergence, with_ids[0].divergence)
@@ -157,7 +157,7 @@ class TestFirstChoices:
     LOGITS = torch.tensor([[3.0, 1.0, 0.0], [0.0, 5.0, 1.0], [2.0, 2.0, 1.0]])
     OF_TEACHER = torch.tensor([[2.0, 1.0, 0.0], [9.0, 8.0, 0.0], [0.0, 4.0, 1.0]])
 
-    def test_they_are_counted_where_they_are_the_same(self):
+    def test_first_choices_are_counted_where_they_agree(self):
         head = OutputHead(torch.eye(3))
         sides = LazyLogits(self.LOGITS, head), LazyLogits(self.OF_TEACHER, head)
         found = streamed_divergence(*sides, ForwardKL(), sampled=Sampled(torch.tensor([1, 0, 1])))
@@ -178,7 +178,7 @@ class TestFirstChoices:
     ],
 )
 @pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
-def test_sampled_tokens_that_do_not_belong_to_the_loss_are_refused(make_pair, compute, of, message):
+def test_mismatched_sampled_tokens_are_refused(make_pair, compute, of, message):
     with pytest.raises(ValueError, match=message):
         compute(*make_pair(), SampledReverseKL(), sampled=of)
 

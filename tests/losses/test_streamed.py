@@ -181,7 +181,7 @@ class TestClip:
         with pytest.raises(ValueError, match=f"kl_clip is {clip}, expected a number above 0"):
             streamed_divergence(*make_pair(), ForwardKL(), kl_clip=clip)
 
-    def test_a_divergence_of_ones_own_is_not_clipped(self, make_pair):
+    def test_a_custom_divergence_is_not_clipped(self, make_pair):
         with pytest.raises(ValueError, match="with OwnKL, of which only the sum over the vocabulary is known"):
             streamed_divergence(*make_pair(), OwnKL(0.2), kl_clip=0.05)
 

@@ -42,7 +42,7 @@ def test_values_and_gradients_equal_the_oracle(make_pair, gradients, of, k):
 
 @each
 @pytest.mark.parametrize("apart", [3.0, 1e-3, 0.0])
-def test_it_is_never_negative_and_at_most_that_of_all_tokens(of, apart):
+def test_top_k_divergence_is_between_0_and_the_full_one(of, apart):
     generator = torch.Generator().manual_seed(0)
     student = 3 * torch.randn(50, 41, generator=generator)
     pair = rows(torch.stack([student, student + apart * torch.randn(50, 41, generator=generator)]))
@@ -56,7 +56,7 @@ def test_it_is_never_negative_and_at_most_that_of_all_tokens(of, apart):
     assert apart or not found.any()
 
 
-def test_it_is_what_can_be_computed_from_the_likeliest_tokens_alone():
+def test_top_k_divergence_needs_only_the_likeliest_tokens():
     student, teacher = torch.randn(2, 6, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
     log_student, log_teacher = student.log_softmax(-1), teacher.log_softmax(-1)
     told, ids = log_teacher.topk(4)  # what such a teacher tells
@@ -66,7 +66,7 @@ def test_it_is_what_can_be_computed_from_the_likeliest_tokens_alone():
     assert_close(found, (p * (p / q).log()).sum(-1).float())
 
 
-def test_a_teacher_that_is_certain_leaves_nothing_to_the_others():
+def test_a_teacher_with_one_certain_token_has_no_rest_mass():
     certain = torch.full((2, 9), -200.0).scatter_(1, torch.tensor([[3], [5]]), 200.0)
     for of in (ForwardKL(), ReverseKL()):
         same = streamed_divergence(*rows(torch.stack([certain, certain])), TopKTeacher(of, 2)).divergence
@@ -92,7 +92,7 @@ class Own(Divergence):
         (Own(), 4, "top_k_teacher is 4 with Own, which is not computed from entries: choose"),
     ],
 )
-def test_what_has_no_buckets_is_refused(of, k, message):
+def test_top_k_of_divergences_without_buckets_is_refused(of, k, message):
     with pytest.raises(ValueError, match=message):
         TopKTeacher(of, k)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import tiny
 import torch
-from processes import SECONDS, launch
+from processes import SECONDS, run
 from server_lab import CONTEXT
 from test_vllm_sync import Watch
 from vllm_lab import by_hf, gap, lora, student, two_end_tokens
@@ -110,7 +110,7 @@ class Alike:
 
     # ---- One trainer after the other -------------------------------------------------------------------------------
 
-    def test_a_rollout_that_two_trainers_take_turns_with_is_connected_for_each(self, serve, make, server, tmp_path):
+    def test_a_rollout_shared_by_two_trainers_connects_for_each(self, serve, make, server, tmp_path):
         first = serve(top_k=1)
         second = make(tied=True, model=student(tmp_path / "other", tied=True, seed=9), top_k=1, **server)
         prompts = first.tokenize(tiny.PROMPTS[:3])
@@ -124,7 +124,7 @@ class Alike:
         first.complete(prompts)
         assert gap(first) <= 1e-4, "also after it was closed"
 
-    def test_a_later_trainer_takes_the_server_from_one_that_was_not_closed(self, serve, make, server, tmp_path):
+    def test_a_later_trainer_takes_the_server_from_an_unclosed_one(self, serve, make, server, tmp_path):
         first = serve(top_k=1)
         prompts = first.tokenize(["a"])
         first.complete(prompts)
@@ -135,7 +135,7 @@ class Alike:
             first.complete(prompts)
         second.rollout.close()
 
-    def test_a_bind_that_failed_holds_nothing(self, serve, make, server):
+    def test_a_failed_bind_keeps_no_connection(self, serve, make, server):
         serve().rollout.close()
         for _ in range(2):
             with pytest.raises(ValueError, match=f"takes {CONTEXT} tokens .* set `vllm_max_model_length={CONTEXT}`"):
@@ -149,7 +149,7 @@ class Alike:
         assert gap(trainer) <= 1e-4
         assert failure.tb, "which holds what was built, so that it was closed and not collected"
 
-    def test_nothing_is_written_after_it_was_closed(self, serve):
+    def test_a_closed_rollout_generates_nothing(self, serve):
         trainer = serve()
         prompt = trainer.tokenize(["a"])
         trainer.complete(prompt)
@@ -161,7 +161,7 @@ class Alike:
 
     # ---- What is sent ----------------------------------------------------------------------------------------------
 
-    def test_a_prompt_that_no_model_reads_is_not_sent(self, serve):
+    def test_empty_prompts_and_unknown_ids_are_not_sent(self, serve):
         engine, options = serve().rollout._engine, [{"max_tokens": 2}] * 2
         for bad, message in (([], "is empty"), ([259], "id 259"), ([-1], "id -1"), ([5, None], "id None")):
             for ask in (engine.write, engine.write_each):
@@ -169,14 +169,14 @@ class Alike:
                     ask([[5], bad], options)
         assert len(engine.write([[5], [258]], options)) == 2, "the last id that the student knows"
 
-    def test_another_model_is_refused_before_it_is_asked_anything(self, serve, tmp_path):
+    def test_a_server_with_fewer_ids_than_the_student_is_refused(self, serve, tmp_path):
         wider = student(tmp_path / "wider", tied=True, vocab_size=300)
         with pytest.raises(ValueError, match="knows fewer ids than the student, which has 300"):
             serve(model=wider)
         trainer = serve()
         assert len(trainer.complete(trainer.tokenize(["a"]))) == 1, "and is alive"
 
-    def test_a_server_on_loopback_is_refused_to_rows_of_several_machines(self, serve):
+    def test_a_server_on_loopback_is_refused_with_several_machines(self, serve):
         trainer = serve()
         trainer.rollout._engine._machines = 2
         with pytest.raises(ValueError, match=r"http://127.0.0.1:\d+ is another place on each of 2 machines: set"):
@@ -186,7 +186,7 @@ class Alike:
     @pytest.mark.timeout(SECONDS + 60)
     def test_processes_with_unequal_prompts_get_their_own_completions(self, server, tmp_path):
         student(tmp_path / "student", tied=True, seed=7)
-        launch("fsdp2", HERE / "served.py", tmp_path, json.dumps(server))
+        run(HERE / "served.py", tmp_path, json.dumps(server), seconds=SECONDS)
         results = [json.loads((tmp_path / f"{process}.json").read_text()) for process in range(2)]
         print(f"\n{results}")
         for found in results:

@@ -1,4 +1,4 @@
-"""Run by two processes with a sharded student: both generate with one server and record the completions."""
+"""Forks two processes with a sharded student: both generate with one server and record the completions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import fsdp_on_cpu
 import pytest
 import tcp_transfer
@@ -62,4 +63,4 @@ def main(folder: Path, server: dict[str, object]) -> None:
 
 if __name__ == "__main__":
     tcp_transfer.use(pytest.MonkeyPatch())
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    forks.launch("fsdp2_cpu", main, Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -117,7 +117,7 @@ def test_rows_beyond_the_connections_wait_for_their_turn(server, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["refused", "another prompt", "late"])
-def test_a_row_that_fails_ends_the_others(server, fault):
+def test_a_failed_row_cancels_the_others(server, fault):
     rows = asked(server, deadline=0.5 if fault == "late" else SECONDS)
     until(lambda: len(server.asked) == 4)
     if fault == "refused":
@@ -135,7 +135,7 @@ def test_a_row_that_fails_ends_the_others(server, fault):
 
 @pytest.mark.parametrize("taken", [0, 1])
 @pytest.mark.parametrize("how", ["closed", "dropped"])
-def test_rows_that_nobody_takes_are_given_up(server, how, taken):
+def test_untaken_rows_are_cancelled(server, how, taken):
     rows = asked(server)
     until(lambda: len(server.asked) == 4)
     server.end(*range(taken))
@@ -148,7 +148,7 @@ def test_rows_that_nobody_takes_are_given_up(server, how, taken):
     until(lambda: server.given_up == set(range(taken, 4)))
 
 
-def test_a_thread_that_waits_for_a_row_waits_no_more_once_another_gives_them_up(server):
+def test_cancelling_rows_wakes_a_thread_waiting_for_them(server):
     rows, found = asked(server), []
     taking = threading.Thread(target=lambda: found.extend(rows), daemon=True)
     taking.start()
@@ -161,7 +161,7 @@ def test_a_thread_that_waits_for_a_row_waits_no_more_once_another_gives_them_up(
     until(lambda: server.given_up == {0, 2, 3})
 
 
-def test_rows_that_a_thread_pulls_are_given_up_at_once_through_all_that_checks_them(server):
+def test_cancelling_reaches_a_checked_stream_in_another_thread(server):
     rows, prompts = asked(server), [[ids[0]] for ids in PROMPTS]
     read = Endable(((number, row.completion_ids) for number, row in rows), rows.close)
     host: Any = SimpleNamespace(eos_token_ids=(), limits=SimpleNamespace(check_completion=lambda *_: None))
@@ -173,7 +173,7 @@ def test_rows_that_a_thread_pulls_are_given_up_at_once_through_all_that_checks_t
     until(lambda: server.given_up == {0, 2, 3})
 
 
-def test_a_generator_that_another_thread_is_in_is_closed_when_it_yields():
+def test_a_generator_running_in_another_thread_is_closed_at_its_next_yield():
     inside, go_on, events = threading.Event(), threading.Event(), []
 
     def waiting():

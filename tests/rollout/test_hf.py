@@ -208,7 +208,7 @@ class TestAnotherGenerate:
         ],
         ids=["overridden", "patched", "lora"],
     )
-    def test_the_tokens_are_those_of_its_own_loop(self, make_writing, caplog, make, reason):
+    def test_a_custom_generate_gives_the_tokens_of_its_own_loop(self, make_writing, caplog, make, reason):
         trainer = make_writing(model=make())
         prompt_ids = trainer.tokenize(PROMPTS)
         torch.manual_seed(0)
@@ -307,7 +307,7 @@ class TestFallback:
             (GenerationMixin, "generate", dropping_our_loop, "its `generate` ignores `custom_generate`"),
         ],
     )
-    def test_what_the_decoding_loop_met_is_the_reason(
+    def test_the_fallback_names_what_the_loop_could_not_do(
         self, make_writing, caplog, monkeypatch, owner, name, other, reason
     ):
         monkeypatch.setattr(owner, name, other)
@@ -317,13 +317,13 @@ class TestFallback:
             f"plain `generate`.*without rows that have ended, Qwen2ForCausalLM raises .*{reason}", caplog.text
         )
 
-    def test_nothing_is_announced_otherwise(self, make_writing, caplog):
+    def test_no_fallback_is_announced_with_supported_options(self, make_writing, caplog):
         trainer = make_writing()
         trainer.complete(trainer.tokenize(PROMPTS))
         assert not [record for record in caplog.records if record.name.startswith("trl_opsd.rollout")]
 
 
-def test_a_launch_whose_rollouts_gather_all_weights_for_each_token_is_warned_of(make_writing, monkeypatch, caplog):
+def test_gathering_all_weights_per_token_warns(make_writing, monkeypatch, caplog):
     trainer = make_writing()
     for launch, processes, warns in (
         (DistributedType.FSDP, 2, True),
@@ -381,7 +381,7 @@ class TestStream:
 
     @pytest.mark.parametrize("gradients", [True, False])
     @pytest.mark.parametrize("ends", ["taken", "closed", "dropped", "failed"])
-    def test_modes_stay_inside_of_the_stream(self, make_writing, ends, gradients):
+    def test_streaming_restores_training_and_gradient_modes(self, make_writing, ends, gradients):
         trainer = make_writing(bf16=True)
         trainer.model.train()
         stream = trainer.rollout.stream(trainer.tokenize(PROMPTS), 0)
@@ -428,7 +428,7 @@ class TestStream:
         assert [cut_after_end(found[row], trainer.eos_token_ids) for row in range(4)] == expected
         assert len(reads.rows) == done
 
-    def test_what_cannot_be_followed_is_refused_at_the_call(self, make_writing):
+    def test_a_length_limit_of_0_is_refused_when_streaming(self, make_writing):
         trainer = make_writing()
         trainer.generation_config.max_new_tokens = 0
         with pytest.raises(ValueError, match="expected an integer from 1 to `max_completion_length`"):
@@ -461,6 +461,7 @@ class Recordings:
 
 
 class TestCompile:
+    @pytest.mark.long
     def test_a_compiled_rollout_gives_the_same_tokens(self, make_writing):
         torch._dynamo.reset()
         plain, compiled = make_writing(), make_writing(HFRollout(compile=CompileConfig(backend="eager")))
@@ -519,7 +520,7 @@ class TestCompile:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "top_k": 50, "min_p": 0.01}])
-def test_an_evaluation_has_a_temperature_of_its_own_and_a_training_keeps_its(make_trainer, sampling):
+def test_evaluation_has_its_own_temperature(make_trainer, sampling):
     class Seen(OPSDTrainer):
         def teach(self, rollout, rows):
             texts = [row["prompt"] for row in rows]
@@ -562,9 +563,7 @@ def test_an_evaluation_has_a_temperature_of_its_own_and_a_training_keeps_its(mak
 
 @pytest.mark.refusal
 @pytest.mark.parametrize(("name", "value"), [("suppress_tokens", [7]), ("min_p", 0.1), ("typical_p", 0.9)])
-def test_a_policy_gradient_is_refused_where_the_student_does_not_draw_from_its_own_distribution(
-    make_trainer, name, value
-):
+def test_a_policy_gradient_is_refused_with_altered_sampling(make_trainer, name, value):
     sampled = {"divergence": "sampled_reverse_kl", "rollout": HFRollout()}
     student = tiny.qwen2()
     setattr(student.generation_config, name, value)
@@ -578,7 +577,7 @@ def test_a_policy_gradient_is_refused_where_the_student_does_not_draw_from_its_o
         later.complete([[5]])
 
 
-def test_a_policy_gradient_allows_what_changes_no_draw(make_trainer):
+def test_a_policy_gradient_allows_options_that_leave_sampling_unaltered(make_trainer):
     given = {"eos_token_id": [2, 3], "max_time": 60.0, "temperature": 0.8, "do_sample": True}
     trainer = make_trainer(
         divergence="sampled_reverse_kl", rollout=HFRollout(), temperature=0.8, generation_kwargs=given
@@ -592,7 +591,7 @@ def test_a_policy_gradient_allows_what_changes_no_draw(make_trainer):
     ("name", "value"),
     [("stop_strings", ["x"]), ("prompt_lookup_num_tokens", 2), ("assistant_early_exit", 1), ("token_healing", True)],
 )
-def test_what_would_fail_in_a_rollout_is_refused_wherever_it_is_set(make_trainer, name, value):
+def test_unsupported_options_are_refused_in_every_config(make_trainer, name, value):
     trainer = make_trainer(rollout=HFRollout())
     setattr(trainer.generation_config, name, value)
     with pytest.raises(ValueError, match=rf"`trainer\.generation_config\.{name} = .*` cannot be followed: it "):

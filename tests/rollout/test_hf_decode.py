@@ -276,7 +276,7 @@ def test_a_finished_row_is_not_decoded():
 class TestCompiled:
     """The step as the compiler traces it, with batch sizes that recur."""
 
-    @pytest.mark.parametrize("name", ["gemma2", "lora"])
+    @pytest.mark.parametrize("name", ["gemma2", pytest.param("lora", marks=pytest.mark.long)])
     def test_idle_slots_and_graphs_change_no_token(self, name):
         model = MODELS[name]().eval()
         for sampling in ({}, {"do_sample": True, "top_k": 0}):

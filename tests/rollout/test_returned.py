@@ -120,12 +120,12 @@ def test_rows_of_a_stream_are_checked_as_they_come(make_trainer):
         ([(1, [7] * 25)], "Own wrote 25 tokens, but `max_completion_length=24`"),
     ],
 )
-def test_what_is_no_row_of_a_stream_is_refused(make_trainer, stream, message):
+def test_invalid_rows_of_a_stream_are_refused(make_trainer, stream, message):
     with pytest.raises(ValueError, match=message):
         list(rows_from(make_trainer(), stream))
 
 
-def test_a_stream_is_closed_with_its_check(make_trainer):
+def test_closing_the_checked_stream_closes_the_stream(make_trainer):
     log: list[str] = []
 
     def rows(ids: list[int]) -> Any:
@@ -147,7 +147,7 @@ def test_a_stream_is_closed_with_its_check(make_trainer):
     assert log == ["closed"] * 2
 
 
-def test_a_rollout_that_does_not_stream_yields_what_it_completes(make_trainer):
+def test_a_rollout_without_streaming_yields_its_completions(make_trainer):
     written = [[7, 8], [9]]
     assert list(Own(written).stream([[5], [6]], 0)) == [(0, [7, 8]), (1, [9])]
     for returned, message in [(None, "Own returned None"), ([[7]], "Own returned 1 completions for 2 prompts")]:
@@ -193,7 +193,7 @@ def whole(pad: int) -> Any:
 
 @pytest.mark.parametrize("end", [2, 0], ids=["padded with another token", "padded with the end token"])
 @pytest.mark.parametrize("cls", [OPSDTrainer, OwnComplete])
-def test_completions_that_begin_with_their_prompts_are_said(make_trainer, caplog, cls, end):
+def test_completions_that_begin_with_their_prompts_warn(make_trainer, caplog, cls, end):
     student = tiny.qwen2()
     student.generation_config.eos_token_id = [2, end]
     make_trainer(cls, model=student, rollout=Answering(whole(pad=0)), max_completion_length=48).train()
@@ -210,12 +210,12 @@ def test_completions_that_begin_with_their_prompts_are_said(make_trainer, caplog
         lambda _, prompts: [[] for _ in prompts],
     ],
 )
-def test_other_completions_are_not_said_to_begin_with_their_prompts(make_trainer, caplog, answer):
+def test_completions_that_do_not_begin_with_their_prompts_do_not_warn(make_trainer, caplog, answer):
     make_trainer(rollout=Answering(answer)).train()
     assert REPEATED not in caplog.text
 
 
-def test_repeated_prompts_of_a_few_tokens_may_be_chance(make_trainer, caplog):
+def test_short_repeated_prompts_do_not_warn(make_trainer, caplog):
     prompts = tiny.rows(1).from_dict({"prompt": ["a", "xy"] * 2})
     make_trainer(train_dataset=prompts, rollout=Answering(whole(pad=0))).train()
     assert REPEATED not in caplog.text
@@ -230,13 +230,13 @@ def test_a_completion_over_the_limit_is_refused(make_trainer, cls):
 
 
 @pytest.mark.parametrize("written", [[[7]], [[7], [8.0]], [[7], [259]], None])
-def test_what_a_subclass_completes_is_checked_as_well(make_trainer, written):
+def test_completions_of_a_subclass_are_checked(make_trainer, written):
     with pytest.raises(ValueError, match=r"OwnComplete\.complete (returned|wrote)"):
         make_trainer(OwnComplete, rollout=Answering(lambda *_: written)).train()
 
 
 @pytest.mark.parametrize("verb", ["complete", "teach", "weigh"])
-def test_a_student_that_is_left_in_evaluation_mode_trains_all_the_same(make_trainer, verb):
+def test_a_student_left_in_evaluation_mode_is_trained_in_training_mode(make_trainer, verb):
     class Leaving(OPSDTrainer):
         modes: list[bool] = []  # noqa: RUF012
 

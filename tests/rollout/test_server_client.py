@@ -380,7 +380,7 @@ def test_requests_to_loopback_bypass_the_proxy(faults, monkeypatch):
     assert client(faults.server_port).model == "student"
 
 
-def test_a_key_is_sent_and_asked_for(faults, monkeypatch):
+def test_an_api_key_is_sent_and_a_missing_one_is_named(faults, monkeypatch):
     def guarded(handler: _Handler) -> None:
         knows = handler.headers.get("Authorization") == "Bearer s3cret"
         found = {"data": [{"id": "student"}]} if knows else {"error": "Unauthorized"}

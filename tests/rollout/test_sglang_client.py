@@ -245,7 +245,7 @@ def ended(reason: dict[str, Any], ids: list[int]) -> Callable[[list[dict[str, An
         (told(weight_versions=[{"version": "older"}, {"version": "newer"}]), "something else has sent it weights"),
     ],
 )
-def test_an_answer_that_is_not_to_what_was_asked_is_refused(server, client, ask, spoil, message):
+def test_an_answer_to_another_request_is_refused(server, client, ask, spoil, message):
     client.version = server.version = "run-1"
     list(getattr(client, ask)([ROW]))
     server.spoil = spoil
@@ -262,7 +262,7 @@ def test_a_row_that_ends_early_ends_with_an_end_token(server, client):
     assert row.completion_ids == [9, 8], "a grammar has ended it"
 
 
-def test_a_model_with_fewer_ids_is_noticed(server, client):
+def test_a_smaller_vocabulary_is_detected(server, client):
     server.spoil = lambda rows: rows[0]
     server.answers["/generate"] = (200, {"text": ""})
     assert client.knows(VOCABULARY)
@@ -329,7 +329,7 @@ def test_a_failed_update_is_an_error_at_once_and_none_follows(server, client, mo
         client.update(weights())
 
 
-def test_a_server_that_does_not_come_is_an_error(server, client, monkeypatch):
+def test_a_server_that_does_not_connect_is_an_error(server, client, monkeypatch):
     from trl_opsd._compat import weight_group
 
     monkeypatch.setattr(weight_group, "MEET_SECONDS", 1.0)
@@ -342,7 +342,7 @@ def test_a_server_that_does_not_come_is_an_error(server, client, monkeypatch):
         client.connect(torch.device("cpu"))
 
 
-def test_a_session_that_was_left_open_is_ended_first(server, client):
+def test_an_open_session_is_closed_first(server, client):
     client.connect(torch.device("cpu"))
     assert server.paths()[-2:] == ["/end_weight_update", "/init_weights_update_group"]
     client.close()

@@ -79,7 +79,7 @@ def test_weights_are_sent_in_parts(serve, monkeypatch):
     assert gap(trainer) <= 1e-4
 
 
-def test_a_session_that_a_killed_run_left_open_is_ended(serve, server):
+def test_a_session_left_open_by_a_killed_run_is_closed(serve, server):
     opened = requests.post(f"{server['sglang_server_url']}/begin_weight_update", json={}, timeout=60)
     assert opened.json()["success"]
     trainer = serve()
@@ -132,7 +132,7 @@ def test_rows_come_as_they_end_and_are_given_up_when_weights_are_sent(serve):
         list(taken)
 
 
-def test_a_server_that_ends_is_an_error_at_once(make, tmp_path_factory):
+def test_a_server_that_exits_is_an_error_at_once(make, tmp_path_factory):
     with sglang_lab.running(tmp_path_factory.mktemp("killed")) as server:
         trainer = make(tied=True, **server.options)
         prompts = trainer.tokenize(tiny.PROMPTS)

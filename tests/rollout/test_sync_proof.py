@@ -94,7 +94,7 @@ def test_rounding_passes_the_proof_and_faults_do_not(proof, off, fault):
         ({"prompt_ids": [9] * PROMPTED}, "of the same prompt"),
     ],
 )
-def test_an_engine_whose_answer_cannot_be_compared_is_refused_by_name(proof, lacking, found):
+def test_an_engine_without_comparable_log_probabilities_is_refused(proof, lacking, found):
     complete = proof._engine._row
     proof._engine._row = lambda prompt, length: replace(complete(prompt, length), **lacking)
     proof.take_prompts(PROMPTS)

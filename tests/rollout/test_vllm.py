@@ -37,7 +37,13 @@ def ends(trainer, completions):
 @pytest.mark.parametrize(
     ("shape", "tied"),
     # vLLM's Gemma 2 has no head apart from its embeddings, and takes none.
-    [("qwen2", False), ("qwen2", True), ("llama", False), ("llama", True), ("gemma2", True)],
+    [
+        ("qwen2", False),
+        ("qwen2", True),
+        ("llama", False),
+        pytest.param("llama", True, marks=pytest.mark.long),
+        ("gemma2", True),
+    ],
 )
 def test_greedy_tokens_equal_those_of_generate(make, shape, tied):
     trainer = make(shape, tied, top_k=1)
@@ -180,56 +186,46 @@ def test_a_context_shorter_than_the_students_limits_prompts_and_completions(make
     assert all(len(ids) <= 16 for ids in short.complete([[5] * 8]))
 
 
-def test_closing_an_engine_leaves_process_groups_alive(make, tmp_path):
-    """As in a notebook, where one trainer follows another."""
-    trainer = make(top_k=1)
-    prompts = trainer.tokenize(tiny.PROMPTS)
-    expected = trainer.complete(prompts)
-    first = trainer.rollout._engine
+def test_a_closed_or_collected_engine_leaves_no_weights_and_the_process_unchanged(make):
+    """Process groups and other engines live on, as in a notebook, where one trainer follows another.
 
-    other = VLLMEngine(replace(trainer.rollout._engine_options(), seed=1))
-    memory = weakref.ref(other._worker.model_runner.get_model())
-    other.close()
-    other.close()
-    del other
-    gc.collect()
-    assert memory() is None, "its weights are gone"
-    third = VLLMEngine(replace(trainer.rollout._engine_options(), seed=2))
-    ended = weakref.ref(third._llm)
-    del third
-    gc.collect()
-    assert ended() is None, "collected without being closed"
-
-    assert torch.distributed.is_initialized()
-    assert trainer.rollout._engine is first
-    assert trainer.complete(prompts) == expected
-
-
-def test_an_engine_leaves_the_settings_of_the_process_alone(make):
-    """Its worker on a CPU replaces `set_num_threads`, that on a GPU sets the precision; both freeze all objects."""
+    Its worker on a CPU replaces `set_num_threads`, that on a GPU sets the precision; both freeze all objects.
+    """
 
     def state():
         matmuls = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
         return torch.get_num_threads(), torch.set_num_threads, gc.get_freeze_count(), matmuls
 
-    trainer = make()
-    options = trainer.rollout._engine_options()
+    trainer = make(top_k=1)
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    expected = trainer.complete(prompts)
+    first, options = trainer.rollout._engine, trainer.rollout._engine_options()
     gc.unfreeze()
     before = state()
-    for enable in (lambda: torch.set_float32_matmul_precision("high"), lambda: enable_tf32(True)):
+    enable = {"closed": lambda: torch.set_float32_matmul_precision("high"), "collected": lambda: enable_tf32(True)}
+    for seed, how in enumerate(enable, start=1):
         torch.set_num_threads(2)
-        enable()
-        expected = state()
-        engine = VLLMEngine(replace(options, seed=3))
-        assert state() == expected
+        enable[how]()
+        changed = state()
+        engine = VLLMEngine(replace(options, seed=seed))
+        assert state() == changed
         engine.write([[5, 6]], [{"max_tokens": 2}])
-        engine.close()
-        assert state() == expected
+        memory, ended = weakref.ref(engine._worker.model_runner.get_model()), weakref.ref(engine._llm)
+        if how == "closed":
+            engine.close()
+            engine.close()
+            assert state() == changed
+        del engine
+        gc.collect()
+        assert memory() is ended() is None, f"its weights are gone when it is {how}"
         torch.set_num_threads(before[0])
         torch.set_float32_matmul_precision("highest")
         for backend in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
             backend.fp32_precision = "none"
     assert state() == before
+    assert torch.distributed.is_initialized()
+    assert trainer.rollout._engine is first
+    assert trainer.complete(prompts) == expected
 
 
 CALLS = {
@@ -243,7 +239,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_of_an_engine_leaves_the_current_stream_alone(monkeypatch, call):
+def test_engine_calls_restore_the_current_stream(monkeypatch, call):
     """vLLM's shared experts make a stream of their own the current one; DeepSpeed waits for the default stream."""
     ours, theirs, current, done = SimpleNamespace(), SimpleNamespace(), [], []
     ours.wait_stream = lambda stream: done.append(("waits for", stream))
@@ -270,8 +266,9 @@ def test_a_call_of_an_engine_leaves_the_current_stream_alone(monkeypatch, call):
     assert done == [("waits for", theirs)]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(660)
-def test_the_second_model_runner_is_synced_and_reads_as_the_model():
+def test_second_model_runner_is_synced_and_scores_as_the_model():
     """As on every GPU: full and adapter sync, tied and untied, a mixture of experts, a pooling teacher, the mask."""
     pytest.importorskip("triton", reason="Triton is not made for this system")
     found = json.loads(run(Path(__file__).parent / "second_runner.py", seconds=600).splitlines()[-1])

@@ -67,6 +67,7 @@ def move(trainer):
             part.mul_(1.3) if part.requires_grad else None
 
 
+@pytest.mark.long
 def test_an_engine_computes_with_the_experts_it_is_sent(make, monkeypatch):
     make()  # an engine without experts, as the first of the process
     trainer = make("mixtral")
@@ -94,6 +95,7 @@ def breaking(weights):
         yield pair
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "layers"), [("mixtral", ["q_proj"]), ("mixtral", "all-linear"), ("gpt_bigcode", "all-linear")]
 )
@@ -122,6 +124,7 @@ def test_layers_without_adapter_support_are_known_before_an_engine_is_built(fami
     assert found is None if why is None else why in found
 
 
+@pytest.mark.long
 def test_vllm_leaves_the_class_of_a_student_unchanged(make, tmp_path):
     """vLLM has no model of its own for Starcoder 2, and adapts the class of transformers in place."""
     before, bases = dict(vars(Starcoder2Model)), Starcoder2Model.__bases__
@@ -176,12 +179,8 @@ def reader(tmp_path):
     return reader
 
 
-@pytest.mark.parametrize("sync", ["full", "adapter"])
-def test_a_vision_language_student_is_synced_and_writes_no_placeholder(
-    make,
-    reader,
-    sync,
-):
+@pytest.mark.parametrize("sync", [pytest.param("full", marks=pytest.mark.long), "adapter"])
+def test_a_vision_language_student_is_synced_and_generates_no_placeholder(make, reader, sync):
     adapter = {"peft_config": lora(target_modules=r".*text_model.*(q|v)_proj")} if sync == "adapter" else {}
     trainer = make(model=reader("idefics3"), temperature=1e-3, **adapter)
     assert trainer.rollout._mode == sync
@@ -235,6 +234,7 @@ def test_a_library_missing_for_an_architecture_is_named_at_construction(make, re
         make(model=reader("gemma3"))
 
 
+@pytest.mark.long
 @pytest.mark.refusal
 def test_an_unknown_architecture_is_refused_and_later_engines_work(make, tmp_path, monkeypatch):
     monkeypatch.setattr(backend, "VLLMEngine", VLLMEngine)

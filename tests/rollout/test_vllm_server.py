@@ -30,14 +30,14 @@ class TestVLLM(Alike):
     taken = "is not connected .* or another trainer of this process has connected over `vllm_group_port="
 
 
-def test_each_row_has_its_own_room(serve):
+def test_a_nearly_full_context_shortens_no_other_row(serve):
     trainer = serve(top_k=1)
     nearly_full = [*trainer.tokenize(["a"]), [5] * (CONTEXT - 3)]
     assert trainer.rollout.complete(nearly_full, 0) == by_hf(trainer, nearly_full)
     assert set(tcp_transfer.met_at) == {"127.0.0.1"}, "weights do not pass a public address"
 
 
-def test_a_port_that_something_else_has_is_refused_at_once(make, server, monkeypatch):
+def test_a_port_in_use_is_refused(make, server, monkeypatch):
     tcp_transfer.use(monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -84,7 +84,7 @@ def test_options_reach_a_server(serve, monkeypatch):
 # ---- Rows that are taken as they end ---------------------------------------------------------------------------------
 
 
-def test_rows_of_a_server_come_as_they_end(serve):
+def test_rows_are_streamed_as_they_end(serve):
     trainer = serve(top_k=1, max_completion_length=120)
     prompts = [*trainer.tokenize(tiny.PROMPTS), [5] * (CONTEXT - 2)]
     rows = list(trainer.rollout.stream(prompts, 0))
@@ -129,7 +129,7 @@ def test_a_sampled_row_depends_on_its_seed_alone(serve, monkeypatch, tmp_path):
     assert seeds[-1] == [3] * 4
 
 
-def test_rows_can_have_the_log_probabilities_that_they_were_written_with(serve):
+def test_streamed_rows_have_their_sampling_log_probabilities_on_request(serve):
     trainer = serve(temperature=1.5)
     prompts = trainer.tokenize(tiny.PROMPTS)
     assert all(not row.logprobs for _, row in trainer.rollout.stream_completions(prompts, 0))

@@ -1,42 +1,33 @@
-"""A student sharded over two processes by ZeRO-3 or FSDP2, with a vLLM engine in each: one launch per strategy."""
+"""A student sharded over two processes by ZeRO-3 or FSDP2, with a vLLM engine in each."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 from printed import check_one_traceback
-from processes import SECONDS, launch
+from processes import SECONDS, launch, run
 
 pytest.importorskip("vllm")
 
+pytestmark = [pytest.mark.distributed, pytest.mark.vllm, pytest.mark.timeout(SECONDS + 60)]
+
 SCRIPT = Path(__file__).parent / "vllm_sharded.py"
-
-
+QUIET = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
 MODES = {"full": "full", "merged": "full", "adapter": "adapter"}
 """How each variant of the script must send its weights."""
 VARIANTS = {"zero3": ("full", "adapter"), "fsdp2": ("merged", "adapter")}
 """Of each strategy. FSDP2 merges an adapter in shards, ZeRO-3 in whole tensors; `"merged"` sends all, as `"full"`."""
 
 
-@pytest.mark.distributed
-@pytest.mark.vllm
-@pytest.mark.timeout(SECONDS + 60)
-@pytest.mark.parametrize("strategy", VARIANTS)
-def test_engines_get_all_of_a_sharded_student_and_one_failure_ends_both_processes(tmp_path, strategy):
-    tiny.qwen2(64, seed=0).save_pretrained(tmp_path / "student")
-    names = VARIANTS[strategy]
-    quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
-    printed = launch(strategy, SCRIPT, tmp_path, *names, status=1, **quiet)
-    ended = time.time()
-    assert (tmp_path / "results.json").exists(), printed[-3000:]
-    results = json.loads((tmp_path / "results.json").read_text())
+def check(folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
+    results: dict[str, Any] = json.loads((folder / "results.json").read_text())
     for name in names:
-        print(f"\n{strategy}, vllm, {name}: log-prob gaps", *(f"{gap:.1e}" for gap in results[name]["gaps"]))
-    for name in names:
+        print(f"\n{name}: log-prob gaps", *(f"{gap:.1e}" for gap in results[name]["gaps"]))
         assert results[name]["split"]
         assert results[name]["processes"] == 2
         assert results[name]["mode"] == MODES[name]
@@ -45,9 +36,29 @@ def test_engines_get_all_of_a_sharded_student_and_one_failure_ends_both_processe
     first, *later = results["adapter"]["bytes"]
     assert first > later[0], "the base is sent once"
     assert later == [results["adapter bytes"]] * 2
-    if strategy == "fsdp2":  # writes to the shards of ZeRO-3 by hand leave no trace
-        assert results["noticed"] == {"a rollout": False, "the adapter": True, "the base": True, "loading": True}
     assert results["announced"]
     assert results["fault"] == ["an error", "an error"], "although only one engine was wrong"
+    return results
+
+
+def test_engines_get_base_and_adapter_of_a_student_sharded_by_zero3(tmp_path, monkeypatch):
+    for name, value in QUIET.items():
+        monkeypatch.setenv(name, value)
+    tiny.qwen2(64, seed=0).save_pretrained(tmp_path / "student")
+    run(SCRIPT, tmp_path, "adapter", seconds=SECONDS)
+    check(tmp_path, ("adapter",))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", VARIANTS)
+def test_engines_get_all_of_a_sharded_student_and_one_failure_ends_both_processes(tmp_path, strategy):
+    tiny.qwen2(64, seed=0).save_pretrained(tmp_path / "student")
+    names = VARIANTS[strategy]
+    printed = launch(strategy, SCRIPT, tmp_path, *names, status=1, **QUIET)
+    ended = time.time()
+    assert (tmp_path / "results.json").exists(), printed[-3000:]
+    results = check(tmp_path, names)
+    if strategy == "fsdp2":  # writes to the shards of ZeRO-3 by hand leave no trace
+        assert results["noticed"] == {"a rollout": False, "the adapter": True, "the base": True, "loading": True}
     assert "[rank1]: RuntimeError: injected into sync" in printed
     check_one_traceback(printed, ended, first=1)

@@ -124,7 +124,7 @@ def test_an_engine_sleeps_once_per_evaluation_of_several_batches_and_datasets(wa
     assert engine.calls[1 + len(once) :] == [*once[:3], *["write"] * 4, "sleep 2"]
 
 
-def test_weights_that_change_in_an_evaluation_are_sent_and_proved_without_sleep(watch):
+def test_weights_that_change_in_an_evaluation_are_sent_and_checked_without_sleep(watch):
     class Moves(TrainerCallback):
         def on_prediction_step(self, args, state, control, model=None, **kwargs):
             with torch.no_grad():
@@ -162,13 +162,13 @@ def test_an_interrupted_evaluation_leaves_an_engine_asleep(watch):
     assert engine.calls[-2:] == ["write", "sleep 2"]
 
 
-def test_a_sync_by_hand_lets_an_engine_sleep_again(watch):
+def test_an_engine_sleeps_after_a_manual_sync(watch):
     trainer, engine = watch()
     trainer.rollout.sync_weights()
     assert engine.calls[1:] == ["wake weights", "load", "wake kv_cache", "sleep 2"]
 
 
-def test_an_engine_that_is_closed_in_a_session_is_left_alone(watch, monkeypatch):
+def test_an_engine_closed_in_a_session_is_not_put_to_sleep(watch, monkeypatch):
     trainer, engine = watch()
     monkeypatch.setattr(engine._engine, "close", lambda: engine.calls.append("closed"))
     with trainer.session():
@@ -192,7 +192,7 @@ class _Forgetful:
         self.seen += tags
 
 
-@pytest.mark.parametrize(("kind", "level"), [("full", 2), ("adapter", 1)])
+@pytest.mark.parametrize(("kind", "level"), [("full", 2), pytest.param("adapter", 1, marks=pytest.mark.long)])
 def test_a_rollout_after_sleep_has_all_weights_again(make, monkeypatch, kind, level):
     given = {"peft_config": lora(), "vllm_weight_sync": kind, "top_k": 1}
     engine = make(**given).rollout._engine

@@ -23,9 +23,12 @@ from trl_opsd.types import Weight
 pytestmark = pytest.mark.vllm
 
 KINDS = [
-    pytest.param(kind, tied, id=f"{kind or 'everything'}-{'tied' if tied else 'untied'}")
-    for kind in (None, "adapter", "full")
-    for tied in (False, True)
+    pytest.param(kind, tied, id=f"{kind or 'everything'}-{'tied' if tied else 'untied'}", marks=marks)
+    for marks, *kinds in (
+        ([], (None, False), ("adapter", False), ("full", True)),
+        ([pytest.mark.long], (None, True), ("adapter", True), ("full", False)),
+    )
+    for kind, tied in kinds
 ]
 """The weights that are trained and sent: all, or a LoRA adapter in one of two ways."""
 
@@ -117,7 +120,7 @@ def test_weights_changed_by_hand_without_a_step_are_sent(make, tmp_path):
     assert gap(trainer) <= 1e-4, "the base under the adapter"
 
 
-def test_weights_are_sent_only_when_they_moved_or_on_request(make, monkeypatch):
+def test_weights_are_sent_only_after_a_change_or_on_request(make, monkeypatch):
     trainer = make(eval_dataset=tiny.rows(4), per_device_eval_batch_size=1)
     calls = []
     load = VLLMEngine.load
@@ -265,20 +268,20 @@ def half(folder, **overrides):
 
 
 @pytest.mark.parametrize("kind", ["adapter", "full"])
-def test_a_hundred_syncs_leave_the_base_bit_identical(make, tmp_path, kind, monkeypatch):
+def test_repeated_syncs_leave_the_base_bit_identical(make, tmp_path, kind, monkeypatch):
     model = half(tmp_path / "student")
     trainer = make(model=model, peft_config=lora(), vllm_weight_sync=kind, vllm_sync_check="first")
     before = {name: part.detach().clone() for name, part in trainer.model.named_parameters()}
     assert {part.dtype for name, part in before.items() if "lora_" not in name} == {torch.bfloat16}
 
-    for _ in range(50):
+    for _ in range(10):
         trainer.rollout.sync_weights()
     broken = "load_adapter" if kind == "adapter" else "load"
     with monkeypatch.context() as patch:
         patch.setattr(VLLMEngine, broken, fails_halfway(getattr(VLLMEngine, broken)))
         with pytest.raises(RuntimeError, match="the engine broke"):
             trainer.rollout.sync_weights()
-    for _ in range(50):
+    for _ in range(10):
         trainer.rollout.sync_weights()
 
     for name, part in trainer.model.named_parameters():
@@ -363,7 +366,7 @@ def test_an_adapter_of_a_kind_vllm_does_not_support_is_merged(make, overrides, w
     assert gap(trainer) <= 1e-4
 
 
-@pytest.mark.parametrize("shape", ["qwen2", "llama"])
+@pytest.mark.parametrize("shape", [pytest.param("qwen2", marks=pytest.mark.long), "llama"])
 def test_ranks_and_scales_of_single_layers_reach_the_engine(make, shape):
     """vLLM lists Llama's head as a layer for adapters, and cannot score prompts where the head may have one."""
     config = lora(rank_pattern={"q_proj": 2, "down_proj": 7}, alpha_pattern={"v_proj": 11}, use_rslora=True)

@@ -1,17 +1,19 @@
-"""Run by two processes with a sharded student: trains with a vLLM engine in each and records its log-prob gaps.
+"""Two processes with a sharded student: trains with a vLLM engine in each and records its log-prob gaps.
 
-Finally one of them fails while it sends weights.
+Started by a launcher, one of them finally fails while it sends weights. Started alone, it forks both, under ZeRO-3.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forks
 import fsdp_on_cpu
 import tiny
 import torch
@@ -31,7 +33,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
 """`vllm_weight_sync` by name, and the options of the student's adapter, if it has one."""
 
 
-def main(folder: Path, names: list[str]) -> None:
+def main(folder: Path, names: list[str], fails: bool = False) -> None:
     weight_sync.BUCKET_BYTES = 2**15  # several buckets
     engine.LLM = partial(engine.LLM, enforce_eager=True)  # compiling would take most of the time
     teacher = tiny.qwen2(48, seed=1)  # before there is a DeepSpeed config, so that it stays whole
@@ -65,8 +67,9 @@ def main(folder: Path, names: list[str]) -> None:
     results["fault"] = fault_on_one(trainer)
     if trainer.accelerator.is_main_process:
         (folder / "results.json").write_text(json.dumps(results))
-    fail_on_one(trainer)
-    trainer.train()
+    if fails:
+        fail_on_one(trainer)
+        trainer.train()
 
 
 def adapter_bytes(trainer: OPSDTrainer) -> int:
@@ -135,4 +138,8 @@ def fail_on_one(trainer: OPSDTrainer) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    folder, *names = sys.argv[1:]
+    if "RANK" in os.environ:
+        main(Path(folder), names, fails=True)
+    else:
+        forks.launch("zero3_cpu", main, Path(folder), names)

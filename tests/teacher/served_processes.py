@@ -1,17 +1,17 @@
-"""Run in two processes, each of which reaches a server of its own.
+"""Forks two processes, each of which reaches a server of its own.
 
-PYTHONPATH=tests torchrun --standalone --nproc-per-node 2 tests/teacher/served_processes.py TEACHER FOLDER
+    PYTHONPATH=tests python tests/teacher/served_processes.py TEACHER
 
-Each writes what came of it to `FOLDER/<rank>`, as JSON by case.
+Prints what came of it in each, as JSON by case.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
+import forks
 import torch
 from pretended import pretended
 from transformers import AutoModelForCausalLM
@@ -50,9 +50,12 @@ def reach(path: str, case: str) -> str:
     return found
 
 
-if __name__ == "__main__":
-    teacher, folder = sys.argv[1:]
+def reach_each(path: str) -> dict[str, str]:
     OPSDConfig("unused", report_to="none", use_cpu=True)  # which connects the processes
     assert torch.distributed.get_world_size() == 2
-    found = {case: reach(teacher, case) for case in ("one teacher", "another teacher", "another dtype")}
-    (Path(folder) / str(torch.distributed.get_rank())).write_text(json.dumps(found))
+    return {case: reach(path, case) for case in ("one teacher", "another teacher", "another dtype")}
+
+
+if __name__ == "__main__":
+    found = forks.launch("ddp", reach_each, sys.argv[1])
+    print(json.dumps([found[rank] for rank in range(2)]))

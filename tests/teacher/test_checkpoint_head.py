@@ -80,13 +80,13 @@ def test_head_and_norm_are_those_of_the_model_and_nothing_else_is_read(name, tmp
     assert head.weight.shape == (found.vocabulary, found.width)
 
 
-def test_a_family_without_a_norm_that_is_found_has_none(tmp_path):
+def test_a_family_without_a_known_final_norm_has_none(tmp_path):
     of_config(OPTConfig, **OPT, do_layer_norm_before=False).save_pretrained(tmp_path)
     assert CheckpointHead(str(tmp_path), {}, trust_remote_code=False).norm is None
 
 
 @pytest.mark.parametrize("config", [BartConfig, MBartConfig, BlenderbotConfig, PLBartConfig])
-def test_a_decoder_of_an_encoder_and_decoder_is_a_causal_language_model(config, tmp_path):
+def test_a_decoder_cut_from_an_encoder_decoder_is_accepted(config, tmp_path):
     sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
     model = tiny.model(config(vocab_size=tiny.VOCABULARY, max_position_embeddings=256, is_decoder=True, **sizes))
     model.save_pretrained(tmp_path)
@@ -112,7 +112,7 @@ def test_names_may_have_another_prefix(tmp_path):
         assert torch.equal(found.head(torch.float32, CPU).weight, tiny.qwen2(64).lm_head.weight)
 
 
-def test_a_stored_head_counts_although_the_config_ties_it(tmp_path):
+def test_a_stored_head_is_used_although_the_config_ties_it(tmp_path):
     """As transformers loads such a checkpoint: a fine-tune whose head was trained alone."""
     tiny.qwen2(64, tie_word_embeddings=True).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

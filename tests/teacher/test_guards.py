@@ -22,7 +22,12 @@ def poison_embedding(value):
 
 CASES = [
     (poison_embedding(float("nan")), FloatingPointError, "The teacher's logits are NaN or infinite"),
-    (poison_embedding(float("-inf")), FloatingPointError, "The teacher's logits are NaN or infinite"),
+    pytest.param(
+        poison_embedding(float("-inf")),
+        FloatingPointError,
+        "The teacher's logits are NaN or infinite",
+        marks=pytest.mark.long,
+    ),
     (lambda model: model.lm_head.weight[7].fill_(float("-inf")), FloatingPointError, "The teacher's logits are NaN"),
     (
         lambda model: model.lm_head.weight.zero_(),
@@ -30,7 +35,12 @@ CASES = [
         "gives all 259 tokens the same probability",
     ),
     (lambda model: model.model.norm.weight.zero_(), ValueError, "The teacher has the same hidden state at all"),
-    (lambda model: [p.zero_() for p in model.parameters()], ValueError, "The teacher has the same hidden state at all"),
+    pytest.param(
+        lambda model: [p.zero_() for p in model.parameters()],
+        ValueError,
+        "The teacher has the same hidden state at all",
+        marks=pytest.mark.long,
+    ),
 ]
 
 
@@ -73,7 +83,7 @@ def test_a_broken_student_is_named(make_trainer):
         trainer.train()
 
 
-def test_evaluation_is_guarded(make_trainer):
+def test_evaluation_refuses_a_broken_teacher(make_trainer):
     trainer = make_trainer(eval_dataset=tiny.rows())
     with torch.no_grad():
         trainer.teacher.model.lm_head.weight.zero_()
@@ -83,17 +93,17 @@ def test_evaluation_is_guarded(make_trainer):
 
 def test_repeated_tokens_do_not_make_a_teacher_look_broken(make_trainer):
     """Rotary positions are relative: after equal tokens the states may be equal."""
-    trainer = make_trainer()
+    trainer = make_trainer(max_steps=1)
     prompts = trainer.tokenize(tiny.PROMPTS)
     trainer.rollout = FixedRollout({tuple(prompt): [68, 68, 68] for prompt in prompts})
     trainer.train()
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 3.0, 1000.0])
+@pytest.mark.parametrize("temperature", [1e-3, 1000.0])
 def test_no_temperature_makes_a_sound_teacher_look_uniform(make_trainer, temperature):
-    trainer = make_trainer(temperature=temperature)
+    trainer = make_trainer(temperature=temperature, max_steps=1)
     trainer.train()
-    assert trainer.state.global_step == 3
+    assert trainer.state.global_step == 1
 
 
 def test_a_zeroed_teacher_is_refused_at_a_higher_temperature(make_trainer):

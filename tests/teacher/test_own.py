@@ -19,6 +19,22 @@ from trl_opsd.teacher.teacher_checks import check_teachers
 
 LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3)
 
+ADAPTERS: dict[str, tuple[bool, Any]] = {
+    "random": (False, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)),
+    "dora": (False, LoraConfig(target_modules=["q_proj"], use_dora=True)),
+    "parameters": (False, LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.up_proj.weight"])),
+    "embedding": (True, LoraConfig(target_modules=["q_proj", "embed_tokens"])),
+    "whole": (
+        True,
+        LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    ),
+    "tokens": (True, LoraConfig(target_modules=["q_proj"], trainable_token_indices=[56, 110])),
+    "ia3": (False, IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
+    "vera": (False, VeraConfig(target_modules=["q_proj"])),
+}
+"""And whether the student's head is tied."""
+RARE = ("random", "dora", "parameters", "whole", "vera")
+
 
 def privileged_rows() -> Dataset:
     return tiny.rows().map(lambda row, number: {"privileged_context": f"hint {number}"}, with_indices=True)
@@ -54,23 +70,18 @@ def plain_logits(model):
 
 class TestBase:
     @pytest.mark.quick
-    def test_with_lora_the_teacher_is_the_model_under_the_adapter(self, make_own):
+    def test_with_lora_the_teacher_is_the_frozen_model_under_the_adapter(self, make_own):
         before = plain_logits(tiny.qwen2(32, seed=0))
         trainer = make_own("base", peft_config=LORA)
+        weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
         trainer.train()
+        moved = [name for name, tensor in trainer.model.state_dict().items() if not torch.equal(weights[name], tensor)]
+        assert moved
+        assert all("lora_" in name for name in moved)
         torch.testing.assert_close(read(trainer.teacher), before, rtol=1e-5, atol=1e-5)
         assert trainer.teacher.model is trainer.model
         assert trainer.model.training
         assert (plain_logits(trainer.model) - before).abs().max() > 0.1
-
-    @pytest.mark.quick
-    def test_with_lora_the_base_weights_stay_bit_identical(self, make_own):
-        trainer = make_own("base", peft_config=LORA)
-        before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-        trainer.train()
-        moved = [name for name, tensor in trainer.model.state_dict().items() if not torch.equal(before[name], tensor)]
-        assert moved
-        assert all("lora_" in name for name in moved)
 
     def test_modules_to_save_teach_with_their_original_weights(self, make_own):
         before = plain_logits(tiny.qwen2(32, seed=0))
@@ -80,21 +91,9 @@ class TestBase:
         torch.testing.assert_close(read(trainer.teacher), before, rtol=1e-5, atol=1e-5)
         assert trainer.state.log_history[0]["loss"] > 0
 
-    @pytest.mark.parametrize(
-        ("tied", "adapter"),
-        [
-            (False, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)),
-            (False, LoraConfig(target_modules=["q_proj"], use_dora=True)),
-            (False, LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.up_proj.weight"])),
-            (True, LoraConfig(target_modules=["q_proj", "embed_tokens"])),
-            (True, LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)),
-            (True, LoraConfig(target_modules=["q_proj"], trainable_token_indices=[56, 110])),
-            (False, IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
-            (False, VeraConfig(target_modules=["q_proj"])),
-        ],
-        ids=["random", "dora", "parameters", "embedding", "whole", "tokens", "ia3", "vera"],
-    )
-    def test_with_any_adapter_the_teacher_is_the_student_as_given(self, make_own, tied, adapter):
+    @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.long] * (one in RARE)) for one in ADAPTERS])
+    def test_with_any_adapter_the_teacher_is_the_student_as_given(self, make_own, name):
+        tied, adapter = ADAPTERS[name]
         before = plain_logits(tiny.qwen2(32, seed=0, tie_word_embeddings=tied))
         student = tiny.qwen2(32, seed=0, tie_word_embeddings=tied)
         trainer = make_own("base", model=student, peft_config=adapter, save_strategy="steps", save_steps=3)
@@ -175,13 +174,11 @@ class TestLive:
     def test_the_teacher_is_the_current_student(self, make_own, lora):
         trainer = make_own("live", peft_config=lora)
         trainer.train()
-        torch.testing.assert_close(read(trainer.teacher), plain_logits(trainer.model), rtol=1e-5, atol=1e-5)
-
-    def test_the_teacher_reads_its_own_prompt_without_dropout(self, make_own):
-        trainer = make_own("live", peft_config=LORA)
-        trainer.train()
-        assert trainer.state.log_history[0]["loss"] > 0
-        assert torch.equal(read(trainer.teacher), read(trainer.teacher))
+        assert trainer.model.training
+        found = read(trainer.teacher)
+        assert torch.equal(found, read(trainer.teacher)), "without dropout"
+        torch.testing.assert_close(found, plain_logits(trainer.model), rtol=1e-5, atol=1e-5)
+        assert trainer.state.log_history[0]["loss"] > 0, "it scores after a prompt of its own"
 
 
 def averaged(weights, rate, every):
@@ -205,9 +202,18 @@ class Recording(FixedRollout):
 
 
 class TestEma:
-    @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-    @pytest.mark.parametrize(("rate", "every"), [(0.25, 1), (0.5, 2), (1.0, 3)])
-    def test_the_teacher_is_the_moving_average_of_the_student(self, make_own, lora, rate, every):
+    @pytest.mark.parametrize(
+        ("rate", "every", "lora"),
+        [
+            (0.25, 1, None),
+            (0.5, 2, LORA),
+            pytest.param(0.25, 1, LORA, marks=pytest.mark.long),
+            pytest.param(0.5, 2, None, marks=pytest.mark.long),
+            pytest.param(1.0, 3, None, marks=pytest.mark.long),
+            pytest.param(1.0, 3, LORA, marks=pytest.mark.long),
+        ],
+    )
+    def test_the_teacher_is_the_moving_average_of_the_student(self, make_own, rate, every, lora):
         recording = Recording(tiny.recorded(tiny.tokenizer()))
         options = {"teacher_update_rate": rate, "teacher_sync_steps": every, "rollout": recording, "max_steps": 4}
         trainer = make_own("ema", peft_config=lora, **options)
@@ -219,26 +225,24 @@ class TestEma:
         torch.testing.assert_close(ours, plain_logits(trainer.model), rtol=1e-4, atol=1e-4)
         assert (ours - after).abs().max() > 1e-2
 
-    @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-    def test_a_resumed_run_continues_the_same_average(self, make_own, lora, tmp_path):
+    @pytest.mark.parametrize(
+        "lora", [pytest.param(None, marks=pytest.mark.long, id="full"), pytest.param(LORA, id="lora")]
+    )
+    def test_a_resumed_run_continues_the_same_average_of_what_is_trained(self, make_own, lora, tmp_path):
         saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "teacher_update_rate": 0.3}
         whole = make_own("ema", peft_config=lora, **saving)
         whole.train()
+        trained = {name for name, parameter in whole.model.named_parameters() if parameter.requires_grad}
+        assert set(load_file(tmp_path / "checkpoint-2" / FILE)) == trained, "nothing else is saved"
         again = make_own("ema", peft_config=lora, **saving)
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert torch.equal(read(whole.teacher), read(again.teacher))
         for mine, theirs in zip(whole.model.parameters(), again.model.parameters(), strict=True):
             assert torch.equal(mine, theirs)
 
-    def test_with_lora_a_checkpoint_holds_the_average_of_the_adapter_only(self, make_own, tmp_path):
-        trainer = make_own("ema", peft_config=LORA, save_strategy="steps", save_steps=3)
-        trainer.train()
-        saved = load_file(tmp_path / "checkpoint-3" / FILE)
-        assert set(saved) == {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
-
     @pytest.mark.refusal
     def test_a_checkpoint_without_an_average_is_refused(self, make_own, tmp_path):
-        options = {"save_strategy": "steps", "save_steps": 2, "peft_config": LORA}
+        options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "peft_config": LORA}
         make_own("base", **options).train()
         known = ["teachers", "teacher_model_kind", "teacher_update_rate", "teacher_sync_steps"]
         with pytest.raises(ValueError, match="was not written with teacher_model_kind='ema'"):
@@ -254,7 +258,7 @@ class TestEma:
             average.update()
         assert torch.equal(teacher["w"], student["w"])
 
-    @pytest.mark.parametrize("offload", ["cpu", "stream"])
+    @pytest.mark.parametrize("offload", [pytest.param("cpu", marks=pytest.mark.long), "stream"])
     def test_an_average_in_host_memory_gives_the_same_numbers(self, make_own, offload):
         near = make_own("ema", teacher_update_rate=0.3)
         near.train()

@@ -204,7 +204,7 @@ REFUSED = [
 
 @pytest.mark.refusal
 @pytest.mark.parametrize(("row", "error", "message"), REFUSED, ids=[message[4:50] for *_, message in REFUSED])
-def test_a_row_the_teacher_cannot_read_is_named_at_construction(tmp_path, row, error, message):
+def test_invalid_teacher_prompts_are_named_at_construction(tmp_path, row, error, message):
     with pytest.raises(error, match=message):
         make(tmp_path, [dict.fromkeys(row, "fine"), row])
 
@@ -302,12 +302,12 @@ def test_a_row_beyond_the_context_of_the_teacher_is_refused(tmp_path):
         ({"prompt": "x" * 60}, "^The prompt in row 0 of train_dataset has 60 tokens"),
     ],
 )
-def test_a_prompt_that_is_too_long_for_the_teacher_is_named_as_its_own(tmp_path, row, message):
+def test_a_teacher_prompt_that_is_too_long_is_named(tmp_path, row, message):
     with pytest.raises(ValueError, match=rf"{message}; .* more than the context of the teacher, 64 tokens"):
         make(tmp_path, [row] * 2, teacher=tiny.qwen2(48, 1, max_position_embeddings=64))
 
 
-def test_an_error_of_the_prompt_function_says_for_which_row(tmp_path):
+def test_an_error_of_the_prompt_function_names_its_row(tmp_path):
     trainer = make(tmp_path, [{"answer": 4}] * 2, teacher_prompt_fn=lambda row, text: row["solution"])
     with pytest.raises(KeyError, match="solution") as raised:
         trainer.train()

@@ -70,9 +70,9 @@ def test_each_teacher_reads_its_rows_in_one_call(make_trainer):
 
 
 def test_two_equal_teachers_give_the_losses_of_one(make_trainer):
-    once = history(make_trainer())
+    once = history(make_trainer(max_steps=2))
     twins = {"math": tiny.qwen2(48, 1), "prose": tiny.qwen2(48, 1)}
-    twice = history(make_trainer(teacher_model=twins, train_dataset=rows()))
+    twice = history(make_trainer(teacher_model=twins, train_dataset=rows(), max_steps=2))
     assert twice == pytest.approx(once, abs=1e-6)
 
 
@@ -117,7 +117,7 @@ def test_a_missing_teacher_column_is_refused(make_trainer):
 
 
 def test_several_streamed_teachers_give_the_same_losses(make_trainer):
-    given = {"teacher_model": teachers(), "train_dataset": rows()}
+    given = {"teacher_model": teachers(), "train_dataset": rows(), "max_steps": 2}
     near = history(make_trainer(**given))
     assert history(make_trainer(**given, teacher_offload="stream")) == near
 

@@ -87,7 +87,7 @@ class TestStates:
             for _ in range(2):
                 assert gap(server.states(rows()), expected) < 1e-5
 
-    def test_rows_are_read_as_one_without_padding(self):
+    def test_rows_are_scored_packed_without_padding(self):
         model = tiny.qwen2(48, 1)
         with running(model, padding_free=True) as server:
             assert server.teacher.reading.packed
@@ -137,7 +137,7 @@ class TestEncodings:
             assert torch.equal(torch.frombuffer(content, dtype=torch.float32).view(-1, 48), states)
 
     @pytest.mark.parametrize("encoding", ["float", "base64", "bytes_only"])
-    def test_long_answers_are_written_in_pieces(self, encoding):
+    def test_long_answers_are_sent_in_pieces(self, encoding):
         states = torch.randn(4500, 101)
         wanted = Wanted(rows=[states[:, 0].long()], encoding=encoding, dtype=torch.float32, swapped=False)
         pieces = [bytes(one) for one in parts(wanted, served(width=101), [states])]

@@ -83,7 +83,7 @@ HOSTILE = {
 
 class TestHostileRequests:
     @pytest.mark.parametrize("case", HOSTILE)
-    def test_what_cannot_be_answered_is_refused_and_harms_nobody(self, small, case):
+    def test_invalid_requests_are_refused_and_others_are_answered(self, small, case):
         content, status, message = HOSTILE[case]
         answer = small.post(content)
         assert answer.status == status, answer.content
@@ -92,7 +92,7 @@ class TestHostileRequests:
         assert small.reader.waiting.tokens == 0
         assert len(small.states([[5, 6]])[0]) == 2
 
-    def test_every_wrong_path_method_and_type_has_an_error_in_json(self, small):
+    def test_wrong_paths_methods_and_types_get_json_errors(self, small):
         for method, path, status in [
             ("GET", "/pooling", 405),
             ("POST", "/health", 405),
@@ -109,7 +109,7 @@ class TestHostileRequests:
         assert small.post(content, **{"Content-Encoding": "gzip"}).status == 415
         assert small.post(content, **{"Content-Type": "application/json; charset=utf-8"}).status == 200
 
-    def test_broken_http_is_answered_and_forgotten(self, small):
+    def test_broken_http_is_answered_with_an_error(self, small):
         for content in (
             b"\x16\x03\x01\x02\x00",
             b"POST /pooling HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
@@ -121,7 +121,7 @@ class TestHostileRequests:
                 assert plain.recv(4096).split()[1] == b"400", content[:40]
         assert small.send("GET", "/health").status == 200
 
-    def test_no_web_page_can_have_a_browser_ask(self, small):
+    def test_unknown_host_headers_are_refused(self, small):
         for host in ("evil.example", "127.0.0.1.evil.example:80", "0.0.0.0", "[", ""):
             assert small.post(body(), Host=host).status == 403
             assert small.send("GET", "/v1/models", Host=host).status == 403
@@ -138,7 +138,7 @@ def guarded():
 
 class TestToken:
     @pytest.mark.parametrize("given", [None, "", "s3cret", "Bearer", "Bearer ", "Bearer S3cret", "Bearer s3cret ÿ"])
-    def test_requests_without_it_are_refused_before_they_are_read(self, guarded, given):
+    def test_requests_without_the_token_are_refused_unread(self, guarded, given):
         header = {} if given is None else {"Authorization": given}
         for answer in (guarded.send("GET", "/v1/models", **header), guarded.post(b"not JSON", **header)):
             assert answer.status == 401
@@ -146,7 +146,7 @@ class TestToken:
             assert "TRL_OPSD_TEACHER_TOKEN" in answer.message()
             assert "s3cret" not in answer.content.decode()
 
-    def test_requests_with_it_are_answered_whatever_name_the_server_has(self, guarded):
+    def test_requests_with_the_token_are_answered_for_any_host_name(self, guarded):
         for header in ("Bearer s3cret", "bearer s3cret"):
             assert guarded.send("GET", "/v1/models", Authorization=header, Host="gpu7.lab").status == 200
             assert guarded.post(body(), Authorization=header).status == 200
@@ -154,7 +154,7 @@ class TestToken:
 
 
 class TestLimits:
-    def test_beyond_what_may_wait_requests_are_told_when_to_come_back(self):
+    def test_requests_beyond_the_queue_get_503_with_retry_after(self):
         with running(tiny.qwen2(48, 1), Gated, max_waiting_tokens=100) as server, ThreadPoolExecutor(2) as pool:
             server.teacher.placement.shut()
             first = pool.submit(server.states, [[5] * 60])
@@ -169,7 +169,7 @@ class TestLimits:
             assert len(second.result(60)[0]) == 40
             assert server.states([[5] * 100])[0].shape == (100, 48)
 
-    def test_a_request_whose_client_has_gone_is_not_read(self):
+    def test_requests_of_disconnected_clients_are_not_scored(self):
         with running(tiny.qwen2(48, 1), Gated) as server, ThreadPoolExecutor(1) as pool:
             server.teacher.placement.shut()
             first = pool.submit(server.states, [[5] * 10])
@@ -184,7 +184,7 @@ class TestLimits:
             assert server.reader.counts.tokens == 13
 
     @pytest.mark.parametrize("leaves", [True, False])
-    def test_a_client_that_does_not_take_its_answer_is_given_up(self, leaves):
+    def test_a_client_that_does_not_read_its_answer_is_disconnected(self, leaves):
         with running(tiny.qwen2(512, 1), patience=60.0 if leaves else 0.2) as server:
             with socket.create_connection(("127.0.0.1", server.port)) as slow:
                 slow.sendall(raw(body(input=[[5] * 256] * 40)))
@@ -194,14 +194,14 @@ class TestLimits:
             wait_for(lambda: server.reader.waiting.tokens == 0)
             assert len(server.states([[5, 6]])[0]) == 2
 
-    def test_a_request_that_arrives_too_slowly_is_given_up(self):
+    def test_a_request_that_arrives_too_slowly_is_dropped(self):
         with running(tiny.qwen2(48, 1), patience=0.2) as server:
             with socket.create_connection(("127.0.0.1", server.port), timeout=30) as slow:
                 slow.sendall(raw(body())[:-3])
                 assert slow.recv(4096).startswith(b"HTTP/1.1 408")
             assert len(server.states([[5, 6]])[0]) == 2
 
-    def test_requests_not_begun_are_refused_at_the_end_and_those_begun_are_answered(self):
+    def test_shutdown_answers_begun_requests_and_refuses_others(self):
         with ThreadPoolExecutor(2) as pool:
             with running(tiny.qwen2(48, 1), Gated) as server:
                 placement, waiting = server.teacher.placement, server.reader.waiting
@@ -252,7 +252,7 @@ class TestFailures:
         ("token", "reason", "health"),
         [(12, "OutOfMemoryError: no memory left.", 200), (13, "RuntimeError: device-side assert triggered.", 503)],
     )
-    def test_a_pass_that_fails_is_answered_and_the_server_goes_on(self, caplog, token, reason, health):
+    def test_a_failed_pass_is_answered_with_an_error_and_the_server_lives(self, caplog, token, reason, health):
         with running(tiny.qwen2(48, 1), Poisoned) as server:
             answer = server.post(body(input=[token, 5, 5]))
             assert answer.status == 500
@@ -262,7 +262,7 @@ class TestFailures:
             assert len(server.states([[5, 6]])[0]) == 2
             assert server.send("GET", "/health").status == 200
 
-    def test_states_that_are_not_finite_are_never_answered(self):
+    def test_nonfinite_states_are_an_error_not_an_answer(self):
         with running(tiny.qwen2(48, 1), Poisoned) as server:
             answer = server.post(body(input=[[5, 6], [14, 5]]))
             assert answer.status == 500

@@ -77,7 +77,7 @@ class TestRefusals:
             (["another"], "another"),
         ],
     )
-    def test_a_wrong_option_ends_with_status_2_and_says_what_was_expected(self, capsys, arguments, message):
+    def test_a_wrong_option_exits_with_status_2_and_names_the_expected(self, capsys, arguments, message):
         with pytest.raises(SystemExit) as ended:
             main(["model", *arguments])
         assert ended.value.code == 2
@@ -114,7 +114,7 @@ class TestRefusals:
             assert f"{TOKEN} has spaces, line ends or characters beyond ASCII" in said
             assert token not in said
 
-    def test_what_does_not_fit_the_model_is_refused_by_its_config(self, capsys, without_weights, tmp_path):
+    def test_options_that_do_not_fit_the_models_config_are_refused(self, capsys, without_weights, tmp_path):
         port = ("--port", "0")
         said = self.refused(capsys, tmp_path / "nowhere", *port)
         assert re.search(r"`MODEL='.*nowhere'` is neither a folder with a `config.json` nor a model", said)
@@ -130,7 +130,7 @@ class TestRefusals:
         changed(without_weights, auto_map={}, model_type="bart", is_encoder_decoder=True)
         assert "does not generate text token by token" in self.refused(capsys, without_weights, *port)
 
-    def test_a_port_that_is_taken_is_said(self, capsys, without_weights):
+    def test_a_port_in_use_is_refused(self, capsys, without_weights):
         with socket.create_server(("127.0.0.1", 0)) as taken:
             said = self.refused(capsys, without_weights, "--port", str(taken.getsockname()[1]))
         assert "cannot be listened on" in said
@@ -153,7 +153,7 @@ def test_a_bound_socket_does_not_listen_yet():
         socket.create_connection(held.getsockname())
 
 
-def test_a_server_from_start_to_end(tmp_path):
+def test_the_server_command_starts_answers_and_ends_on_sigterm(tmp_path):
     """The command: says when it is ready, answers many at once, and ends with status 0 when told to."""
     model = tiny.gpt2(48, 1)
     model.save_pretrained(tmp_path)

@@ -17,10 +17,12 @@ pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize(
+    "divergence", [*(pytest.param(name, marks=pytest.mark.long) for name in ("forward_kl", "reverse_kl")), "jsd"]
+)
 def test_training_equals_that_with_a_local_teacher(make_trainer, untied, divergence):
     path, url = untied
-    given = {"teacher_model": path, "divergence": divergence, "max_steps": 4, "learning_rate": 1e-3}
+    given = {"teacher_model": path, "divergence": divergence, "max_steps": 2, "learning_rate": 1e-3}
     trained = []
     for options in ({}, {"teacher_server_url": url}):
         trainer = make_trainer(**given, **options)
@@ -36,6 +38,7 @@ def test_training_equals_that_with_a_local_teacher(make_trainer, untied, diverge
     assert largest < 1e-5
 
 
+@pytest.mark.long
 def test_a_teacher_in_bfloat16_is_as_close_to_its_float32_as_in_the_process(half, caplog):
     path, url = half
     cpu = torch.device("cpu")

@@ -49,7 +49,7 @@ def test_several_servers_share_the_rows(served, checkpoint):
         assert one.most_running > 2, "rows are read at the same time"
 
 
-def test_rows_that_are_expected_are_read_early_and_found_in_any_grouping(served, checkpoint, monkeypatch):
+def test_expected_rows_are_prefetched_and_found_in_any_grouping(served, checkpoint, monkeypatch):
     with pretended(checkpoint[1]) as server:
         teacher, rollout = served(server), rows(8)
         teacher.expect(rollout.select([0, 1, 2, 3]))
@@ -72,7 +72,7 @@ def test_rows_that_are_expected_are_read_early_and_found_in_any_grouping(served,
         assert not teacher._expected
 
 
-def test_an_error_of_a_row_that_was_expected_is_raised_by_targets(served, checkpoint):
+def test_an_error_of_a_prefetched_row_is_raised_by_targets(served, checkpoint):
     with pretended(checkpoint[1], hang_up, faulty_from=2) as server:
         teacher = served(server)
         teacher.expect(rows())
@@ -98,7 +98,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_faulty_server_is_left_out_in_the_middle_of_a_batch(served, checkpoint, other, name, caplog, monkeypatch):
+def test_a_faulty_server_is_dropped_within_a_batch(served, checkpoint, other, name, caplog, monkeypatch):
     monkeypatch.setattr(replicas, "BREATH", 0.01)
     fault, said = FAULTS[name]
     fault = fault or (lambda server, states: serving_states(other, server.asked[-1], states))
@@ -132,7 +132,7 @@ def states_of_a_norm(tokens: int, width: int, dtype: torch.dtype) -> tuple[Expec
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_wrong_number_and_one_wrong_token_are_found_wherever_they_are(dtype):
+def test_one_wrong_number_or_token_is_found_at_any_place(dtype):
     tokens, width = 37, 1024  # more than are looked at together
     expected, states = states_of_a_norm(tokens, width, dtype)
     without_norm = Expected("teacher", width, None)
@@ -153,7 +153,7 @@ def test_one_wrong_number_and_one_wrong_token_are_found_wherever_they_are(dtype)
                     checked(one, wrong)
 
 
-def test_states_are_checked_in_a_nanosecond_or_so_a_number():
+def test_checking_states_takes_nanoseconds_per_number():
     expected, states = states_of_a_norm(512, 4096, torch.bfloat16)
     content = bytearray(to_bytes(states, "bfloat16"))
 
@@ -173,7 +173,7 @@ def serving_states(model: Any, ids: list[int], like: torch.Tensor) -> torch.Tens
     return states if states.shape == like.shape else states.expand_as(like)
 
 
-def test_states_of_a_preempted_row_are_those_of_its_last_read(served, checkpoint):
+def test_a_preempted_row_gets_the_states_of_its_last_pass(served, checkpoint):
     def preempted(server, states):
         return torch.cat([states[:2], states[:1], states])
 
@@ -181,7 +181,7 @@ def test_states_of_a_preempted_row_are_those_of_its_last_read(served, checkpoint
         check_equal(served(server), checkpoint[1], rows())
 
 
-def test_an_id_that_the_teacher_lacks_is_not_sent(served, checkpoint):
+def test_an_id_beyond_the_teachers_vocabulary_is_not_sent(served, checkpoint):
     with pretended(checkpoint[1]) as server:
         teacher, rollout = served(server), rows()
         rollout.completion_ids[5, 0] = tiny.VOCABULARY
@@ -191,7 +191,7 @@ def test_an_id_that_the_teacher_lacks_is_not_sent(served, checkpoint):
         assert not server.asked
 
 
-def test_an_interrupt_ends_the_wait_and_leaves_no_thread_that_blocks_the_exit(served, checkpoint, interruptible):
+def test_an_interrupt_ends_the_wait_and_leaves_only_daemon_threads(served, checkpoint, interruptible):
     with pretended(checkpoint[1], after(5), faulty_from=2) as server:
         teacher = served(server)
         threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
@@ -219,20 +219,20 @@ AT_START = {
 
 
 @pytest.mark.parametrize("name", AT_START)
-def test_what_is_wrong_with_a_server_is_said_at_the_start(served, checkpoint, name):
+def test_a_wrong_server_is_refused_at_the_start(served, checkpoint, name):
     given, kind, said = AT_START[name]
     with pretended(checkpoint[1], **given) as server, pytest.raises(kind, match=said):
         served(server)
 
 
-def test_nothing_that_listens_is_said_with_the_command_that_starts_a_server(served, checkpoint):
+def test_an_absent_server_is_refused_with_the_command_that_starts_one(served, checkpoint):
     with pretended(checkpoint[1]) as server:
         pass
     with pytest.raises(ValueError, match=r"No teacher server at http://127.0.0.1:\d+ after `teacher_server_timeout=0`"):
         served(server)
 
 
-def test_servers_of_two_teachers_are_no_replicas(served, checkpoint):
+def test_servers_of_different_teachers_are_refused(served, checkpoint):
     perturbed = tiny.qwen2(64, seed=1)
     perturbed.load_state_dict(checkpoint[1].state_dict())
     with torch.no_grad():
@@ -245,7 +245,7 @@ def test_servers_of_two_teachers_are_no_replicas(served, checkpoint):
         served(one, two)
 
 
-def test_the_dtype_of_a_server_is_found_and_its_states_are_sent_without_loss(served, checkpoint, caplog):
+def test_states_are_sent_in_the_servers_dtype(served, checkpoint, caplog):
     half = tiny.qwen2(64, seed=1)
     half.load_state_dict(checkpoint[1].state_dict())
     half.bfloat16()
@@ -258,7 +258,7 @@ def test_the_dtype_of_a_server_is_found_and_its_states_are_sent_without_loss(ser
         assert "which send 128 bytes per token, in bfloat16" in str(teacher)
 
 
-def test_another_name_is_said_and_a_token_is_sent(served, checkpoint, caplog, monkeypatch):
+def test_a_different_model_name_warns_and_the_token_is_sent(served, checkpoint, caplog, monkeypatch):
     monkeypatch.setenv("TRL_OPSD_TEACHER_TOKEN", "secret")
     with pretended(checkpoint[1], models={"data": [{"id": "a teacher", "root": "/x/Other-7B"}]}) as server:
         teacher = served(server)

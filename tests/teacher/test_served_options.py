@@ -52,7 +52,7 @@ def test_addresses_are_read_as_text_lists_and_by_name(tmp_path, given, expected)
         ({"math": 3}, r"`teacher_server_url['math']=3`: expected the address"),
     ],
 )
-def test_what_is_no_address_is_refused(tmp_path, given, said):
+def test_invalid_addresses_are_refused(tmp_path, given, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         OPSDConfig(str(tmp_path), teacher_server_url=given, use_cpu=True)
 
@@ -80,19 +80,19 @@ def test_a_password_in_an_address_is_refused_and_not_quoted(tmp_path):
         ({}, "No teacher server at http://127.0.0.1:9 after `teacher_server_timeout=0` seconds"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_a_model_is_loaded(make_trainer, given, said):
+def test_options_that_conflict_with_a_server_are_refused_before_loading(make_trainer, given, said):
     options = {"teacher_server_url": "http://127.0.0.1:9", "teacher_server_timeout": 0, **given}
     with pytest.raises(ValueError, match=re.escape(said)):
         make_trainer(**options)
 
 
 @pytest.mark.refusal
-def test_a_teacher_that_is_an_object_is_no_checkpoint_to_read_a_head_from(make_trainer):
+def test_a_teacher_object_with_a_server_is_refused(make_trainer):
     with pytest.raises(ValueError, match=r"`teacher_model` is a Qwen2ForCausalLM: pass the path or model id"):
         make_trainer(teacher_model=tiny.qwen2(48, seed=1), teacher_server_url=URL)
 
 
-def test_a_run_goes_on_with_another_server_or_with_the_teacher_in_the_process(make_trainer, tmp_path):
+def test_a_run_resumes_with_another_server_or_a_local_teacher(make_trainer, tmp_path):
     path = serving.save_teacher(tmp_path / "untied", seed=1)
     model = AutoModelForCausalLM.from_pretrained(path)
     saving = {"save_strategy": "steps", "save_steps": 1, "teacher_model": path}
@@ -108,7 +108,7 @@ def test_a_run_goes_on_with_another_server_or_with_the_teacher_in_the_process(ma
             make_trainer(**saving, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_a_teacher_of_several_may_be_behind_a_server(make_trainer, tmp_path):
+def test_one_of_several_teachers_may_be_behind_a_server(make_trainer, tmp_path):
     path = serving.save_teacher(tmp_path / "untied", seed=1)
     rows = tiny.rows().add_column("teacher", ["big", "small"] * 4)
     losses = []
@@ -123,6 +123,6 @@ def test_a_teacher_of_several_may_be_behind_a_server(make_trainer, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_a_timeout_without_a_server_is_said_to_have_no_effect(make_trainer, caplog):
+def test_a_timeout_without_a_server_warns(make_trainer, caplog):
     make_trainer(teacher_server_timeout=5)
     assert "`teacher_server_timeout=5`, because `teacher_server_url` is not set" in caplog.text

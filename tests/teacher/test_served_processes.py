@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import serving
+from processes import run
 
-SCRIPT = Path(__file__).with_name("served_processes.py")
 
-
+@pytest.mark.distributed
 @pytest.mark.timeout(300)
-def test_processes_compare_what_their_servers_answer(tmp_path):
+def test_processes_compare_the_answers_of_their_servers(tmp_path):
     path = serving.save_teacher(tmp_path / "untied", seed=1)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, path]
-    places = os.pathsep.join([str(SCRIPT.parent.parent), str(SCRIPT.parent.parent.parent)])
-    finished = subprocess.run(
-        [*command, tmp_path],
-        env={**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    first, second = (json.loads((tmp_path / rank).read_text()) for rank in "01")
+    printed = run(Path(__file__).with_name("served_processes.py"), path, seconds=280)
+    first, second = json.loads(printed.splitlines()[-1])
     assert first["one teacher"] == second["one teacher"] == "context 101", "the lowest of 101 and 102"
     for case, said in (
         ("another teacher", "times their length apart, in float32 and float32"),

@@ -56,7 +56,7 @@ def well(_, states):
 
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("fault", ["hangs", "busy", "busy, then hangs"])
-def test_a_batch_has_one_deadline_whatever_its_servers_do(served, checkpoint, breathless, servers, fault):
+def test_a_batch_has_one_deadline_for_all_its_servers(served, checkpoint, breathless, servers, fault):
     faults = {
         "hangs": (after(30), "within 1 seconds, which follows from `ddp_timeout`"),
         "busy": (lambda *_: (503, b"full", {}), "answered 503: it is busy. It says: 'full'"),
@@ -74,13 +74,13 @@ def test_a_batch_has_one_deadline_whatever_its_servers_do(served, checkpoint, br
 
 
 @pytest.mark.quick
-def test_teachers_that_read_one_after_the_other_share_the_time_in_which_other_processes_wait(tmp_path):
+def test_teachers_behind_servers_share_the_deadline(tmp_path):
     for urls, share in (("http://a:1", 1), ({"math": "http://a:1", "code": ["http://b:1", "http://b:2"]}, 2)):
         args = OPSDConfig(str(tmp_path), teacher_server_url=urls, ddp_timeout=1000, use_cpu=True)
         assert deadline(args) == 900 / share
 
 
-def test_a_server_that_hangs_at_the_start_is_not_waited_for_until_a_batch_would_end(served, checkpoint, monkeypatch):
+def test_a_server_that_hangs_at_the_start_fails_within_its_own_timeout(served, checkpoint, monkeypatch):
     monkeypatch.setattr(replicas, "_PROBE_SECONDS", 0.5)
     with pretended(checkpoint[1], after(30)) as server:
         for timeout, seconds in ((0.0, 0.5), (1.0, 1.0)):
@@ -101,7 +101,7 @@ def test_a_server_that_is_busy_at_the_start_is_waited_for(served, checkpoint, br
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_server_that_is_busy_with_other_runs_is_asked_again(served, checkpoint, breathless, status):
+def test_a_busy_server_is_asked_again(served, checkpoint, breathless, status):
     with pretended(checkpoint[1]) as server:
         teacher = served(server)
         server.fault = refuse_then(40, well, status)
@@ -111,14 +111,14 @@ def test_a_server_that_is_busy_with_other_runs_is_asked_again(served, checkpoint
 
 @pytest.mark.parametrize(("said", "expected"), [("1", 1.0), ("0", 0.01), ("soon", 0.01), ("600", 60.0), ("", 0.01)])
 @pytest.mark.quick
-def test_a_busy_server_says_when_to_ask_again(breathless, said, expected):
+def test_retry_after_is_parsed_and_capped(breathless, said, expected):
     answer = SimpleNamespace(status_code=503, text="full", asked="It", retry_after=said)
     with pytest.raises(replica.BusyError) as busy:
         replica._check_status(answer)
     assert busy.value.seconds == expected
 
 
-def test_a_busy_server_is_let_be_until_then(served, checkpoint, breathless):
+def test_a_busy_server_is_not_asked_before_retry_after(served, checkpoint, breathless):
     with pretended(checkpoint[1]) as server:
         teacher = served(server)
         server.fault = refuse_then(4, well, **{"Retry-After": "2"})
@@ -127,7 +127,7 @@ def test_a_busy_server_is_let_be_until_then(served, checkpoint, breathless):
         assert len(server.asked) == 2 + 4 + 4, "each of four rows was refused once"
 
 
-def test_others_read_the_rows_of_a_busy_server_meanwhile_and_it_is_not_left_out(served, checkpoint, caplog):
+def test_rows_of_a_busy_server_go_to_others_and_it_is_kept(served, checkpoint, caplog):
     with pretended(checkpoint[1]) as good, pretended(checkpoint[1]) as busy:
         teacher = served(busy, good)
         busy.fault = refuse_then(1000, well, **{"Retry-After": "8"})
@@ -143,7 +143,7 @@ def test_others_read_the_rows_of_a_busy_server_meanwhile_and_it_is_not_left_out(
         assert "is asked no more" not in caplog.text
 
 
-def test_a_row_that_gets_no_answer_is_asked_for_again(served, checkpoint):
+def test_an_unanswered_row_is_requested_again(served, checkpoint):
     hangs = iter([True])
 
     def once(server, states):
@@ -156,7 +156,7 @@ def test_a_row_that_gets_no_answer_is_asked_for_again(served, checkpoint):
         assert len(server.asked) == 2 + 4 + 1
 
 
-def test_a_break_of_all_connections_is_counted_once(served, checkpoint, breathless):
+def test_simultaneous_dropped_connections_count_as_one_failure(served, checkpoint, breathless):
     together = threading.Barrier(20)
 
     def once(server, states):
@@ -171,7 +171,7 @@ def test_a_break_of_all_connections_is_counted_once(served, checkpoint, breathle
         assert len(server.asked) == 2 + 20 + 20, "20 different rows, each asked for twice"
 
 
-def test_a_pause_of_a_server_is_counted_once(served, checkpoint, breathless, monkeypatch, caplog):
+def test_a_pause_of_a_server_counts_as_one_failure(served, checkpoint, breathless, monkeypatch, caplog):
     monkeypatch.setattr(replicas, "_SECONDS", 0.3)
     with pretended(checkpoint[1]) as good, pretended(checkpoint[1]) as paused:
         teacher = served(paused, good)
@@ -185,7 +185,7 @@ def test_a_pause_of_a_server_is_counted_once(served, checkpoint, breathless, mon
         assert "is asked no more" not in caplog.text
 
 
-def test_a_slow_server_holds_nobody_up_for_long(served, checkpoint, breathless, monkeypatch, caplog):
+def test_a_slow_server_is_dropped_soon(served, checkpoint, breathless, monkeypatch, caplog):
     monkeypatch.setattr(replicas, "_SECONDS", 0.3)
     with pretended(checkpoint[1]) as good, pretended(checkpoint[1], after(30), faulty_from=2) as slow:
         teacher = served(slow, good)
@@ -194,7 +194,7 @@ def test_a_slow_server_holds_nobody_up_for_long(served, checkpoint, breathless, 
         assert f"{slow.url} is asked no more; {good.url} read its rows. It was slow" in caplog.text
 
 
-def test_a_server_that_is_gone_costs_the_others_no_time(served, checkpoint, monkeypatch):
+def test_a_dead_server_does_not_delay_the_others(served, checkpoint, monkeypatch):
     monkeypatch.setattr(replicas, "BREATH", 5.0)
     with pretended(checkpoint[1]) as good, pretended(checkpoint[1], hang_up, faulty_from=2) as gone:
         teacher = served(gone, good)
@@ -205,7 +205,7 @@ def test_a_server_that_is_gone_costs_the_others_no_time(served, checkpoint, monk
 # ---- What is kept ----
 
 
-def test_a_row_that_is_taught_again_and_again_is_asked_for_once(served, checkpoint):
+def test_a_repeated_row_is_requested_once(served, checkpoint):
     """As a process does that has learned all of its rows, and waits for others with `overlap="step"`."""
     with pretended(checkpoint[1]) as server:
         teacher, rollout = served(server), rows()

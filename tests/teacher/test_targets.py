@@ -66,7 +66,7 @@ def test_each_state_is_that_of_its_token():
     torch.testing.assert_close(targets.hidden, padded * rollout.counts[..., None], rtol=0, atol=1e-6)
 
 
-def test_passes_may_bring_any_rows_in_any_order_and_be_narrower():
+def test_passes_may_have_any_rows_in_any_order_and_be_narrower():
     rollout = ragged()
     padded = completion_hidden(tiny.qwen2(48, 1).eval(), rollout).detach()
     keeper = Keeper(rollout.weights, "auto")
@@ -76,7 +76,7 @@ def test_passes_may_bring_any_rows_in_any_order_and_be_narrower():
 
 
 @pytest.mark.quick
-def test_the_padded_form_is_what_counts_once_it_was_read():
+def test_changes_of_the_padded_form_are_kept():
     rollout = ragged()
     targets = frozen(tiny.qwen2(48, 1)).targets(rollout)
     expected = kept(targets).clone()
@@ -140,11 +140,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(one, marks=[pytest.mark.long] * (one in ("kept on the host", "several widths"))) for one in CASES],
+)
 def test_losses_and_weights_are_those_of_padded_targets_to_the_bit(make_trainer, case):
     found = []
     for cls in CASES[case][:2]:
-        options = {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, **CASES[case][2]()}
+        options = {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_steps": 2, **CASES[case][2]()}
         trainer = make_trainer(cls, **options)
         trainer.train()
         logs = [{name: row.get(name) for name in ("loss", "grad_norm")} for row in trainer.state.log_history]
@@ -169,16 +172,16 @@ def test_each_row_keeps_the_width_and_dtype_of_its_teacher(make_trainer):
 
 
 @pytest.mark.parametrize("cls", [EveryOther, EveryOtherPadded])
-def test_only_what_the_student_wrote_can_get_a_weight_later(make_trainer, cls):
+def test_later_weights_of_tokens_without_targets_are_refused(make_trainer, cls):
     class Late(cls):
         def _generate_and_score_completions(self, inputs):
             batch = super()._generate_and_score_completions(inputs)
             return {**batch, "loss_weights": self.change(batch["completion_mask"])}
 
-    trainer = make_trainer(Late)
+    trainer = make_trainer(Late, max_steps=1)
     trainer.change = torch.Tensor.float
     trainer.train()
-    trainer = make_trainer(Late)
+    trainer = make_trainer(Late, max_steps=1)
     trainer.change = lambda mask: torch.ones_like(mask).float()
     with pytest.raises(ValueError, match=r"^\d+ tokens have a weight in the loss but no target: they are padding"):
         trainer.train()
@@ -233,7 +236,7 @@ class Sizes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("form", ["kept by row", "padded"])
-def test_the_check_that_a_teacher_reads_looks_at_a_few_tokens(form):
+def test_the_check_of_constant_states_reads_few_tokens(form):
     rollout = ragged()
     targets = frozen(tiny.qwen2(48, 1)).targets(rollout)
     if form == "padded":
@@ -244,7 +247,7 @@ def test_the_check_that_a_teacher_reads_looks_at_a_few_tokens(form):
     assert sizes.waits == 1
 
 
-def test_states_that_differ_only_where_the_check_looks_last_are_those_of_a_sound_teacher():
+def test_states_that_differ_in_the_last_checked_token_pass():
     rollout = ragged()
     hidden = torch.zeros(6, 40, 48)
     check = lambda: check_depends_on_input(rollout, TeacherTargets(hidden=hidden), "teacher")  # noqa: E731

@@ -48,7 +48,7 @@ def test_heads_of_one_size_are_compared_in_full(make_trainer):
     assert trainer.limits.vocabulary == PADDED
 
 
-def test_a_sampled_id_that_only_the_student_knows_is_refused(make_trainer):
+def test_a_sampled_id_beyond_the_shared_vocabulary_is_refused(make_trainer):
     class Careless(HFRollout):
         def complete(self, prompt_ids, step):
             return [[5, tiny.VOCABULARY]] * len(prompt_ids)
@@ -91,9 +91,7 @@ def test_a_teacher_whose_tokenizer_is_not_here_is_accepted(make_trainer, loaded_
     assert "not compared" not in caplog.text
 
 
-def test_a_tokenizer_with_code_of_its_own_beside_a_loaded_teacher_is_not_compared_and_said_so(
-    make_trainer, loaded_from, tmp_path, caplog
-):
+def test_a_teacher_tokenizer_with_custom_code_warns_and_is_not_compared(make_trainer, loaded_from, tmp_path, caplog):
     tiny.tokenizer().save_pretrained(tmp_path / "teacher")
     described = json.loads((tmp_path / "teacher" / "tokenizer_config.json").read_text())
     described |= {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
