@@ -1,9 +1,9 @@
 # `make` lists the targets. Needs Python 3.11 or newer, a C++ compiler and a package index; nothing else.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# Files side by side, at most four: each process imports torch and TRL, and some start processes of their own. In their
-# order, in which the slowest folders come first: with the files of most tests first, one process had the last minutes.
-PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15
+# Files side by side, in three processes: each imports torch and TRL, and on two cores the third computes while others wait
+# for processes that they have started. In the order of the files: the slowest folders come first.
+PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export HF_HUB_OFFLINE := 1
@@ -35,7 +35,12 @@ venv: .venv/.ours ## make .venv from the locked requirements, with this package 
 demo: venv ## see on-policy distillation work on this machine, a few minutes on two cores; results in out/demo
 	HF_HUB_DISABLE_PROGRESS_BARS=1 OMP_NUM_THREADS=1 $(BIN)/python examples/quickstart.py --output out/demo
 
-test: venv ## run all tests; PYTEST_ARGS="-k name" to choose
+# Of DeepSpeed, for two processes on a CPU: built before tests, or all of them wait while the first needs it.
+build/extensions/deepspeed_shm_comm: .venv/.locked
+	TORCH_EXTENSIONS_DIR=build/extensions $(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+	touch $@
+
+test: venv build/extensions/deepspeed_shm_comm ## run all tests but the long ones; PYTEST_ARGS="-k name" to choose
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 quick: venv ## run the most telling tests, about a minute on two cores; for use while working
@@ -57,7 +62,7 @@ trackers: .trackers/.made ## test with trackio, TensorBoard and W&B, which are i
 	rm -rf build/trackio
 	PYTHONPATH=.trackers TRACKIO_DIR=build/trackio $(BIN)/pytest -m trackers tests/report/test_trackers.py
 
-test-long: venv ## run what `make test` leaves out for its time: long tests, a real model, SGLang, other versions; two hours
+test-long: venv build/extensions/deepspeed_shm_comm ## run what `make test` leaves out for its time: long tests, a real model, SGLang, other versions; two hours
 	$(BIN)/pytest -m long $(PYTEST_ARGS)
 	$(MAKE) real test-sglang test-latest test-lowest
 

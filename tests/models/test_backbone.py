@@ -49,6 +49,24 @@ def test_a_padded_row_has_the_hidden_states_it_has_alone(make, padding):
             torch.testing.assert_close(hidden[row, : len(completion)], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_columns_beyond_a_row_are_masked():
+    """Also of a row that ends in the last column, behind which the longer one has more."""
+    model, masks = tiny.qwen2().eval(), []
+    prompts, completions = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    rows = Rollout(
+        prompt_ids=prompts * 5,
+        prompt_mask=prompts,
+        completion_ids=completions * 5,
+        completion_mask=completions,
+        weights=completions.float(),
+    )
+    model.base_model.register_forward_pre_hook(
+        lambda _, args, given: masks.append(given["attention_mask"].tolist()), with_kwargs=True
+    )
+    completion_hidden(model, rows)
+    assert masks == [[[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]]
+
+
 def test_positions_leave_out_the_padding_around_a_row_only():
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
     assert positions(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 1, 1, 1], [0, 0, 1, 2, 2], [0] * 5, [0, 1, 2, 3, 4]]

@@ -144,9 +144,9 @@ def longrope(**overrides: object) -> torch.nn.Module:
 
 
 def ragged() -> Rollout:
-    """Four rows of 6, 12, 24 and 24 tokens."""
+    """Four rows of 24, 6, 24 and 12 tokens."""
     generator = torch.Generator().manual_seed(0)
-    prompts, completions = torch.tensor([4, 9, 14, 12]), torch.tensor([2, 3, 10, 12])
+    prompts, completions = torch.tensor([14, 4, 12, 9]), torch.tensor([10, 2, 12, 3])
     prompt_mask = (torch.arange(14) >= 14 - prompts[:, None]).long()
     completion_mask = (torch.arange(12) < completions[:, None]).long()
     return Rollout(
