@@ -16,7 +16,7 @@ from trl import DistillationConfig
 
 from trl_opsd import FixedRollout, OPSDConfig, fingerprint
 from trl_opsd.losses import ForwardKL
-from trl_opsd.run.option_changes import check_same_options, shared_options
+from trl_opsd.options.changes import check_same_options, shared_options
 
 LATE = "when the trainer was built, where it was read"
 
@@ -255,7 +255,7 @@ def test_accumulation_cannot_differ_from_that_of_deepspeed(make_trainer, monkeyp
 # ---- The tables ----------------------------------------------------------------------------------------------------
 
 _NAMES = {one.name for one in fields(OPSDConfig)}
-_READ_ALL = ("dataclasses", "trl_opsd.run.option_changes", "trl_opsd.run.option_types", "trl_opsd.run.training_options")
+_READ_ALL = ("dataclasses", *(f"trl_opsd.options.{name}" for name in ("changes", "rules", "sampling", "table", "text")))
 _READ_ALL_FILES = {sys.modules[name].__file__ for name in _READ_ALL}
 
 
@@ -287,7 +287,7 @@ def test_options_that_are_read_at_construction_only_are_those_that_may_not_chang
     proved = {"padding_free", "pad_to_multiple_of"}  # read for each pass, as the models were examined with them
     proved |= {"overlap", "deterministic"}  # read in each step, as other options and methods were checked with them
     proved |= {"num_generations_eval"}  # read for each evaluation
-    assert reads & kept <= {*fingerprint.OPTIONS, *fingerprint.EMA_OPTIONS, "report_to", "report", *proved}
+    assert reads & kept <= {*fingerprint.OPTIONS, "report_to", "report", *proved}
 
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "num_iterations", "warmup_ratio", "max_prompt_length"])
@@ -315,7 +315,7 @@ def test_options_changed_after_construction_are_checked_as_at_construction(make_
 
 
 def test_options_that_differ_between_processes_are_refused(tmp_path):
-    mine = shared_options(tiny.config(tmp_path), OPSDConfig)
+    mine = shared_options(tiny.config(tmp_path))
     assert {"seed", "learning_rate", "temperature", "teacher_model_kind", "max_completion_length"} <= mine.keys()
     assert "output_dir" not in mine
     check_same_options([mine, dict(mine)])

@@ -21,8 +21,7 @@ from trl import DistillationConfig
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.transformers import CHECKPOINTING
-from trl_opsd.run.foreign_names import ARGUMENTS, DEFAULTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS
-from trl_opsd.run.foreign_options import explained_option
+from trl_opsd.options.foreign import ARGUMENTS, DEFAULTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS, explained_option
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.data.datasets import describe_rows
-from trl_opsd.fingerprint import EMA_OPTIONS, FILE, OPTIONS, OTHERS, _differing, check_accepted, describe_function
+from trl_opsd.fingerprint import FILE, OPTIONS, OTHERS, _differing, check_accepted, describe_function
 from trl_opsd.losses import Divergence, ReverseKL
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.samples import digest, sampled
@@ -55,8 +55,11 @@ def test_each_checkpoint_has_the_fingerprint_as_json(checkpoint):
 
 def test_every_entry_is_a_name_that_may_be_accepted(checkpoint):
     said = json.loads((checkpoint / FILE).read_text())
-    assert said.keys() == {*OPTIONS, *OTHERS}
-    check_accepted([*said, *EMA_OPTIONS])
+    of_average = {"teacher_update_rate", "teacher_sync_steps"}
+    of_rewards = {"reward_weights", "scale_rewards", "multi_objective_aggregation"}
+    assert {*OPTIONS, *OTHERS} - said.keys() == of_average | of_rewards
+    assert said.keys() <= {*OPTIONS, *OTHERS}
+    check_accepted([*said, *of_average, *of_rewards])
 
 
 @pytest.mark.refusal

@@ -11,8 +11,8 @@ from transformers import get_constant_schedule
 
 from trl_opsd import HFRollout
 from trl_opsd.models.model_checks import same_weights
-from trl_opsd.run.training_options import check_unsupported
-from trl_opsd.run.without_effect import without_effect
+from trl_opsd.options.rules import AFTER, refuse
+from trl_opsd.options.table import Situation, without_effect
 
 SAME = "are the same model"
 NOTHING = "The first divergence is 0"
@@ -211,7 +211,7 @@ def test_options_with_an_effect_are_not_said(make_trainer, caplog, given):
 )  # fmt: skip
 def test_options_of_another_engine_are_without_effect(tmp_path, options, unused, used):
     args = tiny.config(tmp_path, **{"use_vllm": True, **options})
-    found = without_effect(args, own_rollout=False, teachers=["a"], optimizers=(None, None), tools=None)
+    found = without_effect(Situation(args=args, teachers=["a"]))
     assert found.keys() == unused
     assert not found.keys() & used
 
@@ -342,7 +342,7 @@ def test_a_launch_of_which_accelerate_counts_one_process_is_refused(tmp_path, mo
     args = tiny.config(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"has 2 processes .* set `use_cpu=True`"):
-        check_unsupported(args)
+        refuse(AFTER, args)
 
 
 @pytest.mark.parametrize("option", ["fp16_full_eval", "bf16_full_eval"])

@@ -23,7 +23,8 @@ from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.head import model_shape, shape_of
 from trl_opsd.models.samples import Samples, digest, sample, sampled
-from trl_opsd.run.ranges import one_of
+from trl_opsd.options.table import TABLE, resumed
+from trl_opsd.options.values import one_of
 from trl_opsd.run.server_urls import server_urls
 from trl_opsd.teacher import FrozenTeacher, Teacher
 
@@ -32,44 +33,8 @@ logger = get_logger(__name__)
 FILE = "opsd_fingerprint.json"
 """The fingerprint's file in a checkpoint."""
 
-OPTIONS = (
-    "temperature",
-    "student_temperature",
-    "teacher_temperature",
-    "kl_clip",
-    "position_discount",
-    "token_selection",
-    "token_fraction",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "generation_kwargs",
-    "vllm_structured_outputs_regex",
-    "max_completion_length",
-    "max_tool_calling_iterations",
-    "chat_template_kwargs",
-    "teacher_model_kind",
-    "teacher_prompt_template",
-    "teacher_chat_template_kwargs",
-    "num_generations",
-    "lmbda",
-    "seq_kd",
-    "sft_weight",
-    "reward_weight",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "world_size",
-    "seed",
-    "shuffle_dataset",
-)
+OPTIONS = (*(name for name, one in TABLE.items() if one.resumed), "world_size")
 """Options that determine the completions, the teacher's prompts, the rows of each step, and what is learned of them."""
-
-EMA_OPTIONS = ("teacher_update_rate", "teacher_sync_steps")
-"""Options that have an effect only with `teacher_model_kind="ema"`."""
-
-REWARD_OPTIONS = ("reward_weights", "scale_rewards", "multi_objective_aggregation")
-"""Options that have an effect on training only with a `reward_weight`."""
 
 OTHERS = (
     "divergence",
@@ -177,10 +142,8 @@ class Identity:
 
 
 def fingerprint(args: OPSDConfig, **more: Any) -> Fingerprint:
-    """The options in [`OPTIONS`] and the caller's values, as they are when read back from JSON."""
-    of_rewards = REWARD_OPTIONS if args.reward_weight else ()
-    names = (*OPTIONS, *(EMA_OPTIONS if args.teacher_model_kind == "ema" else ()), *of_rewards)
-    values = {**{name: getattr(args, name) for name in names}, **more}
+    """The options that a resume compares and the caller's values, as they are when read back from JSON."""
+    values = {**{name: getattr(args, name) for name in resumed(args)}, **more}
     return dict(json.loads(json.dumps(values, default=str)))
 
 
@@ -191,7 +154,7 @@ def check_accepted(names: Sequence[str] | None) -> None:
         ValueError: A name is unknown; the message has the closest one.
     """
     for name in names or ():
-        one_of("resume_with_changes", name, (*OPTIONS, *EMA_OPTIONS, *REWARD_OPTIONS, *OTHERS))
+        one_of(*OPTIONS, *OTHERS).check("resume_with_changes", name)
 
 
 def describe_student(student: CausalLM, handed_in: Samples | None) -> str:

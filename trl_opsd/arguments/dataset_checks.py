@@ -19,7 +19,7 @@ from trl_opsd.data.prompts import IMAGE_COLUMNS, check_columns, refuse_images
 from trl_opsd.data.row_sharding import check_alike
 from trl_opsd.data.survey import has_transform, has_values
 from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED
-from trl_opsd.run.data_options import batch_in_words, prompts_of_step
+from trl_opsd.options.rules import batch_in_words, prompts_of_step
 
 
 def surveyed(

@@ -16,7 +16,7 @@ from trl_opsd.rewards.given import Given, check_columns
 from trl_opsd.rewards.model import RewardModel, loaded_model
 from trl_opsd.rewards.waiting import EventLoop
 
-__all__ = ["build_rewards", "check_rows_of_rewards", "warn_of_evaluations_only"]
+__all__ = ["build_rewards", "check_rows_of_rewards"]
 
 logger = get_logger(__name__)
 

@@ -16,11 +16,10 @@ from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
-from trl_opsd.run.foreign_names import TRAINER_ARGUMENTS
-from trl_opsd.run.foreign_options import distinct_elsewhere
-from trl_opsd.run.nearest import misspelt
-from trl_opsd.run.option_changes import ReadOnce
-from trl_opsd.run.ranges import above, in_range
+from trl_opsd.options.changes import ReadOnce
+from trl_opsd.options.foreign import TRAINER_ARGUMENTS, distinct_elsewhere
+from trl_opsd.options.names import misspelt
+from trl_opsd.options.values import above, from_to
 
 __all__ = ["FIXED", "Attributes"]
 
@@ -144,7 +143,7 @@ class Attributes(DistillationTrainer):
 
     @beta.setter
     def beta(self, beta: float) -> None:
-        in_range("beta", beta, 0.0, 1.0)
+        from_to(0, 1).check("beta", beta)
         self.divergence = divergence_of(None, Settings(beta=beta))
 
     @property
@@ -156,7 +155,7 @@ class Attributes(DistillationTrainer):
 
     @temperature.setter
     def temperature(self, temperature: float) -> None:
-        above("temperature", temperature, 0.0)
+        above(0).check("temperature", temperature)
         self._temperature = temperature
 
     @property

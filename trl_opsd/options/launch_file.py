@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from trl_opsd.run.nearest import nearest
+from trl_opsd.options.names import did_you_mean
 
 
 def check_nested_keys() -> None:
@@ -24,12 +24,7 @@ def check_nested_keys() -> None:
     known = vars(launch_command_parser().parse_args(["script"]))
     for name in given:
         if name not in known:
-            close = nearest(name, known)
-            hint = (
-                f"did you mean {' or '.join(map(repr, close))}?"
-                if close
-                else "remove it, or write a file for `deepspeed_config_file`."
-            )
+            hint = did_you_mean(name, known) or "remove it, or write a file for `deepspeed_config_file`."
             raise ValueError(
                 f"`deepspeed_config` in the accelerate file has the key '{name}', which accelerate ignores: {hint}"
             )
