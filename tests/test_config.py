@@ -16,12 +16,14 @@ import pytest
 import tiny
 import torch
 from accelerate import ParallelismConfig
-from transformers import HfArgumentParser, Qwen2ForCausalLM
+from transformers import HfArgumentParser, Qwen2ForCausalLM, TrainingArguments
 from trl import DistillationConfig
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.transformers import CHECKPOINTING
 from trl_opsd.options.foreign import ARGUMENTS, DEFAULTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS, explained_option
+from trl_opsd.options.rules import AFTER, BEFORE
+from trl_opsd.options.table import OURS, TRANSFORMERS, TRLS
 
 
 @pytest.mark.parametrize(
@@ -124,6 +126,23 @@ def test_every_new_option_is_documented():
     assert {name for name in new if f"\n    {name} (" in documented} == new != set()
 
 
+@pytest.mark.quick
+def test_the_table_has_a_line_for_every_option_of_ours_and_trls():
+    options = {one.name for one in fields(OPSDConfig)}
+    inherited = {one.name for one in fields(TrainingArguments)} - DistillationConfig.__annotations__.keys()
+    assert {*OURS, *TRLS} == options - inherited
+    assert TRANSFORMERS.keys() <= inherited
+    assert {*OURS}.isdisjoint(TRLS)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rules", [BEFORE, AFTER], ids=["before", "after"])
+def test_messages_of_rules_name_options_that_exist(tmp_path, rules):
+    args = tiny.config(tmp_path)
+    for rule in rules:
+        assert rule.message.format(args, "what was found")
+
+
 def test_accumulation_steps_that_contradict_the_launch_are_refused(tmp_path, monkeypatch):
     launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
     for name, value in {**launch, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}.items():
@@ -224,7 +243,7 @@ def test_fsdp_that_shards_nothing_is_warned_about(make_trainer, monkeypatch, cap
         ({"model_init_kwargs": '{"revision": "main"}'}, {"revision": "main"}),
     ],
 )
-def test_options_given_as_text_become_what_they_mean(tmp_path, option, expected):
+def test_text_is_converted_to_the_type_of_the_option(tmp_path, option, expected):
     ((name, _),) = option.items()
     value = getattr(tiny.config(tmp_path, **option), name)
     assert value == expected
@@ -232,7 +251,7 @@ def test_options_given_as_text_become_what_they_mean(tmp_path, option, expected)
 
 
 @pytest.mark.quick
-def test_a_rate_without_a_dot_and_a_no_in_a_yaml_file_are_what_they_mean(tmp_path):
+def test_yaml_values_1e_5_and_no_are_read_as_meant(tmp_path):
     (tmp_path / "options.yaml").write_text("output_dir: out\nlearning_rate: 1e-5\nsave_strategy: no\nuse_cpu: true\n")
     (config,) = HfArgumentParser(OPSDConfig).parse_yaml_file(str(tmp_path / "options.yaml"))
     assert (config.learning_rate, config.save_strategy) == (1e-5, "no")
@@ -275,18 +294,18 @@ def test_a_config_that_checks_names_is_still_a_dataclass(tmp_path):
 )
 @pytest.mark.quick
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
-def test_without_an_accelerator_nobody_needs_to_know_about_bf16(tmp_path, option, bf16, computes_in):
+def test_bf16_is_off_by_default_without_accelerator(tmp_path, option, bf16, computes_in):
     config = OPSDConfig(str(tmp_path), **option)
     assert (config.bf16, config.mixed_precision, config.dataloader_pin_memory) == (bf16, computes_in, False)
 
 
-def test_without_an_accelerator_the_launch_decides_about_bf16(tmp_path, monkeypatch):
+def test_launch_decides_bf16_without_accelerator(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     config = OPSDConfig(str(tmp_path), use_cpu=True)
     assert (config.bf16, config.mixed_precision) == (False, "bf16")
 
 
-def test_with_an_accelerator_bf16_is_the_default_as_in_trl(tmp_path, monkeypatch):
+def test_bf16_is_on_by_default_with_accelerator(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     config = OPSDConfig(str(tmp_path))
@@ -300,7 +319,7 @@ def test_parameters_of_the_trainer_are_told_from_options():
 
 
 @pytest.mark.parametrize("table", [OPTIONS, ARGUMENTS, FAMILIES], ids=["options", "arguments", "families"])
-def test_what_is_said_about_names_of_other_trainers_is_true(table):
+def test_advice_about_foreign_names_recommends_existing_options(table):
     """No name exists here, and each option that is recommended does."""
     options = {one.name for one in fields(OPSDConfig) if "eprecated" not in one.metadata.get("help", "")}
     known = {*options, *inspect.signature(OPSDTrainer.__init__).parameters, *vars(OPSDTrainer)}
@@ -310,7 +329,7 @@ def test_what_is_said_about_names_of_other_trainers_is_true(table):
             assert name in known | {"eval_loss"}, advice
 
 
-TRLS = ("gkd", "gold", "sdft", "sdpo", "server_distillation", "async_distillation", "iw_opd")
+TRAINERS = ("gkd", "gold", "sdft", "sdpo", "server_distillation", "async_distillation", "iw_opd")
 SAID_ELSEWHERE = {"remove_unused_columns", "shuffle_dataset", "vllm_server_host", "vllm_server_port"}
 """Defaults that train the same: each of these trainers shuffles, and reads the columns that it needs."""
 
@@ -319,14 +338,14 @@ SAID_ELSEWHERE = {"remove_unused_columns", "shuffle_dataset", "vllm_server_host"
 def of_trl():
     """Names and defaults of the options of TRL's other trainers for distillation."""
     found = {}
-    for name in TRLS:
+    for name in TRAINERS:
         module = importlib.import_module(f"trl.experimental.{name}")
         (config,) = (one for kind, one in vars(module).items() if kind.endswith("Config"))
         found[name] = {one.name: one.default for one in fields(config)}
     return found
 
 
-def test_every_option_of_other_trainers_of_trl_is_explained(of_trl):
+def test_every_option_of_trls_other_distillation_trainers_is_explained(of_trl):
     here = [one.name for one in fields(OPSDConfig)]
     said = {name: explained_option(name, here) for options in of_trl.values() for name in options if name not in here}
     assert len(said) > 60
@@ -334,7 +353,7 @@ def test_every_option_of_other_trainers_of_trl_is_explained(of_trl):
 
 
 @pytest.mark.parametrize("trainer", DEFAULTS)
-def test_other_defaults_of_trl_are_all_said(trainer, of_trl):
+def test_differing_defaults_of_trls_other_trainers_are_listed(trainer, of_trl):
     said = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=([^,]+)", DEFAULTS[trainer])}
     there = of_trl[trainer]
     there["max_completion_length"] = there.get("max_completion_length", there.get("max_new_tokens"))

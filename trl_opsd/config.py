@@ -22,9 +22,9 @@ from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.options.changes import option_values
 from trl_opsd.options.foreign import distinct_elsewhere, explained_option
 from trl_opsd.options.help import with_help
-from trl_opsd.options.launch_file import check_nested_keys
+from trl_opsd.options.launch import Launch, check_nested_keys
 from trl_opsd.options.names import StrictNames, misspelt
-from trl_opsd.options.rules import AFTER, BEFORE, Launch, refuse
+from trl_opsd.options.rules import AFTER, BEFORE, refuse
 from trl_opsd.options.sampling import check_shapes, settle_sampling
 from trl_opsd.options.table import TABLE, a_divergence, check_values
 from trl_opsd.options.text import check_json, convert_text, settle_loading

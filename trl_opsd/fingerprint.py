@@ -103,24 +103,7 @@ class Identity:
         teacher_template: str,
         verbs: Mapping[str, Any],
     ) -> Fingerprint:
-        """The fingerprint of a checkpoint written now.
-
-        Args:
-            divergence ([`~losses.Divergence`]):
-                The objective, recorded with its settings.
-            rows (`str`):
-                The training dataset, as [`~data.datasets.describe_rows`] describes it.
-            tools (`Sequence`):
-                Functions the student may call.
-            chat_template (`Any`):
-                The tokenizer's.
-            rewards (`Sequence[str]`):
-                Names of the reward functions that are learned from.
-            teacher_template (`str`):
-                What joins prompts and privileged contexts.
-            verbs (`Mapping[str, Any]`):
-                Those that the user has overridden.
-        """
+        """The fingerprint of a checkpoint written now."""
         own = {} if type(divergence).__module__.startswith("trl_opsd.") else {"divergence": type(divergence)}
         functions = {name: describe_function(one) for name, one in {**verbs, **own}.items()}
         hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
@@ -148,11 +131,7 @@ def fingerprint(args: OPSDConfig, **more: Any) -> Fingerprint:
 
 
 def check_accepted(names: Sequence[str] | None) -> None:
-    """Refuses names in `resume_with_changes` that no fingerprint has.
-
-    Raises:
-        ValueError: A name is unknown; the message has the closest one.
-    """
+    """Refuses names in `resume_with_changes` that no fingerprint has."""
     for name in names or ():
         one_of(*OPTIONS, *OTHERS).check("resume_with_changes", name)
 
@@ -160,11 +139,7 @@ def check_accepted(names: Sequence[str] | None) -> None:
 def describe_student(student: CausalLM, handed_in: Samples | None) -> str:
     """The student's class, the shape of its head, and a digest of the weights under an adapter, which checkpoints omit.
 
-    Args:
-        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student.
-        handed_in (`dict`, *optional*):
-            Samples of the weights under its adapter; `None` without one, when the checkpoint has all weights.
+    `handed_in` are samples of these; `None` without an adapter, when the checkpoint has all weights.
     """
     shape = f"{type(without_peft(student)).__name__} {list(model_shape(student))}"
     return shape if handed_in is None else f"{shape}, {digest(handed_in)}"
@@ -180,12 +155,7 @@ def describe_optimizer(given: Any, args: OPSDConfig) -> str:
 def describe_teachers(teachers: Mapping[str, Teacher], kind: str | None) -> dict[str, str]:
     """For each teacher, the last part of its path (a folder may have moved) and the shape of its head.
 
-    Args:
-        teachers (`Mapping[str, Teacher]`):
-            By name.
-        kind (`str`, *optional*):
-            `teacher_model_kind`. A teacher that follows the student is restored from the checkpoint, so the path the
-            student was first loaded from is left out.
+    A teacher that follows the student is restored from the checkpoint, so the path that was first loaded is left out.
     """
     described = {}
     for name, teacher in teachers.items():
@@ -274,14 +244,8 @@ def write(folder: str | Path, now: Fingerprint) -> None:
 def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) -> None:
     """Compares the fingerprint of a checkpoint with that of this run, before anything is loaded.
 
-    Args:
-        folder (`str` or `Path`):
-            The checkpoint. One that TRL wrote has no fingerprint and is accepted with a warning; entries that an older
-            version of this package did not record are not compared.
-        now (`dict`):
-            The fingerprint of this run.
-        accepted (`Sequence[str]`, *optional*):
-            Names that may differ; a difference is then only a warning.
+    One that TRL wrote has no fingerprint and is accepted with a warning; entries that an older version of this package
+    did not record are not compared. A difference in an accepted name is only a warning.
 
     Raises:
         ValueError: There is no such folder, its fingerprint cannot be read, or another entry differs; the message

@@ -12,12 +12,7 @@ from accelerate.utils import patch_environment
 
 
 def launched(args: Any) -> ParallelismConfig:
-    """The sizes that the options or the accelerate file ask for; all are 1 where neither does.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            The options.
-    """
+    """The sizes that the options or the accelerate file ask for; all are 1 where neither does."""
     if args.parallelism_config is not None:
         return args.parallelism_config
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":

@@ -50,23 +50,7 @@ def warn_of_same_model(
     datasets: Mapping[str, AnyDataset | None],
     tells_more: bool,
 ) -> bool:
-    """Warns of a teacher that is the student and reads nothing more: the divergence is 0, and stays 0.
-
-    Args:
-        student (`Any`):
-            A path, a model id or a model.
-        teachers (`Mapping[str, Any]`):
-            As the user passed them.
-        args ([`OPSDConfig`]):
-            Contains the options for loading them.
-        datasets (`Mapping`):
-            By name; those whose columns are not known may have any.
-        tells_more (`bool`):
-            Whether the teacher's prompts differ without a column for them.
-
-    Returns:
-        `bool`: Whether it has warned.
-    """
+    """Warns of a teacher that is the student and reads nothing more: the divergence is 0, and stays 0."""
     if tells_more or args.tempers_apart or args.pulls or _may_have(datasets, PRIVILEGED):
         return False
     loading = args.model_init_kwargs or {}

@@ -18,19 +18,7 @@ _NOT_LISTED = ("azure_ml", "flyte", "kubeflow")
 
 
 def check_packages(args: OPSDConfig, train_dataset: Any, optimizers: tuple[Any, Any]) -> None:
-    """Refuses options whose packages are not installed.
-
-    Args:
-        args ([`OPSDConfig`]):
-            The options.
-        train_dataset (`Any`):
-            `None` for a trainer that only evaluates.
-        optimizers (`tuple`):
-            Optimizer and scheduler as they were passed.
-
-    Raises:
-        ValueError: A package is missing, or there is no such logger.
-    """
+    """Refuses options whose packages are not installed."""
     present = get_available_reporting_integrations() if args.report_to else []
     for name in args.report_to or ():
         one_of("none", "all", *INTEGRATION_TO_CALLBACK).check("report_to", name)

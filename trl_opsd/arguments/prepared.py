@@ -110,20 +110,7 @@ def prepared(
     pick: Callable[[Any, OPSDConfig], Any],
     **others: Any,
 ) -> Prepared:
-    """Runs every check that needs no loaded model.
-
-    Args:
-        row_columns (`Collection[str]`):
-            Columns that are read.
-        pick (`Callable`):
-            Picks the rollout from what was passed and the options.
-        **others (`Any`):
-            All other arguments are the trainer's, of which these need no check but that of their kind.
-
-    Raises:
-        ValueError: Arguments contradict each other; the message says what to change.
-        TypeError: An argument has an unsupported type.
-    """
+    """Runs every check that needs no loaded model."""
     check_given(
         model=model,
         teacher_model=teacher_model,

@@ -17,15 +17,7 @@ __all__ = ["WholeStream", "check_alike"]
 
 
 def check_alike(each: Sequence[dict[str, str]]) -> None:
-    """Refuses datasets that differ between processes, which would then read shards of different data.
-
-    Args:
-        each (`Sequence[dict[str, str]]`):
-            For each process, descriptions of its datasets by name.
-
-    Raises:
-        ValueError: Two differ; the message names the process.
-    """
+    """Refuses datasets that differ between processes, which would then read shards of different data."""
     for process, described in enumerate(each):
         for name, rows in described.items():
             if rows != each[0].get(name):

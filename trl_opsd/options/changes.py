@@ -27,12 +27,7 @@ def shared_options(args: Any) -> dict[str, Any]:
 
 
 def check_same_options(each: Sequence[dict[str, Any]]) -> None:
-    """Raises `ValueError` for an option that differs between processes, whose students would become different ones.
-
-    Args:
-        each (`Sequence[dict[str, Any]]`):
-            For each process, its options by name.
-    """
+    """Raises `ValueError` for an option that differs between processes, whose students would become different ones."""
     for process, options in enumerate(each):
         for name, value in options.items():
             if value != each[0].get(name):

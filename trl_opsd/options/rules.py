@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,12 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.training_args import OptimizerNames
 
 from trl_opsd._compat.deepspeed import setting_without_loss_scale
-from trl_opsd._compat.parallelism import launched
 from trl_opsd.losses import Divergence, GeneralizedJSD
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import BETAS
 from trl_opsd.options.values import at_least
-from trl_opsd.run.selection import LATE
 
-__all__ = ["AFTER", "BEFORE", "EVALUATION", "TRAINING", "Launch", "Rule", "batch_in_words", "prompts_of_step", "refuse"]
+__all__ = ["AFTER", "BEFORE", "EVALUATION", "TRAINING", "Rule", "batch_in_words", "prompts_of_step", "refuse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +36,14 @@ class Rule:
     warns: bool = False
 
 
-def refuse(rules: Iterable[Rule], given: Any, warn: Callable[[str], None] | None = None) -> None:
+def refuse(rules: Iterable[Rule], given: Any, warn: Callable[[str], object] | None = None) -> None:
     """Raises `ValueError` for the first rule that is broken; of rules that warn, passes all messages on."""
     for rule in rules:
         if found := rule.broken(given):
             message = rule.message.format(given, found)
             if not rule.warns:
                 raise ValueError(message)
-            (warn or _warn)(message)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=6)  # where the config is made
+            (warn or partial(warnings.warn, stacklevel=4))(message)  # where the config is made
 
 
 # ---- The rows of a step ---------------------------------------------------------------------------------------------
@@ -107,102 +102,6 @@ BEFORE = (
     _interval("eval_steps", "eval_strategy"),
 )
 """Of options as they are given."""
-
-
-# ---- The launch -----------------------------------------------------------------------------------------------------
-
-
-class Launch:
-    """What is sharded by what, and over how many processes, before accelerate is started."""
-
-    def __init__(self, args: Any) -> None:
-        self.args, self.sizes = args, launched(args)
-        self.processes = int(os.environ.get("WORLD_SIZE", "1"))
-        self.has_deepspeed, self.has_fsdp = (
-            os.environ.get(f"ACCELERATE_USE_{plugin}") == "true" for plugin in ("DEEPSPEED", "FSDP")
-        )
-
-    def check(self) -> None:
-        """Raises `ValueError` for sizes that are not supported, or do not go together."""
-        refuse(_SIZES, self)
-        if self.sizes.sp_enabled:
-            refuse(_SHARED_ROWS, self)
-        elif self.sizes.data_parallel_size > 1:
-            refuse(_SHARDED, self)
-
-
-_INSTEAD = (
-    "is not supported: leave it at 1. Long rows are divided by `sp_size`, with DeepSpeed, and weights by "
-    "`dp_shard_size`, with FSDP2."
-)
-_SHARED = "`parallelism_config`: `sp_size={0.sizes.sp_size}`"
-
-_SIZES = (
-    Rule(
-        lambda launch: launch.sizes.tp_size > 1,
-        f"`parallelism_config`: `tp_size={{0.sizes.tp_size}}`: tensor parallelism {_INSTEAD}",
-    ),
-    Rule(
-        lambda launch: launch.sizes.cp_size > 1,
-        f"`parallelism_config`: `cp_size={{0.sizes.cp_size}}`: context parallelism {_INSTEAD}",
-    ),
-)
-_SHARED_ROWS = (
-    Rule(
-        lambda launch: launch.args.parallelism_config is not None,
-        f"{_SHARED} as an option: TRL refuses it; put it into the accelerate file (`sp.yaml`).",
-    ),
-    Rule(
-        lambda launch: not launch.has_deepspeed,
-        f"{_SHARED} in a launch without DeepSpeed, whose Ulysses divides the rows: launch with `distributed_type: "
-        "DEEPSPEED` (`trl_opsd/accelerate_configs/sp.yaml`), or remove it.",
-    ),
-    Rule(
-        lambda launch: (
-            launch.processes % launch.sizes.sp_size
-            or launch.sizes.data_parallel_size not in (1, launch.processes // launch.sizes.sp_size)
-        ),
-        f"{_SHARED} on {{0.processes}} processes, with a data parallel size of {{0.sizes.data_parallel_size}}: "
-        "expected a divisor of `num_processes`; leave `dp_replicate_size` and `dp_shard_size` out.",
-    ),
-    Rule(
-        lambda launch: not launch.sizes.sp_handler.sp_seq_length_is_variable,
-        f"{_SHARED} with `sp_seq_length`: completions differ in length: leave it out.",
-    ),
-    Rule(
-        lambda launch: launch.args.padding_free,
-        f"{_SHARED} with `padding_free=True` is not supported: remove one of them.",
-    ),
-    Rule(
-        lambda launch: launch.args.pad_to_multiple_of not in (None, "auto"),
-        f"{_SHARED} with `pad_to_multiple_of={{0.args.pad_to_multiple_of}}` is not supported: remove one of them.",
-    ),
-    Rule(
-        lambda launch: launch.args.torch_compile,
-        f"{_SHARED} with `torch_compile=True` is not supported: remove one of them.",
-    ),
-    Rule(
-        lambda launch: launch.args.token_selection in LATE,
-        f"{_SHARED} with `token_selection={{0.args.token_selection!r}}`: the tokens of a row lie on several processes, "
-        "none of which knows the scores of all: set 'prefix' or 'random', or remove `sp_size`.",
-    ),
-)
-_SHARDED = (
-    Rule(
-        lambda launch: launch.sizes.dp_shard_size > 1 and not launch.has_fsdp,
-        "`parallelism_config`: `dp_shard_size={0.sizes.dp_shard_size}` in a launch without FSDP, where nothing would "
-        "be sharded: launch with `distributed_type: FSDP` and `fsdp_version: 2` "
-        "(`trl_opsd/accelerate_configs/hsdp.yaml`), or remove it; DeepSpeed shards by its `zero_stage`.",
-    ),
-    Rule(
-        lambda launch: (
-            launch.has_fsdp and (launch.sizes.dp_shard_size == 1 or launch.sizes.data_parallel_size != launch.processes)
-        ),
-        "`parallelism_config`: {0.sizes.dp_replicate_size} replicas (`dp_replicate_size`) of {0.sizes.dp_shard_size} "
-        "shards (`dp_shard_size`) on {0.processes} processes: expected at least 2 shards, and a product equal to "
-        "`num_processes`.",
-    ),
-)
 
 
 # ---- After transformers has read the options ------------------------------------------------------------------------

@@ -89,9 +89,6 @@ def settle_sampling(args: Any) -> None:
     What is also an option moves to that option, so that everything that depends on it follows: the room for a
     completion, the engine, the fingerprint. The exception is `temperature`, which is an option of the loss as well: in
     `generation_kwargs` it is that of generation alone.
-
-    Raises:
-        ValueError: One is unknown or would break a rollout.
     """
     rest, notes = dict(args.generation_kwargs or {}), []
     for name, value in (args.generation_kwargs or {}).items():
@@ -114,7 +111,7 @@ def settle_sampling(args: Any) -> None:
     args.generation_kwargs = rest or None
     _check_known(args)
     if notes:
-        warnings.warn(f"`generation_kwargs`: {'; '.join(notes)}.", stacklevel=5)
+        warnings.warn(f"`generation_kwargs`: {'; '.join(notes)}.", stacklevel=4)  # where the config is made
 
 
 def _check_known(args: Any) -> None:
@@ -146,10 +143,6 @@ def check_shapes(args: Any, divergence: Any) -> None:
     """Refuses options that a divergence cannot have.
 
     A policy gradient is that of the distribution which the tokens were drawn from, and no other token tells of them.
-
-    Raises:
-        ValueError: The divergence is one of sampled tokens, and they are not drawn from the student's distribution in
-            the loss; or `kl_clip` is set, and its entries are not known.
     """
     check_clip(args.kl_clip, divergence)
     if isinstance(divergence, SampledReverseKL):
@@ -159,19 +152,7 @@ def check_shapes(args: Any, divergence: Any) -> None:
 
 
 def check_drawn(options: Mapping[str, Any], temperature: float, shown: str) -> None:
-    """Refuses options of `generate` or an engine with which tokens are not drawn from the student's distribution.
-
-    Args:
-        options (`Mapping[str, Any]`):
-            The options, by their names there.
-        temperature (`float`):
-            That of the student in the loss.
-        shown (`str`):
-            How an option is written where it was set; a format of `name` and `value`.
-
-    Raises:
-        ValueError: One may change which token is drawn.
-    """
+    """Refuses options of `generate` or an engine with which tokens are not drawn from the student's distribution."""
     off = {**_OFF_IN_GENERATE, "temperature": (temperature,)}
     for name, value in options.items():
         if name not in _CHANGE_NO_CHOICE:
@@ -192,17 +173,6 @@ def end_tokens(args: Any, declared: list[int], rows: int) -> list[int]:
 
     There, `eos_token_id` replaces them, as in `transformers`; vLLM's `ignore_eos` drops them, and its `stop_token_ids`
     come in addition.
-
-    Args:
-        args ([`OPSDConfig`]):
-            The options.
-        declared (`list[int]`):
-            Those of tokenizer and model.
-        rows (`int`):
-            Vocabulary size of the student.
-
-    Raises:
-        ValueError: One that `generation_kwargs` names is outside the vocabulary.
     """
     given = args.generation_kwargs or {}
     ends = _listed(given["eos_token_id"]) if "eos_token_id" in given else declared

@@ -106,7 +106,7 @@ NO_BASE_URL = Need(
 SGLANG = Need("`sglang_server_url` is not set", lambda one: one.own_rollout or one.args.sglang_server_url is not None)
 SKIPS = Need("`nonfinite` is 'raise'", lambda one: one.args.nonfinite == "skip" or one.args.mixed_precision == "fp16")
 LONG = Need(
-    f"the first {2 * STEPS} steps are compared with nothing",
+    f"`max_steps` is below {2 * STEPS}, and the first {2 * STEPS} steps are compared with nothing",
     lambda one: one.args.collapse_guard != "stop" or not 0 < one.args.max_steps < 2 * STEPS,
 )
 OVERLAP_STEP = Need("`overlap` is not 'step'", lambda one: one.args.overlap == "step")
