@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from transformers import TrainingArguments
+
 from trl_opsd._compat.parallelism import launched
 from trl_opsd.options.names import did_you_mean
 from trl_opsd.options.rules import Rule, refuse
@@ -88,7 +90,7 @@ _SHARDED = (
 class Launch:
     """What is sharded by what, and over how many processes, before accelerate is started."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: TrainingArguments) -> None:
         self.args, self.sizes = args, launched(args)
         self.processes = int(os.environ.get("WORLD_SIZE", "1"))
         self.has_deepspeed, self.has_fsdp = (

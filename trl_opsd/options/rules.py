@@ -18,6 +18,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.training_args import OptimizerNames
 
 from trl_opsd._compat.deepspeed import setting_without_loss_scale
+from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import Divergence, GeneralizedJSD
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import BETAS
@@ -49,29 +50,29 @@ def refuse(rules: Iterable[Rule], given: Any, warn: Callable[[str], object] | No
 # ---- The rows of a step ---------------------------------------------------------------------------------------------
 
 
-def prompts_of_step(args: Any) -> int:
+def prompts_of_step(args: DistillationConfig) -> int:
     """Prompts of an optimizer step, over all processes."""
     return _rows_of_step(args) // int(args.num_generations)
 
 
-def batch_in_words(args: Any) -> str:
+def batch_in_words(args: DistillationConfig) -> str:
     """The same with the numbers that it comes from."""
     each = "" if args.num_generations == 1 else f" / {args.num_generations} completions of each"
     return f"{prompts_of_step(args)} = {_factors(args)}{each}"
 
 
-def _rows_of_step(args: Any) -> int:
+def _rows_of_step(args: DistillationConfig) -> int:
     return int(args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps)
 
 
-def _factors(args: Any) -> str:
+def _factors(args: DistillationConfig) -> str:
     return (
         f"{args.per_device_train_batch_size} per device x {args.world_size} processes x "
         f"{args.gradient_accumulation_steps} accumulation steps"
     )
 
 
-def _uneven_groups(args: Any) -> str:
+def _uneven_groups(args: DistillationConfig) -> str:
     rows = _rows_of_step(args)
     return f"{rows} = {_factors(args)}" if rows % args.num_generations else ""
 
@@ -79,13 +80,13 @@ def _uneven_groups(args: Any) -> str:
 # ---- Before transformers reads the options --------------------------------------------------------------------------
 
 
-def _file_above(args: Any) -> str:
+def _file_above(args: DistillationConfig) -> str:
     folder = Path(args.output_dir or ".").absolute()
     return next((repr(str(one)) for one in (folder, *folder.parents) if one.is_file()), "")
 
 
 def _interval(name: str, strategy: str) -> Rule:
-    def broken(args: Any) -> bool:
+    def broken(args: DistillationConfig) -> bool:
         every, kind = getattr(args, name), getattr(args, strategy)
         if getattr(kind, "value", kind) != "steps" or (name == "eval_steps" and not every):  # then `logging_steps`
             return False
@@ -107,7 +108,7 @@ BEFORE = (
 # ---- After transformers has read the options ------------------------------------------------------------------------
 
 
-def _ignored_beta(args: Any) -> str:
+def _ignored_beta(args: DistillationConfig) -> str:
     """The divergence that is chosen otherwise, beside a `beta` that was set."""
     default = type(args).beta
     if args.divergence in (None, "jsd") or args.beta in (default, BETAS.get(str(args.divergence), default)):
@@ -115,23 +116,23 @@ def _ignored_beta(args: Any) -> str:
     return describe(args.divergence) if isinstance(args.divergence, Divergence) else repr(args.divergence)
 
 
-def _vanishes(args: Any) -> bool:
+def _vanishes(args: DistillationConfig) -> bool:
     objective = args.build_divergence()
     return isinstance(objective, GeneralizedJSD) and not 0.05 <= objective.beta <= 0.95
 
 
-def _steps_in_backward(args: Any) -> str:
+def _steps_in_backward(args: DistillationConfig) -> str:
     optim = str(OptimizerNames(args.optim).value)
     return optim if "lomo" in optim or "layerwise" in optim else ""
 
 
-def _accumulation_of_file(args: Any) -> Any:
+def _accumulation_of_file(args: DistillationConfig) -> Any:
     theirs = args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
     steps = theirs.get("gradient_accumulation_steps", "auto")
     return steps not in ("auto", args.gradient_accumulation_steps) and steps
 
 
-def _all_alike(args: Any) -> str:
+def _all_alike(args: DistillationConfig) -> str:
     """Why a prompt is always completed in the same way; empty if it is not."""
     given = args.generation_kwargs or {}
     if given.get("top_k", args.top_k) == 1:
@@ -172,12 +173,12 @@ def _rows_twice(name: str, value: bool, why: str, on_one: bool = False) -> Rule:
     )
 
 
-def _without_loss_scale(args: Any) -> Any:
+def _without_loss_scale(args: DistillationConfig) -> Any:
     plugin = args.deepspeed_plugin
     return args.overlap == "step" and plugin is not None and setting_without_loss_scale(plugin.deepspeed_config)
 
 
-def _launched(args: Any) -> int:
+def _launched(args: DistillationConfig) -> int:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     return processes if processes > 1 and args.world_size == 1 else 0
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import SampledReverseKL
 from trl_opsd.losses.clipping import check_clip
 from trl_opsd.options.names import did_you_mean
@@ -83,7 +84,7 @@ _CHANGE_NO_CHOICE = (
 """Those that say where a completion ends, or how fast it comes, and not which token is drawn. Any other may."""
 
 
-def settle_sampling(args: Any) -> None:
+def settle_sampling(args: DistillationConfig) -> None:
     """Gives `generation_kwargs` the last word on how completions are generated, as TRL does, and warns of it once.
 
     What is also an option moves to that option, so that everything that depends on it follows: the room for a
@@ -114,7 +115,7 @@ def settle_sampling(args: Any) -> None:
         warnings.warn(f"`generation_kwargs`: {'; '.join(notes)}.", stacklevel=4)  # where the config is made
 
 
-def _check_known(args: Any) -> None:
+def _check_known(args: DistillationConfig) -> None:
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | {"eos_token_id"}
     of_both = {*known, *ENDS, "seed"} - FAIL_IN_GENERATE.keys()
     for name, value in (args.generation_kwargs or {}).items():
@@ -139,7 +140,7 @@ def _check_known(args: Any) -> None:
             raise ValueError(f"{given} is not an option of `generate`: {hint}")
 
 
-def check_shapes(args: Any, divergence: Any) -> None:
+def check_shapes(args: DistillationConfig, divergence: Any) -> None:
     """Refuses options that a divergence cannot have.
 
     A policy gradient is that of the distribution which the tokens were drawn from, and no other token tells of them.
@@ -168,7 +169,7 @@ def _check_off(shown: str, value: Any, off: tuple[Any, ...]) -> None:
         )
 
 
-def end_tokens(args: Any, declared: list[int], rows: int) -> list[int]:
+def end_tokens(args: DistillationConfig, declared: list[int], rows: int) -> list[int]:
     """The tokens that end a completion: those of tokenizer and model, unless `generation_kwargs` names others.
 
     There, `eos_token_id` replaces them, as in `transformers`; vLLM's `ignore_eos` drops them, and its `stop_token_ids`

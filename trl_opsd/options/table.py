@@ -16,6 +16,7 @@ from typing import Any
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from trl_opsd._compat.transformers import CHECKPOINTING
+from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.data.teacher_prompts import check_template
 from trl_opsd.losses import DIVERGENCES, Divergence
 from trl_opsd.options.values import Values, above, at_least, between, from_to, integer, one_of, share
@@ -329,7 +330,7 @@ OF_THE_OPTIMIZER = tuple(name for name, one in TABLE.items() if OPTIMIZER in one
 """Options that are read when an optimizer is made."""
 
 
-def check_values(args: Any, names: Sequence[str] = tuple(TABLE)) -> None:
+def check_values(args: DistillationConfig, names: Sequence[str] = tuple(TABLE)) -> None:
     """Raises `ValueError` for the first option whose value does not fit."""
     for name in names:
         takes = TABLE[name].takes
@@ -337,7 +338,7 @@ def check_values(args: Any, names: Sequence[str] = tuple(TABLE)) -> None:
             (takes.check if isinstance(takes, Values) else takes)(name, getattr(args, name))
 
 
-def resumed(args: Any) -> list[str]:
+def resumed(args: DistillationConfig) -> list[str]:
     """The options that a resume compares; `world_size` is of the launch, and counts the rows of a step as well."""
     now = Situation(args=args)
     compared = {name: one.resumed for name, one in TABLE.items()}
@@ -354,7 +355,7 @@ def without_effect(now: Situation) -> dict[str, str]:
     return found
 
 
-def without_effect_in_words(args: Any, found: Mapping[str, str]) -> str:
+def without_effect_in_words(args: DistillationConfig, found: Mapping[str, str]) -> str:
     """What [`without_effect`] has found, as one sentence."""
     values = {name: getattr(args, name) for name in found}
     shown = {name: repr(getattr(value, "value", value)) for name, value in values.items()}  # an enum by its value

@@ -7,6 +7,8 @@ import math
 from numbers import Integral, Real
 from typing import Any, get_args, get_type_hints
 
+from transformers import TrainingArguments
+
 _WORDS = {
     **dict.fromkeys(("true", "yes", "on", "t", "y", "1"), True),
     **dict.fromkeys(("false", "no", "off", "f", "n", "0"), False),
@@ -14,7 +16,7 @@ _WORDS = {
 _EXPECTED = {bool: "True or False", int: "an integer", float: "a number"}
 
 
-def convert_text(args: Any) -> None:
+def convert_text(args: TrainingArguments) -> None:
     """Converts options in place: `"1e-5"` to a number, `"False"` to a boolean, 1e3 to an integer where one is expected.
 
     YAML 1.1, which PyYAML reads, takes `1e-5` for text, since it has no dot, and `no` for False, also as a strategy.
@@ -47,7 +49,7 @@ def _converted(name: str, value: Any, kind: type) -> Any:
         raise ValueError(f"`{name}={value!r}`: expected {_EXPECTED[kind]}.") from error
 
 
-def check_json(args: Any) -> None:
+def check_json(args: TrainingArguments) -> None:
     """Checks the options that may be given as JSON; transformers parses them, without saying which one is malformed."""
     for name in args._VALID_DICT_FIELDS:
         value = getattr(args, name)
@@ -63,7 +65,7 @@ def check_json(args: Any) -> None:
             raise ValueError(f"`{name}={value!r}`: expected a dict of options, or the JSON of one.")
 
 
-def settle_loading(args: Any) -> None:
+def settle_loading(args: TrainingArguments) -> None:
     """Gives the dtype in `*_init_kwargs` its present name, in place, and refuses what is said twice there.
 
     TRL loads a student as `dtype` says, or in float32, and never looks for `torch_dtype`.

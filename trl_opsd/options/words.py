@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from trl_opsd._compat.trl import DistillationConfig
 
 
 def temperatures_in_words(student: float, teacher: float) -> str:
@@ -12,7 +12,7 @@ def temperatures_in_words(student: float, teacher: float) -> str:
     return f"temperature {student:g} (student) and {teacher:g} (teacher)"
 
 
-def shape_in_words(args: Any) -> str:
+def shape_in_words(args: DistillationConfig) -> str:
     """What is done to the divergence of tokens, and what is added to it, with a comma before it."""
     selection = args.build_selection()
     given = args.sft_weight and args.lmbda < 1
