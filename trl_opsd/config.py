@@ -20,10 +20,10 @@ from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.options.changes import option_values
-from trl_opsd.options.foreign import distinct_elsewhere, explained_option
+from trl_opsd.options.foreign import explained_option, without_meaning
 from trl_opsd.options.help import with_help
 from trl_opsd.options.launch import Launch, check_nested_keys
-from trl_opsd.options.names import StrictNames, misspelt
+from trl_opsd.options.names import StrictNames
 from trl_opsd.options.rules import AFTER, BEFORE, refuse
 from trl_opsd.options.sampling import check_shapes, settle_sampling
 from trl_opsd.options.table import TABLE, a_divergence, check_values
@@ -329,16 +329,12 @@ class OPSDConfig(StrictNames, DistillationConfig):
     def __setattr__(self, name: str, value: Any) -> None:
         there = vars(self)
         is_new = "_checked" in there and name not in there and not hasattr(type(self), name)
-        if is_new and not name.startswith("_"):
-            meant = misspelt(name, {*there, *dir(type(self))})
-            why = distinct_elsewhere(name) or (meant and f"nothing reads it, did you mean `{meant}`")
-            if why:
-                raise AttributeError(
-                    f"`args.{name} = {value!r}` would have no effect: {why}. An attribute of your own needs another "
-                    "name.",
-                    name=name,
-                    obj=self,
-                )
+        if is_new and (why := without_meaning(name, {*there, *dir(type(self))})):
+            raise AttributeError(
+                f"`args.{name} = {value!r}` would have no effect: {why}. An attribute of your own needs another name.",
+                name=name,
+                obj=self,
+            )
         super().__setattr__(name, value)
         if "_checked" in there and name in ALIASES:  # TRL assigns to the older name, and transformers reads the newer
             super().__setattr__(ALIASES[name], value)

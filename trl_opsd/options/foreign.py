@@ -190,9 +190,18 @@ def known_elsewhere(name: str) -> str:
     return OPTIONS.get(name) or next((said for start, said in FAMILIES.items() if name.startswith(start)), "")
 
 
-def distinct_elsewhere(name: str) -> str:
-    """The same for an attribute: of names of one word, which may be the user's own, nothing is known."""
-    return (OPTIONS.get(name) or ARGUMENTS.get(name, "")) if "_" in name else ""
+def without_meaning(name: str, known: Collection[str]) -> str:
+    """Why a new attribute beside the known ones would change nothing; empty for one of the user's own.
+
+    A name of one word, or one that continues a known one, is the user's: `config`, `rollouts`, `train_dataset_2`.
+    """
+    if name.startswith("_"):
+        return ""
+    if "_" in name and (elsewhere := OPTIONS.get(name) or ARGUMENTS.get(name)):
+        return elsewhere
+    candidates = [one for one in known if not one.startswith("_") and not name.startswith(one)]
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.9)
+    return f"nothing reads it, did you mean `{close[0]}`" if close else ""
 
 
 def explained_option(name: str, known: Collection[str]) -> str:

@@ -48,16 +48,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
-def misspelt(name: str, known: Collection[str]) -> str | None:
-    """The name that a new attribute was most likely meant to have; `None` for a name of the user's own.
-
-    A name that continues a known one is the user's: `rollouts`, `train_dataset_2`.
-    """
-    candidates = [one for one in known if not one.startswith("_") and not name.startswith(one)]
-    close = () if name.startswith("_") else difflib.get_close_matches(name, candidates, n=1, cutoff=0.9)
-    return close[0] if close else None
-
-
 class StrictNames:
     """A class whose constructor refuses unknown names, each with what to do.
 

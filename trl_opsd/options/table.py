@@ -135,6 +135,17 @@ class Option:
     """Whether processes may have different values: what one logs, and what is nearer to it."""
     instead: str = ""
     """What to do instead of changing it after it was read, if not the usual."""
+    words: str = ""
+    """What it does to the loss, for the banner and the model card; a format of its value."""
+
+    def lacks(self, now: Situation) -> str | None:
+        """Why it has no effect; `None` if it has one."""
+        return next((need.lacking.format(now) for need in self.needs if not need.met(now)), None)
+
+
+def is_set(args: DistillationConfig, name: str) -> bool:
+    """Whether an option is not at its default."""
+    return bool(getattr(args, name) != getattr(type(args), name))
 
 
 def a_divergence(option: str, value: Any) -> None:
@@ -175,10 +186,12 @@ OURS: Mapping[str, Option] = MappingProxyType(
         "alpha": Option(BUILD, between(0, 1), _divergences("alpha_divergence")),
         "vllm_importance_sampling_clip_max": Option(BUILD, above(0) | None, _divergences("sampled_reverse_kl")),
         "top_k_teacher": Option(BUILD, integer(1) | None),
-        "kl_clip": Option(BUILD, above(0) | None, resumed=True),
+        "kl_clip": Option(BUILD, above(0) | None, resumed=True, words="each entry clipped at {:g} nats"),
         "student_temperature": Option(BUILD, above(0) | None, resumed=True),
         "teacher_temperature": Option(BUILD, above(0) | None, resumed=True),
-        "position_discount": Option(BUILD, share(), resumed=True),
+        "position_discount": Option(
+            BUILD, share(), resumed=True, words="each token counted {:g} times the one before it"
+        ),
         "token_selection": Option(BUILD, one_of(None, *EARLY, *LATE), (FRACTION,), resumed=True),
         "token_fraction": Option(BUILD, share(), (SELECTION,), resumed=True),
         # who writes completions, and how many
@@ -187,9 +200,17 @@ OURS: Mapping[str, Option] = MappingProxyType(
         "eval_temperature": Option(LIVE, at_least(0) | None),
         "lmbda": Option(BUILD, from_to(0, 1), resumed=True),
         "seq_kd": Option(BUILD, resumed=True),
-        "sft_weight": Option(BUILD, at_least(0), (OTHERS_WRITE,), resumed=True),
+        "sft_weight": Option(
+            BUILD,
+            at_least(0),
+            (OTHERS_WRITE,),
+            resumed=True,
+            words="plus {:g} times -log p of the dataset's completions",
+        ),
         # rewards
-        "reward_weight": Option(BUILD, at_least(0), resumed=True),
+        "reward_weight": Option(
+            BUILD, at_least(0), resumed=True, words="plus {:g} times the policy gradient of rewards"
+        ),
         "reward_weights": Option(BUILD, _WEIGHTS | None, (REWARDS,), resumed=REWARD_WEIGHT),
         "scale_rewards": Option(BUILD, one_of("group", "batch", "none"), (REWARD_WEIGHT,), resumed=REWARD_WEIGHT),
         "multi_objective_aggregation": Option(
@@ -347,12 +368,8 @@ def resumed(args: DistillationConfig) -> list[str]:
 
 def without_effect(now: Situation) -> dict[str, str]:
     """The options that differ from their defaults and are not read, each with the reason."""
-    found = {}
-    for name, option in TABLE.items():
-        if getattr(now.args, name) != getattr(type(now.args), name):
-            lacking = next((need.lacking for need in option.needs if not need.met(now)), None)
-            found.update({} if lacking is None else {name: lacking.format(now)})
-    return found
+    reasons = {name: one.lacks(now) for name, one in TABLE.items() if is_set(now.args, name)}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def without_effect_in_words(args: DistillationConfig, found: Mapping[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.options.table import OURS, Situation, is_set
 
 
 def temperatures_in_words(student: float, teacher: float) -> str:
@@ -13,14 +14,9 @@ def temperatures_in_words(student: float, teacher: float) -> str:
 
 
 def shape_in_words(args: DistillationConfig) -> str:
-    """What is done to the divergence of tokens, and what is added to it, with a comma before it."""
+    """What is done to the divergence of tokens, and what is added to it, with a comma before each."""
+    now = Situation(args=args)
+    told = {name: one for name, one in OURS.items() if one.words and is_set(args, name)}
+    parts = [one.words.format(getattr(args, name)) for name, one in told.items() if one.lacks(now) is None]
     selection = args.build_selection()
-    given = args.sft_weight and args.lmbda < 1
-    parts = (
-        args.kl_clip is not None and f"each entry clipped at {args.kl_clip:g} nats",
-        args.position_discount != 1 and f"each token counted {args.position_discount:g} times the one before it",
-        selection,
-        args.reward_weight and f"plus {args.reward_weight:g} times the policy gradient of rewards",
-        given and f"plus {args.sft_weight:g} times -log p of the dataset's completions",
-    )
-    return "".join(f", {part}" for part in parts if part)
+    return "".join(f", {part}" for part in (*parts, selection) if part is not None)
