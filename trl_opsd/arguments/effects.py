@@ -1,4 +1,4 @@
-"""Warns of what would change nothing: columns that are not read, templates without context, equal models."""
+"""Warns of what would change nothing: columns that are not read, metrics that are not logged, equal models."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def warn_of_same_model(
     tells_more: bool,
 ) -> bool:
     """Warns of a teacher that is the student and reads nothing more: the divergence is 0, and stays 0."""
-    if tells_more or args.tempers_apart or args.pulls or _may_have(datasets, PRIVILEGED):
+    if tells_more or args.tempers_apart or args.pulls or may_have(datasets, PRIVILEGED):
         return False
     loading = args.model_init_kwargs or {}
     theirs = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
@@ -84,18 +84,7 @@ def warn_of_splits(eval_dataset: Any) -> None:
         )
 
 
-def warn_of_template(args: OPSDConfig, datasets: Mapping[str, AnyDataset | None], has_function: bool) -> None:
-    """Warns of a template for the teacher's prompts that is not used."""
-    if args.teacher_prompt_template is None:
-        return
-    given = f"`teacher_prompt_template={args.teacher_prompt_template!r}` has no effect"
-    if has_function:
-        logger.warning(f"{given}: `teacher_prompt_fn` writes the teacher's prompts. Remove one of them.")
-    elif not _may_have(datasets, ("privileged_context",)):
-        logger.warning(f"{given}: no dataset has a column 'privileged_context'. Add one, or remove the template.")
-
-
-def _may_have(datasets: Mapping[str, AnyDataset | None], names: Collection[str]) -> bool:
+def may_have(datasets: Mapping[str, AnyDataset | None], names: Collection[str]) -> bool:
     """Whether a dataset has one of these columns, or has columns that are not known."""
     columns = [columns_of(one) for one in datasets.values() if one is not None]
     return any(one is None or not set(names).isdisjoint(one) for one in columns)

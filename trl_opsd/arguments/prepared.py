@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl_opsd import fingerprint
 from trl_opsd.arguments.dataset_checks import check_completions, check_datasets, looked_through, needs_privilege
 from trl_opsd.arguments.effects import (
+    may_have,
     warn_of_columns,
     warn_of_metric,
     warn_of_same_model,
     warn_of_splits,
-    warn_of_template,
 )
 from trl_opsd.arguments.given import check_given
 from trl_opsd.arguments.model_checks import check_models
@@ -167,7 +167,6 @@ def prepared(
     warn_of_columns(as_passed, (*row_columns, COMPLETION) if may_read_it else row_columns)
     warn_of_metric(args, eval_dataset, [one.name for one in rewards])
     refuse(SURPRISES, now, logger.warning)
-    warn_of_template(args, datasets, teacher_prompt_fn is not None)
     tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
     is_same_model = quantization_config is None and warn_of_same_model(model, models, args, datasets, tells_more)
     prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
@@ -184,7 +183,9 @@ def prepared(
     if processing_class is None:
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
         check_processing_class(processing_class)
-    unread = without_effect(replace(now, teachers=list(models.values())))
+    unread = without_effect(
+        replace(now, teachers=list(models.values()), has_context=may_have(datasets, ("privileged_context",)))
+    )
     if unread:
         logger.warning(without_effect_in_words(args, unread))
     found = Prepared(

@@ -55,6 +55,8 @@ class Situation:
     train_dataset: Any = None
     eval_dataset: Any = None
     teacher_prompt_fn: Any = None
+    has_context: bool = True
+    """Whether a dataset may have a column `privileged_context`."""
 
     @property
     def chosen(self) -> Any:
@@ -83,6 +85,11 @@ def _steps(strategy: str) -> tuple[Need]:
     return (Need(f"`{strategy}` is not 'steps'", lambda one: getattr(one.args, strategy) == "steps"),)
 
 
+def _of_engine(lacking: str, met: Callable[[Any], Any]) -> Need:
+    """A need of an option that a rollout of the user's own may read."""
+    return Need(lacking, lambda one: one.own_rollout or met(one.args))
+
+
 SELECTION = Need("`token_selection` is not set", lambda one: one.args.token_selection is not None)
 FRACTION = Need("`token_fraction` is 1", lambda one: one.args.token_fraction != 1)
 REWARDS = Need("there are no `reward_funcs`", lambda one: one.rewards)
@@ -92,19 +99,19 @@ EMA = Need("`teacher_model_kind` is not 'ema'", lambda one: one.args.teacher_mod
 OTHER_TEACHER = Need("the student is its own teacher", lambda one: one.args.teacher_model_kind is None)
 LOADED = Need("no teacher is loaded from a path", lambda one: any(isinstance(path, str) for path in one.teachers))
 TEACHER_SERVER = Need("`teacher_server_url` is not set", lambda one: one.args.teacher_server_url is not None)
-VLLM = Need("`use_vllm` is False", lambda one: one.own_rollout or one.args.use_vllm)
-ENGINE = Need("`use_vllm` is False", lambda one: one.own_rollout or one.args.has_engine)
-NO_ENGINE = Need("an engine writes the completions", lambda one: one.own_rollout or not one.args.has_engine)
-SERVER = Need("`vllm_mode='colocate'` needs no server", lambda one: one.own_rollout or one.args.vllm_mode != "colocate")
-COLOCATED = Need(
-    "`vllm_mode='server'`: the server is started with options of its own",
-    lambda one: one.own_rollout or one.args.vllm_mode == "colocate",
+NO_PROMPT_FN = Need("`teacher_prompt_fn` writes the teacher's prompts", lambda one: one.teacher_prompt_fn is None)
+CONTEXT = Need("no dataset has a column 'privileged_context'", lambda one: one.has_context)
+VLLM = _of_engine("`use_vllm` is False", lambda args: args.use_vllm)
+ENGINE = _of_engine("`use_vllm` is False", lambda args: args.has_engine)
+NO_ENGINE = _of_engine("an engine writes the completions", lambda args: not args.has_engine)
+SERVER = _of_engine("`vllm_mode='colocate'` needs no server", lambda args: args.vllm_mode == "server")
+COLOCATED = _of_engine(
+    "`vllm_mode='server'`: the server is started with options of its own", lambda args: args.vllm_mode == "colocate"
 )
-NO_BASE_URL = Need(
-    "`vllm_server_base_url` says where the server is",
-    lambda one: one.own_rollout or one.args.vllm_server_base_url is None,
+NO_BASE_URL = _of_engine(
+    "`vllm_server_base_url` says where the server is", lambda args: args.vllm_server_base_url is None
 )
-SGLANG = Need("`sglang_server_url` is not set", lambda one: one.own_rollout or one.args.sglang_server_url is not None)
+SGLANG = _of_engine("`sglang_server_url` is not set", lambda args: args.sglang_server_url is not None)
 SKIPS = Need("`nonfinite` is 'raise'", lambda one: one.args.nonfinite == "skip" or one.args.mixed_precision == "fp16")
 LONG = Need(
     f"`max_steps` is below {2 * STEPS}, and the first {2 * STEPS} steps are compared with nothing",
@@ -161,6 +168,10 @@ def a_divergence(option: str, value: Any) -> None:
             f"each token (docs/extending.md); or a name, one of {', '.join(map(repr, DIVERGENCES))}."
         )
     one_of(None, *DIVERGENCES).check(option, value)
+
+
+def _a_template(option: str, value: Any) -> None:
+    check_template(value)
 
 
 def _are_weights(value: Any) -> bool:
@@ -229,7 +240,9 @@ OURS: Mapping[str, Option] = MappingProxyType(
         "teacher_update_rate": Option(BUILD, share(), (EMA,), resumed=EMA),
         "teacher_sync_steps": Option(BUILD, integer(1), (EMA,), resumed=EMA),
         "teacher_trust_remote_code": Option(BUILD, needs=(LOADED,)),
-        "teacher_prompt_template": Option(BUILD, lambda _, template: check_template(template), resumed=True),
+        "teacher_prompt_template": Option(
+            BUILD, lambda _, template: check_template(template), (NO_PROMPT_FN, CONTEXT), resumed=True
+        ),
         "teacher_chat_template_kwargs": Option(BUILD, resumed=True),
         "teacher_offload": Option(BUILD, one_of("none", "cpu", "stream", "zero3")),
         "teacher_cache_device": Option(BUILD, one_of("auto", "cpu", "accelerator")),
