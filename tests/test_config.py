@@ -10,6 +10,7 @@ import pickle
 import re
 import warnings
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,8 +23,9 @@ from trl import DistillationConfig
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.transformers import CHECKPOINTING
 from trl_opsd.options.foreign import ARGUMENTS, DEFAULTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS, explained_option
-from trl_opsd.options.rules import AFTER, BEFORE
-from trl_opsd.options.table import OURS, TRANSFORMERS, TRLS
+from trl_opsd.options.rules import AFTER, BEFORE, refuse
+from trl_opsd.options.table import OURS, TABLE, TRANSFORMERS, TRLS, Situation
+from trl_opsd.options.values import Values
 
 
 @pytest.mark.parametrize(
@@ -141,6 +143,72 @@ def test_messages_of_rules_name_options_that_exist(tmp_path, rules):
     args = tiny.config(tmp_path)
     for rule in rules:
         assert rule.message.format(args, "what was found")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", [name for name, one in TABLE.items() if isinstance(one.takes, Values)])
+def test_values_that_do_not_fit_are_refused_for_each_option(tmp_path, name):
+    wrong = next(value for value in (-7, -7.5) if not TABLE[name].takes.fits(value))
+    with pytest.raises(ValueError, match=f"^`{name}={wrong}`: expected "):
+        tiny.config(tmp_path, **{name: wrong})
+
+
+WITHOUT_EFFECT = """
+    skew alpha vllm_importance_sampling_clip_max token_selection token_fraction sft_weight reward_weights scale_rewards
+    multi_objective_aggregation deterministic overlap_max_divergence teacher_update_rate teacher_sync_steps
+    teacher_model_revision teacher_trust_remote_code teacher_server_timeout nonfinite_skip_limit eval_delay eval_steps
+    metric_for_best_model save_steps save_total_limit save_only_model log_unique_prompts num_completions_to_print
+    max_tool_calling_iterations sglang_server_timeout vllm_mode vllm_enable_sleep_mode vllm_structured_outputs_regex
+    vllm_gpu_memory_utilization vllm_max_model_length vllm_model_impl vllm_tensor_parallel_size vllm_server_base_url
+    vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_sync_check vllm_weight_sync
+"""
+"""Options that nothing reads unless another is set."""
+
+
+@pytest.mark.quick
+def test_needs_of_each_option(tmp_path):
+    def unread(rest, **options):
+        now = Situation(args=tiny.config(tmp_path, **options), **rest)
+        return {name for name, one in TABLE.items() if one.lacks(now) is not None}
+
+    alone = {*WITHOUT_EFFECT.split()}
+    of_engines = {name for name in alone if name.startswith(("vllm_", "sglang_"))} - {
+        "vllm_importance_sampling_clip_max"
+    }
+    assert unread({}) == alone
+    assert unread({"own_rollout": True}) == alone - of_engines
+    given = {"rewards": 1, "tools": [len], "teachers": ["a"], "optimizers": (1, 1), "has_context": False}
+    optimizer = "learning_rate optim optim_args optim_target_modules weight_decay adam_beta1 adam_beta2 adam_epsilon"
+    scheduler = "lr_scheduler_type lr_scheduler_kwargs warmup_steps"
+    server = "vllm_gpu_memory_utilization vllm_model_impl vllm_tensor_parallel_size vllm_server_host vllm_server_port"
+    others = "teacher_prompt_template cache_implementation collapse_guard sglang_server_timeout"
+    still = "skew vllm_importance_sampling_clip_max deterministic overlap_max_divergence teacher_update_rate "
+    still += "teacher_sync_steps token_selection eval_delay eval_steps metric_for_best_model"
+    url = "http://localhost:9"
+    assert unread(
+        given,
+        **{"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "teacher_server_url": url},
+        **{"divergence": "alpha_divergence", "token_selection": "prefix", "seq_kd": False, "lmbda": 0.5},
+        **{"reward_weight": 0.1, "num_generations": 2, "nonfinite": "skip", "collapse_guard": "stop"},
+        **{"save_strategy": "steps", "save_steps": 1, "log_completions": True},
+    ) == {*f"{optimizer} {scheduler} {server} {others} {still}".split()}
+
+
+@pytest.mark.parametrize("option", [{"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}])
+def test_accelerator_options_that_break_sharding_are_refused(tmp_path, monkeypatch, option):
+    args = tiny.config(tmp_path, accelerator_config={} if "dispatch_batches" in option else option)
+    monkeypatch.setattr(OPSDConfig, "world_size", 2)
+    ((name, value),) = option.items()
+    monkeypatch.setattr(args.accelerator_config, name, value)
+    with pytest.raises(ValueError, match=f"^`accelerator_config`: `{name}={value}` on 2 processes: "):
+        refuse(AFTER, args)
+
+
+def test_overlap_is_refused_where_deepspeed_cannot_rescale(tmp_path):
+    args = tiny.config(tmp_path, overlap="step")
+    args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 0}})
+    with pytest.raises(ValueError, match=r"with DeepSpeed and this value of .*ZeRO stage 1 to 3"):
+        refuse(AFTER, args)
 
 
 def test_accumulation_steps_that_contradict_the_launch_are_refused(tmp_path, monkeypatch):
