@@ -12,22 +12,20 @@ from accelerate.utils import patch_environment
 
 
 def launched(args: Any) -> ParallelismConfig:
-    """The sizes that the options or the accelerate file ask for; all are 1 where neither does."""
+    """The sizes of the options or else of the accelerate file; all are 1 where neither sets them."""
     if args.parallelism_config is not None:
         return args.parallelism_config
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
-        return ParallelismConfig()  # which reads what the launcher has set
+        return ParallelismConfig()  # reads the launcher's environment variables
     return ParallelismConfig(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1)
 
 
 @contextmanager
 def sharing_rows_ourselves(sizes: ParallelismConfig) -> Iterator[None]:
-    """Hides sequence parallelism from accelerate and transformers, which would divide the rows of the dataset.
-
-    For them all processes are data parallel while the context is open: each generates rows of its own.
-    """
+    """Hides sequence parallelism from accelerate and transformers, which would divide the rows of the dataset."""
     if not sizes.sp_enabled:
         yield
         return
+    # For them all processes are data parallel while the context is open: each generates its own rows.
     with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false"):
         yield

@@ -17,7 +17,7 @@ __all__ = ["WholeStream", "check_alike"]
 
 
 def check_alike(each: Sequence[dict[str, str]]) -> None:
-    """Refuses datasets that differ between processes, which would then read shards of different data."""
+    """Refuses datasets whose descriptions differ between processes, which would then read shards of different data."""
     for process, described in enumerate(each):
         for name, rows in described.items():
             if rows != each[0].get(name):
@@ -30,26 +30,13 @@ def check_alike(each: Sequence[dict[str, str]]) -> None:
 
 @final
 class WholeStream(TorchStream):
-    """All rows of a stream, in order, in every process, so that accelerate shards by rows instead of files.
-
-    Args:
-        stream ([`~datasets.IterableDataset`]):
-            A stream of any number of files.
-        columns (`Collection[str]`):
-            Columns that enter the digest.
-        if_empty (`str`):
-            Error message for a pass without rows.
-
-    Attributes:
-        rows (`int`): number of rows read in this pass.
-        digest (`int`): CRC-32 of the rows read in this pass, which processes compare.
-    """
+    """All rows of a stream, in order, in every process, so that accelerate shards by rows instead of files."""
 
     def __init__(self, stream: IterableDataset, columns: Collection[str], if_empty: str) -> None:
         self._stream = stream
         self._columns = columns
         self._if_empty = if_empty
-        self.rows = self.digest = 0
+        self.rows = self.digest = 0  # of this pass so far; the digest is a CRC-32 that processes compare
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, which determines the order of the next pass if the stream is shuffled."""
@@ -59,6 +46,7 @@ class WholeStream(TorchStream):
         self.rows = self.digest = 0
         for row in self._stream:
             self.rows += 1
+            # Cheap, and enough to notice processes that stream different rows.
             read = repr([row.get(name) for name in self._columns])
             self.digest = zlib.crc32(read.encode(), self.digest)
             yield row

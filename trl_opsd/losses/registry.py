@@ -17,7 +17,7 @@ from trl_opsd.losses.top_k import TopKTeacher
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The numbers that named divergences are made from; each reads one of them, or none."""
+    """The numbers that named divergences are made from; each divergence reads at most one."""
 
     beta: float = 1.0
     """TRL's: 0 forward KL, 1 reverse KL, between: the generalised Jensen-Shannon divergence."""
@@ -28,7 +28,7 @@ class Settings:
     clip_max: float | None = 3.0
     """Largest importance weight of a sampled token; `None` for no bound."""
     top_k: int | None = None
-    """The teacher's likeliest tokens that are told apart; `None` for all."""
+    """The teacher's likeliest tokens that are compared one by one; `None` for all."""
 
 
 DIVERGENCES: MappingProxyType[str, Callable[[Settings], Divergence]] = MappingProxyType(
@@ -51,18 +51,11 @@ BETAS: MappingProxyType[str, float] = MappingProxyType({"forward_kl": 0.0, "reve
 
 
 def divergence_of(divergence: Divergence | str | None, given: Settings) -> Divergence:
-    """Resolves a divergence: a name is looked up, `None` is decided by TRL's `beta`, and an object is what it is, but
-    with `top_k` between buckets of tokens.
-
-    Args:
-        divergence ([`Divergence`] or `str`, *optional*):
-            A divergence, or a key of [`DIVERGENCES`].
-        given ([`Settings`]):
-            What a named one is made from.
-    """
+    """Resolves a name, or `None` by TRL's `beta`, or passes an object through; `top_k` wraps either in buckets."""
     if divergence is None:
         divergence = next((name for name, end in BETAS.items() if given.beta == end), "jsd")
     found = divergence if isinstance(divergence, Divergence) else DIVERGENCES[divergence](given)
+    # An object that already has buckets keeps its own K.
     if given.top_k is None or isinstance(found, TopKTeacher):
         return found
     return TopKTeacher(found, given.top_k)  # type: ignore[arg-type]  # which refuses what is not entrywise

@@ -24,18 +24,16 @@ from transformers.pytorch_utils import Conv1D
 from trl_opsd._compat.peft import rewrites_base
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_PLAIN = (nn.Linear.forward, Conv1D.forward)
+"""Products that autocast rounds; a layer with one of its own, as a quantised one, may have scales for its weight."""
 
 
 @contextmanager
 def autocast(accelerator: Accelerator) -> Iterator[None]:
     """Autocast to the dtype of `bf16=True` or `fp16=True`, with every launcher.
 
-    accelerate's own context does the same, but is a no-op under DeepSpeed, which casts the student's weights and leaves
-    a teacher and its head in float32.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            The launch's accelerator.
+    accelerate's own context does nothing under DeepSpeed, which casts the student's weights and leaves a teacher and
+    its head in float32.
     """
     dtype = _HALF.get(accelerator.mixed_precision)
     if dtype is None or accelerator.native_amp:
@@ -48,29 +46,22 @@ def autocast(accelerator: Accelerator) -> Iterator[None]:
 
 @contextmanager
 def cast_weights(model: nn.Module, device_type: str, copies: dict[Tensor, nn.Parameter]) -> Iterator[None]:
-    """Replaces the weights of linear layers by copies in autocast's dtype while the context is open, for reading only.
+    """Replaces float weights of linear layers by copies in autocast's dtype within the context, for reading only.
 
     Autocast would round them to the same values, but again in each call where they are frozen or the call is compiled.
-    Other weights are left alone, and so are the parameters themselves: optimizers, DDP and weight syncs see no change.
-    Does nothing without autocast.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            A model that is whole in this process, inside of `torch.no_grad`.
-        device_type (`str`):
-            The device type of autocast.
-        copies (`dict[torch.Tensor, torch.nn.Parameter]`):
-            Copies from an earlier call, which get the current values at the same addresses; missing ones are added.
+    Parameters stay the same objects, so optimizers, DDP and weight syncs see no change. `copies` of an earlier call are
+    updated at the same addresses. The model has to be whole in this process, under `torch.no_grad`.
     """
     dtype, replaced = torch.get_autocast_dtype(device_type), []
-    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | Conv1D)]
+    layers = [layer for layer in model.modules() if type(layer).forward in _PLAIN]
     try:
         for layer in layers if torch.is_autocast_enabled(device_type) else ():
             for name, weight in list(layer.named_parameters(recurse=False)):
-                if weight.is_floating_point() and weight.dtype not in (dtype, torch.float64):
+                is_plain = type(weight) is nn.Parameter and weight.is_floating_point()  # no tensor with scales inside
+                if is_plain and weight.dtype not in (dtype, torch.float64):
                     if weight not in copies:
                         copies[weight] = nn.Parameter(torch.empty_like(weight, dtype=dtype), requires_grad=False)
-                    copies[weight].copy_(weight)
+                    copies[weight].copy_(weight)  # in place: compiled graphs contain the address
                     replaced.append((layer, name, weight))
                     setattr(layer, name, copies[weight])
         yield
@@ -80,26 +71,17 @@ def cast_weights(model: nn.Module, device_type: str, copies: dict[Tensor, nn.Par
 
 
 def rounds_float32() -> bool:
-    """Whether products of float32 factors may be rounded, by TF32 or bfloat16, whichever of torch's settings says so.
-
-    `torch.get_float32_matmul_precision` raises an error after `tf32=True`, which transformers sets by backend.
-    """
+    """Whether float32 products may be rounded, by TF32 or bfloat16, whichever of torch's settings says so."""
     backends: Any = torch.backends
     return any(one.matmul.fp32_precision not in ("none", "ieee") for one in (backends.cuda, backends.mkldnn))
 
 
 def dtype_of_frozen_base(args: TrainingArguments, adapter: Any) -> torch.dtype | None:
-    """The dtype to load a student in that only an adapter will train, or `None` for TRL's default, float32.
+    """The dtype to load a student in that only an adapter trains; `None` for TRL's default, float32.
 
-    Frozen weights take no small steps, so that float32 costs memory, and a cast for each use, as autocast keeps only
-    casts of trained weights. But activations could overflow in float16, DeepSpeed and FSDP2 cast by themselves, and
-    weights that an adapter trains or rewrites are better rounded later.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            The training options.
-        adapter ([`~peft.PeftConfig`], *optional*):
-            What will be trained.
+    Frozen weights take no small steps: float32 costs memory, and a cast for each use, as autocast caches only casts of
+    trained weights. But activations could overflow in float16, DeepSpeed and FSDP2 cast by themselves, and weights that
+    an adapter trains or rewrites are better rounded later.
     """
     if adapter is None or args.mixed_precision != "bf16" or args.deepspeed_plugin is not None or is_fsdp_enabled():
         return None
@@ -114,11 +96,7 @@ _TRAINED_OF_BASE = ("modules_to_save", "trainable_token_indices", "bias")
 
 
 def check_trained_dtypes(model: nn.Module) -> None:
-    """Refuses trainable float16 weights; frozen ones, below an adapter, are allowed.
-
-    Raises:
-        ValueError: Trainable parameters are float16.
-    """
+    """Rejects trainable float16 weights; frozen ones, under an adapter, are allowed."""
     names = [name for name, one in model.named_parameters() if one.requires_grad and one.dtype == torch.float16]
     if names:
         raise ValueError(
@@ -132,20 +110,12 @@ def check_trained_dtypes(model: nn.Module) -> None:
 def warn_of_lost_updates(
     model: nn.Module, accelerator: Accelerator, rate: float, optimizer: Optimizer | None = None
 ) -> None:
-    """Warns if the learning rate is too small for the dtype of the trained weights, which most steps then do not move.
+    """Warns if the learning rate is too small for the dtype of the trained weights, so that most steps do not change
+    them.
 
-    Measured on the weights themselves: the first step of AdamW moves each by the learning rate. Says nothing where a
-    launcher keeps float32 copies to step on: DeepSpeed does, and FSDP2 with mixed precision.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            The student, before it is wrapped.
-        accelerator ([`~accelerate.Accelerator`]):
-            The launch's accelerator; its main process warns.
-        rate (`float`):
-            The learning rate.
-        optimizer ([`~torch.optim.Optimizer`], *optional*):
-            The user's own, whose rates are used instead.
+    Measured on the weights: the first step of AdamW moves each by the learning rate, or by that of the user's
+    `optimizer`. Not where a launcher keeps float32 copies to step on, as DeepSpeed does, and FSDP2 with mixed
+    precision.
     """
     kind, mixed = accelerator.distributed_type, accelerator.mixed_precision != "no"
     steps_on_copies = kind == DistributedType.DEEPSPEED or (kind == DistributedType.FSDP and mixed)
@@ -179,15 +149,16 @@ def warn_of_lost_updates(
 
 
 _LOST = 0.1
-"""Share of the weights above which a warning is due; a bfloat16 model has about 0.1 at a rate of 1e-4, 0.98 at 1e-6."""
+"""Share of the weights that causes a warning; a bfloat16 model has about 0.1 at a rate of 1e-4, 0.98 at 1e-6."""
 
 _SAMPLED = 4096
-"""Values of a weight that are tried, evenly spread."""
+"""Values of a weight that are tested, evenly spaced."""
 
 
 def _unmoved(weight: Tensor, rate: float) -> float:
-    """The share of a weight's values that stay the same when the rate is added or subtracted, of both."""
+    """Mean share of a weight's values that do not change when the rate is added, and when it is subtracted."""
     values = weight.flatten()[:: max(weight.numel() // _SAMPLED, 1)]
+    # Rounded to the nearest, as the weights are when the optimizer writes them.
     unmoved = [(values.float() + step).to(values.dtype) == values for step in (rate, -rate)]
     return float(torch.stack(unmoved).float().mean()) if values.numel() else 0.0
 
