@@ -23,6 +23,7 @@ FLOORS = {
     "rewards": 2,
     "run": 2,
     "models": 3,
+    "options": 3,
     "config": 4,
     "report": 4,
     "host": 5,

@@ -230,7 +230,7 @@ def test_steps_objective_and_options_are_those_of_the_run(make_trainer):
 
 def test_options_without_effect_are_listed(make_trainer):
     found = parts(make_trainer(rollout=None, vllm_server_port=9000, teacher_update_rate=0.5))
-    assert found["no effect"] == "vllm_server_port=9000, teacher_update_rate=0.5"
+    assert found["no effect"] == "teacher_update_rate=0.5, vllm_server_port=9000"
     assert "no effect" not in parts(make_trainer())
 
 

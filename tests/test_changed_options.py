@@ -16,7 +16,7 @@ from trl import DistillationConfig
 
 from trl_opsd import FixedRollout, OPSDConfig, fingerprint
 from trl_opsd.losses import ForwardKL
-from trl_opsd.run.option_changes import check_same_options, shared_options
+from trl_opsd.options.changes import check_same_options, shared_options
 
 LATE = "when the trainer was built, where it was read"
 
@@ -77,7 +77,7 @@ def test_a_misspelt_option_cannot_be_set_later(tmp_path, name, meant):
 
 
 @pytest.mark.parametrize("name", ["project_name", "temperatures", "run_name_2", "_max_step", "alpha"])
-def test_a_config_may_have_attributes_of_ones_own(tmp_path, name):
+def test_config_takes_attributes_of_the_user(tmp_path, name):
     args = tiny.config(tmp_path)
     setattr(args, name, 5)
     assert getattr(copy.deepcopy(args), name) == 5
@@ -92,7 +92,7 @@ class _Suffixed(OPSDConfig):
         self.output_dir += self.suffix
 
 
-def test_what_a_subclass_makes_of_its_options_is_made_once(make_trainer, tmp_path):
+def test_post_init_of_a_subclass_runs_once(make_trainer, tmp_path):
     trainer = make_trainer(args=_Suffixed(**tiny.options(tmp_path / "run")))
     assert trainer.args.output_dir == f"{tmp_path / 'run'}-a"
 
@@ -128,7 +128,7 @@ class Counting(FixedRollout):
         ("report", True, "build the trainer"),
     ],
 )
-def test_an_option_changed_when_it_has_been_read_is_refused(make_trainer, name, value, remedy):
+def test_option_changed_after_construction_is_refused(make_trainer, name, value, remedy):
     trainer = make_trainer(eval_dataset=tiny.rows())
     setattr(trainer.args, name, value)
     for run in (trainer.train, trainer.evaluate):
@@ -206,7 +206,7 @@ class Changing(TrainerCallback):
         ("weight_decay", 0.5, "on_step_end"),
     ],
 )
-def test_what_a_training_has_read_cannot_be_changed_in_it(make_trainer, name, value, event):
+def test_option_read_at_train_cannot_change_within_it(make_trainer, name, value, event):
     trainer = make_trainer(callbacks=[Changing(name, value, event)], gradient_accumulation_steps=2)
     with pytest.raises(ValueError, match=rf"`args\.{name}` was .* when the training began, .* change it between two"):
         trainer.train()
@@ -214,7 +214,7 @@ def test_what_a_training_has_read_cannot_be_changed_in_it(make_trainer, name, va
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_grad_norm", 0.5), ("nonfinite", "skip"), ("save_total_limit", 1)])
-def test_what_a_training_reads_at_each_step_may_be_changed_in_it(make_trainer, name, value):
+def test_option_read_each_step_may_change_within_a_training(make_trainer, name, value):
     trainer = make_trainer(callbacks=[Changing(name, value)])
     trainer.train()
     assert trainer.state.global_step == 3
@@ -235,7 +235,7 @@ def test_accumulation_may_be_changed_between_two_trainings(make_trainer):
     ("change", "said"),
     [({"learning_rate": 0.0}, "no weight would change"), ({"max_steps": 0}, "means that it is not set")],
 )
-def test_a_training_that_would_change_nothing_is_refused_also_later(make_trainer, change, said):
+def test_zero_rate_or_steps_set_later_are_refused_at_train(make_trainer, change, said):
     trainer = make_trainer()
     for name, value in change.items():
         setattr(trainer.args, name, value)
@@ -255,7 +255,7 @@ def test_accumulation_cannot_differ_from_that_of_deepspeed(make_trainer, monkeyp
 # ---- The tables ----------------------------------------------------------------------------------------------------
 
 _NAMES = {one.name for one in fields(OPSDConfig)}
-_READ_ALL = ("dataclasses", "trl_opsd.run.option_changes", "trl_opsd.run.option_types", "trl_opsd.run.training_options")
+_READ_ALL = ("dataclasses", *(f"trl_opsd.options.{name}" for name in ("changes", "rules", "sampling", "table", "text")))
 _READ_ALL_FILES = {sys.modules[name].__file__ for name in _READ_ALL}
 
 
@@ -272,7 +272,7 @@ class _Recording(OPSDConfig):
         return super().__getattribute__(name)
 
 
-def test_options_that_are_read_at_construction_only_are_those_that_may_not_change(make_trainer, tmp_path, monkeypatch):
+def test_table_says_which_options_are_read_at_construction_only(make_trainer, tmp_path, monkeypatch):
     options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
     args = _Recording(**tiny.options(tmp_path, **options))
     trainer = make_trainer(args=args, eval_dataset=tiny.rows(), rollout=None)
@@ -287,7 +287,7 @@ def test_options_that_are_read_at_construction_only_are_those_that_may_not_chang
     proved = {"padding_free", "pad_to_multiple_of"}  # read for each pass, as the models were examined with them
     proved |= {"overlap", "deterministic"}  # read in each step, as other options and methods were checked with them
     proved |= {"num_generations_eval"}  # read for each evaluation
-    assert reads & kept <= {*fingerprint.OPTIONS, *fingerprint.EMA_OPTIONS, "report_to", "report", *proved}
+    assert reads & kept <= {*fingerprint.OPTIONS, "report_to", "report", *proved}
 
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "num_iterations", "warmup_ratio", "max_prompt_length"])
@@ -315,7 +315,7 @@ def test_options_changed_after_construction_are_checked_as_at_construction(make_
 
 
 def test_options_that_differ_between_processes_are_refused(tmp_path):
-    mine = shared_options(tiny.config(tmp_path), OPSDConfig)
+    mine = shared_options(tiny.config(tmp_path))
     assert {"seed", "learning_rate", "temperature", "teacher_model_kind", "max_completion_length"} <= mine.keys()
     assert "output_dir" not in mine
     check_same_options([mine, dict(mine)])

@@ -10,19 +10,22 @@ import pickle
 import re
 import warnings
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiny
 import torch
 from accelerate import ParallelismConfig
-from transformers import HfArgumentParser, Qwen2ForCausalLM
+from transformers import HfArgumentParser, Qwen2ForCausalLM, TrainingArguments
 from trl import DistillationConfig
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.transformers import CHECKPOINTING
-from trl_opsd.run.foreign_names import ARGUMENTS, DEFAULTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS
-from trl_opsd.run.foreign_options import explained_option
+from trl_opsd.options.foreign import ARGUMENTS, DEFAULTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS, explained_option
+from trl_opsd.options.rules import AFTER, BEFORE, refuse
+from trl_opsd.options.table import OURS, TABLE, TRANSFORMERS, TRLS, Situation
+from trl_opsd.options.values import Values
 
 
 @pytest.mark.parametrize(
@@ -125,6 +128,89 @@ def test_every_new_option_is_documented():
     assert {name for name in new if f"\n    {name} (" in documented} == new != set()
 
 
+@pytest.mark.quick
+def test_the_table_has_a_line_for_every_option_of_ours_and_trls():
+    options = {one.name for one in fields(OPSDConfig)}
+    inherited = {one.name for one in fields(TrainingArguments)} - DistillationConfig.__annotations__.keys()
+    assert {*OURS, *TRLS} == options - inherited
+    assert TRANSFORMERS.keys() <= inherited
+    assert {*OURS}.isdisjoint(TRLS)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rules", [BEFORE, AFTER], ids=["before", "after"])
+def test_messages_of_rules_name_options_that_exist(tmp_path, rules):
+    args = tiny.config(tmp_path)
+    for rule in rules:
+        assert rule.message.format(args, "what was found")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", [name for name, one in TABLE.items() if isinstance(one.takes, Values)])
+def test_values_that_do_not_fit_are_refused_for_each_option(tmp_path, name):
+    wrong = next(value for value in (-7, -7.5) if not TABLE[name].takes.fits(value))
+    with pytest.raises(ValueError, match=f"^`{name}={wrong}`: expected "):
+        tiny.config(tmp_path, **{name: wrong})
+
+
+WITHOUT_EFFECT = """
+    skew alpha vllm_importance_sampling_clip_max token_selection token_fraction sft_weight reward_weights scale_rewards
+    multi_objective_aggregation deterministic overlap_max_divergence teacher_update_rate teacher_sync_steps
+    teacher_model_revision teacher_trust_remote_code teacher_server_timeout nonfinite_skip_limit eval_delay eval_steps
+    metric_for_best_model save_steps save_total_limit save_only_model log_unique_prompts num_completions_to_print
+    max_tool_calling_iterations sglang_server_timeout vllm_mode vllm_enable_sleep_mode vllm_structured_outputs_regex
+    vllm_gpu_memory_utilization vllm_max_model_length vllm_model_impl vllm_tensor_parallel_size vllm_server_base_url
+    vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_sync_check vllm_weight_sync
+"""
+"""Options that nothing reads unless another is set."""
+
+
+@pytest.mark.quick
+def test_needs_of_each_option(tmp_path):
+    def unread(rest, **options):
+        now = Situation(args=tiny.config(tmp_path, **options), **rest)
+        return {name for name, one in TABLE.items() if one.lacks(now) is not None}
+
+    alone = {*WITHOUT_EFFECT.split()}
+    of_engines = {name for name in alone if name.startswith(("vllm_", "sglang_"))} - {
+        "vllm_importance_sampling_clip_max"
+    }
+    assert unread({}) == alone
+    assert unread({"own_rollout": True}) == alone - of_engines
+    given = {"rewards": 1, "tools": [len], "teachers": ["a"], "optimizers": (1, 1), "has_context": False}
+    optimizer = "learning_rate optim optim_args optim_target_modules weight_decay adam_beta1 adam_beta2 adam_epsilon"
+    scheduler = "lr_scheduler_type lr_scheduler_kwargs warmup_steps"
+    server = "vllm_gpu_memory_utilization vllm_model_impl vllm_tensor_parallel_size vllm_server_host vllm_server_port"
+    others = "teacher_prompt_template cache_implementation collapse_guard sglang_server_timeout"
+    still = "skew vllm_importance_sampling_clip_max deterministic overlap_max_divergence teacher_update_rate "
+    still += "teacher_sync_steps token_selection eval_delay eval_steps metric_for_best_model"
+    url = "http://localhost:9"
+    assert unread(
+        given,
+        **{"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "teacher_server_url": url},
+        **{"divergence": "alpha_divergence", "token_selection": "prefix", "seq_kd": False, "lmbda": 0.5},
+        **{"reward_weight": 0.1, "num_generations": 2, "nonfinite": "skip", "collapse_guard": "stop"},
+        **{"save_strategy": "steps", "save_steps": 1, "log_completions": True},
+    ) == {*f"{optimizer} {scheduler} {server} {others} {still}".split()}
+
+
+@pytest.mark.parametrize("option", [{"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}])
+def test_accelerator_options_that_break_sharding_are_refused(tmp_path, monkeypatch, option):
+    args = tiny.config(tmp_path, accelerator_config={} if "dispatch_batches" in option else option)
+    monkeypatch.setattr(OPSDConfig, "world_size", 2)
+    ((name, value),) = option.items()
+    monkeypatch.setattr(args.accelerator_config, name, value)
+    with pytest.raises(ValueError, match=f"^`accelerator_config`: `{name}={value}` on 2 processes: "):
+        refuse(AFTER, args)
+
+
+def test_overlap_is_refused_where_deepspeed_cannot_rescale(tmp_path):
+    args = tiny.config(tmp_path, overlap="step")
+    args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 0}})
+    with pytest.raises(ValueError, match=r"with DeepSpeed and this value of .*ZeRO stage 1 to 3"):
+        refuse(AFTER, args)
+
+
 def test_accumulation_steps_that_contradict_the_launch_are_refused(tmp_path, monkeypatch):
     launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
     for name, value in {**launch, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}.items():
@@ -225,7 +311,7 @@ def test_fsdp_that_shards_nothing_is_warned_about(make_trainer, monkeypatch, cap
         ({"model_init_kwargs": '{"revision": "main"}'}, {"revision": "main"}),
     ],
 )
-def test_options_given_as_text_become_what_they_mean(tmp_path, option, expected):
+def test_text_is_converted_to_the_type_of_the_option(tmp_path, option, expected):
     ((name, _),) = option.items()
     value = getattr(tiny.config(tmp_path, **option), name)
     assert value == expected
@@ -233,7 +319,7 @@ def test_options_given_as_text_become_what_they_mean(tmp_path, option, expected)
 
 
 @pytest.mark.quick
-def test_a_rate_without_a_dot_and_a_no_in_a_yaml_file_are_what_they_mean(tmp_path):
+def test_yaml_values_1e_5_and_no_are_read_as_meant(tmp_path):
     (tmp_path / "options.yaml").write_text("output_dir: out\nlearning_rate: 1e-5\nsave_strategy: no\nuse_cpu: true\n")
     (config,) = HfArgumentParser(OPSDConfig).parse_yaml_file(str(tmp_path / "options.yaml"))
     assert (config.learning_rate, config.save_strategy) == (1e-5, "no")
@@ -276,18 +362,18 @@ def test_a_config_that_checks_names_is_still_a_dataclass(tmp_path):
 )
 @pytest.mark.quick
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
-def test_without_an_accelerator_nobody_needs_to_know_about_bf16(tmp_path, option, bf16, computes_in):
+def test_bf16_is_off_by_default_without_accelerator(tmp_path, option, bf16, computes_in):
     config = OPSDConfig(str(tmp_path), **option)
     assert (config.bf16, config.mixed_precision, config.dataloader_pin_memory) == (bf16, computes_in, False)
 
 
-def test_without_an_accelerator_the_launch_decides_about_bf16(tmp_path, monkeypatch):
+def test_launch_decides_bf16_without_accelerator(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     config = OPSDConfig(str(tmp_path), use_cpu=True)
     assert (config.bf16, config.mixed_precision) == (False, "bf16")
 
 
-def test_with_an_accelerator_bf16_is_the_default_as_in_trl(tmp_path, monkeypatch):
+def test_bf16_is_on_by_default_with_accelerator(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     config = OPSDConfig(str(tmp_path))
@@ -301,7 +387,7 @@ def test_parameters_of_the_trainer_are_told_from_options():
 
 
 @pytest.mark.parametrize("table", [OPTIONS, ARGUMENTS, FAMILIES], ids=["options", "arguments", "families"])
-def test_what_is_said_about_names_of_other_trainers_is_true(table):
+def test_advice_about_foreign_names_recommends_existing_options(table):
     """No name exists here, and each option that is recommended does."""
     options = {one.name for one in fields(OPSDConfig) if "eprecated" not in one.metadata.get("help", "")}
     known = {*options, *inspect.signature(OPSDTrainer.__init__).parameters, *vars(OPSDTrainer)}
@@ -311,7 +397,7 @@ def test_what_is_said_about_names_of_other_trainers_is_true(table):
             assert name in known | {"eval_loss"}, advice
 
 
-TRLS = ("gkd", "gold", "sdft", "sdpo", "server_distillation", "async_distillation", "iw_opd")
+TRAINERS = ("gkd", "gold", "sdft", "sdpo", "server_distillation", "async_distillation", "iw_opd")
 SAID_ELSEWHERE = {"remove_unused_columns", "shuffle_dataset", "vllm_server_host", "vllm_server_port"}
 """Defaults that train the same: each of these trainers shuffles, and reads the columns that it needs."""
 
@@ -320,14 +406,14 @@ SAID_ELSEWHERE = {"remove_unused_columns", "shuffle_dataset", "vllm_server_host"
 def of_trl():
     """Names and defaults of the options of TRL's other trainers for distillation."""
     found = {}
-    for name in TRLS:
+    for name in TRAINERS:
         module = importlib.import_module(f"trl.experimental.{name}")
         (config,) = (one for kind, one in vars(module).items() if kind.endswith("Config"))
         found[name] = {one.name: one.default for one in fields(config)}
     return found
 
 
-def test_every_option_of_other_trainers_of_trl_is_explained(of_trl):
+def test_every_option_of_trls_other_distillation_trainers_is_explained(of_trl):
     here = [one.name for one in fields(OPSDConfig)]
     said = {name: explained_option(name, here) for options in of_trl.values() for name in options if name not in here}
     assert len(said) > 60
@@ -335,7 +421,7 @@ def test_every_option_of_other_trainers_of_trl_is_explained(of_trl):
 
 
 @pytest.mark.parametrize("trainer", DEFAULTS)
-def test_other_defaults_of_trl_are_all_said(trainer, of_trl):
+def test_differing_defaults_of_trls_other_trainers_are_listed(trainer, of_trl):
     said = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=([^,]+)", DEFAULTS[trainer])}
     there = of_trl[trainer]
     there["max_completion_length"] = there.get("max_completion_length", there.get("max_new_tokens"))

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.data.datasets import describe_rows
-from trl_opsd.fingerprint import EMA_OPTIONS, FILE, OPTIONS, OTHERS, _differing, check_accepted, describe_function
+from trl_opsd.fingerprint import FILE, OPTIONS, OTHERS, _differing, check_accepted, describe_function
 from trl_opsd.losses import Divergence, ReverseKL
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.samples import digest, sampled
@@ -55,8 +55,11 @@ def test_each_checkpoint_has_the_fingerprint_as_json(checkpoint):
 
 def test_every_entry_is_a_name_that_may_be_accepted(checkpoint):
     said = json.loads((checkpoint / FILE).read_text())
-    assert said.keys() == {*OPTIONS, *OTHERS}
-    check_accepted([*said, *EMA_OPTIONS])
+    of_average = {"teacher_update_rate", "teacher_sync_steps"}
+    of_rewards = {"reward_weights", "scale_rewards", "multi_objective_aggregation"}
+    assert {*OPTIONS, *OTHERS} - said.keys() == of_average | of_rewards
+    assert said.keys() <= {*OPTIONS, *OTHERS}
+    check_accepted([*said, *of_average, *of_rewards])
 
 
 @pytest.mark.refusal
@@ -127,7 +130,7 @@ def test_the_teacher_update_rate_is_compared_only_for_an_average(make_trainer, t
         ("other", False, False, "{prompt}\n\n{privileged_context}"),
     ],
 )
-def test_a_run_goes_on_with_the_template_that_it_began_with(make_trainer, tmp_path, column, talks, stream, template):
+def test_resume_compares_the_template_that_was_used(make_trainer, tmp_path, column, talks, stream, template):
     """Before there was a template for text, checkpoints of both kinds had that of messages."""
     rows = [{"prompt": [{"role": "user", "content": text}] if talks else text, column: "hint"} for text in tiny.PROMPTS]
     given = {
@@ -216,7 +219,7 @@ def test_the_settings_of_a_divergence_are_described_alike_in_all_processes(kind)
 
 
 @pytest.mark.refusal
-def test_another_setting_of_a_divergence_is_refused_and_the_same_is_not(make_trainer, tmp_path):
+def test_resume_refuses_another_setting_of_a_divergence(make_trainer, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 1}
     make_trainer(divergence=Plain(len), max_steps=1, **options).train()
     with pytest.raises(
@@ -265,7 +268,7 @@ def test_changed_functions_are_refused_by_name(make_trainer, tmp_path):
 
 
 @pytest.mark.quick
-def test_code_is_compared_without_where_it_is_and_how_it_is_laid_out(tmp_path, monkeypatch):
+def test_code_is_compared_without_place_and_layout(tmp_path, monkeypatch):
     def loaded(name: str, source: str) -> Any:
         (tmp_path / f"{name}.py").write_text(source)
         monkeypatch.syspath_prepend(tmp_path)

@@ -11,8 +11,8 @@ from transformers import get_constant_schedule
 
 from trl_opsd import HFRollout
 from trl_opsd.models.model_checks import same_weights
-from trl_opsd.run.training_options import check_unsupported
-from trl_opsd.run.without_effect import without_effect
+from trl_opsd.options.rules import AFTER, refuse
+from trl_opsd.options.table import Situation, without_effect
 
 SAME = "are the same model"
 NOTHING = "The first divergence is 0"
@@ -46,7 +46,10 @@ def saved(folder, seed=0):
         ({"log_unique_prompts": True}, "`log_unique_prompts=True`, because `log_completions` is False"),
         ({"max_tool_calling_iterations": 2}, "because there are no tools"),
         ({"nonfinite_skip_limit": 3}, "`nonfinite_skip_limit=3`, because `nonfinite` is 'raise'"),
-        ({"collapse_guard": "stop", "max_steps": 19}, "`collapse_guard='stop'`, because the first 20 steps are"),
+        (
+            {"collapse_guard": "stop", "max_steps": 19},
+            "`collapse_guard='stop'`, because `max_steps` is below 20, and",
+        ),
         ({"skew": 0.2}, "`skew=0.2`, because `divergence` is None"),
         ({"alpha": 0.2, "divergence": "jsd"}, "`alpha=0.2`, because `divergence` is 'jsd'"),
         ({"teacher_update_rate": "0.1"}, "`teacher_update_rate=0.1`"),
@@ -57,7 +60,7 @@ def saved(folder, seed=0):
         ({"teacher_prompt_template": "{privileged_context} {prompt}"}, "no dataset has a column 'privileged_context'"),
     ],
 )
-def test_an_option_without_effect_is_said(make_trainer, caplog, options, said):
+def test_option_without_effect_warns(make_trainer, caplog, options, said):
     make_trainer(rollout=None, **options)
     assert caplog.text.count(" effect") == 1
     assert said in caplog.text
@@ -71,7 +74,7 @@ def test_an_option_without_effect_is_said(make_trainer, caplog, options, said):
         ("completion", "with `lmbda=1` every completion is the student's own; set `lmbda` below 1"),
     ],
 )
-def test_a_column_that_other_trainers_read_is_said_not_to_be(make_trainer, caplog, name, instead):
+def test_unread_column_of_other_trainers_warns(make_trainer, caplog, name, instead):
     rows = tiny.rows().add_column(name, ["{}"] * 8)
     make_trainer(train_dataset=rows)
     make_trainer(train_dataset=None, eval_dataset={"some": rows})
@@ -87,7 +90,7 @@ def test_a_column_that_other_trainers_read_is_said_not_to_be(make_trainer, caplo
     assert "is not read" not in caplog.text
 
 
-def test_sampling_settings_of_the_checkpoint_that_are_overridden_are_said_once(make_trainer, caplog):
+def test_overridden_sampling_settings_of_the_checkpoint_warn_once(make_trainer, caplog):
     student = tiny.qwen2()
     student.generation_config.update(do_sample=True, temperature=0.7, top_p=0.8, repetition_penalty=1.1, min_p=0.1)
     trainer = make_trainer(model=student, top_p=0.8)
@@ -100,15 +103,13 @@ def test_sampling_settings_of_the_checkpoint_that_are_overridden_are_said_once(m
 
 
 @pytest.mark.parametrize(("warmup_steps", "is_said"), [(4, True), (3, False), (0.5, False)])
-def test_a_warmup_that_does_not_end_is_said(make_trainer, caplog, warmup_steps, is_said):
+def test_warmup_longer_than_max_steps_warns(make_trainer, caplog, warmup_steps, is_said):
     make_trainer(warmup_steps=warmup_steps, max_steps=3)
     assert ("training ends before the rate reaches `learning_rate=0.0001`" in caplog.text) is is_said
 
 
 @pytest.mark.parametrize(("warmup_steps", "is_said"), [(5, True), (4, False)])
-def test_a_warmup_that_does_not_end_within_the_epochs_is_said_when_they_begin(
-    make_trainer, caplog, warmup_steps, is_said
-):
+def test_warmup_longer_than_the_epochs_warns_at_train(make_trainer, caplog, warmup_steps, is_said):
     make_trainer(warmup_steps=warmup_steps, max_steps=-1, num_train_epochs=1, lr_scheduler_type="linear").train()
     said = "`warmup_steps=5`, but the training has 4 steps: it ends before the rate reaches `learning_rate=0.0001`"
     assert (said in caplog.text) is is_said
@@ -126,7 +127,7 @@ def test_a_warmup_that_does_not_end_within_the_epochs_is_said_when_they_begin(
         ("easy_loss", True, None),
     ],
 )
-def test_a_metric_for_the_best_model_that_no_evaluation_logs_is_said(make_trainer, caplog, metric, several, close):
+def test_unlogged_metric_for_best_model_warns(make_trainer, caplog, metric, several, close):
     rows = {"easy": tiny.rows(2), "hard": tiny.rows(2)} if several else tiny.rows(2)
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "max_steps": 1}
     trainer = make_trainer(metric_for_best_model=metric, eval_dataset=rows, **options)
@@ -139,7 +140,7 @@ def test_a_metric_for_the_best_model_that_no_evaluation_logs_is_said(make_traine
         assert trainer.state.best_global_step == 1
 
 
-def test_noise_in_the_figures_of_the_log_is_said(make_trainer, caplog):
+def test_neftune_noise_in_logged_figures_warns(make_trainer, caplog):
     trainer = make_trainer(
         neftune_noise_alpha=5.0, max_steps=1, eval_dataset=tiny.rows(), per_device_train_batch_size=8
     )
@@ -151,13 +152,13 @@ def test_noise_in_the_figures_of_the_log_is_said(make_trainer, caplog):
 
 
 @pytest.mark.parametrize(("splits", "is_said"), [(("test", "train"), True), (("easy", "hard"), False)])
-def test_an_evaluation_of_the_rows_to_train_on_is_said(make_trainer, caplog, splits, is_said):
+def test_evaluating_the_train_split_warns(make_trainer, caplog, splits, is_said):
     trainer = make_trainer(eval_dataset=DatasetDict({name: tiny.rows(4) for name in splits}))
     assert ("each evaluation takes all of its splits, 'train' too" in caplog.text) is is_said
     assert {f"eval_{name}_loss" for name in splits} <= trainer.evaluate().keys()
 
 
-def test_options_of_an_optimizer_that_is_passed_are_said_to_be_unused(make_trainer, caplog):
+def test_optimizer_options_beside_a_passed_optimizer_warn(make_trainer, caplog):
     student = tiny.qwen2()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
     make_trainer(model=student, optimizers=(optimizer, get_constant_schedule(optimizer)), weight_decay=0.1)
@@ -175,7 +176,7 @@ def test_options_of_an_optimizer_that_is_passed_are_said_to_be_unused(make_train
         {},
     ],
 )
-def test_options_with_an_effect_are_not_said(make_trainer, caplog, given):
+def test_options_with_an_effect_do_not_warn(make_trainer, caplog, given):
     if given.pop("context", False):
         given = {**given, "train_dataset": tiny.rows().add_column("privileged_context", ["a hint"] * 8)}
     make_trainer(**given)
@@ -211,7 +212,7 @@ def test_options_with_an_effect_are_not_said(make_trainer, caplog, given):
 )  # fmt: skip
 def test_options_of_another_engine_are_without_effect(tmp_path, options, unused, used):
     args = tiny.config(tmp_path, **{"use_vllm": True, **options})
-    found = without_effect(args, own_rollout=False, teachers=["a"], optimizers=(None, None), tools=None)
+    found = without_effect(Situation(args=args, teachers=["a"]))
     assert found.keys() == unused
     assert not found.keys() & used
 
@@ -220,7 +221,7 @@ def test_options_of_another_engine_are_without_effect(tmp_path, options, unused,
 
 
 @pytest.mark.parametrize("form", ["the same", "relative", "through a link", "another dtype", "an adapter on top"])
-def test_a_teacher_from_the_path_of_the_student_is_said(make_trainer, caplog, tmp_path, monkeypatch, form):
+def test_teacher_at_the_path_of_the_student_warns(make_trainer, caplog, tmp_path, monkeypatch, form):
     student = teacher = saved(tmp_path / "student")
     options = {}
     if form == "relative":
@@ -238,7 +239,7 @@ def test_a_teacher_from_the_path_of_the_student_is_said(make_trainer, caplog, tm
 
 
 @pytest.mark.parametrize("form", ["a copy of other weights", "a column", "a function", "another revision's folder"])
-def test_another_teacher_or_another_prompt_is_not_taken_for_the_student(make_trainer, caplog, tmp_path, form):
+def test_other_weights_or_prompts_of_the_teacher_do_not_warn(make_trainer, caplog, tmp_path, form):
     student = teacher = saved(tmp_path / "student")
     options = {}
     if form == "a column":
@@ -272,19 +273,19 @@ def test_an_id_and_the_folder_of_its_snapshot_are_the_same_weights(tmp_path, mon
     assert not same_weights("some/model", place, str(snapshot), {"quantization_config": {"load_in_4bit": True}})
 
 
-def test_a_first_divergence_of_zero_is_said_once(make_trainer, caplog):
+def test_first_divergence_of_zero_warns_once(make_trainer, caplog):
     make_trainer(model=tiny.qwen2(32, 0), teacher_model=tiny.qwen2(32, 0), max_steps=2).train()
     assert caplog.text.count(NOTHING) == 1
 
 
-def test_one_model_at_one_path_is_said_once(make_trainer, caplog, tmp_path):
+def test_same_path_warns_once_and_not_of_the_divergence(make_trainer, caplog, tmp_path):
     path = saved(tmp_path / "student")
     make_trainer(model=path, teacher_model=path, max_steps=1).train()
     assert caplog.text.count(SAME) == 1
     assert NOTHING not in caplog.text
 
 
-def test_a_first_divergence_is_not_taken_for_zero(make_trainer, caplog):
+def test_first_divergence_above_zero_does_not_warn(make_trainer, caplog):
     make_trainer(max_steps=1).train()
     assert NOTHING not in caplog.text
 
@@ -292,7 +293,7 @@ def test_a_first_divergence_is_not_taken_for_zero(make_trainer, caplog):
 # ---- What may be trained --------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_of_a_part_of_the_student_is_said(make_trainer, caplog):
+def test_optimizer_of_some_parameters_warns(make_trainer, caplog):
     student = tiny.qwen2()
     before = {name: one.clone() for name, one in student.named_parameters()}
     trainer = make_trainer(
@@ -305,7 +306,7 @@ def test_an_optimizer_of_a_part_of_the_student_is_said(make_trainer, caplog):
     assert moved == {"lm_head.weight"}
 
 
-def test_an_optimizer_of_all_that_is_trained_is_not_said(make_trainer, caplog):
+def test_optimizer_of_all_trained_parameters_does_not_warn(make_trainer, caplog):
     student = get_peft_model(tiny.qwen2(), LoraConfig(target_modules=["q_proj"]))
     make_trainer(model=student, optimizers=(torch.optim.AdamW(student.parameters(), lr=1e-2), None))
     assert "stays as it is" not in caplog.text
@@ -338,15 +339,15 @@ def test_a_divergence_may_be_assigned_by_name(make_trainer, name):
 # ---- Launches and evaluations ---------------------------------------------------------------------------------------
 
 
-def test_a_launch_of_which_accelerate_counts_one_process_is_refused(tmp_path, monkeypatch):
+def test_launch_counted_as_one_process_is_refused(tmp_path, monkeypatch):
     args = tiny.config(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"has 2 processes .* set `use_cpu=True`"):
-        check_unsupported(args)
+        refuse(AFTER, args)
 
 
 @pytest.mark.parametrize("option", ["fp16_full_eval", "bf16_full_eval"])
-def test_an_evaluation_that_would_leave_the_weights_cast_is_refused(tmp_path, option):
+def test_full_eval_casts_are_refused(tmp_path, option):
     with pytest.raises(ValueError, match=f"`{option}=True` would cast the student's weights"):
         tiny.config(tmp_path, **{option: True})
 
@@ -363,7 +364,7 @@ def test_an_evaluation_of_no_rows_is_refused(make_trainer):
             run(tiny.rows(0))
 
 
-def test_text_for_the_teacher_of_a_student_that_reads_messages_is_said(make_trainer, caplog):
+def test_teacher_text_beside_student_messages_warns(make_trainer, caplog):
     rows = [{"prompt": [{"role": "user", "content": "2+2="}], "teacher_prompt": "The answer is 4. 2+2="}] * 8
     make_trainer(train_dataset=Dataset.from_list(rows), rollout=HFRollout(), max_steps=1).train()
     assert "The prompts are text for the teacher and messages for the student" in caplog.text

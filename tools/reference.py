@@ -1,6 +1,6 @@
 """Writes docs/reference.md: options, arguments of the trainer and metrics, all read from the code.
 
-Allowed values and incompatible options are obtained by calling the checks: the page quotes their errors.
+Values come from the table of options; incompatible ones are obtained by calling the checks: the page quotes errors.
 
     python tools/reference.py
 """
@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from trl_opsd import OPSDConfig, OPSDTrainer
@@ -21,6 +22,8 @@ from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.loop.attributes import FIXED
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.losses.registry import Settings
+from trl_opsd.options.table import TABLE, Option
+from trl_opsd.options.values import Values
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.run.metrics import METRICS
 from trl_opsd.teacher.teacher_checks import check_teachers
@@ -220,7 +223,10 @@ def described_in(cls: type, heading: str) -> dict[str, tuple[str, str]]:
 
 
 def expected(option: str) -> str:
-    """What the check of an option expects, from its error on an invalid value; empty if nothing is checked."""
+    """The values of an option, from the table or from the error on an invalid one; empty if nothing is checked."""
+    takes = TABLE[option].takes if option in TABLE else None
+    if isinstance(takes, Values):
+        return takes.expected
     for value in (-1, "?"):
         try:
             _config(**{option: value})
@@ -236,10 +242,19 @@ def _new_options(described: dict[str, tuple[str, str]]) -> Iterator[str]:
     for one in new_fields():
         kind = described[one.name][0].partition(", *optional*")[0]
         takes = f": {found}" if (found := expected(one.name)) else ""
-        yield from (f"### `{one.name}`", "", f"{kind}{takes}. Default: `{_literal(one.default)}`.", "")
+        facts = f"{kind}{takes}. Default: `{_literal(one.default)}`. {_when(TABLE[one.name])}"
+        yield from (f"### `{one.name}`", "", facts, "")
         yield from (described[one.name][1], "")
         if cases := TOGETHER.get(one.name):
             yield from (*map(_told, cases), "")
+
+
+def _when(option: Option) -> str:
+    """When an option is read and has an effect, and whether a resume compares it."""
+    lacking = [need.lacking.format(SimpleNamespace(chosen_in_words="another")) for need in option.needs]
+    effect = [f"Without effect where {' or '.join(lacking)}."] if lacking else []
+    resumed = ["A run resumes only with the same value."] if option.resumed else []
+    return " ".join([f"Read {option.read.value}.", *effect, *resumed])
 
 
 def _divergences() -> Iterator[list[str]]:

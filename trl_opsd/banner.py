@@ -22,9 +22,9 @@ from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.size import described, sizes
-from trl_opsd.run.data_options import prompts_of_step
-from trl_opsd.run.objective_options import shape_in_words, temperatures_in_words
-from trl_opsd.run.sampling_options import SAMPLING
+from trl_opsd.options.rules import prompts_of_step
+from trl_opsd.options.sampling import SAMPLING
+from trl_opsd.options.words import shape_in_words, temperatures_in_words
 
 _WIDTH = 120
 """Characters in a line."""

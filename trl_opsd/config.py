@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -12,33 +12,24 @@ from transformers import TrainingArguments
 from transformers.utils import is_torch_xla_available
 
 from trl_opsd._compat.killed_builds import check_builds
-from trl_opsd._compat.parallelism import check_parallelism
 from trl_opsd._compat.transformers import ALIASES
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
 from trl_opsd._compat.versions import warn_of_outside
-from trl_opsd.data.row_sharding import check_sharing
+from trl_opsd.data.solutions import named_as_here
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import Settings, divergence_of
-from trl_opsd.run.data_options import check_data
-from trl_opsd.run.engine_options import check_engines
+from trl_opsd.options.changes import option_values
+from trl_opsd.options.foreign import explained_option, without_meaning
+from trl_opsd.options.help import with_help
+from trl_opsd.options.launch import Launch, check_nested_keys
+from trl_opsd.options.names import StrictNames
+from trl_opsd.options.rules import AFTER, BEFORE, refuse
+from trl_opsd.options.sampling import check_shapes, settle_sampling
+from trl_opsd.options.table import TABLE, a_divergence, check_values
+from trl_opsd.options.text import check_json, convert_text, settle_loading
 from trl_opsd.run.failure import share_tracebacks
-from trl_opsd.run.foreign_options import distinct_elsewhere, explained_option
-from trl_opsd.run.launch_file import check_nested_keys
-from trl_opsd.run.nearest import misspelt
-from trl_opsd.run.objective_options import check_divergence, check_objective, check_shapes
-from trl_opsd.run.option_changes import option_values
-from trl_opsd.run.option_help import with_help
-from trl_opsd.run.option_types import check_json, convert_text, settle_loading
-from trl_opsd.run.overlap_options import check_overlap
-from trl_opsd.run.precision import check_scaler
-from trl_opsd.run.ranges import above, at_least_one, in_range, one_of
-from trl_opsd.run.reward_options import check_rewards
-from trl_opsd.run.sampling_options import settle_sampling
-from trl_opsd.run.selection import Selection, check_selection
-from trl_opsd.run.strict_names import StrictNames
-from trl_opsd.run.teacher_options import check_teacher, check_teacher_placement
-from trl_opsd.run.training_options import check_accumulation, check_training, check_unsupported
+from trl_opsd.run.selection import Selection
 
 
 @with_help
@@ -294,35 +285,33 @@ class OPSDConfig(StrictNames, DistillationConfig):
         check_nested_keys()
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or self.deepspeed:
             check_builds()
-        convert_text(self)
-        check_json(self)
-        check_training(self)
+        self.check_as_given()
         self._choose_for_cpu()
-        check_parallelism(self)
-        check_selection(self)
-        in_range("beta", self.beta, 0.0, 1.0)  # TRL accepts NaN
+        Launch(self).check()
         for name, alias in ALIASES.items():  # transformers would warn of TRL's own default
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self, alias))
         super().__post_init__()
         settle_loading(self)
-        check_objective(self)
-        check_teacher(self)
-        check_teacher_placement(self)
         settle_sampling(self)
+        self.teacher_prompt_template = named_as_here(self.teacher_prompt_template)
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+        check_values(self)
+        refuse(AFTER, self)
         check_shapes(self, self.build_divergence())
-        check_engines(self)
-        self._check_failure_handling()
-        check_unsupported(self)
-        check_accumulation(self)
-        check_sharing(self)
-        check_scaler(self)
-        check_overlap(self)
-        check_data(self)
-        check_rewards(self)
-        if not isinstance(self.resume_with_changes, list | None):
-            raise ValueError(f"`resume_with_changes={self.resume_with_changes!r}`: expected a list of names.")
         self._checked = option_values(self)
+
+    def check_as_given(self) -> None:
+        """Converts what is given as text, and checks what transformers and TRL would read before they do.
+
+        Raises:
+            ValueError: A value is of the wrong kind or out of range.
+        """
+        convert_text(self)
+        check_json(self)
+        check_values(self, [one.name for one in fields(DistillationConfig) if one.name in TABLE])
+        refuse(BEFORE, self)
 
     def check_again(self) -> None:
         """Checks the options again, if some were changed since, as if the config was made with these values.
@@ -340,16 +329,12 @@ class OPSDConfig(StrictNames, DistillationConfig):
     def __setattr__(self, name: str, value: Any) -> None:
         there = vars(self)
         is_new = "_checked" in there and name not in there and not hasattr(type(self), name)
-        if is_new and not name.startswith("_"):
-            meant = misspelt(name, {*there, *dir(type(self))})
-            why = distinct_elsewhere(name) or (meant and f"nothing reads it, did you mean `{meant}`")
-            if why:
-                raise AttributeError(
-                    f"`args.{name} = {value!r}` would have no effect: {why}. An attribute of your own needs another "
-                    "name.",
-                    name=name,
-                    obj=self,
-                )
+        if is_new and (why := without_meaning(name, {*there, *dir(type(self))})):
+            raise AttributeError(
+                f"`args.{name} = {value!r}` would have no effect: {why}. An attribute of your own needs another name.",
+                name=name,
+                obj=self,
+            )
         super().__setattr__(name, value)
         if "_checked" in there and name in ALIASES:  # TRL assigns to the older name, and transformers reads the newer
             super().__setattr__(ALIASES[name], value)
@@ -419,13 +404,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
             self.bf16 = bool(self.bf16) or launch == "bf16"
             self.dataloader_pin_memory = False
 
-    def _check_failure_handling(self) -> None:
-        one_of("nonfinite", self.nonfinite, ("raise", "skip"))
-        at_least_one("nonfinite_skip_limit", self.nonfinite_skip_limit)
-        one_of("collapse_guard", self.collapse_guard, (None, "warn", "stop"))
-        if self.phase_timeout is not None:
-            above("phase_timeout", self.phase_timeout, 0.0)
-
 
 def checked_args(args: DistillationConfig | None, model: Any, divergence: Divergence | str | None) -> OPSDConfig:
     """The options, or the defaults with an output folder named after the student.
@@ -435,7 +413,7 @@ def checked_args(args: DistillationConfig | None, model: Any, divergence: Diverg
         ValueError: `divergence` is neither a divergence nor the name of one, or an option was changed to a value that
             is refused.
     """
-    check_divergence(divergence)
+    a_divergence("divergence", divergence)
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         args = OPSDConfig(f"{name.split('/')[-1]}-OPSD")

@@ -23,7 +23,8 @@ from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.head import model_shape, shape_of
 from trl_opsd.models.samples import Samples, digest, sample, sampled
-from trl_opsd.run.ranges import one_of
+from trl_opsd.options.table import TABLE, resumed
+from trl_opsd.options.values import one_of
 from trl_opsd.run.server_urls import server_urls
 from trl_opsd.teacher import FrozenTeacher, Teacher
 
@@ -32,44 +33,8 @@ logger = get_logger(__name__)
 FILE = "opsd_fingerprint.json"
 """The fingerprint's file in a checkpoint."""
 
-OPTIONS = (
-    "temperature",
-    "student_temperature",
-    "teacher_temperature",
-    "kl_clip",
-    "position_discount",
-    "token_selection",
-    "token_fraction",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "generation_kwargs",
-    "vllm_structured_outputs_regex",
-    "max_completion_length",
-    "max_tool_calling_iterations",
-    "chat_template_kwargs",
-    "teacher_model_kind",
-    "teacher_prompt_template",
-    "teacher_chat_template_kwargs",
-    "num_generations",
-    "lmbda",
-    "seq_kd",
-    "sft_weight",
-    "reward_weight",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "world_size",
-    "seed",
-    "shuffle_dataset",
-)
+OPTIONS = (*(name for name, one in TABLE.items() if one.resumed), "world_size")
 """Options that determine the completions, the teacher's prompts, the rows of each step, and what is learned of them."""
-
-EMA_OPTIONS = ("teacher_update_rate", "teacher_sync_steps")
-"""Options that have an effect only with `teacher_model_kind="ema"`."""
-
-REWARD_OPTIONS = ("reward_weights", "scale_rewards", "multi_objective_aggregation")
-"""Options that have an effect on training only with a `reward_weight`."""
 
 OTHERS = (
     "divergence",
@@ -138,24 +103,7 @@ class Identity:
         teacher_template: str,
         verbs: Mapping[str, Any],
     ) -> Fingerprint:
-        """The fingerprint of a checkpoint written now.
-
-        Args:
-            divergence ([`~losses.Divergence`]):
-                The objective, recorded with its settings.
-            rows (`str`):
-                The training dataset, as [`~data.datasets.describe_rows`] describes it.
-            tools (`Sequence`):
-                Functions the student may call.
-            chat_template (`Any`):
-                The tokenizer's.
-            rewards (`Sequence[str]`):
-                Names of the reward functions that are learned from.
-            teacher_template (`str`):
-                What joins prompts and privileged contexts.
-            verbs (`Mapping[str, Any]`):
-                Those that the user has overridden.
-        """
+        """The fingerprint of a checkpoint written now."""
         own = {} if type(divergence).__module__.startswith("trl_opsd.") else {"divergence": type(divergence)}
         functions = {name: describe_function(one) for name, one in {**verbs, **own}.items()}
         hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
@@ -177,31 +125,21 @@ class Identity:
 
 
 def fingerprint(args: OPSDConfig, **more: Any) -> Fingerprint:
-    """The options in [`OPTIONS`] and the caller's values, as they are when read back from JSON."""
-    of_rewards = REWARD_OPTIONS if args.reward_weight else ()
-    names = (*OPTIONS, *(EMA_OPTIONS if args.teacher_model_kind == "ema" else ()), *of_rewards)
-    values = {**{name: getattr(args, name) for name in names}, **more}
+    """The options that a resume compares and the caller's values, as they are when read back from JSON."""
+    values = {**{name: getattr(args, name) for name in resumed(args)}, **more}
     return dict(json.loads(json.dumps(values, default=str)))
 
 
 def check_accepted(names: Sequence[str] | None) -> None:
-    """Refuses names in `resume_with_changes` that no fingerprint has.
-
-    Raises:
-        ValueError: A name is unknown; the message has the closest one.
-    """
+    """Refuses names in `resume_with_changes` that no fingerprint has."""
     for name in names or ():
-        one_of("resume_with_changes", name, (*OPTIONS, *EMA_OPTIONS, *REWARD_OPTIONS, *OTHERS))
+        one_of(*OPTIONS, *OTHERS).check("resume_with_changes", name)
 
 
 def describe_student(student: CausalLM, handed_in: Samples | None) -> str:
     """The student's class, the shape of its head, and a digest of the weights under an adapter, which checkpoints omit.
 
-    Args:
-        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student.
-        handed_in (`dict`, *optional*):
-            Samples of the weights under its adapter; `None` without one, when the checkpoint has all weights.
+    `handed_in` are samples of these; `None` without an adapter, when the checkpoint has all weights.
     """
     shape = f"{type(without_peft(student)).__name__} {list(model_shape(student))}"
     return shape if handed_in is None else f"{shape}, {digest(handed_in)}"
@@ -217,12 +155,7 @@ def describe_optimizer(given: Any, args: OPSDConfig) -> str:
 def describe_teachers(teachers: Mapping[str, Teacher], kind: str | None) -> dict[str, str]:
     """For each teacher, the last part of its path (a folder may have moved) and the shape of its head.
 
-    Args:
-        teachers (`Mapping[str, Teacher]`):
-            By name.
-        kind (`str`, *optional*):
-            `teacher_model_kind`. A teacher that follows the student is restored from the checkpoint, so the path the
-            student was first loaded from is left out.
+    A teacher that follows the student is restored from the checkpoint, so the path that was first loaded is left out.
     """
     described = {}
     for name, teacher in teachers.items():
@@ -311,14 +244,8 @@ def write(folder: str | Path, now: Fingerprint) -> None:
 def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) -> None:
     """Compares the fingerprint of a checkpoint with that of this run, before anything is loaded.
 
-    Args:
-        folder (`str` or `Path`):
-            The checkpoint. One that TRL wrote has no fingerprint and is accepted with a warning; entries that an older
-            version of this package did not record are not compared.
-        now (`dict`):
-            The fingerprint of this run.
-        accepted (`Sequence[str]`, *optional*):
-            Names that may differ; a difference is then only a warning.
+    One that TRL wrote has no fingerprint and is accepted with a warning; entries that an older version of this package
+    did not record are not compared. A difference in an accepted name is only a warning.
 
     Raises:
         ValueError: There is no such folder, its fingerprint cannot be read, or another entry differs; the message

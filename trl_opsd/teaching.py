@@ -19,10 +19,10 @@ from trl_opsd.arguments.dataset_checks import (
     looked_through,
     surveyed,
 )
-from trl_opsd.arguments.effects import check_evaluation, check_that_it_learns
 from trl_opsd.arguments.model_checks import check_other_teacher, student_limits
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.arguments.reward_checks import check_rows_of_rewards
+from trl_opsd.arguments.rules import EVALUATING, LEARNING
 from trl_opsd.arguments.templates import look_at
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows
@@ -35,6 +35,8 @@ from trl_opsd.data.vocabulary import largest_id, shared_vocabulary
 from trl_opsd.loop.footprint import footprint
 from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.models.padding import Reading
+from trl_opsd.options.rules import refuse
+from trl_opsd.options.table import Situation
 from trl_opsd.run.precision import autocast
 from trl_opsd.run.rng import preserved_rng
 from trl_opsd.teacher.build import build_teachers
@@ -131,7 +133,7 @@ class Teaching(SeamTrainer):
             raise ValueError("`trainer.train_dataset` was assigned within a training: assign it between two.")
         given = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
         given[name] = self.as_read(dataset, name)
-        check_evaluation(self.args, given["eval_dataset"])
+        refuse(EVALUATING, Situation(args=self.args, eval_dataset=given["eval_dataset"]))
         datasets = {"train_dataset": given["train_dataset"], **by_name(given["eval_dataset"])}
         intake = self.readers.intake
         several = intake.teachers if len(intake.teachers) > 1 else ()
@@ -181,8 +183,8 @@ class Teaching(SeamTrainer):
     # ---- What the loop calls ---------------------------------------------------------------------------------------
 
     def check_effect(self) -> None:
-        check_that_it_learns(self.args, self.train_dataset, (self.optimizer, self.lr_scheduler))
         if self.train_dataset is not None:
+            refuse(LEARNING, Situation(args=self.args, optimizers=(self.optimizer, self.lr_scheduler)))
             check_train_size(self.train_dataset, self.args)
 
     def read_rows(self, rows: Sequence[Row]) -> list[Request]:

@@ -30,6 +30,10 @@ from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.head import whole_head
 from trl_opsd.models.model_checks import check_student
 from trl_opsd.models.trainable import check_trainable
+from trl_opsd.options.foreign import explained_argument
+from trl_opsd.options.names import StrictNames
+from trl_opsd.options.sampling import check_shapes
+from trl_opsd.options.table import a_divergence
 from trl_opsd.report.samples import samples_of
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.changes import warn_of_overridden
@@ -37,11 +41,8 @@ from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.run.agreement import agree
 from trl_opsd.run.failure import share_tracebacks
-from trl_opsd.run.foreign_options import explained_argument
-from trl_opsd.run.objective_options import check_divergence, check_shapes
 from trl_opsd.run.precision import warn_of_lost_updates
 from trl_opsd.run.rng import preserved_rng
-from trl_opsd.run.strict_names import StrictNames
 from trl_opsd.run.uniform import check_not_uniform
 from trl_opsd.teacher.comparison import compared
 from trl_opsd.teacher.routed import shares
@@ -337,7 +338,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
 
     @divergence.setter
     def divergence(self, divergence: Divergence | str | None) -> None:
-        check_divergence(divergence)
+        a_divergence("divergence", divergence)
         resolved = divergence_of(divergence, self.args.settings)
         check_shapes(self.args, resolved)
         if self.is_built:

@@ -36,7 +36,7 @@ RANGES = [
     option("temperature", "`temperature='hot'`", temperature="hot"),
     option(
         "max_completion_length",
-        "`max_completion_length=None`: the room for a completion has to be known",
+        "`max_completion_length=None`: expected .* as the room for a completion has to be known",
         max_completion_length=None,
     ),
     option("max_completion_length", "`max_completion_length=0`", max_completion_length=0),
@@ -118,7 +118,7 @@ GENERATION_KWARGS = [
     option("generation kwargs: range", "'do_sample' to False", generation_kwargs={"temperature": 0}),
     option("generation kwargs: range", "expected a finite number above 0", generation_kwargs={"temperature": None}),
     option("generation kwargs: range", r"`top_p=7`: expected a number in \(0, 1\]", generation_kwargs={"top_p": 7}),
-    option("generation kwargs: range", "`max_completion_length=None`: the", generation_kwargs={"max_new_tokens": None}),
+    option("generation kwargs: range", "`max_completion_length=None`: exp", generation_kwargs={"max_new_tokens": None}),
     option("generation kwargs: unknown", "did you mean 'suppress_tokens'", generation_kwargs={"supress_tokens": [1]}),
 ]
 

@@ -516,7 +516,7 @@ class TestNotFinite:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("factor", [1e-6, 1e6])
-def test_weights_that_add_up_to_little_or_much_are_relative(make_trainer, factor):
+def test_only_ratios_of_weights_count(make_trainer, factor):
     trainers = [make_trainer(Weighing, max_steps=2, gradient_accumulation_steps=2) for _ in range(2)]
     for trainer, scale in zip(trainers, (1, factor), strict=True):
         trainer.weighed = lambda weights, scale=scale: weights * scale

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import trl_opsd
 from trl_opsd import OPSDConfig
-from trl_opsd.run.launch_file import check_nested_keys
+from trl_opsd.options.launch import check_nested_keys
 
 CONFIGS = Path(trl_opsd.__file__).parent / "accelerate_configs"
 STRATEGIES = {

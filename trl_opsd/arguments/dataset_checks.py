@@ -19,22 +19,13 @@ from trl_opsd.data.prompts import IMAGE_COLUMNS, check_columns, refuse_images
 from trl_opsd.data.row_sharding import check_alike
 from trl_opsd.data.survey import has_transform, has_values
 from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED
-from trl_opsd.run.data_options import batch_in_words, prompts_of_step
+from trl_opsd.options.rules import batch_in_words, prompts_of_step
 
 
 def surveyed(
     datasets: Mapping[str, AnyDataset | None], args: OPSDConfig, names_teachers: bool = False
 ) -> dict[str, Rows]:
-    """The datasets that are there, each with the shapes and sizes of its rows.
-
-    Args:
-        datasets (`Mapping`):
-            By their names in messages.
-        args ([`OPSDConfig`]):
-            Says whether to show progress bars.
-        names_teachers (`bool`, *optional*, defaults to `False`):
-            Whether each row names its teacher, and so is of another shape than a row of another teacher.
-    """
+    """The datasets that are there, each with the shapes and sizes of its rows, by teacher if rows name one."""
     columns = [name for name in COLUMNS if names_teachers or name != "teacher"]
     progress = args.process_index == 0 and not args.disable_tqdm
     return {name: Rows.of(one, name, columns, progress) for name, one in datasets.items() if one is not None}
@@ -43,22 +34,7 @@ def surveyed(
 def looked_through(
     datasets: Mapping[str, AnyDataset | None], args: OPSDConfig, intake: Intake, columns: Collection[str]
 ) -> dict[str, Rows]:
-    """The datasets that are there, surveyed, after the checks of their rows that need no tokenizer. Collective.
-
-    Args:
-        datasets (`Mapping`):
-            By their names in messages.
-        args ([`OPSDConfig`]):
-            The options.
-        intake ([`~data.intake.Intake`]):
-            Parses rows.
-        columns (`Collection[str]`):
-            Columns that are read.
-
-    Raises:
-        ValueError: A row is invalid, or another process has other rows.
-        TypeError: A prompt is neither text nor messages.
-    """
+    """The datasets that are there, surveyed, after the checks of their rows that need no tokenizer. Collective."""
     rows = surveyed(datasets, args, len(intake.teachers) > 1)
     for one in rows.values():
         look_ahead(one, intake)
@@ -76,21 +52,8 @@ def check_datasets(
 ) -> None:
     """Checks types, columns and sizes; the rows are read later, when the tokenizer is loaded.
 
-    Args:
-        datasets (`Mapping`):
-            By their names in messages.
-        args ([`OPSDConfig`]):
-            Determines the rows of a batch.
-        teachers (`Collection[str]`, *optional*):
-            Names of the teachers, when there are several.
-        optional (`Collection[str]`, *optional*):
-            Columns of which a misspelt one is refused.
-        needs_privilege (`bool`, *optional*, defaults to `False`):
-            Whether the columns must contain context for the teacher that the student does not see.
-
-    Raises:
-        ValueError: A dataset is missing, empty or too small, or lacks a column.
-        TypeError: A value is not a dataset.
+    Of the `optional` columns, a misspelt one is refused. With `needs_privilege`, one has to give the teacher context
+    that the student does not see.
     """
     if datasets.keys() == {"train_dataset", "eval_dataset"} and not any(one is not None for one in datasets.values()):
         raise ValueError("`train_dataset` is None: pass a dataset with a column 'prompt'.")
@@ -115,20 +78,7 @@ def check_datasets(
 
 
 def check_completions(dataset: AnyDataset | None, tools: Any, from_dataset: bool) -> None:
-    """Checks the completions that `lmbda` below 1 learns from, as far as they can be read ahead.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`, *optional*):
-            What is learned from.
-        tools (`Any`):
-            Those that the student may call.
-        from_dataset (`bool`):
-            Whether it has them; else the teacher writes them.
-
-    Raises:
-        ValueError: There is no column for them, one cannot be learned from, or there are tools, whose calls are none.
-        TypeError: One is neither text nor messages.
-    """
+    """Checks the completions that `lmbda` below 1 learns from, as far as they can be read ahead."""
     if tools:
         raise ValueError("`lmbda` below 1 with `tools`: a completion of the dataset calls none: set `lmbda=1`.")
     if dataset is None or not from_dataset:

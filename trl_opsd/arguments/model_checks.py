@@ -21,20 +21,7 @@ logger = get_logger(__name__)
 
 
 def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) -> None:
-    """Refuses models that cannot be found or are not causal language models, before one is loaded.
-
-    Args:
-        student (`Any`):
-            A path, a model id or a model.
-        teachers (`Mapping[str, Any]`):
-            The same by name; `None` for the student itself. A user's own [`~teacher.Teacher`] is not checked.
-        args ([`OPSDConfig`]):
-            Contains the options for loading them.
-
-    Raises:
-        ValueError: A model cannot be found or is not a causal language model, or the student adds an auxiliary loss in
-            its forward, is not in memory, or has the adapter of an earlier trainer in it.
-    """
+    """Refuses models that cannot be found or are no causal language models; a user's own [`Teacher`] is not checked."""
     own_code = {"trust_remote_code": args.trust_remote_code}
     config = language_config(student, "model", {**own_code, **(args.model_init_kwargs or {})})
     check_own_loss({**config, **(args.model_init_kwargs or {})})
@@ -75,24 +62,7 @@ def _check_teacher_models(teachers: Mapping[str, Any], args: OPSDConfig) -> None
 def check_other_teacher(
     teacher_model: Any, student: CausalLM, args: OPSDConfig, tokenizer: PreTrainedTokenizerBase, names: Collection[str]
 ) -> None:
-    """Checks a teacher that is to replace the one the trainer was built with, before it is loaded.
-
-    Args:
-        teacher_model (`Any`):
-            A path, a model id, a model or a [`Teacher`].
-        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student.
-        args ([`OPSDConfig`]):
-            The options.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The student's.
-        names (`Collection[str]`):
-            Names of the teachers there are.
-
-    Raises:
-        ValueError: It cannot teach this student, or there is no single teacher to replace.
-        TypeError: An object of this type cannot be a teacher.
-    """
+    """Checks a teacher that is to replace the one the trainer was built with, before it is loaded."""
     if len(names) > 1 or isinstance(teacher_model, Mapping):
         raise ValueError(
             f"`trainer.teacher_model` stands for one teacher, and {len(names)} are there ({', '.join(names)}): pass "
@@ -108,11 +78,7 @@ def check_other_teacher(
 
 
 def student_limits(student: CausalLM, args: OPSDConfig) -> PromptLimits:
-    """Limits of the student's prompts and completions.
-
-    Raises:
-        ValueError: A completion does not fit into the student's context.
-    """
+    """Limits of the student's prompts and completions."""
     context = context_of(student)
     if args.has_engine and args.vllm_max_model_length is not None:
         context = min(args.vllm_max_model_length, context or args.vllm_max_model_length)

@@ -11,29 +11,17 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.utils import is_liger_kernel_available
 
 from trl_opsd.config import OPSDConfig
-from trl_opsd.run.ranges import one_of
+from trl_opsd.options.values import one_of
 
 _NOT_LISTED = ("azure_ml", "flyte", "kubeflow")
 """Loggers whose presence transformers does not say."""
 
 
 def check_packages(args: OPSDConfig, train_dataset: Any, optimizers: tuple[Any, Any]) -> None:
-    """Refuses options whose packages are not installed.
-
-    Args:
-        args ([`OPSDConfig`]):
-            The options.
-        train_dataset (`Any`):
-            `None` for a trainer that only evaluates.
-        optimizers (`tuple`):
-            Optimizer and scheduler as they were passed.
-
-    Raises:
-        ValueError: A package is missing, or there is no such logger.
-    """
+    """Refuses options whose packages are not installed."""
     present = get_available_reporting_integrations() if args.report_to else []
     for name in args.report_to or ():
-        one_of("report_to", name, ("none", "all", *INTEGRATION_TO_CALLBACK))
+        one_of("none", "all", *INTEGRATION_TO_CALLBACK).check("report_to", name)
         if name not in (*present, *_NOT_LISTED, "none", "all"):
             raise ValueError(
                 f"`report_to={name!r}`: its package is not installed or is switched off: install or remove it."

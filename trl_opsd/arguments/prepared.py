@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from trl_opsd import fingerprint
 from trl_opsd.arguments.dataset_checks import check_completions, check_datasets, looked_through, needs_privilege
 from trl_opsd.arguments.effects import (
-    check_evaluation,
-    check_that_it_learns,
+    may_have,
     warn_of_columns,
     warn_of_metric,
-    warn_of_options,
     warn_of_same_model,
     warn_of_splits,
-    warn_of_template,
 )
+from trl_opsd.arguments.given import check_given
 from trl_opsd.arguments.model_checks import check_models
 from trl_opsd.arguments.packages import check_packages
-from trl_opsd.arguments.reward_checks import check_rows_of_rewards, warn_of_evaluations_only
+from trl_opsd.arguments.reward_checks import check_rows_of_rewards
+from trl_opsd.arguments.rules import BUILDING, LEARNING, SURPRISES
 from trl_opsd.arguments.templates import check_template
 from trl_opsd.config import OPSDConfig, checked_args
 from trl_opsd.data.admission import Rows
@@ -36,13 +36,15 @@ from trl_opsd.data.solutions import solutions_as_context
 from trl_opsd.data.teacher_prompts import PRIVILEGED, TeacherPrompts, check_prompt_fn
 from trl_opsd.models.processing import check_processing_class, loaded_processing_class, text_tokenizer
 from trl_opsd.models.special_tokens import configured_vocabulary, ensure_special_tokens
+from trl_opsd.options.changes import check_same_options, shared_options
+from trl_opsd.options.rules import refuse
+from trl_opsd.options.table import Situation, without_effect, without_effect_in_words
 from trl_opsd.rewards.given import Given, given_rewards
 from trl_opsd.run.checkpoint import check_disk
-from trl_opsd.run.given import check_given
-from trl_opsd.run.option_changes import check_same_options, shared_options
-from trl_opsd.run.reward_options import check_reward_args
 from trl_opsd.teacher.served_checks import check_up
 from trl_opsd.teacher.teacher_checks import check_named_once, check_teachers, check_tokenizers
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,20 +110,7 @@ def prepared(
     pick: Callable[[Any, OPSDConfig], Any],
     **others: Any,
 ) -> Prepared:
-    """Runs every check that needs no loaded model.
-
-    Args:
-        row_columns (`Collection[str]`):
-            Columns that are read.
-        pick (`Callable`):
-            Picks the rollout from what was passed and the options.
-        **others (`Any`):
-            All other arguments are the trainer's, of which these need no check but that of their kind.
-
-    Raises:
-        ValueError: Arguments contradict each other; the message says what to change.
-        TypeError: An argument has an unsupported type.
-    """
+    """Runs every check that needs no loaded model."""
     check_given(
         model=model,
         teacher_model=teacher_model,
@@ -139,9 +128,18 @@ def prepared(
     args = checked_args(args, model, divergence)
     fingerprint.check_accepted(args.resume_with_changes)
     rewards = tuple(given_rewards(reward_funcs, reward_processing_classes))
-    check_reward_args(args, len(rewards), train_dataset is not None)
-    check_that_it_learns(args, train_dataset, optimizers)
-    check_evaluation(args, eval_dataset)
+    now = Situation(
+        args=args,
+        own_rollout=rollout is not None,
+        optimizers=optimizers,
+        tools=tools,
+        divergence=divergence,
+        rewards=len(rewards),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        teacher_prompt_fn=teacher_prompt_fn,
+    )
+    refuse(BUILDING if train_dataset is None else (*LEARNING, *BUILDING), now)
     check_packages(args, train_dataset, optimizers)
     picked = pick(rollout, args)
     check_named_once(teacher_model, args)
@@ -152,15 +150,6 @@ def prepared(
         check_processing_class(processing_class)
     if teacher_prompt_fn is not None:
         check_prompt_fn(teacher_prompt_fn)
-        if args.seq_kd:
-            raise ValueError(
-                "`teacher_prompt_fn` with `seq_kd=True`: it is called with a completion, which the teacher would have "
-                "to write from its prompt: give a column 'teacher_prompt' or 'privileged_context' instead."
-            )
-        if args.remove_unused_columns:
-            raise ValueError(
-                "`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: leave it at False."
-            )
     as_passed = {"train_dataset": train_dataset, **by_name(eval_dataset)}
     train_dataset = with_prompts(train_dataset, "train_dataset")
     eval_dataset = with_prompts(eval_dataset, "eval_dataset")
@@ -177,8 +166,7 @@ def prepared(
     may_read_it = bool(rewards) or teacher_prompt_fn is not None or args.lmbda < 1
     warn_of_columns(as_passed, (*row_columns, COMPLETION) if may_read_it else row_columns)
     warn_of_metric(args, eval_dataset, [one.name for one in rewards])
-    warn_of_evaluations_only(rewards, args, train_dataset)
-    warn_of_template(args, datasets, teacher_prompt_fn is not None)
+    refuse(SURPRISES, now, logger.warning)
     tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
     is_same_model = quantization_config is None and warn_of_same_model(model, models, args, datasets, tells_more)
     prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
@@ -195,7 +183,11 @@ def prepared(
     if processing_class is None:
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
         check_processing_class(processing_class)
-    without_effect = warn_of_options(args, models, rollout is not None, optimizers, tools, divergence, len(rewards))
+    unread = without_effect(
+        replace(now, teachers=list(models.values()), has_context=may_have(datasets, ("privileged_context",)))
+    )
+    if unread:
+        logger.warning(without_effect_in_words(args, unread))
     found = Prepared(
         args=args,
         models=models,
@@ -208,7 +200,7 @@ def prepared(
         row_columns=row_columns,
         rollout=picked,
         rewards=rewards,
-        without_effect=without_effect,
+        without_effect=tuple(unread),
         is_same_model=is_same_model,
     )
     check_template(found.tokenizer, rows, args, tools, intake)
@@ -221,4 +213,4 @@ def prepared(
 def _named(args: OPSDConfig, models: Mapping[str, Any]) -> dict[str, Any]:
     """What decides how the student is trained; of paths the last part, as machines may keep models in other places."""
     paths = {f"teacher_model[{name!r}]": Path(one).name for name, one in models.items() if isinstance(one, str)}
-    return {**shared_options(args, OPSDConfig), **paths}
+    return {**shared_options(args), **paths}

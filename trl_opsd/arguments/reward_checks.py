@@ -16,7 +16,7 @@ from trl_opsd.rewards.given import Given, check_columns
 from trl_opsd.rewards.model import RewardModel, loaded_model
 from trl_opsd.rewards.waiting import EventLoop
 
-__all__ = ["build_rewards", "check_rows_of_rewards", "warn_of_evaluations_only"]
+__all__ = ["build_rewards", "check_rows_of_rewards"]
 
 logger = get_logger(__name__)
 
@@ -28,23 +28,7 @@ def check_rows_of_rewards(
     row_columns: Collection[str],
     reads_solutions: bool,
 ) -> None:
-    """Checks that functions can be called for the rows that are evaluated, and learned where they are called then.
-
-    Args:
-        rewards (`Sequence[Given]`):
-            The rewards.
-        datasets (`Mapping`):
-            By their names in messages.
-        args ([`OPSDConfig`]):
-            The options.
-        row_columns (`Collection[str]`):
-            Columns that `remove_unused_columns` keeps.
-        reads_solutions (`bool`):
-            Whether what only the teacher reads is a column `solution` to functions.
-
-    Raises:
-        ValueError: One cannot.
-    """
+    """Checks that functions can be called for the rows that are evaluated, and learned where they are called then."""
     known: dict[str, Collection[str] | None] = {}
     for where, dataset in datasets.items():
         if dataset is None or (where == "train_dataset" and not args.reward_weight):
@@ -69,21 +53,7 @@ def warn_of_evaluations_only(rewards: Sequence[Given], args: OPSDConfig, train_d
 def build_rewards(
     rewards: Sequence[Given], args: OPSDConfig, template: Mapping[str, Any], device: torch.device
 ) -> Rewards | None:
-    """Functions of all rewards, with their models loaded; `None` if there are none.
-
-    Args:
-        rewards (`Sequence[Given]`):
-            The checked rewards.
-        args ([`OPSDConfig`]):
-            The options.
-        template (`Mapping[str, Any]`):
-            Arguments of chat templates.
-        device (`torch.device`):
-            Where models are put.
-
-    Raises:
-        ValueError: The weights of a model are not complete.
-    """
+    """Functions of all rewards, with their models loaded; `None` if there are none."""
     if not rewards:
         return None
     functions = {}

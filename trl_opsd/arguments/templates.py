@@ -25,24 +25,7 @@ logger = get_logger(__name__)
 def check_template(
     tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, Rows], args: OPSDConfig, tools: Any, intake: Intake
 ) -> None:
-    """Checks what the chat template is given: its arguments, and whether prompts are meant for it.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The student's, whose template is used for both models.
-        datasets (`Mapping[str, Rows]`):
-            What is known of the rows, by dataset.
-        args ([`OPSDConfig`]):
-            Contains the arguments of the template.
-        tools (`Any`):
-            As the trainer takes them.
-        intake ([`~data.intake.Intake`]):
-            Parses rows.
-
-    Raises:
-        ValueError: The template does not read an argument that the teacher's prompts are to differ in, leaves a message
-            out, or prints a prompt as Python does.
-    """
+    """Checks what the chat template is given: its arguments, and whether prompts are meant for it."""
     if wrong := check_template_arguments(tokenizer, "teacher_chat_template_kwargs", args.teacher_template_kwargs):
         raise ValueError(wrong)
     if wrong := check_template_arguments(tokenizer, "chat_template_kwargs", args.chat_template_kwargs or {}):

@@ -1,4 +1,4 @@
-"""Assigns dataset rows to processes such that each row is read exactly once, and refuses options that break this.
+"""Assigns dataset rows to processes such that each row is read exactly once.
 
 accelerate shards a map-style dataset by rows, but a `datasets` stream of several files by files. Files have unequal
 lengths, and sharding by file ignores that TRL repeats the rows of a generation batch.
@@ -12,32 +12,8 @@ from typing import Any, final
 
 from datasets import IterableDataset
 from torch.utils.data import IterableDataset as TorchStream
-from transformers import TrainingArguments
 
-__all__ = ["WholeStream", "check_alike", "check_sharing"]
-
-_BREAKS_SHARDING = {
-    "split_batches": (
-        True,
-        "it cuts through the rows of an optimizer step; lower `per_device_train_batch_size` instead",
-    ),
-    "dispatch_batches": (True, "it sends rows as tensors, and prompts are text; remove it"),
-    "even_batches": (False, "one would end an evaluation before the others; remove it, no row is counted twice"),
-}
-"""Options of accelerate, with the value that would read rows twice or never, and the reason."""
-
-
-def check_sharing(args: TrainingArguments) -> None:
-    """Refuses options with which several processes or workers would not read each row exactly once."""
-    for name, (value, why) in _BREAKS_SHARDING.items():
-        if getattr(args.accelerator_config, name) is value and (args.world_size > 1 or name == "dispatch_batches"):
-            raise ValueError(f"`accelerator_config`: `{name}={value}` on {args.world_size} processes: {why}.")
-    in_order = getattr(args, "dataloader_in_order", True)  # transformers before 5.15 is always in order
-    if not in_order and args.dataloader_num_workers:
-        raise ValueError(
-            "`dataloader_in_order=False` would let batches overtake each other, so that rows of an optimizer step are "
-            "read twice or never: remove it."
-        )
+__all__ = ["WholeStream", "check_alike"]
 
 
 def check_alike(each: Sequence[dict[str, str]]) -> None:

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer
 
 from trl_opsd.models.trainable import check_trainable
-from trl_opsd.run.option_changes import OF_THE_OPTIMIZER
+from trl_opsd.options.table import OF_THE_OPTIMIZER
 
 __all__ = ["UsedAgain"]
 

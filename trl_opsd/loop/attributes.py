@@ -16,11 +16,9 @@ from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
-from trl_opsd.run.foreign_names import TRAINER_ARGUMENTS
-from trl_opsd.run.foreign_options import distinct_elsewhere
-from trl_opsd.run.nearest import misspelt
-from trl_opsd.run.option_changes import ReadOnce
-from trl_opsd.run.ranges import above, in_range
+from trl_opsd.options.changes import ReadOnce
+from trl_opsd.options.foreign import TRAINER_ARGUMENTS, without_meaning
+from trl_opsd.options.values import above, from_to
 
 __all__ = ["FIXED", "Attributes"]
 
@@ -89,27 +87,22 @@ class Attributes(DistillationTrainer):
             now = getattr(self, name, None)
             same = value is now or value == now
             return None if same else f"it is {_shown(now)} since the trainer was built. Instead, {FIXED[name]}."
+        another = "An attribute of your own needs another name."
         if inspect.isroutine(getattr(type(self), name, None)) and not callable(value):
-            return "it is a method. An attribute of your own needs another name."
+            return f"it is a method. {another}"
         if name.startswith("_") or name in vars(self) or hasattr(type(self), name):
             return None
         options = {one.name for one in fields(self.args)}
         if name in options and value == getattr(self.args, name):
             return None  # a copy, in a subclass
         if name in self._read_once.names:
-            advice = "it is an option that was read at construction: build the trainer with that value"
-        elif name in options:
-            advice = f"it is an option: assign to `trainer.args.{name}`, or build the trainer with that value"
-        elif name in TRAINER_ARGUMENTS:
-            advice = f"it is an argument: pass `{name}` when the trainer is built"
-        elif elsewhere := distinct_elsewhere(name):
-            advice = elsewhere
-        else:
-            meant = misspelt(name, {*vars(self), *dir(type(self)), *options})
-            if meant is None:
-                return None
-            advice = f"nothing reads it, did you mean `{meant}`"
-        return f"{advice}. An attribute of your own needs another name."
+            return f"it is an option that was read at construction: build the trainer with that value. {another}"
+        if name in options:
+            return f"it is an option: assign to `trainer.args.{name}`, or build the trainer with that value. {another}"
+        if name in TRAINER_ARGUMENTS:
+            return f"it is an argument: pass `{name}` when the trainer is built. {another}"
+        why = without_meaning(name, {*vars(self), *dir(type(self)), *options})
+        return f"{why}. {another}" if why else None
 
     def replace_dataset(self, name: str, dataset: Any) -> None:
         """Checks other rows as the first were, and takes them; the implementation of assigning to a dataset."""
@@ -144,7 +137,7 @@ class Attributes(DistillationTrainer):
 
     @beta.setter
     def beta(self, beta: float) -> None:
-        in_range("beta", beta, 0.0, 1.0)
+        from_to(0, 1).check("beta", beta)
         self.divergence = divergence_of(None, Settings(beta=beta))
 
     @property
@@ -156,7 +149,7 @@ class Attributes(DistillationTrainer):
 
     @temperature.setter
     def temperature(self, temperature: float) -> None:
-        above("temperature", temperature, 0.0)
+        above(0).check("temperature", temperature)
         self._temperature = temperature
 
     @property

@@ -21,8 +21,8 @@ from trl_opsd._compat.sharding import class_of
 from trl_opsd._compat.trl import DistillationTrainer, get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence
+from trl_opsd.options.words import shape_in_words, temperatures_in_words
 from trl_opsd.report.files import PAGE
-from trl_opsd.run.objective_options import shape_in_words, temperatures_in_words
 
 __all__ = ["SEAMS", "Cards"]
 

@@ -21,10 +21,11 @@ from transformers.trainer_utils import PredictionOutput
 from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.data.conversations import with_prompts
 from trl_opsd.data.solutions import solutions_as_context
+from trl_opsd.options.rules import EVALUATION, refuse
+from trl_opsd.options.table import check_values
 from trl_opsd.run.accounts import Accounts
 from trl_opsd.run.metrics import evaluated_names
 from trl_opsd.run.rng import preserved_rng
-from trl_opsd.run.sampling_options import check_eval_temperature
 
 logger = get_logger(__name__)
 
@@ -163,7 +164,8 @@ class Evaluations(DistillationTrainer):
         metric_key_prefix: str = "eval",
     ) -> Any:
         """As TRL's, but with a fixed seed, training's random state untouched, and the loss a mean over tokens."""
-        check_eval_temperature(self.args)  # which may be changed between two evaluations
+        check_values(self.args, ["eval_temperature"])  # which may be changed between two evaluations
+        refuse(EVALUATION, self.args)
         accounts = self._accounts["eval"]
         self._metrics["eval"].clear()  # left by an interrupted evaluation
         accounts.clear()

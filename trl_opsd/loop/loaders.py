@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_opsd.data.row_sharding import WholeStream
-from trl_opsd.run.data_options import batch_in_words
+from trl_opsd.options.rules import batch_in_words
 
 __all__ = ["SEAMS", "EachRowOnce"]
 

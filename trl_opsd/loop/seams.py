@@ -18,7 +18,6 @@ from trl_opsd._compat.deepspeed import recompute_buffers
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_float32
 from trl_opsd._compat.trl import DistillationConfig
-from trl_opsd.config import OPSDConfig
 from trl_opsd.data.intake import Request
 from trl_opsd.loop.again import UsedAgain
 from trl_opsd.loop.ahead import Ahead
@@ -45,15 +44,14 @@ from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.model_checks import whole_checkpoint, whole_on
 from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.models.trainable import check_can_learn
+from trl_opsd.options.changes import ReadOnce
+from trl_opsd.options.rules import TRAINING, refuse
 from trl_opsd.run.groups import set_group_timeout
 from trl_opsd.run.known import set_known
 from trl_opsd.run.loss_parts import check_parts
 from trl_opsd.run.memory import explained
-from trl_opsd.run.option_changes import ReadOnce
-from trl_opsd.run.option_types import convert_text
 from trl_opsd.run.precision import autocast, dtype_of_frozen_base
 from trl_opsd.run.rng import preserved_rng
-from trl_opsd.run.training_options import check_accumulation, check_training
 from trl_opsd.types import Rollout, TeacherTargets
 
 logger = get_logger(__name__)
@@ -156,7 +154,7 @@ class SeamTrainer(
         self._unwritten_rows: list[int] = []
         self._loss_rows: Tensor | None = None
         self._unread: list[tuple[Mapping[str, Any], Tensor, Tensor | None]] = []
-        self._read_once = ReadOnce.by_trainer(self.args, OPSDConfig)
+        self._read_once = ReadOnce.by_trainer(self.args)
         self._read_at_start = ReadOnce.by_training(self.args)
 
     def _take_samples(self, student: Any) -> None:
@@ -369,9 +367,8 @@ class SeamTrainer(
         if self.args.deepspeed_plugin is None:  # its config is complete by now, and would be read anew
             self.args.check_again()
             self.restore_launch()
-        convert_text(self.args)
-        check_training(self.args)
-        check_accumulation(self.args)
+        self.args.check_as_given()
+        refuse(TRAINING, self.args)
         self.check_effect()
         self._read_at_start = ReadOnce.by_training(self.args)
         set_known(self, _buffered_inputs=None, _step=0, _current_train_step_time=0.0)

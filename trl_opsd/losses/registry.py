@@ -46,15 +46,6 @@ DIVERGENCES: MappingProxyType[str, Callable[[Settings], Divergence]] = MappingPr
 )
 """Factories by name; a new entry is a new value of `divergence`."""
 
-READ: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "skew": ("skewed_forward_kl", "skewed_reverse_kl"),
-        "alpha": ("alpha_divergence",),
-        "vllm_importance_sampling_clip_max": ("sampled_reverse_kl",),
-    }
-)
-"""The divergences that read an option; `beta` is read by several and by the default."""
-
 BETAS: MappingProxyType[str, float] = MappingProxyType({"forward_kl": 0.0, "reverse_kl": 1.0})
 """TRL's `beta` of the divergences that correspond to a single value of it."""
 

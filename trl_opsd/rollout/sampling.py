@@ -8,8 +8,8 @@ from typing import Any
 
 from trl_opsd._compat.vllm import sampling_params
 from trl_opsd.config import OPSDConfig
-from trl_opsd.run.nearest import nearest
-from trl_opsd.run.sampling_options import ENDS
+from trl_opsd.options.names import nearest
+from trl_opsd.options.sampling import ENDS
 
 _SET_HERE = {
     "logprobs": "vllm_sync_check",

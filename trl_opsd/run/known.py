@@ -11,17 +11,7 @@ __all__ = ["set_known"]
 
 
 def set_known(owner: Any, **values: Any) -> None:
-    """Sets attributes that already exist.
-
-    Args:
-        owner (`Any`):
-            The object.
-        **values (`Any`):
-            Values by attribute name.
-
-    Raises:
-        AttributeError: An attribute does not exist; then none is set.
-    """
+    """Sets attributes that already exist."""
     lacking = [name for name in values if not hasattr(owner, name)]
     if lacking:
         raise AttributeError(

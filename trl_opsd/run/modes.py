@@ -12,14 +12,7 @@ T = TypeVar("T")
 
 
 def with_own_modes(items: Generator[T, Any, Any], device_type: str) -> Iterator[T]:
-    """The items of a generator that may yield inside of `torch.no_grad` or `torch.autocast`.
-
-    Args:
-        items (`Generator`):
-            Begins with the modes in which the first item is asked for.
-        device_type (`str`):
-            The type of device that it uses autocast for.
-    """
+    """The items of a generator that may yield inside of `torch.no_grad` or `torch.autocast`."""
     modes: list[Any] | None = None
 
     @contextmanager

@@ -76,15 +76,6 @@ def rounds_float32() -> bool:
     return any(one.matmul.fp32_precision not in ("none", "ieee") for one in (backends.cuda, backends.mkldnn))
 
 
-def check_scaler(args: TrainingArguments) -> None:
-    """Rejects float16 without a loss scaler: gradients overflow and the weights become NaN."""
-    if args.mixed_precision == "fp16" and args.device.type == "cpu" and args.deepspeed_plugin is None:
-        raise ValueError(
-            "`fp16=True` (or `mixed_precision: fp16` in the accelerate file) on a CPU, where there is no loss scaler "
-            "for float16: set `bf16=True`, or neither for float32."
-        )
-
-
 def dtype_of_frozen_base(args: TrainingArguments, adapter: Any) -> torch.dtype | None:
     """The dtype to load a student in that only an adapter trains; `None` for TRL's default, float32.
 

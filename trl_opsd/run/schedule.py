@@ -17,9 +17,7 @@ Settings: TypeAlias = list[dict[str, Any]]
 def settings_of(optimizer: Any) -> Settings:
     """The settings of an optimizer that no schedule changes; the rate is the one a schedule multiplies.
 
-    Args:
-        optimizer (`torch.optim.Optimizer`):
-            One that a launcher wraps may have no groups to look at.
+    An optimizer that a launcher wraps may have no groups to look at.
     """
 
     def is_set(name: str, value: Any) -> bool:
@@ -46,10 +44,6 @@ def set_rates(scheduler: Any) -> None:
     """Sets the rates to those of this schedule at its step; the loaded ones are of the schedule before.
 
     Without a change of the schedule they are the same, bit for bit.
-
-    Args:
-        scheduler (`torch.optim.lr_scheduler.LRScheduler`):
-            Of a kind that computes a rate from the step alone, as almost all of transformers do; else nothing is done.
     """
     if isinstance(scheduler, LambdaLR):
         scheduler.last_epoch -= 1
@@ -57,17 +51,7 @@ def set_rates(scheduler: Any) -> None:
 
 
 def check_rates(scheduler: Any, steps: int) -> None:
-    """Refuses a schedule whose rate is 0 in every step, as a warmup has it that is as long as a training of one step.
-
-    Args:
-        scheduler (`torch.optim.lr_scheduler.LRScheduler`):
-            Of a kind that computes a rate from the step alone; else nothing is done.
-        steps (`int`):
-            Of the training.
-
-    Raises:
-        ValueError: No weight would change.
-    """
+    """Refuses a schedule whose rate is 0 in every step, as that of a warmup in a training of one step."""
     if not isinstance(scheduler, LambdaLR) or steps < 1:
         return
     pairs = list(zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True))

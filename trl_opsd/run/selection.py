@@ -12,11 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.parallelism import launched
-from trl_opsd._compat.trl import DistillationConfig
-from trl_opsd.run.ranges import in_range, one_of
-
-__all__ = ["EARLY", "LATE", "Selection", "check_selection"]
+__all__ = ["EARLY", "LATE", "Selection"]
 
 EARLY = ("prefix", "random")
 """Criteria that need neither model."""
@@ -81,24 +77,3 @@ class Selection:
         tokens_B = (weights_BC != 0).sum(1).tolist()
         shares_B = [self.kept(tokens) / max(tokens, 1) for tokens in tokens_B]
         return weights_BC * weights_BC.new_tensor(shares_B).unsqueeze(1)
-
-
-def check_selection(args: DistillationConfig) -> None:
-    """Refuses criteria that do not exist, shares that are none, and a choice that no process could make.
-
-    Args:
-        args ([`~trl.DistillationConfig`]):
-            The options.
-
-    Raises:
-        ValueError: An option is unknown, out of range, or contradicts the launch.
-    """
-    one_of("token_selection", args.token_selection, (None, *EARLY, *LATE))
-    in_range("token_fraction", args.token_fraction, 0.0, 1.0, open_below=True)
-    sizes = launched(args)
-    if sizes.sp_enabled and args.token_selection in LATE:
-        raise ValueError(
-            f"`parallelism_config`: `sp_size={sizes.sp_size}` with `token_selection={args.token_selection!r}`: the "
-            "tokens of a row lie on several processes, none of which knows the scores of all: set 'prefix' or "
-            "'random', or remove `sp_size`."
-        )

@@ -23,6 +23,16 @@ def server_urls(option: str, value: Any) -> dict[str, tuple[str, ...]]:
     return {name: _urls(f"{option}[{name!r}]", one) for name, one in value.items()}
 
 
+def is_origin(url: Any) -> bool:
+    """Whether a text is the scheme, host and port of a server, and no more."""
+    try:
+        parts = urlsplit(str(url))
+        known = parts.port is not None or ":" not in parts.netloc.rpartition("]")[2]
+    except ValueError:  # a port that is no number
+        return False
+    return known and parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
+
+
 def _urls(called: str, value: Any) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, Sequence) or not parts or not all(isinstance(part, str) for part in parts):

@@ -10,21 +10,9 @@ from trl_opsd.types import Rollout, TeacherTargets
 
 
 def check_targets(targets: Any, rollout: Rollout, where: str, width: int | None = None) -> None:
-    """Checks that targets belong to the rows and tokens of a rollout.
+    """Raises `ValueError` unless targets belong to the rows and tokens of a rollout, and are `width` wide where known.
 
-    Args:
-        targets (`Any`):
-            What was returned for the rollout.
-        rollout ([`~types.Rollout`]):
-            B rows of C completion tokens.
-        where (`str`):
-            The method that returned them, for the message.
-        width (`int`, *optional*):
-            H of the teacher's head; `None` where it is not known.
-
-    Raises:
-        ValueError: They are not a [`~types.TeacherTargets`] with floats of shape [B, C, H], or with a state for each
-            token that may count.
+    They are [`~types.TeacherTargets`] with floats of shape [B, C, H], or with a state for each token that may count.
     """
     rows, tokens = rollout.completion_ids.shape
     got = "None" if targets is None else f"a {type(targets).__name__}"

@@ -14,7 +14,7 @@ from trl_opsd.cli.train.effects import warn_of_options
 from trl_opsd.cli.train.launch import launch_options
 from trl_opsd.cli.train.options import Given, OptionParser
 from trl_opsd.cli.train.script import set_loading
-from trl_opsd.run.without_effect import described, without_effect
+from trl_opsd.options.table import Situation, without_effect, without_effect_in_words
 from trl_opsd.teacher.location import LOCATION_OPTIONS, location
 
 _ATTENTION = ("eager", "sdpa")
@@ -69,8 +69,8 @@ def judged(settings: Settings | ValueError, student: str, teacher: str) -> str:
         raise settings
     config, warnings = settings.given.config, [*settings.warnings]
     teachers = [settings.models[1] or teacher]
-    if unread := without_effect(config, own_rollout=False, teachers=teachers, optimizers=(None, None), tools=None):
-        warnings.append(described(config, unread))
+    if unread := without_effect(Situation(args=config, teachers=teachers)):
+        warnings.append(without_effect_in_words(config, unread))
     for role, named, examined in zip(("student", "teacher"), settings.models, (student, teacher), strict=True):
         if named not in (None, examined):
             warnings.append(f"The file names the {role} {named!r}, and {examined!r} was examined.")

@@ -17,10 +17,9 @@ import yaml
 from trl_opsd._compat.trl import DatasetConfig, DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from trl_opsd.cli.train.tasks import Tasks
 from trl_opsd.config import OPSDConfig
+from trl_opsd.options.foreign import OPTIONS, known_elsewhere
+from trl_opsd.options.names import nearest
 from trl_opsd.run.failure import ends_first, share_tracebacks
-from trl_opsd.run.foreign_names import OPTIONS
-from trl_opsd.run.foreign_options import known_elsewhere
-from trl_opsd.run.nearest import nearest
 
 DTYPES = ["auto", "bfloat16", "float16", "float32"]
 

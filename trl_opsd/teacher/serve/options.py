@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from transformers import HfArgumentParser
 
+from trl_opsd.options.values import from_to, integer, one_of
 from trl_opsd.run.addresses import is_loopback
-from trl_opsd.run.ranges import at_least_one, in_range, one_of
 from trl_opsd.run.server_tokens import TEACHER_TOKEN, token_in
 from trl_opsd.teacher.serve.protocol import DTYPES
 
@@ -65,12 +65,12 @@ class ServeOptions:
     )
 
     def __post_init__(self) -> None:
-        in_range("port", self.port, 0, 65535)
-        one_of("dtype", self.dtype, ("auto", *DTYPES))
-        one_of("offload", self.offload, OFFLOADS)
+        from_to(0, 65535).check("port", self.port)
+        one_of("auto", *DTYPES).check("dtype", self.dtype)
+        one_of(*OFFLOADS).check("offload", self.offload)
         for name in ("max_model_len", "max_request_tokens", "max_waiting_tokens"):
             if getattr(self, name) is not None:
-                at_least_one(name, getattr(self, name))
+                integer(1).check(name, getattr(self, name))
         if (self.max_request_tokens or 0) > self.max_waiting_tokens:
             raise ValueError(
                 f"`max_request_tokens={self.max_request_tokens}` is more than `max_waiting_tokens="

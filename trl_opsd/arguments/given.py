@@ -16,18 +16,7 @@ from transformers import TrainerCallback, TrainingArguments
 def check_given(
     *, callbacks: Any = None, optimizers: Any = (None, None), tools: Any = None, peft_config: Any = None, **given: Any
 ) -> None:
-    """Refuses arguments that are classes, or stand in the place of others.
-
-    Args:
-        callbacks, optimizers, tools, peft_config:
-            As the trainer takes them.
-        **given (`Any`):
-            Its other arguments by name.
-
-    Raises:
-        TypeError: An argument, or a name in one, is of a kind that cannot be used; the message says what is expected.
-        ValueError: The adapter is for another task.
-    """
+    """Refuses arguments that are classes, or stand in the place of others."""
     for name, value in {**given, "peft_config": peft_config}.items():
         _check_no_class(name, value)
         if isinstance(value, os.PathLike) and not name.endswith("dataset"):  # for which there is better advice

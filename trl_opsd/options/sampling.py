@@ -1,0 +1,198 @@
+"""`generation_kwargs`: what they override, which of them cannot be, and which leave a token the student's own draw."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import GenerationConfig
+
+from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd.losses import SampledReverseKL
+from trl_opsd.losses.clipping import check_clip
+from trl_opsd.options.names import did_you_mean
+from trl_opsd.options.values import is_number
+
+_OPTIONS = {
+    "max_new_tokens": "max_completion_length",
+    "max_tokens": "max_completion_length",
+    **{name: name for name in ("top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")},
+}
+"""Those that are a trainer option under the name of `transformers` or vLLM, with that option."""
+
+_WITHOUT_EFFECT = {
+    "max_length": "`max_completion_length` limits the new tokens, and takes precedence",
+    "pad_token_id": "rows are padded with the tokenizer's padding token, and masked",
+}
+"""Those that change no completion, and why."""
+
+_NEEDED = "the trainer needs one completion of token ids for each prompt"
+_SEVERAL = f"{_NEEDED}, and asks for each of several (`num_generations`) by itself"
+_FIXED = {
+    "num_return_sequences": (1, _SEVERAL),
+    "n": (1, _SEVERAL),
+    "best_of": (1, _SEVERAL),
+    "return_dict_in_generate": (False, _NEEDED),
+    "disable_compile": (
+        True,
+        "TRL always sets it to True; decoding is compiled with `rollout=HFRollout(compile=True)`",
+    ),
+}
+"""Those that can only have one value, and why."""
+
+_ONE_ROW = "decodes one row at a time, but a rollout is a batch: remove it"
+FAIL_IN_GENERATE = {
+    "stop_strings": "looks for text, but a rollout is token ids: let completions end with an end token, for instance "
+    "with `model.generation_config.eos_token_id`",
+    "prompt_lookup_num_tokens": _ONE_ROW,
+    "assistant_early_exit": _ONE_ROW,
+    "token_healing": "rewrites the end of a prompt, but a rollout keeps it: remove it",
+}
+"""Those that `generate` refuses only in the middle of a run, and why."""
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Options of which a checkpoint's generation config may have others."""
+ENDS = ("eos_token_id", "stop_token_ids", "ignore_eos")
+"""Those that determine the end tokens."""
+
+_OFF: dict[str, tuple[Any, ...]] = {
+    "top_p": (1.0, None),
+    "top_k": (0, -1, None),
+    "min_p": (0.0, None),
+    "repetition_penalty": (1.0, None),
+}
+"""Options with the values at which tokens are drawn from the student's whole distribution."""
+_OFF_IN_GENERATE: dict[str, tuple[Any, ...]] = {
+    **_OFF,
+    "do_sample": (True, None),
+    "typical_p": (1.0, None),
+    "epsilon_cutoff": (0.0, None),
+    "eta_cutoff": (0.0, None),
+    "num_beams": (1, None),
+    "frequency_penalty": (0.0, None),
+    "presence_penalty": (0.0, None),
+}
+"""The same, of options that only `generate` or an engine has."""
+_CHANGE_NO_CHOICE = (
+    *("eos_token_id", "stop_token_ids", "ignore_eos", "stop", "include_stop_str_in_output", "max_new_tokens"),
+    *("max_tokens", "max_time", "seed", "use_cache", "max_cache_len", "prefill_chunk_size", "compile_config"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind", "priority", "timeout"),
+    *("renormalize_logits", "remove_invalid_values", "length_penalty", "early_stopping"),
+)
+"""Those that say where a completion ends, or how fast it comes, and not which token is drawn. Any other may."""
+
+
+def settle_sampling(args: DistillationConfig) -> None:
+    """Gives `generation_kwargs` the last word on how completions are generated, as TRL does, and warns of it once.
+
+    What is also an option moves to that option, so that everything that depends on it follows: the room for a
+    completion, the engine, the fingerprint. The exception is `temperature`, which is an option of the loss as well: in
+    `generation_kwargs` it is that of generation alone.
+    """
+    rest, notes = dict(args.generation_kwargs or {}), []
+    for name, value in (args.generation_kwargs or {}).items():
+        if name in _FIXED:
+            only, why = _FIXED[name]
+            if value not in (None, only):
+                raise ValueError(f"{_shown(name, value)}: {why}: remove it.")
+            del rest[name]
+        elif name in _WITHOUT_EFFECT:
+            notes.append(f"`{name}` has no effect, {_WITHOUT_EFFECT[name]}")
+            del rest[name]
+        elif option := _OPTIONS.get(name):
+            if value != getattr(args, option):
+                notes.append(f"`{name}={value!r}` replaces `{option}={getattr(args, option)!r}`")
+            setattr(args, option, rest.pop(name))
+        elif name == "temperature" and value != args.temperature:
+            notes.append(
+                f"completions are sampled at temperature {value}, the loss keeps `temperature={args.temperature}`"
+            )
+    args.generation_kwargs = rest or None
+    _check_known(args)
+    if notes:
+        warnings.warn(f"`generation_kwargs`: {'; '.join(notes)}.", stacklevel=4)  # where the config is made
+
+
+def _check_known(args: DistillationConfig) -> None:
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | {"eos_token_id"}
+    of_both = {*known, *ENDS, "seed"} - FAIL_IN_GENERATE.keys()
+    for name, value in (args.generation_kwargs or {}).items():
+        given = _shown(name, value)
+        if args.has_engine and args.seq_kd and (name not in of_both or (name == "temperature" and not value)):
+            raise ValueError(
+                f"{given} with `seq_kd=True`: an engine follows it, and the teacher, which writes with `generate` of "
+                "transformers, cannot: remove it, or have the teacher write before, into a column 'completion'."
+            )
+        if name in ("eos_token_id", "stop_token_ids") and not all(map(_is_token, _listed(value))):
+            raise ValueError(f"{given}: expected a token id, or a list of them, of which each ends a completion.")
+        if args.has_engine:  # which knows others, and says so
+            continue
+        if name in FAIL_IN_GENERATE:
+            raise ValueError(f"{given}: it {FAIL_IN_GENERATE[name]}.")
+        if name == "temperature" and not (is_number(value) and 0 < value < math.inf):
+            raise ValueError(
+                f"{given}: expected a finite number above 0; for greedy decoding set 'do_sample' to False."
+            )
+        if name not in known:
+            hint = did_you_mean(name, known) or "see `transformers.GenerationConfig` for all of them."
+            raise ValueError(f"{given} is not an option of `generate`: {hint}")
+
+
+def check_shapes(args: DistillationConfig, divergence: Any) -> None:
+    """Refuses options that a divergence cannot have.
+
+    A policy gradient is that of the distribution which the tokens were drawn from, and no other token tells of them.
+    """
+    check_clip(args.kl_clip, divergence)
+    if isinstance(divergence, SampledReverseKL):
+        for name, off in {**_OFF, "lmbda": (1.0,), "student_temperature": (args.temperature, None)}.items():
+            _check_off(f"{name}={getattr(args, name)!r}", getattr(args, name), off)
+        check_drawn(args.generation_kwargs or {}, args.temperature, "generation_kwargs={{{name!r}: {value!r}}}")
+
+
+def check_drawn(options: Mapping[str, Any], temperature: float, shown: str) -> None:
+    """Refuses options of `generate` or an engine with which tokens are not drawn from the student's distribution."""
+    off = {**_OFF_IN_GENERATE, "temperature": (temperature,)}
+    for name, value in options.items():
+        if name not in _CHANGE_NO_CHOICE:
+            _check_off(shown.format(name=name, value=value), value, off.get(name, (None,)))
+
+
+def _check_off(shown: str, value: Any, off: tuple[Any, ...]) -> None:
+    if value not in off:
+        raise ValueError(
+            f"`{shown}` with a divergence of sampled tokens, 'sampled_reverse_kl': they are then not drawn from the "
+            "student's distribution in the loss, whose gradient it estimates. Leave the option out, or set "
+            "`divergence='reverse_kl'`, which reads the whole vocabulary."
+        )
+
+
+def end_tokens(args: DistillationConfig, declared: list[int], rows: int) -> list[int]:
+    """The tokens that end a completion: those of tokenizer and model, unless `generation_kwargs` names others.
+
+    There, `eos_token_id` replaces them, as in `transformers`; vLLM's `ignore_eos` drops them, and its `stop_token_ids`
+    come in addition.
+    """
+    given = args.generation_kwargs or {}
+    ends = _listed(given["eos_token_id"]) if "eos_token_id" in given else declared
+    ends = [*([] if given.get("ignore_eos") else ends), *_listed(given.get("stop_token_ids") or [])]
+    if unknown := [token for token in ends if token >= rows]:
+        raise ValueError(
+            f"`generation_kwargs={args.generation_kwargs}`: no completion could end with {unknown}, the student knows "
+            f"{rows} ids: name tokens of its vocabulary."
+        )
+    return ends
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _shown(name: str, value: Any) -> str:
+    return f"`generation_kwargs={{{name!r}: {value!r}}}`"
