@@ -52,12 +52,12 @@ def make_own(make_trainer):
 
 
 def read(teacher):
-    """The logits of a teacher for two fixed rows, without a graph, although the student's weights have gradients."""
+    """The logits of a teacher for two fixed rows."""
     ids = torch.arange(20).reshape(2, 10) + 40
     ones = torch.ones(2, 6, dtype=torch.long)
-    hidden = teacher.targets(tiny.rollout(ids[:, :4], ids[:, 4:], ones)).hidden
-    assert not hidden.requires_grad
-    return hidden @ teacher.head.weight.T.detach()
+    rollout = tiny.rollout(ids[:, :4], ids[:, 4:], ones)
+    with torch.no_grad():
+        return teacher.targets(rollout).hidden @ teacher.head.weight.T
 
 
 def plain_logits(model):
@@ -175,8 +175,14 @@ class TestLive:
         trainer = make_own("live", peft_config=lora)
         trainer.train()
         assert trainer.model.training
-        found = read(trainer.teacher)
+        found, graphs = read(trainer.teacher), []
+        hook = trainer.model.get_input_embeddings().register_forward_hook(
+            lambda *_: graphs.append(torch.is_grad_enabled())
+        )
         assert torch.equal(found, read(trainer.teacher)), "without dropout"
+        trainer.teacher.targets(tiny.rollout(*torch.full((3, 1, 4), 7)))
+        hook.remove()
+        assert graphs == [False, False], "no activations are kept, although gradients are on"
         torch.testing.assert_close(found, plain_logits(trainer.model), rtol=1e-5, atol=1e-5)
         assert trainer.state.log_history[0]["loss"] > 0, "it scores after a prompt of its own"
 
