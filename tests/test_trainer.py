@@ -143,6 +143,18 @@ class TestRollout:
         trainer = make_trainer(model=student, rollout=FixedRollout({prompt: [5, 7, 9, 2, 5]}))
         assert trainer.complete([list(prompt)]) == [[5, 7]]
 
+    def test_an_empty_completion_has_no_tokens_in_the_loss(self, make_trainer):
+        class Seeing(OPSDTrainer):
+            def compare(self, student, rollout, targets, num_items):
+                seen.extend(zip(rollout.completion_lists(), rollout.weights.sum(1).tolist(), strict=True))
+                return super().compare(student, rollout, targets, num_items)
+
+        seen, completions = [], tiny.recorded(tiny.tokenizer())
+        completions[next(iter(completions))] = []
+        make_trainer(cls=Seeing, rollout=FixedRollout(completions), num_train_epochs=1, max_steps=-1).train()
+        assert [weight for ids, weight in seen if not ids] == [0] * (len(seen) // len(completions))
+        assert all(weight == len(ids) for ids, weight in seen)
+
     def test_a_custom_backend_is_bound_once_and_called_per_generation_batch(self, make_trainer):
         class Echo(RolloutBackend):
             bound, steps = 0, []

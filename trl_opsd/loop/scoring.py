@@ -64,6 +64,8 @@ class Scoring(Verbs, WithLogprobs, Selecting, Dealing):
         if not self._needs_scoring(batch):
             return batch
         rows = batch.get("rows")
+        # What other tokens were sampled with says nothing of these.
+        batch = {name: value for name, value in batch.items() if name != "logprobs"}
         return {**batch, **self.score(batch, self.rows_of(_written(batch)) if rows is None else rows)}
 
     def _needs_scoring(self, batch: Mapping[str, Any]) -> bool:
