@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.cli.doctor.pair import Pair, Side
 from trl_opsd.data.chat_templates import check_that_all_is_read
-from trl_opsd.data.vocabulary import check_token_maps
+from trl_opsd.data.vocabulary import check_token_maps, largest_id
 from trl_opsd.models.special_tokens import ensure_special_tokens
 from trl_opsd.run.probes import Doubt
 
@@ -28,7 +28,7 @@ def same_ids(pair: Pair) -> str:
 def same_sizes(pair: Pair) -> str:
     """Both heads have a row for each token."""
     shared, rows = pair.vocabulary, (pair.student.rows, pair.teacher.rows)
-    tokens = max(pair.student.tokenizer.get_vocab().values()) + 1
+    tokens = largest_id(pair.student.tokenizer) + 1
     if tokens > rows[0]:
         raise ValueError(
             f"The tokenizer has {tokens} tokens, but both heads have {rows[0]} rows: use the tokenizer that the models "
