@@ -154,27 +154,23 @@ HEAD: Probe[Probed] = Probe(
 # ---- Gradients: a student runs in training mode, in which some families differ, and they reach its layers ------------
 
 
-def _learned_states(one: Probed) -> Tensor:
-    """[1, 5, H], states of five completion tokens in training mode."""
+def _learned_states(one: Probed) -> Tensor | None:
+    """[1, 5, H], states of five completion tokens in training mode; `None` of a sharded student, after a pass."""
     device, step = OutputHead.of(one.model).weight.device, shape_of(OutputHead.of(one.model))[0] // 8
     row = Rollout.of([[0, step, 2 * step]], [[step * place for place in range(3, 8)]], device)
-    whole = _is_whole(one.model)  # a graph without a backward pass disturbs hooks of shards
+    # Of a sharded student no gradient is probed: a graph without a backward pass disturbs hooks of shards.
+    whole = not any(map(is_split, one.model.parameters()))
     # Dropout advances the random state.
     with preserved_mode(one.model), preserved_rng(device), torch.set_grad_enabled(whole), catch_warnings():
         if not whole:  # without gradients, as is meant here
             filterwarnings("ignore", "None of the inputs have requires_grad=True")
         one.model.train()
         hidden_BCH: Tensor = one.run(completion_hidden, row)
-    return hidden_BCH
+    return hidden_BCH if whole else None
 
 
-def _is_whole(model: CausalLM) -> bool:
-    """Whether a gradient is probed, as it is of no sharded student."""
-    return not any(map(is_split, model.parameters()))
-
-
-def _reach_weights(one: Probed, hidden_BCH: Tensor) -> str:
-    if not _is_whole(one.model):
+def _reach_weights(one: Probed, hidden_BCH: Tensor | None) -> str:
+    if hidden_BCH is None:
         return "Runs in training mode."
     of_head = {id(parameter) for parameter in one.model.get_output_embeddings().parameters()}
     weights = one.model.named_parameters()
