@@ -16,7 +16,7 @@ from trl_opsd.data.intake import Request
 from trl_opsd.data.readers import Readers
 from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.models.padding import PADDED, Reading
-from trl_opsd.models.proofs import prove_student
+from trl_opsd.models.probes import prove_student
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.of_teacher import OfTeacher
 from trl_opsd.rollout.pick import check_rollout, chosen_rollout

@@ -13,8 +13,8 @@ from transformers import GPTNeoConfig, Llama4TextConfig, MambaConfig
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.loop import dealing
-from trl_opsd.models.padding import PADDED, Reading
-from trl_opsd.models.reading_proof import prove_packing
+from trl_opsd.models.padding import Reading
+from trl_opsd.models.probes import PACKING, Probed
 from trl_opsd.teacher import forward
 from trl_opsd.teacher.forward import pass_groups
 
@@ -197,19 +197,19 @@ def gpt_neo(width: int = 32, seed: int = 0) -> torch.nn.Module:
 @pytest.mark.parametrize(("make", "message"), [(llama4, "attention_chunk_size=32"), (gpt_neo, "mask of its context")])
 def test_packing_refuses_chunked_and_local_attention(make, message):
     with pytest.raises(ValueError, match=rf"`padding_free=True`: the student .*{message}.*leave the option out"):
-        prove_packing(make(), "student", PADDED)
+        Probed(make(), "student").prove(PACKING)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packing_proof_sees_leaking_rows_in_every_dtype(dtype):
-    prove_packing(tiny.qwen2().to(dtype), "student", PADDED)
+    Probed(tiny.qwen2().to(dtype), "student").prove(PACKING)
     leaking = mamba()
     with torch.no_grad():
         for parameter in leaking.parameters():
             if parameter.ndim == 2:
                 parameter.copy_(torch.randn_like(parameter) / parameter.size(1) ** 0.5)
     with pytest.raises(ValueError, match="lets rows that are read as one change each other"):
-        prove_packing(leaking.to(dtype), "student", PADDED)
+        Probed(leaking.to(dtype), "student").prove(PACKING)
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])

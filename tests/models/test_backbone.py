@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import CohereConfig, GraniteConfig
 
 from trl_opsd.models.backbone import completion_hidden, positions
-from trl_opsd.models.head import prove_head
 from trl_opsd.models.padding import Reading
+from trl_opsd.models.probes import HEAD, Probed
 from trl_opsd.types import OutputHead, Rollout
 
 FAMILIES = [tiny.qwen2, tiny.llama, tiny.gemma2, tiny.gpt2]
@@ -114,7 +114,7 @@ def scaled(kind: type, **scale: float) -> torch.nn.Module:
 )
 def test_a_head_of_the_known_form_passes_the_probe(model):
     model.train()
-    prove_head(model, "student")
+    Probed(model, "student").prove(HEAD)
     assert model.training
 
 
@@ -130,14 +130,14 @@ def test_unknown_post_processing_of_logits_is_refused_with_the_difference(dtype)
 
     model.forward = shifted
     with pytest.raises(ValueError, match=r"The teacher \(Qwen2ForCausalLM\) does not compute .* a difference of \d"):
-        prove_head(model, "teacher")
+        Probed(model, "teacher").prove(HEAD)
 
 
 def test_a_head_with_constant_logits_is_refused():
     model = tiny.qwen2()
     model.lm_head.weight.data.zero_()
     with pytest.raises(ValueError, match=r"The teacher \(Qwen2ForCausalLM\) gives all 259 tokens the same logit"):
-        prove_head(model, "teacher")
+        Probed(model, "teacher").prove(HEAD)
 
 
 def test_a_student_whose_logits_cannot_be_recomputed_is_refused(make_trainer):

@@ -16,7 +16,7 @@ from trl_opsd import HFRollout
 from trl_opsd.data.completions import cut_after_end
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.padding import PADDED, Reading, prove_reading
-from trl_opsd.models.reading_proof import prove_padding
+from trl_opsd.models.probes import PADDING, Probed
 from trl_opsd.types import Rollout
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ class TestProof:
             lambda module, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True
         )
         before = torch.get_rng_state()
-        assert prove_padding(model, "student") == PADDED
+        assert Probed(model, "student").prove(PADDING).reading == PADDED
         assert passes == [5, 32]
         assert model.training
         assert torch.equal(torch.get_rng_state(), before)
@@ -178,7 +178,7 @@ class TestReading:
         model = make().eval()
         if adapted:
             model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
-        reading = prove_padding(model, "student")
+        reading = Probed(model, "student").prove(PADDING).reading
         assert reading == (BY_LENGTH if make is bart else Reading(16))
         with torch.no_grad():
             # Rows are padded at the end, which changes no position; the length of one changes the others' frequencies.
@@ -206,7 +206,7 @@ def test_the_padding_proof_gives_the_same_result_in_bfloat16(make, reading):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0 if parameter.ndim > 1 else 1.0)  # as far from zero as trained weights
-    assert prove_padding(model.to(torch.bfloat16), "student") == reading
+    assert Probed(model.to(torch.bfloat16), "student").prove(PADDING).reading == reading
 
 
 class TestTrainer:

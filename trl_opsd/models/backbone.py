@@ -31,7 +31,7 @@ def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADD
     """The last hidden state at the position that predicts each completion token, [B, C, H], undefined at padding.
 
     Equals `model(...).hidden_states[-1][:, P - 1 : -1]` with every token at the position it would have without padding.
-    `reading` says which rows may share a forward pass, as [`prove_padding`] determined.
+    `reading` says which rows may share a forward pass, as [`~models.probes.PADDING`] determined.
     """
     if rollout.begins_at is not None:
         return _hidden_of_part(model, rollout, rollout.begins_at)

@@ -1,4 +1,4 @@
-"""The output head of a model: its shape, how it is gathered, and the check that it reproduces the model's logits.
+"""The output head of a model: its shape, how it is gathered, and the logits it gives.
 
 B rows · L tokens · V vocabulary size · H hidden size
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +14,6 @@ from torch import Tensor, nn
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3, unsharded, whole_shape
-from trl_opsd.models.backbone import Run, call, hidden_states
-from trl_opsd.models.mode import preserved_mode
-from trl_opsd.models.probing import explain_forward_errors, without_autocast_if_possible
 from trl_opsd.types import OutputHead
 
 
@@ -49,60 +45,6 @@ def whole_head(model: CausalLM) -> Iterator[OutputHead]:
         head = OutputHead.of(model)
         with gathered_head(head):
             yield head
-
-
-def prove_head(model: CausalLM, role: str, run: Run | None = None) -> None:
-    """Refuses a model whose own logits differ from [`~types.OutputHead`] applied to its last hidden state."""
-    head = OutputHead.of(model)
-    # The loss never calls the model's own head, so an architecture that post-processes its logits in a way that
-    # `OutputHead.of` cannot read would silently be trained on a wrong objective.
-    rows, expected = shape_of(head)[0], model.config.get_text_config().vocab_size
-    if rows != expected:
-        raise ValueError(
-            f"The head of the {role} ({type(model).__name__}) has {rows} rows, but its config says "
-            f"vocab_size={expected}: resize with `model.resize_token_embeddings(n)`, which changes both, or repair the "
-            "config."
-        )
-    run = run or partial(call, model)
-    # Spread over the vocabulary, without advancing the random state of training.
-    ids_BL = torch.arange(8, device=head.weight.device).mul(rows // 8)[None]
-    with preserved_mode(model), torch.no_grad(), explain_forward_errors(model, role):
-        model.eval()
-        hidden_BLH, own_BLV = without_autocast_if_possible(model, role, lambda: _read_both(run, ids_BL))
-        hidden_BLH, expected_BLV = hidden_BLH.to(head.weight.device), own_BLV.float().to(head.weight.device)
-        with torch.autocast(head.weight.device.type, enabled=False), whole_head(model) as head:
-            actual_BLV = logits_of(hidden_BLH, head)
-    if not (expected_BLV.amax(-1) > expected_BLV.amin(-1)).any():
-        raise ValueError(
-            f"The {role} ({type(model).__name__}) gives all {rows} tokens the same logit for any input: its head is "
-            "zeroed, or its logits are NaN; load it again."
-        )
-    if expected_BLV.shape != actual_BLV.shape:
-        gap = f"shapes {tuple(expected_BLV.shape)} and {tuple(actual_BLV.shape)}"
-    else:
-        largest = expected_BLV.abs().max()
-        difference = (expected_BLV - actual_BLV).abs().max()
-        # Half precision rounds the logits themselves; in single precision only the summation order differs.
-        tolerance = 2e-2 if {head.weight.dtype, own_BLV.dtype} & {torch.bfloat16, torch.float16} else 1e-4
-        if difference <= tolerance * largest:
-            return
-        gap = f"a difference of {difference:.3g} where the largest logit is {largest:.3g}"
-    raise ValueError(
-        f"The {role} ({type(model).__name__}) does not compute its logits as `softcap * tanh(scale * (hidden @ "
-        f"weight.T + bias) / softcap)` with scale={head.scale} and softcap={head.softcap}: {gap}. The loss would "
-        "be computed from logits other than the model's own. Use an architecture whose head has this form, "
-        "or report the unsupported one."
-    )
-
-
-def _read_both(run: Run, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """The last hidden state and the model's own logits."""
-    return run(hidden_states, ids_BL, torch.ones_like(ids_BL)), run(_own_logits, ids_BL)
-
-
-def _own_logits(model: CausalLM, input_ids_BL: Tensor) -> Tensor:
-    logits_BLV: Tensor = model(input_ids=input_ids_BL, use_cache=False).logits
-    return logits_BLV
 
 
 def logits_of(hidden_BLH: Tensor, head: OutputHead) -> Tensor:

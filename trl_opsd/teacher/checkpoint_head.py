@@ -22,8 +22,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from trl_opsd._compat.deepspeed import loading
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import backbone_of
-from trl_opsd.models.head import prove_head
 from trl_opsd.models.model_checks import naming_trust
+from trl_opsd.models.probes import HEAD, Probed
 from trl_opsd.models.saved_names import as_saved
 from trl_opsd.teacher.final_norm import FinalNorm, find_last_norm
 from trl_opsd.teacher.parts import layer_list
@@ -52,13 +52,13 @@ class CheckpointHead:
         self.dtype = self._read(OutputHead.of(self._model).weight).dtype  # as stored
 
     def head(self, dtype: torch.dtype, device: torch.device) -> OutputHead:
-        """The head, proved by [`~models.head.prove_head`] to reproduce the architecture's logits. Call it once."""
+        """The head, proved by [`~models.probes.HEAD`] to reproduce the architecture's logits. Call it once."""
         layer = self._model.get_output_embeddings()
         for name, parameter in list(layer.named_parameters(recurse=False)):
             value = self._read(parameter).to(device, dtype, copy=True)  # a view would change when the file is rewritten
             setattr(layer, name, nn.Parameter(value, requires_grad=False))
         with _answering(self._model, self.width, dtype, device):
-            prove_head(self._model, "teacher")
+            Probed(self._model, "teacher").prove(HEAD)
         found = OutputHead.of(self._model)
         bias = None if found.bias is None else found.bias.detach()
         return replace(found, weight=found.weight.detach(), bias=bias)

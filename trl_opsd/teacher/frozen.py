@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import context_of
-from trl_opsd.models.head import prove_head
 from trl_opsd.models.mode import preserved_mode
-from trl_opsd.models.reading_proof import prove_packing, prove_padding
+from trl_opsd.models.probes import HEAD, PACKING, PADDING, Probed
 from trl_opsd.models.size import described
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.forward import PASS_BYTES, pass_groups, read
@@ -67,11 +66,9 @@ class FrozenTeacher(Teacher):
         self._progress = progress
         # The passes that the probes make, so that an offloaded placement prefetches no more.
         with placement.reading(passes=8 if padding_free else 4) as run:
-            prove_head(self.model, "teacher", run)
-            found = prove_padding(self.model, "teacher", run)
-            if padding_free:
-                prove_packing(self.model, "teacher", found, run)
-        self.reading = replace(found, packed=padding_free, multiple_of=pad_to_multiple_of or 1)
+            probes = [HEAD, PADDING, *([PACKING] if padding_free else [])]
+            found = Probed(self.model, "teacher", run).prove(*probes)
+        self.reading = replace(found.reading, packed=padding_free, multiple_of=pad_to_multiple_of or 1)
 
     def __str__(self) -> str:
         return f"{described(self.model)}, {self.placement.where}"

@@ -79,6 +79,19 @@ class Rollout:
     """What is not a row-aligned tensor; [`select`] and [`to`] keep it unchanged."""
 
     @classmethod
+    def of(cls, prompts: Sequence[list[int]], completions: Sequence[list[int]], device: torch.device) -> Rollout:
+        """Builds a rollout from token ids, in which each token of a completion counts alike."""
+        flipped, prompt_mask = _padded([ids[::-1] for ids in prompts], device)
+        completion_ids, mask = _padded(completions, device)
+        return cls(
+            prompt_ids=flipped.flip(1),
+            prompt_mask=prompt_mask.flip(1),
+            completion_ids=completion_ids,
+            completion_mask=mask,
+            weights=mask.float(),
+        )
+
+    @classmethod
     def unpack(cls, batch: Mapping[str, Any]) -> Rollout:
         """Builds a rollout from the row-aligned tensors that TRL passes between generation and loss."""
         mask, tool_mask = batch["completion_mask"], batch.get("tool_mask")
@@ -189,6 +202,14 @@ def lengths_of(prompt_mask_BP: Tensor, completion_mask_BC: Tensor) -> tuple[Leng
     after_B = (places_L + 1).where(real_BL, prompts)[:, prompts:].amax(1) - prompts
     masked_B = before_B + after_B - real_BL.sum(1)
     return tuple(map(Length, before_B.tolist(), after_B.tolist(), masked_B.tolist()))
+
+
+def _padded(rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """[B, L], token ids and mask, padded on the right."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+    return ids, mask
 
 
 def _without_padding(ids_BL: Tensor, mask_BL: Tensor) -> list[list[int]]:

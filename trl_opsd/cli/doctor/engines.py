@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from trl_opsd.cli.doctor.models import states, texts
-from trl_opsd.cli.doctor.pair import Pair, Side
+from trl_opsd.cli.doctor.pair import Pair
 from trl_opsd.config import OPSDConfig
+from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.head import logits_of
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.trainer import OPSDTrainer
@@ -22,20 +22,9 @@ _TIE = 0.02
 """Nats by which a generated token may be less likely than the likeliest: other kernels round differently."""
 
 
-def with_transformers(pair: Pair) -> str:
-    """`generate` of transformers."""
-    return reproduces(pair)
-
-
-def with_vllm(pair: Pair) -> str:
-    """vLLM in this process, with the weights that the trainer sends it."""
-    return reproduces(pair, use_vllm=True, vllm_mode="colocate")
-
-
 def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any) -> str:
     """Generates the likeliest token at each place, and checks that the student agrees; `options` are a training's."""
-    tokenizer = pair.student.tokenizer
-    asked = [prompt for prompt, _ in texts(tokenizer)]
+    tokenizer, (asked, _) = pair.student.tokenizer, pair.texts
     with TemporaryDirectory() as folder:
         config = OPSDConfig(
             output_dir=folder, max_completion_length=TOKENS, top_k=1, report_to="none", bf16=False, max_steps=1,
@@ -51,10 +40,10 @@ def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any
         )
         try:
             with trainer.rollout.session():
-                answered = trainer.rollout.complete(asked, 0)
+                answered = trainer.rollout.complete([*asked], 0)
         finally:
             trainer.rollout.close()
-    gap = max(_shortfall(pair.student, *row) for row in zip(asked, answered, strict=True))
+    gap = max(_shortfall(pair, *row) for row in zip(asked, answered, strict=True))
     if not gap < _TIE:  # not `>=`: NaN has to fail, too
         raise ValueError(
             f"{trainer.rollout} has written a token that is {gap:.3g} nats less likely than the likeliest one by the "
@@ -79,19 +68,11 @@ class _Noting(OPSDTrainer):
 
 
 @torch.no_grad()
-def _shortfall(student: Side, prompt: list[int], completion: list[int]) -> float:
+def _shortfall(pair: Pair, prompt: list[int], completion: list[int]) -> float:
     """The largest gap, in nats, between a token of a completion and the likeliest one in its place."""
     if not completion:
         return 0.0
-    device = student.model.device
-    ids, answer = torch.tensor([prompt], device=device), torch.tensor([completion], device=device)
-    row = Rollout(
-        prompt_ids=ids,
-        prompt_mask=torch.ones_like(ids),
-        completion_ids=answer,
-        completion_mask=torch.ones_like(answer),
-        weights=torch.ones(answer.shape, device=device),
-    )
     # Log-probabilities by a forward pass over prompt and completion, not by the cache of a decoding loop.
-    log_CV = logits_of(states(student, row)[0], OutputHead.of(student.model)).log_softmax(-1)
-    return float((log_CV.amax(-1) - log_CV.gather(-1, answer[0, :, None]).squeeze(-1)).max())
+    model, row = pair.student.model, Rollout.of([prompt], [completion], pair.device)
+    log_CV = logits_of(completion_hidden(model, row)[0], OutputHead.of(model)).log_softmax(-1)
+    return float((log_CV.amax(-1) - log_CV.gather(-1, row.completion_ids[0, :, None]).squeeze(-1)).max())

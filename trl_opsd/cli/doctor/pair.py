@@ -1,9 +1,10 @@
-"""Loads the two models and tokenizers of a training, whole or with two small layers."""
+"""Loads the two models and tokenizers of a training, whole or with two small layers, and makes rows for them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from transformers.utils import logging
 
 from trl_opsd._compat.trl import create_model_from_path
+from trl_opsd.data.vocabulary import shared_vocabulary
 from trl_opsd.models.model_checks import LOCATION_OPTIONS, language_config, whole_checkpoint
+from trl_opsd.models.probes import Probed
 from trl_opsd.models.processing import has_tokenizer, loaded_processing_class, text_tokenizer
 from trl_opsd.models.unloaded import without_weights
+from trl_opsd.types import Rollout
 
 LAYERS = 2
 """Layers of a tiny model."""
@@ -23,6 +27,12 @@ _MOST = {
     **{"num_experts_per_tok": 2, "num_experts_per_token": 2, "num_kv_shared_layers": 0, "first_k_dense_replace": 1},
 }
 """Maximum values in a tiny model: sizes that neither its head nor its attention depends on."""
+_TEXTS = (
+    ("Name a colour.", " Blue is one, and so is green."),
+    ("What does a teacher do with the answers that a student has written?", " It reads them."),
+    ("Why?", " Because each token of an answer is compared, one after another, with what the teacher expects."),
+)
+"""Prompts and completions of different lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +43,13 @@ class Side:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
+    @property
+    def rows(self) -> int:
+        """Rows of the output head."""
+        return int(self.model.get_output_embeddings().weight.size(0))
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Pair:
     """The models to examine."""
 
@@ -48,6 +63,36 @@ class Pair:
     def device(self) -> torch.device:
         """The device of both models."""
         return self.student.model.device
+
+    @cached_property
+    def probed(self) -> dict[str, Probed]:
+        """Both models by role, with what their probes have found."""
+        return {role: Probed(getattr(self, role).model, role) for role in ("student", "teacher")}
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of ids that both heads share; `None` if they have the same size."""
+        return shared_vocabulary(self.student.rows, {"teacher": self.teacher.rows}, self.student.tokenizer)
+
+    @cached_property
+    def texts(self) -> tuple[tuple[list[int], ...], ...]:
+        """Token ids of prompts, and of completions."""
+        return tuple(zip(*([self._ids(text) for text in row] for row in _TEXTS), strict=True))
+
+    def _ids(self, text: str) -> list[int]:
+        tokenizer = self.student.tokenizer
+        read: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if 2 * len(set(read)) > len(text.split()):
+            return read
+        # Fewer distinct tokens, so most words were unknown: other tokens in their place.
+        ordinary = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+        return [ordinary[ord(letter) % len(ordinary)] for letter in text]
+
+    def read_by(self, role: str) -> Rollout:
+        """Three rows; for the teacher with longer prompts if it is the student, as the divergence would be 0."""
+        prompts, completions = self.texts
+        longer = role == "teacher" and self.student.source == self.teacher.source
+        return Rollout.of([prompt * (1 + longer) for prompt in prompts], completions, self.device)
 
 
 def load_pair(

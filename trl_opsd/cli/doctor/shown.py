@@ -9,8 +9,8 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from trl_opsd.cli.doctor.examined import Finding
 from trl_opsd.cli.doctor.pair import LAYERS, Pair
+from trl_opsd.run.probes import Finding
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
 

@@ -8,10 +8,10 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.cli.doctor.pair import Pair, Side
-from trl_opsd.cli.doctor.verdicts import Doubt
 from trl_opsd.data.chat_templates import check_that_all_is_read
-from trl_opsd.data.vocabulary import check_token_maps, shared_vocabulary
+from trl_opsd.data.vocabulary import check_token_maps, largest_id
 from trl_opsd.models.special_tokens import ensure_special_tokens
+from trl_opsd.run.probes import Doubt
 
 _QUESTION = {"role": "user", "content": "A question."}
 _ANSWER = {"role": "assistant", "content": "An answer."}
@@ -25,16 +25,10 @@ def same_ids(pair: Pair) -> str:
     return f"The same {len(pair.student.tokenizer.get_vocab())} tokens, id by id."
 
 
-def vocabulary_of(pair: Pair) -> int | None:
-    """The number of ids that both heads share; `None` if they have the same size."""
-    teacher = {"teacher": _rows(pair.teacher)}
-    return shared_vocabulary(_rows(pair.student), teacher, pair.student.tokenizer)
-
-
 def same_sizes(pair: Pair) -> str:
     """Both heads have a row for each token."""
-    shared, rows = vocabulary_of(pair), (_rows(pair.student), _rows(pair.teacher))
-    tokens = max(pair.student.tokenizer.get_vocab().values()) + 1
+    shared, rows = pair.vocabulary, (pair.student.rows, pair.teacher.rows)
+    tokens = largest_id(pair.student.tokenizer) + 1
     if tokens > rows[0]:
         raise ValueError(
             f"The tokenizer has {tokens} tokens, but both heads have {rows[0]} rows: use the tokenizer that the models "
@@ -47,8 +41,8 @@ def same_sizes(pair: Pair) -> str:
 
 def end_token(pair: Pair) -> str:
     """A completion can end, and the generation config knows with which tokens."""
-    tokenizer, rows = pair.student.tokenizer, _rows(pair.student)
-    ensure_special_tokens(tokenizer, rows)
+    tokenizer = pair.student.tokenizer
+    ensure_special_tokens(tokenizer, pair.student.rows)
     known = end_ids(pair.student)
     if tokenizer.eos_token_id not in known:
         shown = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(known)))
@@ -101,7 +95,3 @@ def _check_ending(side: Side) -> None:
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]] = (_QUESTION,)) -> str:
     return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-
-
-def _rows(side: Side) -> int:
-    return int(side.model.get_output_embeddings().weight.size(0))

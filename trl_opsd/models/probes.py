@@ -1,0 +1,297 @@
+"""Probes of a model, each made by running it: its output head, its gradients, and which rows may share a pass.
+
+B rows · L tokens · V vocabulary size · H hidden size
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from warnings import catch_warnings, filterwarnings
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import TrainingArguments
+
+from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.sharding import is_split
+from trl_opsd._compat.transformers import CHECKPOINTING
+from trl_opsd.models.backbone import Run, backbone_of, call, completion_hidden, context_of, hidden_states
+from trl_opsd.models.head import logits_of, shape_of, whole_head
+from trl_opsd.models.mode import preserved_mode
+from trl_opsd.models.padding import PADDED, Read, Reading, gap_of_packing, prove_reading
+from trl_opsd.run.precision import autocast, dtypes_of, least_precise
+from trl_opsd.run.probes import CANNOT_RUN, Doubt, Probe, require
+from trl_opsd.run.rng import preserved_rng
+from trl_opsd.types import OutputHead, Rollout
+
+
+class Probed:
+    """A model, how to run it, and what its probes have found."""
+
+    def __init__(self, model: CausalLM, role: str, run: Run | None = None) -> None:
+        self.model, self.run = model, run or partial(call, model)
+        self.called = f"{role} ({type(model).__name__})"
+        self.reading: Reading = PADDED
+        """Which rows may share a pass, once `PADDING` has run."""
+        self.unreached: list[str] = []
+        """Parameters without a gradient, once `GRADIENTS` has run."""
+
+    def __str__(self) -> str:
+        return f"The {self.called}"
+
+    def prove(self, *probes: Probe[Probed]) -> Probed:
+        """Raises the first failure."""
+        require(probes, self)
+        return self
+
+    def evaluate(self, read: Callable[[], Any]) -> Any:
+        """`read()` in evaluation mode without gradients; mode and random state are restored.
+
+        Under autocast only where mixed dtypes require it, because autocast rounds the values to compare.
+        """
+        device = OutputHead.of(self.model).weight.device
+        with preserved_mode(self.model), torch.no_grad(), preserved_rng(device):
+            self.model.eval()
+            try:
+                with torch.autocast(device.type, enabled=False):
+                    return read()
+            except RuntimeError as error:
+                if not ("dtype" in str(error) or "scalar type" in str(error)):
+                    raise
+                if not torch.is_autocast_enabled(device.type):
+                    raise ValueError(
+                        f"{self} has weights of dtypes that cannot be multiplied with each other: "
+                        f"{dtypes_of(self.model)}. Load it in one dtype, for instance with `dtype='bfloat16'`, or cast "
+                        "it with `model.to(torch.bfloat16)`; or set `bf16=True`, which casts the factors of each "
+                        f"product. torch's error: {error}"
+                    ) from error
+            return read()
+
+
+def prove_student(
+    student: CausalLM, run: Run, args: TrainingArguments, accelerator: Accelerator, padding_free: bool = False
+) -> Reading:
+    """Probes a student in the launch's precision, and returns which of its rows may share a pass."""
+    # Padding after gradients: a layer that caches states must not keep any with an autograd graph.
+    probes = [HEAD, GRADIENTS, PADDING, *([PACKING] if padding_free else [])]
+    with autocast(accelerator):
+        probed = Probed(student, "student", run).prove(*probes)
+    # Parameters outside the graph, such as a vision tower's, would make DDP wait for their gradients, and hang.
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    if probed.unreached and args.ddp_find_unused_parameters is None and not reentrant:
+        args.ddp_find_unused_parameters = accelerator.ddp_handler.find_unused_parameters = True
+    return probed.reading
+
+
+# ---- The head: logits are those of [`~types.OutputHead`] applied to the last hidden state ----------------------------
+
+
+def _both_logits(one: Probed) -> tuple[Tensor, Tensor]:
+    """[1, L, V], the model's own logits, and those rebuilt from its last hidden states."""
+    # The loss never calls the model's own head, so an architecture that post-processes its logits in a way that
+    # `OutputHead.of` cannot read would silently be trained on a wrong objective.
+    head, expected = OutputHead.of(one.model), one.model.config.get_text_config().vocab_size
+    rows, device = shape_of(head)[0], head.weight.device
+    if rows != expected:
+        raise ValueError(
+            f"The head of the {one.called} has {rows} rows, but its config says vocab_size={expected}: resize with "
+            "`model.resize_token_embeddings(n)`, which changes both, or repair the config."
+        )
+    ids_BL = torch.arange(8, device=device).mul(rows // 8)[None]  # spread over the vocabulary
+    hidden_BLH, own_BLV = one.evaluate(
+        lambda: (one.run(hidden_states, ids_BL, torch.ones_like(ids_BL)), one.run(_own_logits, ids_BL))
+    )
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), whole_head(one.model) as head:
+        return own_BLV.to(device), logits_of(hidden_BLH.to(device), head)
+
+
+def _own_logits(model: CausalLM, input_ids_BL: Tensor) -> Tensor:
+    logits_BLV: Tensor = model(input_ids=input_ids_BL, use_cache=False).logits
+    return logits_BLV
+
+
+def _same_logits(one: Probed, both: tuple[Tensor, Tensor]) -> str:
+    head, (own_BLV, actual_BLV) = OutputHead.of(one.model), both
+    expected_BLV = own_BLV.float()
+    if not (expected_BLV.amax(-1) > expected_BLV.amin(-1)).any():
+        raise ValueError(
+            f"{one} gives all {expected_BLV.size(-1)} tokens the same logit for any input: its head is zeroed, or its "
+            "logits are NaN; load it again."
+        )
+    if expected_BLV.shape != actual_BLV.shape:
+        gap = f"shapes {tuple(expected_BLV.shape)} and {tuple(actual_BLV.shape)}"
+    else:
+        largest = expected_BLV.abs().max()
+        difference = (expected_BLV - actual_BLV).abs().max()
+        # Half precision rounds the logits themselves; in single precision only the summation order differs.
+        tolerance = 2e-2 if {head.weight.dtype, own_BLV.dtype} & {torch.bfloat16, torch.float16} else 1e-4
+        if difference <= tolerance * largest:
+            return f"Logits rebuilt from states of width {shape_of(head)[1]}, {type(one.model).__name__}."
+        gap = f"a difference of {difference:.3g} where the largest logit is {largest:.3g}"
+    raise ValueError(
+        f"{one} does not compute its logits as `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)` with "
+        f"scale={head.scale} and softcap={head.softcap}: {gap}. The loss would be computed from logits other than the "
+        "model's own. Use an architecture whose head has this form, or report the unsupported one."
+    )
+
+
+HEAD: Probe[Probed] = Probe(
+    "head",
+    _both_logits,
+    _same_logits,
+    cannot="read eight tokens",
+    remedy="Its forward must accept `input_ids` and `attention_mask` alone, also with its adapter: use another model, "
+    "or list `target_modules` by name.",
+    errors=CANNOT_RUN,
+)
+
+
+# ---- Gradients: a student runs in training mode, in which some families differ, and they reach its layers ------------
+
+
+def _learned_states(one: Probed) -> Tensor | None:
+    """[1, 5, H], states of five completion tokens in training mode; `None` of a sharded student, after a pass."""
+    device, step = OutputHead.of(one.model).weight.device, shape_of(OutputHead.of(one.model))[0] // 8
+    row = Rollout.of([[0, step, 2 * step]], [[step * place for place in range(3, 8)]], device)
+    # Of a sharded student no gradient is probed: a graph without a backward pass disturbs hooks of shards.
+    whole = not any(map(is_split, one.model.parameters()))
+    # Dropout advances the random state.
+    with preserved_mode(one.model), preserved_rng(device), torch.set_grad_enabled(whole), catch_warnings():
+        if not whole:  # without gradients, as is meant here
+            filterwarnings("ignore", "None of the inputs have requires_grad=True")
+        one.model.train()
+        hidden_BCH: Tensor = one.run(completion_hidden, row)
+    return hidden_BCH if whole else None
+
+
+def _reach_weights(one: Probed, hidden_BCH: Tensor | None) -> str:
+    if hidden_BCH is None:
+        return "Runs in training mode."
+    of_head = {id(parameter) for parameter in one.model.get_output_embeddings().parameters()}
+    weights = one.model.named_parameters()
+    learns = {name: id(weight) for name, weight in weights if weight.requires_grad and id(weight) not in of_head}
+    if learns and not hidden_BCH.requires_grad:
+        raise ValueError(
+            f"No gradient passes through the {one.called}, although parameters below its head require one, so they "
+            "would never be updated: load it without quantisation for inference, without `torch.no_grad` in its "
+            f"forward, and with `{CHECKPOINTING}_kwargs={{'use_reentrant': False}}`."
+        )
+    reached = _reached(hidden_BCH)
+    one.unreached = [name for name, number in learns.items() if number not in reached]
+    if one.unreached:
+        raise Doubt(f"No gradient reaches {len(one.unreached)} parameters, the first {one.unreached[0]!r}.")
+    return "Reach all weights below the head."
+
+
+def _reached(hidden_BCH: Tensor) -> set[int]:
+    """The `id` of every leaf tensor in the autograd graph of a hidden state."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    nodes: list[Any] = [hidden_BCH.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.add(id(getattr(node, "variable", None)))
+        nodes += [following for following, _ in node.next_functions]
+    return found
+
+
+GRADIENTS: Probe[Probed] = Probe(
+    "gradients",
+    _learned_states,
+    _reach_weights,
+    cannot="read eight tokens in training mode",
+    remedy="In eval mode it can: use another model as the student, or this one as a teacher.",
+    errors=(ValueError, *CANNOT_RUN),
+)
+
+
+# ---- Padding and packing: which rows a model computes in one pass as it would compute each alone ---------------------
+
+
+def _found_reading(one: Probed) -> Reading:
+    # In `transformers`, padding changes the output of some families: learned positions that count it, convolutions and
+    # recurrences that read it, rotary frequencies that depend on the longest row. An unaffected family costs two small
+    # passes. Borders are tested by position ids beyond them, which a model that takes none cannot be given.
+    takes_positions = "position_ids" in inspect.signature(backbone_of(one.model).forward).parameters
+    borders = _borders(one.model) if takes_positions else set()
+    one.reading = _read_with(one, partial(prove_reading, borders=borders, called=one.called))
+    return one.reading
+
+
+def _read_with(one: Probed, probe: Callable[[Read, int, torch.device], Any]) -> Any:
+    """Calls a probe with a function that reads rows, the size of the vocabulary and a device."""
+    head = OutputHead.of(one.model)
+    rounded = least_precise(one.model)  # sets the tolerance: a bfloat16 layer in a float32 model rounds all states
+
+    def read(*inputs: Tensor | None) -> Tensor:
+        hidden_BLH: Tensor = one.run(hidden_states, *inputs)
+        return hidden_BLH.to(rounded)
+
+    return one.evaluate(lambda: probe(read, shape_of(head)[0], head.weight.device))
+
+
+def _borders(model: CausalLM) -> set[int]:
+    """Positions within the context at which rotary frequencies may change (RoPE scaling)."""
+    config, name = model.config.get_text_config(), "original_max_position_embeddings"
+    rope = getattr(config, "rope_parameters", None) or {}
+    stated = [getattr(config, name, None)]
+    stated += [one.get(name) for one in (rope, *rope.values()) if isinstance(one, dict)]
+    return {border for border in stated if border and border < (context_of(model) or 0)}
+
+
+def _said_of_reading(one: Probed, reading: Reading) -> str:
+    return "Rows share a batch." if reading.padded_up_to == math.inf else "Rows are read by length, without padding."
+
+
+PADDING: Probe[Probed] = Probe("padding", _found_reading, _said_of_reading)
+
+
+def _packing_gap(one: Probed) -> float | None:
+    """How far packed rows change each other, which five small passes measure."""
+    reason = _beyond_probe(one.model)
+    if one.reading.padded_up_to != math.inf:
+        reason = f"cannot read rows as one, it reads them {one.reading}"
+    if reason:
+        raise ValueError(f"`padding_free=True`: the {one.called} {reason}: leave the option out.")
+    # It depends on architecture and kernels: convolutions and recurrences continue from row to row, and attention needs
+    # restarting positions to separate rows.
+    gap: float | None = _read_with(one, gap_of_packing)
+    return gap
+
+
+def _beyond_probe(model: CausalLM) -> str | None:
+    """Why packed rows would change each other or exceed a limit in this family, where only long rows show it."""
+    config = model.config.get_text_config()
+    for name in ("attention_chunk_size", "attn_temperature_tuning"):
+        if getattr(config, name, None):
+            return f"counts positions from the first row on for `{name}={getattr(config, name)!r}` (Llama 4)"
+    if any(buffer.dim() == 4 for buffer in backbone_of(model).buffers()):
+        return "keeps a mask of its context, which rows that are read as one may exceed (GPT-Neo)"
+    return None
+
+
+def _no_gap(one: Probed, gap: float | None) -> str:
+    if gap is not None:
+        raise ValueError(
+            f"`padding_free=True`: the {one.called} lets rows that are read as one change each other: the hidden state "
+            f"of a token is off by {gap:.2g} of its norm. Leave the option out."
+        )
+    return "Rows are read as one."
+
+
+PACKING: Probe[Probed] = Probe(
+    "packing",
+    _packing_gap,
+    _no_gap,
+    cannot="read without an attention mask, as `padding_free=True` has it",
+    remedy="Leave the option out.",
+    errors=CANNOT_RUN,
+)
