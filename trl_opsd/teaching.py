@@ -115,7 +115,7 @@ class Teaching(SeamTrainer):
             self.let_teachers_write()
 
     def replace_teacher(self, teacher_model: Any) -> None:
-        self.restore_launch()
+        self._launch.restore()
         check_other_teacher(teacher_model, self.model, self.args, self.processing_class, tuple(self.teachers))
         if self._buffered_inputs is not None:
             raise ValueError(
@@ -128,7 +128,7 @@ class Teaching(SeamTrainer):
             self._admit_for_teachers(surveyed(datasets, self.args))
 
     def replace_dataset(self, name: str, dataset: Any) -> None:
-        self.restore_launch()
+        self._launch.restore()
         if self.is_in_train and name == "train_dataset":
             raise ValueError("`trainer.train_dataset` was assigned within a training: assign it between two.")
         given = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}

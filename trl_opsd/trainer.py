@@ -219,7 +219,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         self.bind(given.rollout)
         self.say_overlap()
         self.is_built = True  # from here on assignments of a user are checked
-        self.remember_launch()
+        self._launch.remember()
         self.args.accept_changes()
         is_traced = "trackio" in self.args.report_to
         self._recording = Recording(self.args.output_dir, self.about, is_traced) if self.args.report else None
@@ -301,7 +301,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
     def __repr__(self) -> str:
         if not self.is_built:
             return super().__repr__()
-        self.restore_launch()
+        self._launch.restore()
         return self._described.text()
 
     @property

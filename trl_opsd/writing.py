@@ -74,7 +74,7 @@ class Writing(SeamTrainer):
 
     @rollout.setter
     def rollout(self, rollout: RolloutBackend | None) -> None:
-        self.restore_launch()
+        self._launch.restore()
         with preserved_rng(self.accelerator.device):
             if rollout is None:
                 rollout = chosen_rollout(None, self.args)

@@ -62,7 +62,6 @@ READING = Reading(
         "TrainingArguments": "config",
     },
     held={
-        "_order": "sampler",
         "sampler": "sampler",
         "_dist": "backend",
         "_client": "client",

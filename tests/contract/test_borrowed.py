@@ -70,7 +70,7 @@ def test_a_renamed_name_is_reported_with_what_depends_on_it(kind, name):
         ("super()._held()", "trainer", "_held", CONTINUED),
         ("trainer.is_in_train = False", "trainer", "is_in_train", WRITTEN),
         ("self._dist.is_fsdp", "backend", "is_fsdp", READ),
-        ("self._order.generator.manual_seed(0)", "sampler", "generator", WRITTEN),
+        ("self.sampler.generator.manual_seed(0)", "sampler", "generator", WRITTEN),
         ("distillation_trainer.pad = None", "module", "pad", WRITTEN),
         ("batch['a']", "batch", "a", READ),
         ("batch.get('a')", "batch", "a", READ),

@@ -18,29 +18,23 @@ from trl_opsd.loop import (
     card,
     dealing,
     evaluation,
-    finished,
     generations,
-    loaders,
     logged,
     saving,
     seams,
     steps,
-    whole_steps,
-    wrapping,
+    upstream_fixes,
 )
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.card import Cards
 from trl_opsd.loop.dealing import Dealing
 from trl_opsd.loop.evaluation import Evaluations
-from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.generations import Generations
-from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.logged import Logged
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.loop.steps import GuardedSteps
-from trl_opsd.loop.whole_steps import WholeSteps
-from trl_opsd.loop.wrapping import WrappedToTrain
+from trl_opsd.loop.upstream_fixes import UpstreamFixes
 
 pytestmark = pytest.mark.quick
 
@@ -51,13 +45,10 @@ TABLES = (
     (DistillationTrainer, Evaluations, evaluation.SEAMS),
     (DistillationTrainer, Logged, logged.SEAMS),
     (DistillationTrainer, Generations, generations.SEAMS),
+    (DistillationTrainer, UpstreamFixes, upstream_fixes.SEAMS),
     (Trainer, SafeCheckpoints, saving.SEAMS),
     (Trainer, GuardedSteps, steps.SEAMS),
-    (Trainer, EachRowOnce, loaders.SEAMS),
-    (Trainer, FinishedRuns, finished.SEAMS),
-    (Trainer, WrappedToTrain, wrapping.SEAMS),
     (Trainer, Ahead, ahead.SEAMS),
-    (Trainer, WholeSteps, whole_steps.SEAMS),
 )
 """The original, the class that overrides its methods, and these with their parameters."""
 

@@ -21,6 +21,7 @@ from transformers.trainer_utils import PredictionOutput
 from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.data.conversations import with_prompts
 from trl_opsd.data.solutions import solutions_as_context
+from trl_opsd.loop.upstream_fixes import Launch
 from trl_opsd.options.rules import EVALUATION, refuse
 from trl_opsd.options.table import check_values
 from trl_opsd.run.accounts import Accounts
@@ -71,6 +72,7 @@ class Evaluations(DistillationTrainer):
     """Whether a column `solution` of a dataset is privileged context."""
     session: Callable[[], AbstractContextManager[None]]
     _accounts: dict[str, Accounts]
+    _launch: Launch
     _rewards: Any = None
     _written: Tensor | None = None
     """[B, C], completions of the last batch of an evaluation, padded with -100."""
@@ -102,6 +104,7 @@ class Evaluations(DistillationTrainer):
                 f"`test_dataset` is a {type(test_dataset).__name__}: expected a `datasets.Dataset` or "
                 "`IterableDataset`; call `predict` once for each of several."
             )
+        self._launch.restore()
         with self.session():
             output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
         return Predictions.of(output, self.processing_class.batch_decode)
@@ -117,6 +120,7 @@ class Evaluations(DistillationTrainer):
         A `metric_for_best_model` without a value in this evaluation is returned as NaN, which is never the best, and is
         not logged.
         """
+        self._launch.restore()
         with self.session():
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         best = f"eval_{(self.args.metric_for_best_model or '').removeprefix('eval_')}"

@@ -15,7 +15,6 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from transformers import ProcessorMixin, Trainer, TrainingArguments
 
-from trl_opsd.loop.leftovers import cleanup_on_error
 from trl_opsd.run import checkpoint, manifest
 from trl_opsd.run.schedule import Settings, not_taken, set_rates, settings_of
 from trl_opsd.run.sigterm import StopOnSigterm
@@ -100,7 +99,7 @@ class SafeCheckpoints(Trainer):
             self.check_state(resume_from_checkpoint)
         listening = self._stop_on_sigterm.listening() if self._stop_on_sigterm else nullcontext()
         try:
-            with listening, cleanup_on_error(self):
+            with listening:
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         except Exception as error:
             if said := checkpoint.remedy(Path(self.args.output_dir), self.state.global_step):

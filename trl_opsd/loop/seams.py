@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
-from torch.utils.data import Sampler
 from transformers import ProcessorMixin
 
 from trl_opsd._compat.deepspeed import recompute_buffers
@@ -19,7 +18,6 @@ from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_float32
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.data.intake import Request
-from trl_opsd.loop.again import UsedAgain
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.attributes import Attributes
 from trl_opsd.loop.by_teacher import ByTeacher
@@ -27,19 +25,14 @@ from trl_opsd.loop.card import Cards
 from trl_opsd.loop.collapse import Courses
 from trl_opsd.loop.dealing import of_package
 from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
-from trl_opsd.loop.finished import FinishedRuns
 from trl_opsd.loop.generations import Generations
 from trl_opsd.loop.hosting import Hosting
-from trl_opsd.loop.loaders import EachRowOnce
 from trl_opsd.loop.logged import Logged
 from trl_opsd.loop.off_policy import OffPolicy
 from trl_opsd.loop.rewarded import Rewarded
-from trl_opsd.loop.sampler import EpochCount, EpochSampler
 from trl_opsd.loop.saving import SafeCheckpoints
-from trl_opsd.loop.starts import EffectiveStarts
 from trl_opsd.loop.steps import GuardedSteps
-from trl_opsd.loop.whole_steps import WholeSteps
-from trl_opsd.loop.wrapping import WrappedToTrain
+from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch, UpstreamFixes
 from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.model_checks import whole_checkpoint, whole_on
 from trl_opsd.models.samples import Samples, sampled
@@ -71,7 +64,6 @@ SEAMS: dict[str, tuple[str, ...]] = {
     ),
     "_generate_and_score_completions": ("self", "inputs"),
     "_set_signature_columns_if_needed": ("self",),
-    "_get_train_sampler": ("self", "dataset"),
     "_compute_loss": ("self", "unwrapped_student", "inputs", "num_items_in_batch"),
     "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
@@ -82,23 +74,18 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 class SeamTrainer(
     Logged,
-    UsedAgain,
     Attributes,
     Ahead,
     Cards,
     Evaluations,
     ByTeacher,
-    WholeSteps,
     Generations,
     OffPolicy,
     Rewarded,
     GuardedSteps,
-    EffectiveStarts,
     Courses,
     SafeCheckpoints,
-    FinishedRuns,
-    EachRowOnce,
-    WrappedToTrain,
+    UpstreamFixes,
     Hosting,
 ):
     """TRL's trainer with four hooks in its loop: `complete`, `teach`, `weigh` and `compare`.
@@ -147,8 +134,7 @@ class SeamTrainer(
             with preserved_rng(self.accelerator.device):
                 # ZeRO-3 has rounded rotary frequencies to the dtype of the weights.
                 recompute_buffers(without_peft(self.model))
-        self._epochs = EpochCount()
-        self.add_callback(self._epochs)
+        self._launch, self._earlier = Launch(), EarlierTraining(self)
         self._first_turn = False
         self._surplus: list[list[int]] = []
         self._unwritten_rows: list[int] = []
@@ -177,9 +163,6 @@ class SeamTrainer(
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             self._signature_columns = list(self.row_columns)
-
-    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
-        return EpochSampler(super()._get_train_sampler(dataset), lambda: self._epochs.number)
 
     def _tokenize_prompts(self, prompts: list) -> tuple:
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
@@ -366,7 +349,7 @@ class SeamTrainer(
         self._read_once.check(self.args)
         if self.args.deepspeed_plugin is None:  # its config is complete by now, and would be read anew
             self.args.check_again()
-            self.restore_launch()
+        self._launch.restore()
         self.args.check_as_given()
         refuse(TRAINING, self.args)
         self.check_effect()
@@ -378,6 +361,7 @@ class SeamTrainer(
         self._unread = []
         with (
             self.sharing_rows(),
-            explained("step", partial(self.footprint, "step")),
-        ):  # outside the phases, memory is the optimizer's
+            explained("step", partial(self.footprint, "step")),  # outside the phases, memory is the optimizer's
+            self._earlier.followed_by(self),
+        ):
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)

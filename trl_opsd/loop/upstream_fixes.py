@@ -1,0 +1,478 @@
+"""Mends what TRL, transformers and accelerate get wrong for this trainer, each with the line or issue that it mends.
+
+Lines are those of trl 1.16, transformers 5.17 and accelerate 1.15. `tests/contract/test_upstream_faults.py` shows each
+fault without its fix, and fails once upstream is mended: then the fix goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, final
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from datasets import IterableDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+
+from trl_opsd._compat.sharding import reshard
+from trl_opsd._compat.trl import DistillationTrainer
+from trl_opsd.config import OPSDConfig
+from trl_opsd.data.row_sharding import WholeStream
+from trl_opsd.loop.dealing import of_package
+from trl_opsd.models.trainable import check_optimizer, check_trainable
+from trl_opsd.options.rules import batch_in_words
+from trl_opsd.options.table import OF_THE_OPTIMIZER
+from trl_opsd.run.checkpoint import newest_complete
+from trl_opsd.run.known import set_known
+from trl_opsd.run.schedule import check_rates
+
+__all__ = ["SEAMS", "EarlierTraining", "Launch", "UpstreamFixes"]
+
+logger = get_logger(__name__)
+
+SEAMS: dict[str, tuple[str, ...]] = {
+    "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
+    "_get_train_sampler": ("self", "dataset"),
+    "_get_dataloader": ("self", "dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key"),
+    "_init_training_state": (
+        "self",
+        "max_steps",
+        "num_update_steps_per_epoch",
+        "num_train_epochs",
+        "resume_from_checkpoint",
+        "trial",
+    ),
+    "create_scheduler": ("self", "num_training_steps", "optimizer"),
+    "training_step": ("self", "model", "inputs", "num_items_in_batch"),
+    "log": ("self", "logs", "start_time"),
+}
+"""Overridden methods, with their parameters; a test compares them with the installed ones."""
+
+_ONE_READER = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+_BARS = ("training_bar", "prediction_bar")
+
+
+# ---- A trainer that is used again ---------------------------------------------------------------------------------
+
+
+class Launch:
+    """The launch's state, which all trainers of a process share, and which every `TrainingArguments` resets.
+
+    transformers/training_args.py:1840, huggingface/transformers#35702.
+    """
+
+    def __init__(self) -> None:
+        self._state: dict[str, Any] | None = None
+
+    def remember(self) -> None:
+        """Records the state; to be called when the trainer is complete."""
+        self._state = dict(AcceleratorState._shared_state)
+
+    def restore(self) -> None:
+        """Restores the recorded state, which another config or trainer may have replaced."""
+        if self._state is not None:
+            # Cleared, not replaced: every instance has this dict as its `__dict__`.
+            AcceleratorState._shared_state.clear()
+            AcceleratorState._shared_state.update(self._state)
+
+
+class EarlierTraining:
+    """What a trainer has from construction or from its last training, and the next one would use without a word.
+
+    transformers keeps the optimizer whatever the options are by then (trainer.py:1241), and trains `model_wrapped`, not
+    a `model` that was assigned (trainer.py:1679).
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._model, self._optimizer = trainer.model, trainer.optimizer
+        self._made_for: tuple[Any, ...] | None = None
+        """Values of `OF_THE_OPTIMIZER` when a training made the optimizer; `None` for an optimizer of the user's."""
+
+    @contextmanager
+    def followed_by(self, trainer: Trainer) -> Iterator[None]:
+        """Around a training: rejects another model, and options that a kept optimizer lacks."""
+        self._check(trainer)
+        try:
+            yield
+        finally:
+            self._model, self._optimizer = trainer.model, trainer.optimizer
+
+    def _check(self, trainer: Trainer) -> None:
+        optimizer, is_deepspeed = trainer.optimizer, trainer.is_deepspeed_enabled
+        if trainer.model is not self._model:
+            raise ValueError(
+                "`trainer.model` was assigned after the trainer was built, but optimizer, rollout and checks have the "
+                "model it was built with: build another trainer."
+            )
+        scheduler = None if trainer._created_lr_scheduler else trainer.lr_scheduler  # else it is made anew
+        if optimizer is not None and not (is_deepspeed or trainer.is_fsdp_enabled):
+            # Those two step other tensors than the model's. What is trained may have changed since the last training.
+            check_trainable(trainer.model, (optimizer, scheduler))
+        if scheduler is not None and not any(scheduler.get_last_lr()) and scheduler.state_dict().get("last_epoch"):
+            raise ValueError(
+                "The scheduler has ended, and its rate is 0, so that no weight would change: set `trainer.optimizer = "
+                "trainer.lr_scheduler = None` for new ones, or assign a new scheduler."
+            )
+        if optimizer is not None and optimizer is not self._optimizer:
+            self._made_for = None
+        # Options of a passed optimizer are its own: the config's are not compared with them.
+        own = optimizer is None or self._made_for is not None
+        options = tuple(getattr(trainer.args, name) for name in OF_THE_OPTIMIZER)
+        if optimizer is None or is_deepspeed:  # one is made now
+            self._made_for = options if own else None
+        elif self._made_for is not None and options != self._made_for:
+            changed = [
+                name for name, then, now in zip(OF_THE_OPTIMIZER, self._made_for, options, strict=True) if then != now
+            ]
+            raise ValueError(
+                f"`args.{changed[0]}` was changed, but the optimizer of the earlier training is kept, which does not "
+                "read it: set `trainer.optimizer = trainer.lr_scheduler = None` for a new one."
+            )
+
+
+@contextmanager
+def _cleanup_on_error(trainer: Trainer) -> Iterator[None]:
+    """If the body raises, leaves the trainer as a completed training would; weights, optimizer and state stay.
+
+    transformers does so after a training that ended well only (trainer.py:1968). In a notebook the same trainer is
+    often trained again after a Ctrl-C; what the next training resets by itself is left alone.
+    """
+    try:
+        yield
+    except BaseException:
+        set_known(trainer, is_in_train=False)
+        handle = getattr(trainer, "neftune_hook_handle", None)
+        if handle is not None:
+            handle.remove()  # the next training adds its own, and would add the noise twice
+        for callback in trainer.callback_handler.callbacks:
+            for name in _BARS:
+                close = getattr(getattr(callback, name, None), "close", None)
+                if close is not None:
+                    close()
+                    setattr(callback, name, None)
+        raise
+
+
+# ---- Epochs and steps ---------------------------------------------------------------------------------------------
+
+
+@final
+class _EpochOrder(TrainerCallback):
+    """Gives the rows of each epoch the order of an uninterrupted run, also when a run resumes in the middle.
+
+    TRL's `RepeatSampler` draws each epoch from one generator, which no checkpoint has, and it has no `set_epoch` that
+    transformers would call (trl/trainer/utils.py:925). Epochs are counted here, as `state.epoch` counts steps and falls
+    behind where a callback ends an epoch early.
+    """
+
+    def __init__(self) -> None:
+        self.sampler: Any = None
+        self._next = 0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._next = int(state.epoch or 0)
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        number, self._next = self._next, self._next + 1
+        sampler = self.sampler
+        if sampler is not None and sampler.shuffle:
+            sampler.generator.manual_seed(sampler.seed)
+            for _ in range(number):
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
+
+
+@final
+class _WholeSteps(TrainerCallback):
+    """Defers the end of an epoch or a training that a callback requests within an optimizer step to the step's end.
+
+    transformers leaves such a step at once (trainer.py:1896): its gradient so far is added to the next one, whose first
+    calls TRL gives the remaining micro-batches.
+    """
+
+    def __init__(self) -> None:
+        self._epoch = self._training = False
+
+    def come_last(self, callbacks: list[Any]) -> None:
+        """Moves itself behind callbacks that were added since; a later one could still end the step early."""
+        if callbacks[-1] is not self:
+            callbacks[:] = [*(one for one in callbacks if one is not self), self]
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._epoch = self._training = False
+
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._epoch |= control.should_epoch_stop
+        self._training |= control.should_training_stop
+        control.should_epoch_stop = control.should_training_stop = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        control.should_epoch_stop |= self._epoch
+        control.should_training_stop |= self._training
+        self._epoch = self._training = False
+
+
+# ---- What only an override can mend -------------------------------------------------------------------------------
+
+
+class UpstreamFixes(DistillationTrainer):
+    """TRL's trainer with those faults mended; its overrides stand in the order in which a training calls them.
+
+    A stream of several files is read by rows, each once, however many processes read it: accelerate divides it by files
+    (accelerate/data_loader.py:1232), which have unequal lengths, and does not know that TRL repeats its rows.
+    """
+
+    args: OPSDConfig
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    is_deepspeed_enabled: bool
+    row_columns: tuple[str, ...]
+    _streams: Mapping[str, WholeStream | None] = MappingProxyType({})
+    """The streams that are read now to `"train"` and to `"eval"`; `None` for another dataset."""
+    _deepspeed_config: dict[str, Any] | None = None
+    """DeepSpeed's config before an engine was built; an engine fills in values for its own number of steps."""
+    _was_finished: bool = False
+    """Whether the latest training resumed from a checkpoint that has all of its steps."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._epoch_order, self._whole_steps = _EpochOrder(), _WholeSteps()
+        self.add_callback(self._epoch_order)
+        self.add_callback(self._whole_steps)
+
+    # By the user; the last of our `train`s before transformers'.
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """As transformers'. Under DeepSpeed each training builds an engine, and so an optimizer, of its own."""
+        with _cleanup_on_error(self):
+            if self.is_deepspeed_enabled:
+                self._restore_deepspeed_config()
+                # transformers would train on in the engine of an earlier training or evaluation (trainer.py:1679).
+                set_known(self, model_wrapped=self.model, deepspeed=None)  # accelerate destroys the engine
+            reshard(self.model)  # else accelerate cannot tell which parameters the optimizer has
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    # Once a training, with its dataset; not for a stream.
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
+        self._epoch_order.sampler = super()._get_train_sampler(dataset)
+        return self._epoch_order.sampler
+
+    # Once a training, and once for each dataset of an evaluation or a prediction.
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader:
+        stream, options = None, {}
+        if isinstance(dataset, IterableDataset):
+            stream = dataset = WholeStream(dataset, self.row_columns, self._if_empty(description, is_training))
+            options = _ONE_READER  # several workers would each read all of it
+            # Else the main process would read for all; `WholeStream` splits the rows itself.
+            self.accelerator.dataloader_config.dispatch_batches = False
+        elif not is_training:
+            # transformers keeps such a loader for the next dataset too (trainer.py:925), and its order goes on.
+            options = {"dataloader_persistent_workers": False}
+            if not len(dataset):
+                raise ValueError(f"{description}: the dataset has no rows: pass one that has some.")
+        self._streams = {**self._streams, "train" if is_training else "eval": stream}
+        with _options_set(self.args, options):
+            loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+            if self.args.dataloader_persistent_workers:
+                # Workers are seeded when they start. A seed drawn from training's random state would be drawn once in
+                # a whole run, and once more in a resumed one.
+                loader.base_dataloader.generator = torch.Generator().manual_seed(self.args.seed)
+        return loader
+
+    # Once a training, when its number of steps is known, and before anything of a checkpoint but weights is loaded.
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """As transformers': epochs behind the run, and micro-steps of the next; right for streams and finished runs."""
+        begin: tuple[int, int] = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if resume_from_checkpoint is None:
+            self._was_finished = False
+            left, _ = newest_complete(Path(self.args.output_dir))
+            if left is not None:
+                logger.warning(
+                    f"A new run begins, but {left} is there, of an earlier one: `resume_from_checkpoint=True` goes on "
+                    "from whichever checkpoint has the highest number. Remove it, or choose another `output_dir`."
+                )
+            return begin
+        if self._streams.get("train") is not None and not self.args.ignore_data_skip:
+            # transformers counts all steps of a stream as its first pass (huggingface/transformers#33544).
+            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
+            passes, steps = _position(state)
+            begin = passes, steps * self.args.gradient_accumulation_steps
+        # It compares the steps with `max_steps` after a step only (trainer.py:1600), and would train one more.
+        self._was_finished = self.state.global_step >= max_steps
+        if not self._was_finished:
+            return begin
+        logger.warning(
+            f"No step is left to train: {resume_from_checkpoint} is of step {self.state.global_step} of {max_steps}. "
+            "To train on, raise `max_steps` or `num_train_epochs`."
+        )
+        return num_train_epochs, 0  # no epoch is left for transformers' loop
+
+    # Once a training, after the optimizer was made and before a checkpoint is loaded into it.
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As transformers', which trains without a word where the rate is 0 or the optimizer has no weight to step."""
+        given = self.lr_scheduler
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        check_rates(scheduler, num_training_steps)
+        # One that was passed has been checked. Some launchers replace the parameters.
+        if not of_package(self.create_optimizer) and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            check_optimizer(self.model, self.optimizer)
+        warmup = self.args.get_warmup_steps(num_training_steps)
+        if given is None and self.args.max_steps <= 0 and warmup > num_training_steps:
+            logger.warning(
+                f"`warmup_steps={self.args.warmup_steps:g}`, but the training has {num_training_steps} steps: it ends "
+                f"before the rate reaches `learning_rate={self.args.learning_rate}`. Set fewer; below 1, it is a share "
+                "of all steps."
+            )
+        return scheduler
+
+    # For each micro-step.
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        self._whole_steps.come_last(self.callback_handler.callbacks)
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        return loss
+
+    # For each dataset of an evaluation or a prediction, within a training and apart from one.
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', but a later training still wraps the model, and a stream has as many rows as it had."""
+        with self._prepared_for_evaluation():
+            output = super().evaluation_loop(*args, **kwargs)
+        stream = self._streams.get("eval")
+        if stream is None:
+            return output
+        # transformers counts the rows of a process, and keeps those that pad the last batch (trainer.py:2958).
+        found = output.predictions
+        return output._replace(num_samples=stream.rows, predictions=None if found is None else found[: stream.rows])
+
+    # For each log, and at the end of a training.
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self._was_finished:
+            logs.pop("train_loss", None)  # of no step, which would be 0
+        super().log(logs, start_time)
+
+    # ---- Streams ------------------------------------------------------------------------------------------------
+
+    def check_same_rows(self, mode: str) -> None:
+        """Rejects a stream that gave the processes different rows, before the rows are used. Collective."""
+        stream = self._streams.get(mode)
+        if stream is None or self.accelerator.num_processes == 1:
+            return
+        digest = torch.tensor([stream.digest], device=self.accelerator.device)
+        if self.accelerator.gather(digest).unique().numel() > 1:
+            raise ValueError(
+                "The processes read different rows from the stream, so that some rows would be skipped and others "
+                "repeated: give all processes the same stream. Shuffle it with a seed, and do not split it by process."
+            )
+
+    def gather_distinct_rows(self, rows: Tensor) -> Tensor:
+        """Gathers one entry per row of an evaluation batch, without the padding of the last one. Collective."""
+        stream = self._streams.get("eval")
+        if stream is None:
+            gathered: Tensor = self.accelerator.gather_for_metrics(rows)
+            return gathered
+        # accelerate does not know the length of a stream; by the last batch, it has ended and its rows are counted.
+        left = stream.rows % (self.args.eval_batch_size * self.accelerator.num_processes)
+        is_last = self.accelerator.gradient_state.end_of_dataloader
+        whole: Tensor = self.accelerator.gather(rows)
+        return whole[:left] if is_last and left else whole
+
+    def _if_empty(self, description: str, is_training: bool) -> str:
+        if not is_training:
+            return f"{description}: the stream has no rows: pass one that has some."
+        return (
+            f"The stream `train_dataset` ended before it filled one generation batch of {batch_in_words(self.args)}: "
+            "give it more rows, or lower one of those numbers."
+        )
+
+    # ---- An evaluation before a training ------------------------------------------------------------------------
+
+    def _prepared_for_evaluation(self) -> Any:
+        """transformers and accelerate wrap a model once (accelerate/accelerator.py:1806), and keep what an evaluation
+        has prepared: processes would then train without averaging gradients, DeepSpeed without an optimizer, and
+        FSDP2 cannot be prepared for an evaluation at all.
+        """
+        if self.accelerator._models or self.model_wrapped is not self.model:
+            return nullcontext()
+        if self.accelerator.distributed_type == DistributedType.NO:
+            return nullcontext()  # one process wraps nothing
+        if self.is_fsdp_enabled:
+            self.create_optimizer()  # holds no states before its first step
+            self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+            self.model_wrapped = self.model
+            return nullcontext()
+        if self.is_deepspeed_enabled:
+            self._restore_deepspeed_config()
+            if self.accelerator.state.deepspeed_plugin.zero_stage == 3:
+                return nullcontext()  # an inference engine, until training builds its own
+        return self._unwrapped()
+
+    @contextmanager
+    def _unwrapped(self) -> Iterator[None]:
+        """Prepares nothing: every process has the whole model."""
+        self._move_model_to_device(self.model, self.args.device)
+        is_deepspeed_enabled, self.is_deepspeed_enabled = self.is_deepspeed_enabled, False
+        # transformers takes a model that accelerate knows as it is, and prepares nothing.
+        self.accelerator._models.append(self.model)
+        try:
+            yield
+        finally:
+            self.accelerator._models.remove(self.model)
+            self.is_deepspeed_enabled = is_deepspeed_enabled
+
+    def _restore_deepspeed_config(self) -> None:
+        # transformers leaves it at 1; accelerate would set it to this, and warn of a mismatch.
+        self.accelerator.gradient_accumulation_steps = self.args.gradient_accumulation_steps
+        config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config
+        if self._deepspeed_config is None:
+            self._deepspeed_config = deepcopy(config)
+        config.clear()
+        config.update(deepcopy(self._deepspeed_config))
+
+
+@contextmanager
+def _options_set(args: TrainingArguments, options: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: getattr(args, name) for name in options}
+    for name, value in options.items():
+        setattr(args, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(args, name, value)
+
+
+def _position(state: TrainerState) -> tuple[int, int]:
+    """Completed passes over a stream, and optimizer steps since the last; `epoch` is passes + steps / max_steps."""
+    total = round((state.epoch or 0.0) * state.max_steps)
+    if total == state.global_step:
+        return 0, total
+    return divmod(total, state.max_steps)
