@@ -31,7 +31,7 @@ from transformers import PrinterCallback, ProgressCallback
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.banner import Banner
 from trl_opsd.losses import Divergence
-from trl_opsd.run.course import SMALL, STEPS
+from trl_opsd.monitor.course import SMALL, STEPS
 
 ROWS = 16
 """Completions of a step."""

@@ -12,8 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trl_opsd
-from trl_opsd.run import kept, progress
-from trl_opsd.run.memory import explained
+from trl_opsd.monitor import progress
+from trl_opsd.monitor.memory import explained
+from trl_opsd.types import kept
 
 NAMES_CUDA = {
     "_compat/vllm/preserved_classes.py": "the precision of products is set by backend, and vLLM sets CUDA's",
@@ -23,7 +24,7 @@ NAMES_CUDA = {
     "rollout/sglang_answers.py": "what a server answers",
     "rollout/sglang_client.py": "NCCL between two GPUs, else gloo",
     "options/foreign.py": "an option of transformers",
-    "run/precision.py": "the precision of products is read by backend",
+    "parallel/precision.py": "the precision of products is read by backend",
     "teacher/prefetch.py": "only its runtime pins exact bytes; torch rounds them up on all accelerators",
 }
 

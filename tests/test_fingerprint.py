@@ -17,12 +17,12 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from trl_opsd import HFRollout, OPSDTrainer
+from trl_opsd.checkpoints.manifest import MANIFEST
 from trl_opsd.data.datasets import describe_rows
 from trl_opsd.fingerprint import FILE, OPTIONS, OTHERS, _differing, check_accepted, describe_function
 from trl_opsd.losses import Divergence, ReverseKL
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.samples import digest, sampled
-from trl_opsd.run.manifest import MANIFEST
 
 
 @pytest.fixture

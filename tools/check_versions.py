@@ -33,7 +33,7 @@ TESTS = (
     "tests/rollout/test_hf_decode.py",
     "tests/rollout/test_recomputed.py",
     "tests/teacher",
-    "tests/run/test_precision.py",
+    "tests/parallel/test_precision.py",
     "tests/test_readme.py",
     "tests/test_trainer.py",
     "tests/test_versions.py",

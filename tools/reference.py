@@ -22,10 +22,10 @@ from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.loop.attributes import FIXED
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.losses.registry import Settings
+from trl_opsd.monitor.metrics import METRICS
 from trl_opsd.options.table import TABLE, Option
 from trl_opsd.options.values import Values
 from trl_opsd.rollout.pick import chosen_rollout
-from trl_opsd.run.metrics import METRICS
 from trl_opsd.teacher.teacher_checks import check_teachers
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trl_opsd.config import OPSDConfig
+    from trl_opsd.errors import NonFiniteError, OPSDError, ServerError, SyncError
     from trl_opsd.rollout import FixedRollout, HFRollout, RolloutBackend
-    from trl_opsd.run.errors import NonFiniteError, OPSDError, ServerError, SyncError
     from trl_opsd.teacher import FrozenTeacher, Teacher
     from trl_opsd.trainer import OPSDTrainer
 
@@ -18,13 +18,13 @@ _HOME = {
     "FixedRollout": "trl_opsd.rollout",
     "FrozenTeacher": "trl_opsd.teacher",
     "HFRollout": "trl_opsd.rollout",
-    "NonFiniteError": "trl_opsd.run.errors",
+    "NonFiniteError": "trl_opsd.errors",
     "OPSDConfig": "trl_opsd.config",
-    "OPSDError": "trl_opsd.run.errors",
+    "OPSDError": "trl_opsd.errors",
     "OPSDTrainer": "trl_opsd.trainer",
     "RolloutBackend": "trl_opsd.rollout",
-    "ServerError": "trl_opsd.run.errors",
-    "SyncError": "trl_opsd.run.errors",
+    "ServerError": "trl_opsd.errors",
+    "SyncError": "trl_opsd.errors",
     "Teacher": "trl_opsd.teacher",
 }
 

@@ -19,6 +19,7 @@ from trl_opsd.data.solutions import named_as_here
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import Settings, divergence_of
+from trl_opsd.losses.token_selection import Selection
 from trl_opsd.options.changes import option_values
 from trl_opsd.options.foreign import explained_option, without_meaning
 from trl_opsd.options.help import with_help
@@ -28,8 +29,7 @@ from trl_opsd.options.rules import AFTER, BEFORE, refuse
 from trl_opsd.options.sampling import check_shapes, settle_sampling
 from trl_opsd.options.table import TABLE, a_divergence, check_values
 from trl_opsd.options.text import check_json, convert_text, settle_loading
-from trl_opsd.run.failure import share_tracebacks
-from trl_opsd.run.selection import Selection
+from trl_opsd.parallel.failure import share_tracebacks
 
 
 @with_help

@@ -19,13 +19,13 @@ from trl_opsd._compat.peft import CausalLM, describe_adapters, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import DIGEST
+from trl_opsd.http.server_urls import server_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.head import model_shape, shape_of
 from trl_opsd.models.samples import Samples, digest, sample, sampled
 from trl_opsd.options.table import TABLE, resumed
 from trl_opsd.options.values import one_of
-from trl_opsd.run.server_urls import server_urls
 from trl_opsd.teacher import FrozenTeacher, Teacher
 
 logger = get_logger(__name__)

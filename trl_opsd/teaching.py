@@ -37,8 +37,8 @@ from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.models.padding import Reading
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation
-from trl_opsd.run.precision import autocast
-from trl_opsd.run.rng import preserved_rng
+from trl_opsd.parallel.precision import autocast
+from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets

@@ -22,6 +22,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.loop.overlap import check_methods
 from trl_opsd.loop.recording import Recording
+from trl_opsd.loop.uniform import check_not_uniform
 from trl_opsd.loop.verbs import check_verbs
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.proof import prove_divergence
@@ -34,16 +35,15 @@ from trl_opsd.options.foreign import explained_argument
 from trl_opsd.options.names import StrictNames
 from trl_opsd.options.sampling import check_shapes
 from trl_opsd.options.table import a_divergence
+from trl_opsd.parallel.agreement import agree
+from trl_opsd.parallel.failure import share_tracebacks
+from trl_opsd.parallel.precision import warn_of_lost_updates
+from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.report.samples import samples_of
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.changes import warn_of_overridden
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.synced import SyncedRollout
-from trl_opsd.run.agreement import agree
-from trl_opsd.run.failure import share_tracebacks
-from trl_opsd.run.precision import warn_of_lost_updates
-from trl_opsd.run.rng import preserved_rng
-from trl_opsd.run.uniform import check_not_uniform
 from trl_opsd.teacher.comparison import compared
 from trl_opsd.teacher.routed import shares
 from trl_opsd.teacher.teacher_checks import TeacherLike

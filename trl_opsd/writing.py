@@ -17,13 +17,13 @@ from trl_opsd.data.readers import Readers
 from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.probes import prove_student
+from trl_opsd.monitor.memory import explained
+from trl_opsd.parallel.pulled import Endable
+from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.of_teacher import OfTeacher
 from trl_opsd.rollout.pick import check_rollout, chosen_rollout
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream
-from trl_opsd.run.memory import explained
-from trl_opsd.run.pulled import Endable
-from trl_opsd.run.rng import preserved_rng
 
 logger = get_logger(__name__)
 

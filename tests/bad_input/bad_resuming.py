@@ -13,9 +13,9 @@ from cases import Case, Lab
 from peft import LoraConfig
 
 from trl_opsd import OPSDTrainer
+from trl_opsd.checkpoints.manifest import MANIFEST
 from trl_opsd.fingerprint import FILE
 from trl_opsd.losses import ForwardKL
-from trl_opsd.run.manifest import MANIFEST
 
 
 def missing(name: str, asked: Callable[[Lab], Any], message: str) -> Case:

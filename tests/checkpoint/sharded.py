@@ -18,8 +18,8 @@ from kill_saves import Deadline, of_any_step
 from transformers import TrainerCallback
 from watched import Watched
 
-from trl_opsd.run.checkpoint import checkpoint_to_resume
-from trl_opsd.run.manifest import entries, problems
+from trl_opsd.checkpoints.checkpoint import checkpoint_to_resume
+from trl_opsd.checkpoints.manifest import entries, problems
 
 Make = Callable[..., Watched]
 """[`watched.trainer`] with its models bound."""

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from trl_opsd.run import checkpoint, manifest
-from trl_opsd.run.checkpoint import (
+from trl_opsd.checkpoints import checkpoint, manifest
+from trl_opsd.checkpoints.checkpoint import (
     UNFINISHED,
     begin,
     best_evaluated,
@@ -25,7 +25,7 @@ from trl_opsd.run.checkpoint import (
     publish,
     rotate,
 )
-from trl_opsd.run.manifest import MANIFEST, problems
+from trl_opsd.checkpoints.manifest import MANIFEST, problems
 
 
 def written(run_dir: Path, step: int, text: str = "weights") -> Path:

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
 from trl_opsd import ServerError
+from trl_opsd.checkpoints.checkpoint import UNFINISHED, checkpoint_to_resume
+from trl_opsd.checkpoints.manifest import MANIFEST, problems
 from trl_opsd.loop import saving
-from trl_opsd.run.checkpoint import UNFINISHED, checkpoint_to_resume
-from trl_opsd.run.manifest import MANIFEST, problems
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
 

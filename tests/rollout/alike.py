@@ -17,8 +17,8 @@ from test_vllm_sync import Watch
 from vllm_lab import by_hf, gap, lora, student, two_end_tokens
 
 from trl_opsd import OPSDTrainer
+from trl_opsd.errors import ServerError, SyncError
 from trl_opsd.rollout import weight_sync
-from trl_opsd.run.errors import ServerError, SyncError
 
 HERE = Path(__file__).parent
 

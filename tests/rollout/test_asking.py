@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 
+from trl_opsd.errors import ServerError
+from trl_opsd.http import bounded_http
+from trl_opsd.parallel.pulled import Endable, Pulled
 from trl_opsd.rollout.answers import ServerFacts
 from trl_opsd.rollout.asking import Asking
 from trl_opsd.rollout.returned import checked_stream
 from trl_opsd.rollout.sessions import ServerKind
-from trl_opsd.run import bounded_http
-from trl_opsd.run.errors import ServerError
-from trl_opsd.run.pulled import Endable, Pulled
 
 SECONDS = 10.0
 """A test fails when it has waited this long."""

@@ -18,11 +18,11 @@ import torch
 
 pytest.importorskip("vllm")
 
+from trl_opsd.errors import ServerError
+from trl_opsd.http.server_tokens import ROLLOUT_TOKEN
 from trl_opsd.rollout import server_client
 from trl_opsd.rollout.server_client import ServerClient
 from trl_opsd.rollout.weight_sync import Stream
-from trl_opsd.run.errors import ServerError
-from trl_opsd.run.server_tokens import ROLLOUT_TOKEN
 from trl_opsd.types import Weight
 
 pytestmark = pytest.mark.vllm

@@ -15,10 +15,10 @@ import tiny
 import torch
 from torch import distributed
 
+from trl_opsd.errors import ServerError
 from trl_opsd.rollout import sglang_client
 from trl_opsd.rollout.sglang_client import SGLangClient
 from trl_opsd.rollout.sglang_options import sampling_params
-from trl_opsd.run.errors import ServerError
 
 INFO = {
     "dtype": "float32", "device": "cpu", "dp_size": 1, "pp_size": 1, "tp_size": 1, "page_size": 1,

@@ -23,10 +23,10 @@ from server_lab import CONTEXT
 from vllm_lab import by_hf, gap
 
 from trl_opsd._compat import weight_group
+from trl_opsd.errors import ServerError
 from trl_opsd.rollout import sglang as backend
 from trl_opsd.rollout import sglang_client
 from trl_opsd.rollout.sglang_client import SGLangClient
-from trl_opsd.run.errors import ServerError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from trl_opsd.run.course import STEPS, Course, Figures, is_repetition
+from trl_opsd.monitor.course import STEPS, Course, Figures, is_repetition
 
 START = Figures(divergence=0.3, student_entropy=0.8, teacher_entropy=0.5, length=200.0, repeated=0.02)
 """A step of a run that begins."""

@@ -17,7 +17,7 @@ from pretended import pretended
 from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDConfig
-from trl_opsd.run.errors import ServerError
+from trl_opsd.errors import ServerError
 from trl_opsd.teacher.build import _served
 
 

@@ -23,12 +23,12 @@ from trl.trainer import distillation_trainer
 
 from trl_opsd import FrozenTeacher, OPSDConfig, Teacher
 from trl_opsd._compat.deepspeed import loading, reader_config
-from trl_opsd.run.kept import targets_device
 from trl_opsd.teacher import Hosted, Resident, Streamed, build
 from trl_opsd.teacher.forward import bytes_per_token, pass_groups
 from trl_opsd.teacher.parts import parts_of, tensors_of
 from trl_opsd.teacher.prefetch import HostBlock, Prefetcher
 from trl_opsd.types import Length, Rollout
+from trl_opsd.types.kept import targets_device
 
 CPU = torch.device("cpu")
 TEACHERS = {

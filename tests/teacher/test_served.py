@@ -8,7 +8,7 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from trl_opsd.run.errors import ServerError
+from trl_opsd.errors import ServerError
 from trl_opsd.teacher import FrozenTeacher, Resident
 from trl_opsd.teacher.served import ServedTeacher
 

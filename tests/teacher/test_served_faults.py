@@ -15,7 +15,7 @@ import torch
 from pretended import after, hang_up, pretended, to_bytes
 from served_lab import check_equal, rows
 
-from trl_opsd.run.errors import ServerError
+from trl_opsd.errors import ServerError
 from trl_opsd.teacher import replicas
 from trl_opsd.teacher.answered_states import Expected, WrongStatesError
 from trl_opsd.teacher.final_norm import FinalNorm

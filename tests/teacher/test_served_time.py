@@ -13,10 +13,10 @@ from pretended import after, hang_up, pretended
 from served_lab import check_equal, rows
 
 from trl_opsd import OPSDConfig
-from trl_opsd.run.errors import ServerError
-from trl_opsd.run.kept import Keeper
+from trl_opsd.errors import ServerError
 from trl_opsd.teacher import replica, replicas
 from trl_opsd.teacher.served_checks import deadline
+from trl_opsd.types.kept import Keeper
 
 
 @pytest.fixture

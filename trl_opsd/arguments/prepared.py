@@ -26,6 +26,7 @@ from trl_opsd.arguments.packages import check_packages
 from trl_opsd.arguments.reward_checks import check_rows_of_rewards
 from trl_opsd.arguments.rules import BUILDING, LEARNING, SURPRISES
 from trl_opsd.arguments.templates import check_template
+from trl_opsd.checkpoints.checkpoint import check_disk
 from trl_opsd.config import OPSDConfig, checked_args
 from trl_opsd.data.admission import Rows
 from trl_opsd.data.completions import COMPLETION
@@ -40,7 +41,6 @@ from trl_opsd.options.changes import check_same_options, shared_options
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation, without_effect, without_effect_in_words
 from trl_opsd.rewards.given import Given, given_rewards
-from trl_opsd.run.checkpoint import check_disk
 from trl_opsd.teacher.served_checks import check_up
 from trl_opsd.teacher.teacher_checks import check_named_once, check_teachers, check_tokenizers
 

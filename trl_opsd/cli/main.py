@@ -12,7 +12,7 @@ from trl_opsd.cli.doctor.command import doctor
 from trl_opsd.cli.plan.command import plan
 from trl_opsd.cli.report.command import report
 from trl_opsd.cli.train.command import train
-from trl_opsd.run.errors import explained
+from trl_opsd.errors import explained
 
 TRACEBACK = "--traceback"
 

@@ -22,8 +22,8 @@ from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.head import logits_of, whole_head
 from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.padding import Reading
-from trl_opsd.run.precision import autocast
-from trl_opsd.run.pulled import Pulled
+from trl_opsd.parallel.precision import autocast
+from trl_opsd.parallel.pulled import Pulled
 from trl_opsd.types import Rollout
 
 __all__ = ["SEAMS", "Ahead"]

@@ -1,4 +1,4 @@
-"""Watches a training for a collapse, and warns or stops; `run/course.py` knows the signs."""
+"""Watches a training for a collapse, and warns or stops; `monitor/course.py` knows the signs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from accelerate.logging import get_logger
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from trl_opsd._compat.strict_json import loads
+from trl_opsd.checkpoints.checkpoint import best_evaluated
 from trl_opsd.config import OPSDConfig
-from trl_opsd.run.checkpoint import best_evaluated
-from trl_opsd.run.course import Course, Figures, is_repetition
-from trl_opsd.run.strict_json import loads
+from trl_opsd.monitor.course import Course, Figures, is_repetition
 
 __all__ = ["SEAMS", "CollapseGuard", "Courses"]
 

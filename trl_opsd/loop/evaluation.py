@@ -22,11 +22,11 @@ from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.data.conversations import with_prompts
 from trl_opsd.data.solutions import solutions_as_context
 from trl_opsd.loop.upstream_fixes import Launch
+from trl_opsd.monitor.accounts import Accounts
+from trl_opsd.monitor.metrics import evaluated_names
 from trl_opsd.options.rules import EVALUATION, refuse
 from trl_opsd.options.table import check_values
-from trl_opsd.run.accounts import Accounts
-from trl_opsd.run.metrics import evaluated_names
-from trl_opsd.run.rng import preserved_rng
+from trl_opsd.parallel.rng import preserved_rng
 
 logger = get_logger(__name__)
 

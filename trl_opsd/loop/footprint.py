@@ -25,7 +25,7 @@ _MOMENTS = 2
 def footprint(
     host: Host, phase: str, teachers: Mapping[str, nn.Module | None], heads: Sequence[OutputHead]
 ) -> dict[str, int]:
-    """A lower bound on the memory of a phase, a key of [`~run.memory.ADVICE`]: bytes by description.
+    """A lower bound on the memory of a phase, a key of [`~monitor.memory.ADVICE`]: bytes by description.
 
     A teacher that is not a model is `None` in `teachers`; `heads` are the output heads of all teachers.
     """

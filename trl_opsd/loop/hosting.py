@@ -18,7 +18,7 @@ from trl_opsd.loop.shared_rows import SharedRows
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.special_tokens import ensure_special_tokens, known_end_tokens, placeholders
 from trl_opsd.options.sampling import end_tokens
-from trl_opsd.run.precision import autocast
+from trl_opsd.parallel.precision import autocast
 
 
 class Hosting(SharedRows):

@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 from trl_opsd._compat.trl import DistillationTrainer
-from trl_opsd.run.accounts import Accounts
-from trl_opsd.run.memory import explained
-from trl_opsd.run.metrics import recorded
-from trl_opsd.run.nonfinite import StepGuard
-from trl_opsd.run.progress import replace_default
-from trl_opsd.run.watchdog import Watchdog
+from trl_opsd.monitor.accounts import Accounts
+from trl_opsd.monitor.memory import explained
+from trl_opsd.monitor.metrics import recorded
+from trl_opsd.monitor.nonfinite import StepGuard
+from trl_opsd.monitor.progress import replace_default
+from trl_opsd.parallel.watchdog import Watchdog
 
 __all__ = ["SEAMS", "Logged"]
 

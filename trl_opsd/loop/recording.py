@@ -13,11 +13,11 @@ from zlib import crc32
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from trl_opsd.monitor.progress import evaluated
 from trl_opsd.report.files import Recorded, append, keep_until, state_file, tell
 from trl_opsd.report.page import write
 from trl_opsd.report.samples import Sample
 from trl_opsd.report.traces import log_traces
-from trl_opsd.run.progress import evaluated
 
 __all__ = ["Recording"]
 

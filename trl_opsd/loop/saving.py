@@ -1,6 +1,6 @@
 """Makes transformers' trainer save to a staging folder first, and resume from complete checkpoints only.
 
-This file knows when a checkpoint is written and read; `run/checkpoint.py` knows which are complete, `run/sigterm.py`
+This file knows when a checkpoint is written and read; `checkpoints/checkpoint.py` knows which are complete, `checkpoints/sigterm.py`
 when to stop.
 """
 
@@ -15,9 +15,9 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from transformers import ProcessorMixin, Trainer, TrainingArguments
 
-from trl_opsd.run import checkpoint, manifest
-from trl_opsd.run.schedule import Settings, not_taken, set_rates, settings_of
-from trl_opsd.run.sigterm import StopOnSigterm
+from trl_opsd.checkpoints import checkpoint, manifest
+from trl_opsd.checkpoints.schedule import Settings, not_taken, set_rates, settings_of
+from trl_opsd.checkpoints.sigterm import StopOnSigterm
 
 __all__ = ["SEAMS", "SafeCheckpoints"]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from trl_opsd._compat.deepspeed import recompute_buffers
+from trl_opsd._compat.known import set_known
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_float32
 from trl_opsd._compat.trl import DistillationConfig
@@ -37,15 +38,14 @@ from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.model_checks import whole_checkpoint, whole_on
 from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.models.trainable import check_can_learn
+from trl_opsd.monitor.memory import explained
 from trl_opsd.options.changes import ReadOnce
 from trl_opsd.options.rules import TRAINING, refuse
-from trl_opsd.run.groups import set_group_timeout
-from trl_opsd.run.known import set_known
-from trl_opsd.run.loss_parts import check_parts
-from trl_opsd.run.memory import explained
-from trl_opsd.run.precision import autocast, dtype_of_frozen_base
-from trl_opsd.run.rng import preserved_rng
+from trl_opsd.parallel.groups import set_group_timeout
+from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
+from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import Rollout, TeacherTargets
+from trl_opsd.types.check_loss_parts import check_parts
 
 logger = get_logger(__name__)
 

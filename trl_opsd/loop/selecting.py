@@ -15,8 +15,8 @@ from torch import Tensor
 
 from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
-from trl_opsd.run.rng import derived_seed
-from trl_opsd.run.selection import Selection
+from trl_opsd.losses.token_selection import Selection
+from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.types import LossParts, Rollout
 
 __all__ = ["Selecting"]

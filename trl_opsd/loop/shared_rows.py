@@ -18,8 +18,8 @@ from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.shared_rows import RowGroup, check_shareable
-from trl_opsd.run.kept import kept_by_row
 from trl_opsd.types import Rollout, TeacherTargets
+from trl_opsd.types.kept import kept_by_row
 
 __all__ = ["SharedRows"]
 

@@ -1,6 +1,6 @@
 """Makes transformers' trainer check loss and gradient for NaN and infinity before the optimizer steps.
 
-This file knows where a step can still be skipped; `run/nonfinite.py` decides what follows from a finding.
+This file knows where a step can still be skipped; `monitor/nonfinite.py` decides what follows from a finding.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import Trainer
 
 from trl_opsd._compat.deepspeed import settings_without_gradient_check
+from trl_opsd._compat.known import set_known
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.proof import is_ours
-from trl_opsd.run.agreement import nothing_learned
-from trl_opsd.run.failure import one_traceback
-from trl_opsd.run.known import set_known
-from trl_opsd.run.nonfinite import Finding, GradientProbe, StepGuard, nonfinite_side
+from trl_opsd.monitor.nonfinite import Finding, GradientProbe, StepGuard, nonfinite_side
+from trl_opsd.parallel.agreement import nothing_learned
+from trl_opsd.parallel.failure import one_traceback
 from trl_opsd.types import LossParts
 
 __all__ = ["SEAMS", "GuardedSteps"]

@@ -15,7 +15,7 @@ from transformers.integrations import is_fsdp_enabled
 from transformers.utils import CONFIG_NAME, cached_file
 
 from trl_opsd._compat.peft import is_peft, without_peft
-from trl_opsd.run.precision import check_trained_dtypes
+from trl_opsd.parallel.precision import check_trained_dtypes
 
 LOCATION_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
 """Loading options that locate a model."""

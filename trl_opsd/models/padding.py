@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trl_opsd.run.precision import rounds_float32
+from trl_opsd.parallel.precision import rounds_float32
 
 Read = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """Maps token ids, attention mask and positions (`None`: derived from the mask), all [n, L], to hidden states [n, L, H].

@@ -24,9 +24,9 @@ from trl_opsd.models.backbone import Run, backbone_of, call, completion_hidden, 
 from trl_opsd.models.head import logits_of, shape_of, whole_head
 from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.padding import PADDED, Read, Reading, gap_of_packing, prove_reading
-from trl_opsd.run.precision import autocast, dtypes_of, least_precise
-from trl_opsd.run.probes import CANNOT_RUN, Doubt, Probe, require
-from trl_opsd.run.rng import preserved_rng
+from trl_opsd.models.probe_runner import CANNOT_RUN, Doubt, Probe, require
+from trl_opsd.parallel.precision import autocast, dtypes_of, least_precise
+from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import OutputHead, Rollout
 
 

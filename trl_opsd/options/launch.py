@@ -8,9 +8,9 @@ from typing import Any
 from transformers import TrainingArguments
 
 from trl_opsd._compat.parallelism import launched
+from trl_opsd.losses.token_selection import LATE
 from trl_opsd.options.names import did_you_mean
 from trl_opsd.options.rules import Rule, refuse
-from trl_opsd.run.selection import LATE
 
 _INSTEAD = (
     "is not supported: leave it at 1. Long rows are divided by `sp_size`, with DeepSpeed, and weights by "

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trl_opsd.run.progress import PHASES, evaluated, in_words
+from trl_opsd.monitor.progress import PHASES, evaluated, in_words
 
 __all__ = ["Chart", "Curve", "charts", "facts", "picture"]
 

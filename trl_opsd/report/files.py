@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from transformers.trainer import TRAINER_STATE_NAME
 
+from trl_opsd._compat.strict_json import loads
+from trl_opsd.checkpoints.checkpoint import newest_complete
 from trl_opsd.report.samples import Sample, Token
-from trl_opsd.run.checkpoint import newest_complete
-from trl_opsd.run.strict_json import loads
 
 __all__ = ["PAGE", "Recorded", "about", "append", "keep_until", "log_of", "recorded_in", "state_file", "tell"]
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from trl_opsd.errors import ServerError
+from trl_opsd.http.bounded_http import MIB
 from trl_opsd.rollout.entries import Reader, are_ids, is_count, is_finite, shown
 from trl_opsd.rollout.sync_proof import RELATIVE
-from trl_opsd.run.bounded_http import MIB
-from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
 
 _EXPECTED = {

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from trl_opsd.http.bounded_http import Answer, Answers, BoundedSession
 from trl_opsd.rollout import answers
 from trl_opsd.rollout.engine import Row
 from trl_opsd.rollout.sessions import content
-from trl_opsd.run.bounded_http import Answer, Answers, BoundedSession
 from trl_opsd.types import Completion
 
 _REQUESTS = 16

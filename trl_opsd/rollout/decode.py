@@ -19,10 +19,10 @@ from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, S
 
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.transformers import CACHE
+from trl_opsd.errors import NonFiniteError
 from trl_opsd.rollout import every_row
 from trl_opsd.rollout.generate import other_generate
 from trl_opsd.rollout.kept_caches import KeptCaches, with_one_dtype
-from trl_opsd.run.errors import NonFiniteError
 
 _NEEDS_PLAIN_GENERATE = {
     "stop_strings": "needs a tokenizer",

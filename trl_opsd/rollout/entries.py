@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trl_opsd.run.errors import ServerError
+from trl_opsd.errors import ServerError
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,23 +21,23 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from trl_opsd._compat.known import set_known
 from trl_opsd._compat.peft import CausalLM, changes_generate
 from trl_opsd._compat.sharding import in_zero3_model, splits_student
 from trl_opsd.host import Host
 from trl_opsd.models.padding import PADDED
+from trl_opsd.monitor.progress import PHASES
 from trl_opsd.options.sampling import check_drawn
+from trl_opsd.parallel.precision import cast_weights
+from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rollout.base import RolloutBackend
 from trl_opsd.rollout.changes import IN_GENERATE, assigned, check_followed, of_model
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 from trl_opsd.rollout.every_row import KnownTokensOnly
 from trl_opsd.rollout.generate import completions_of, generate, other_generate
 from trl_opsd.rollout.kept_caches import KeptCaches
+from trl_opsd.rollout.modes import with_own_modes
 from trl_opsd.rollout.writing_proof import BY_LENGTH, Writing, prove_writing
-from trl_opsd.run.known import set_known
-from trl_opsd.run.modes import with_own_modes
-from trl_opsd.run.precision import cast_weights
-from trl_opsd.run.progress import PHASES
-from trl_opsd.run.rng import preserved_rng
 
 logger = get_logger(__name__)
 

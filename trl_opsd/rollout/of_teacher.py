@@ -17,9 +17,9 @@ from trl_opsd.data.prompts import PromptLimits
 from trl_opsd.host import Host
 from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.padding import Reading
+from trl_opsd.parallel.precision import autocast
 from trl_opsd.rollout.hf import HFRollout
 from trl_opsd.rollout.returned import checked_completions
-from trl_opsd.run.precision import autocast
 
 logger = get_logger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from accelerate.utils import broadcast_object_list, gather_object
 
-from trl_opsd.run.errors import ServerError
+from trl_opsd.errors import ServerError
 
 Row = TypeVar("Row")
 Answer = TypeVar("Answer")

@@ -7,8 +7,8 @@ from typing import Any
 
 from trl_opsd.data.completions import cut_after_end
 from trl_opsd.host import Host
+from trl_opsd.parallel.pulled import Endable
 from trl_opsd.rollout.token_ids import described, row_of, rows_of, whole
-from trl_opsd.run.pulled import Endable
 
 _TELLING = 8
 """Prompt tokens per batch above which a repetition is no coincidence."""

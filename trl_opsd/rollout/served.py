@@ -18,6 +18,8 @@ from accelerate.logging import get_logger
 from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
 from trl_opsd.models.head import model_shape
+from trl_opsd.parallel.pulled import Endable
+from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout.engine import Rows
 from trl_opsd.rollout.one_asks import shared_errors
 from trl_opsd.rollout.server_engine import Client, NewAsker, ServerEngine
@@ -25,8 +27,6 @@ from trl_opsd.rollout.sessions import ServerKind
 from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, key_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by
-from trl_opsd.run.pulled import Endable
-from trl_opsd.run.rng import derived_seed
 from trl_opsd.types import Completion, Weight
 
 logger = get_logger(__name__)
@@ -150,7 +150,7 @@ class ServedRollout(SyncedRollout[ServerEngine]):
                 Whether each completion has its `logprobs`, by the weights that generated it.
 
         Returns:
-            [`~run.pulled.Endable`]: the number of each prompt and its completion, as they end. It raises `RuntimeError`
+            [`~parallel.pulled.Endable`]: the number of each prompt and its completion, as they end. It raises `RuntimeError`
             if weights were sent to the engine before the last row was taken.
         """
         self._engine.check_connected()

@@ -15,12 +15,12 @@ import torch
 
 from trl_opsd._compat.trl import VLLMClient
 from trl_opsd.config import OPSDConfig
+from trl_opsd.errors import ServerError
+from trl_opsd.http.addresses import is_this_machine
 from trl_opsd.rollout import answers
 from trl_opsd.rollout.asking import Asking
 from trl_opsd.rollout.sessions import ServerKind, accepts, content
 from trl_opsd.rollout.weight_sync import Stream
-from trl_opsd.run.addresses import is_this_machine
-from trl_opsd.run.errors import ServerError
 
 VLLM = ServerKind(
     name="vLLM",

@@ -12,12 +12,12 @@ import torch
 from accelerate.utils import broadcast_object_list
 
 from trl_opsd.host import Host
+from trl_opsd.http.bounded_http import BoundedSession
 from trl_opsd.models.head import model_shape
 from trl_opsd.rollout.engine import Row, Rows
 from trl_opsd.rollout.one_asks import asked_by_main, shared_errors
 from trl_opsd.rollout.sessions import ServerKind, machines
 from trl_opsd.rollout.weight_sync import Stream
-from trl_opsd.run.bounded_http import BoundedSession
 from trl_opsd.types import Completion
 
 

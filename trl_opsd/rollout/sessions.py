@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 from accelerate.utils import gather_object
 
-from trl_opsd.run.addresses import is_this_machine
-from trl_opsd.run.bounded_http import Answer, BoundedSession
-from trl_opsd.run.errors import ServerError
-from trl_opsd.run.server_tokens import ROLLOUT_TOKEN, token_header
+from trl_opsd.errors import ServerError
+from trl_opsd.http.addresses import is_this_machine
+from trl_opsd.http.bounded_http import Answer, BoundedSession
+from trl_opsd.http.server_tokens import ROLLOUT_TOKEN, token_header
 
 logger = logging.getLogger(__name__)
 

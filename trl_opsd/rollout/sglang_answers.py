@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from trl_opsd.errors import ServerError
+from trl_opsd.http.bounded_http import MIB, Answer
 from trl_opsd.rollout.entries import Reader, are_ids, is_count, is_finite, shown
 from trl_opsd.rollout.sglang_options import GRAMMARS
-from trl_opsd.run.bounded_http import MIB, Answer
-from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
 
 _of = Reader(

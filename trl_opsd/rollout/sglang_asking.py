@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
+from trl_opsd.errors import ServerError
+from trl_opsd.http.bounded_http import Answer, Answers, BoundedSession
 from trl_opsd.rollout import sglang_answers as answers
 from trl_opsd.rollout.engine import Row
 from trl_opsd.rollout.sessions import content
-from trl_opsd.run.bounded_http import Answer, Answers, BoundedSession
-from trl_opsd.run.errors import ServerError
 from trl_opsd.types import Completion
 
 logger = logging.getLogger(__name__)

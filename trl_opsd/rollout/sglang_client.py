@@ -14,11 +14,11 @@ from torch import Tensor
 
 from trl_opsd._compat.weight_group import MEET_SECONDS, WeightGroup
 from trl_opsd.config import OPSDConfig
+from trl_opsd.errors import ServerError
 from trl_opsd.rollout import sglang_answers as answers
 from trl_opsd.rollout.sessions import ServerKind, accepts, content
 from trl_opsd.rollout.sglang_asking import SGLangAsking
 from trl_opsd.rollout.weight_sync import BUCKET_BYTES
-from trl_opsd.run.errors import ServerError
 
 SGLANG = ServerKind(
     name="SGLang",

@@ -14,9 +14,9 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
+from trl_opsd.errors import SyncError
 from trl_opsd.host import Host
 from trl_opsd.rollout.engine import Engine
-from trl_opsd.run.errors import SyncError
 from trl_opsd.types import Completion
 
 WRITTEN = 16

@@ -13,6 +13,7 @@ from trl_opsd._compat.vllm.architectures import LORA_RANKS, why_no_adapter
 from trl_opsd._compat.vllm.engine import EngineOptions, VLLMEngine, why_no_sleep_mode
 from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
+from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rollout.sampling import sampling_options
 from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of, version_of
 from trl_opsd.rollout.weight_sync import (
@@ -25,7 +26,6 @@ from trl_opsd.rollout.weight_sync import (
     saved_by,
     weights_of,
 )
-from trl_opsd.run.rng import preserved_rng
 
 logger = get_logger(__name__)
 

@@ -19,9 +19,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd.models.padding import PADDED, Reading, agree
+from trl_opsd.parallel.precision import least_precise
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 from trl_opsd.rollout.generate import generate
-from trl_opsd.run.precision import least_precise
 
 _TOKENS = 3
 """Tokens to generate; another row leaves the batch after the first."""

@@ -12,7 +12,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from trl_opsd.run.rng import preserved_rng
+from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import Rollout, TeacherTargets
 
 logger = get_logger(__name__)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trl_opsd.run.bounded_http import MIB
-from trl_opsd.run.errors import ServerError
+from trl_opsd.errors import ServerError
+from trl_opsd.http.bounded_http import MIB
 from trl_opsd.teacher.final_norm import FinalNorm
 
 START = 'vllm serve TEACHER --runner pooling --pooler-config \'{"task": "token_embed"}\''

@@ -19,8 +19,8 @@ from trl_opsd.models.backbone import Run, completion_hidden
 from trl_opsd.models.grouping import cheapest_groups, fewest_groups
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.padding import PADDED, Reading
-from trl_opsd.run.kept import Keeper
 from trl_opsd.types import Rollout, TeacherTargets
+from trl_opsd.types.kept import Keeper
 
 PASS_BYTES = 3_000_000_000
 """Bytes of the activations of one pass: of a 7B teacher, enough computation for an H100 to hide the copies of streamed

@@ -10,7 +10,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from trl_opsd.run.kept import has_streams
+from trl_opsd.types.kept import has_streams
 
 _ALIGNMENT = 256
 """Bytes; the allocators' alignment, so that kernels treat a view like a tensor with its own storage."""

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor, distributed
 
-from trl_opsd.run.addresses import is_this_machine
-from trl_opsd.run.bounded_http import Answer, Background, BoundedSession
-from trl_opsd.run.errors import ServerError
-from trl_opsd.run.server_tokens import TEACHER_TOKEN, token_header
+from trl_opsd.errors import ServerError
+from trl_opsd.http.addresses import is_this_machine
+from trl_opsd.http.bounded_http import Answer, Background, BoundedSession
+from trl_opsd.http.server_tokens import TEACHER_TOKEN, token_header
 from trl_opsd.teacher.answered_states import START, Expected
 
 logger = logging.getLogger(__name__)

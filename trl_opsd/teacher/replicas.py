@@ -15,8 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from trl_opsd.run.bounded_http import Background
-from trl_opsd.run.errors import ServerError
+from trl_opsd.errors import ServerError
+from trl_opsd.http.bounded_http import Background
 from trl_opsd.teacher.answered_states import Expected, WrongStatesError, are_same, distance, served_dtype
 from trl_opsd.teacher.replica import BREATH, BusyError, Facts, Replica, say
 

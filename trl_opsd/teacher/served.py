@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.models.head import shape_of
-from trl_opsd.run.kept import Keeper
 from trl_opsd.teacher.answered_states import Expected
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.checkpoint_head import CheckpointHead
@@ -26,6 +25,7 @@ from trl_opsd.teacher.replica import say
 from trl_opsd.teacher.replicas import Replicas
 from trl_opsd.teacher.served_agreement import Reached, reached_by_all
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
+from trl_opsd.types.kept import Keeper
 
 _EXPECTED_BYTES = 4_000_000_000
 """Byte limit for states of rows that were requested ahead; others are requested when their targets are needed."""

@@ -10,8 +10,8 @@ from trl_opsd.cli.doctor import numerics, tokens
 from trl_opsd.cli.doctor.engines import reproduces
 from trl_opsd.cli.doctor.pair import Pair
 from trl_opsd.cli.doctor.settings import Settings, judged
+from trl_opsd.models.probe_runner import Doubt, Finding, Probe, findings
 from trl_opsd.models.probes import GRADIENTS, HEAD, PADDING, Probed
-from trl_opsd.run.probes import Doubt, Finding, Probe, findings
 
 
 def _of(role: str, probe: Probe[Probed], *needs: str) -> Probe[Pair]:

@@ -17,7 +17,7 @@ from trl_opsd.losses.dense import dense_divergence
 from trl_opsd.losses.registry import Settings
 from trl_opsd.losses.streamed import streamed_divergence
 from trl_opsd.models.backbone import completion_hidden
-from trl_opsd.run.probes import Doubt
+from trl_opsd.models.probe_runner import Doubt
 from trl_opsd.types import LazyLogits, OutputHead, PerToken, Rollout
 
 _DIVERGENCES: dict[str, Divergence] = {

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trl_opsd.cli.doctor.pair import LAYERS, Pair
-from trl_opsd.run.probes import Finding
+from trl_opsd.models.probe_runner import Finding
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from trl_opsd.cli.doctor.pair import Pair, Side
 from trl_opsd.data.chat_templates import check_that_all_is_read
 from trl_opsd.data.vocabulary import check_token_maps, largest_id
+from trl_opsd.models.probe_runner import Doubt
 from trl_opsd.models.special_tokens import ensure_special_tokens
-from trl_opsd.run.probes import Doubt
 
 _QUESTION = {"role": "user", "content": "A question."}
 _ANSWER = {"role": "assistant", "content": "An answer."}

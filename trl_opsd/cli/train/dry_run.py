@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd.config import OPSDConfig
-from trl_opsd.run.progress import PHASES
+from trl_opsd.monitor.progress import PHASES
 from trl_opsd.trainer import OPSDTrainer
 
 

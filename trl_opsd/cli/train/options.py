@@ -19,7 +19,7 @@ from trl_opsd.cli.train.tasks import Tasks
 from trl_opsd.config import OPSDConfig
 from trl_opsd.options.foreign import OPTIONS, known_elsewhere
 from trl_opsd.options.names import nearest
-from trl_opsd.run.failure import ends_first, share_tracebacks
+from trl_opsd.parallel.failure import ends_first, share_tracebacks
 
 DTYPES = ["auto", "bfloat16", "float16", "float32"]
 

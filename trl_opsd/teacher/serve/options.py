@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from transformers import HfArgumentParser
 
+from trl_opsd.http.addresses import is_loopback
+from trl_opsd.http.server_tokens import TEACHER_TOKEN, token_in
 from trl_opsd.options.values import from_to, integer, one_of
-from trl_opsd.run.addresses import is_loopback
-from trl_opsd.run.server_tokens import TEACHER_TOKEN, token_in
 from trl_opsd.teacher.serve.protocol import DTYPES
 
 PROG = "python -m trl_opsd.teacher.serve"

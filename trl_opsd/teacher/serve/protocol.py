@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_opsd.run import strict_json
+from trl_opsd._compat import strict_json
 
 TASK = "token_embed"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -16,9 +16,9 @@ from transformers.utils import CONFIG_NAME, cached_file, extract_commit_hash
 
 from trl_opsd._compat.aiohttp import web
 from trl_opsd.config import OPSDConfig
+from trl_opsd.errors import explained
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.model_checks import language_config
-from trl_opsd.run.errors import explained
 from trl_opsd.teacher.build import build_teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.serve.options import PROG, ServeOptions, bound, parsed

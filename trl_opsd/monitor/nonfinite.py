@@ -12,7 +12,7 @@ from typing import Any
 from accelerate.logging import get_logger
 
 from trl_opsd._compat.sharding import whole_shape
-from trl_opsd.run.errors import NonFiniteError
+from trl_opsd.errors import NonFiniteError
 
 RECORD = "opsd_nonfinite.jsonl"
 """File in the output folder with one JSON object per line and finding."""

@@ -62,6 +62,6 @@ def _is_explained(error: Exception) -> bool:
 def _ends_first(error: Exception) -> bool:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return True
-    from trl_opsd.run.failure import ends_first  # which imports torch
+    from trl_opsd.parallel.failure import ends_first  # which imports torch
 
     return ends_first(error)

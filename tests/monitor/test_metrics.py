@@ -17,7 +17,7 @@ from trl import DistillationConfig, DistillationTrainer
 
 import trl_opsd
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.run.metrics import METRICS
+from trl_opsd.monitor.metrics import METRICS
 
 OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 _RECORDED = ("sync/", "rollout/", "nonfinite/", "overlap/", "off_policy/", "on_policy/", "selection/")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from trl_opsd.run.server_tokens import TEACHER_TOKEN
+from trl_opsd.http.server_tokens import TEACHER_TOKEN
 
 ONLY = "teacher"
 """The name of a teacher that is the only one."""

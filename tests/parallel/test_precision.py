@@ -20,7 +20,7 @@ from transformers.utils.import_utils import enable_tf32
 
 from trl_opsd import HFRollout
 from trl_opsd.models.padding import agree
-from trl_opsd.run.precision import autocast, cast_weights, rounds_float32, warn_of_lost_updates
+from trl_opsd.parallel.precision import autocast, cast_weights, rounds_float32, warn_of_lost_updates
 
 BF16 = ["bfloat16"]
 KINDS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trl_opsd.run.addresses import is_loopback, is_this_machine
-from trl_opsd.run.server_tokens import ROLLOUT_TOKEN, token_header
+from trl_opsd.http.addresses import is_loopback, is_this_machine
+from trl_opsd.http.server_tokens import ROLLOUT_TOKEN, token_header
 
 pytestmark = pytest.mark.quick
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trl_opsd.run import strict_json
+from trl_opsd._compat import strict_json
 
 MANIFEST = "opsd_manifest.json"
 """Lists every other file with its size and SHA-256; written last, so a checkpoint without it is torn."""

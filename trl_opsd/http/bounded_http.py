@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from trl_opsd._compat import strict_json
 from trl_opsd._compat.aiohttp import aiohttp
-from trl_opsd.run import strict_json
-from trl_opsd.run.errors import ServerError
+from trl_opsd.errors import ServerError
 
 T = TypeVar("T")
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from trl_opsd.run.clock import PhaseClock
-from trl_opsd.run.metrics import token_metrics
+from trl_opsd.monitor.clock import PhaseClock
+from trl_opsd.monitor.metrics import token_metrics
 
 
 class Accounts:
-    """Accumulated sums by name, and a clock; `watch` as in [`~run.clock.PhaseClock`]."""
+    """Accumulated sums by name, and a clock; `watch` as in [`~monitor.clock.PhaseClock`]."""
 
     def __init__(self, watch: Callable[[str], AbstractContextManager[Any]]) -> None:
         self.clock = PhaseClock(watch)

@@ -22,7 +22,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainingArguments
 
-from trl_opsd.run.manifest import MANIFEST, has_manifest, problems, seal, sync
+from trl_opsd.checkpoints.manifest import MANIFEST, has_manifest, problems, seal, sync
 
 UNFINISHED = "_unfinished"
 """Folder beside the checkpoints in which one is written. Uploads to the Hub skip names that start with `_`."""

@@ -9,8 +9,8 @@ import pytest
 import tiny
 from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
 
-from trl_opsd.run import progress
-from trl_opsd.run.progress import Progress, Rows
+from trl_opsd.monitor import progress
+from trl_opsd.monitor.progress import Progress, Rows
 
 COLUMNS = ["step", "divergence", "length", "tokens/s", "s/step", "write", "teach", "learn", "GiB"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trl_opsd.run import strict_json
+from trl_opsd._compat import strict_json
 
 pytestmark = pytest.mark.quick
 

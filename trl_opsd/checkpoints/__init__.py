@@ -1,0 +1,1 @@
+"""Checkpoints: published whole or not at all, and resumed."""

@@ -1,0 +1,1 @@
+"""Several processes: failures, random states, precision."""

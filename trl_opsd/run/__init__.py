@@ -1,1 +1,0 @@
-"""Checkpoints, guards, metrics and clocks of a run; nothing here knows a trainer."""
