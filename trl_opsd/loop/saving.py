@@ -1,7 +1,7 @@
 """Makes transformers' trainer save to a staging folder first, and resume from complete checkpoints only.
 
-This file knows when a checkpoint is written and read; `checkpoints/checkpoint.py` knows which are complete, `checkpoints/sigterm.py`
-when to stop.
+This file knows when a checkpoint is written and read; `checkpoints/checkpoint.py` knows which are complete,
+`checkpoints/sigterm.py` when to stop.
 """
 
 from __future__ import annotations

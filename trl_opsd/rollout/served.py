@@ -150,8 +150,8 @@ class ServedRollout(SyncedRollout[ServerEngine]):
                 Whether each completion has its `logprobs`, by the weights that generated it.
 
         Returns:
-            [`~parallel.pulled.Endable`]: the number of each prompt and its completion, as they end. It raises `RuntimeError`
-            if weights were sent to the engine before the last row was taken.
+            [`~parallel.pulled.Endable`]: the number of each prompt and its completion, as they end. It raises
+            `RuntimeError` if weights were sent to the engine before the last row was taken.
         """
         self._engine.check_connected()
         with self.session():

@@ -34,7 +34,7 @@ def compared(
     kl_clip: float | None,
     criterion: str | None = None,
 ) -> LossParts:
-    """The loss of a micro-batch, without waiting for a device; `criterion` ([`~losses.token_selection.LATE`]) selects tokens."""
+    """The loss of a micro-batch, without waiting for a device; `criterion` is one of `token_selection.LATE`."""
     # The denominator is that of the whole optimizer step; without one, of this micro-batch.
     if num_items is None:
         num_items = sum(float(share.weights_BC.sum()) for share in shares) or 1.0
