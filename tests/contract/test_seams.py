@@ -15,7 +15,6 @@ from trl import DistillationTrainer
 from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.loop import (
     ahead,
-    card,
     dealing,
     evaluation,
     generations,
@@ -26,7 +25,6 @@ from trl_opsd.loop import (
     upstream_fixes,
 )
 from trl_opsd.loop.ahead import Ahead
-from trl_opsd.loop.card import Cards
 from trl_opsd.loop.dealing import Dealing
 from trl_opsd.loop.evaluation import Evaluations
 from trl_opsd.loop.generations import Generations
@@ -40,7 +38,6 @@ pytestmark = pytest.mark.quick
 
 TABLES = (
     (DistillationTrainer, SeamTrainer, seams.SEAMS),
-    (DistillationTrainer, Cards, card.SEAMS),
     (DistillationTrainer, Dealing, dealing.SEAMS),
     (DistillationTrainer, Evaluations, evaluation.SEAMS),
     (DistillationTrainer, Logged, logged.SEAMS),
