@@ -38,3 +38,149 @@ pytestmark = pytest.mark.quick
 
 TABLES = (
     (DistillationTrainer, TrainerHooks, hooks.SEAMS),
+    (DistillationTrainer, Dealing, dealing.SEAMS),
+    (DistillationTrainer, Evaluations, evaluation.SEAMS),
+    (DistillationTrainer, Logged, logged.SEAMS),
+    (DistillationTrainer, Generations, generations.SEAMS),
+    (DistillationTrainer, UpstreamFixes, upstream_fixes.SEAMS),
+    (Trainer, SafeCheckpoints, saving.SEAMS),
+    (Trainer, GuardedSteps, steps.SEAMS),
+    (Trainer, Ahead, ahead.SEAMS),
+)
+"""The original, the class that overrides its methods, and these with their parameters."""
+
+
+def test_overrides_and_originals_have_the_parameters_of_the_table():
+    found = {
+        f"{cls.__name__}.{name}": tuple(inspect.signature(vars(cls).get(name, getattr(theirs, name))).parameters)
+        for theirs, ours, names in TABLES
+        for name in names
+        for cls in (theirs, ours)
+    }
+    expected = {
+        f"{cls.__name__}.{name}": parameters
+        for theirs, ours, names in TABLES
+        for name, parameters in names.items()
+        for cls in (theirs, ours)
+    }
+    assert found == expected
+
+
+def test_the_table_has_exactly_the_private_methods_that_are_overridden():
+    inherited = {name for base in DistillationTrainer.__mro__[:-1] for name in vars(base)}
+    for _, ours, names in TABLES:
+        functions = {name for name in vars(ours).keys() & inherited if inspect.isfunction(vars(ours)[name])}
+        assert {name for name in functions if name.startswith("_") and not name.startswith("__")} <= names.keys(), ours
+        assert names.keys() <= vars(ours).keys(), ours
+
+
+class Counting(OPSDTrainer):
+    """Records the calls of the verbs."""
+
+    def __init__(self, *args, **kwargs):
+        self.calls: list[str] = []
+        super().__init__(*args, **kwargs)
+
+    def complete(self, prompt_ids):
+        self.calls.append("complete")
+        return super().complete(prompt_ids)
+
+    def teach(self, rollout, rows):
+        self.calls.append("teach")
+        return super().teach(rollout, rows)
+
+    def compare(self, student, rollout, targets, num_items):
+        self.calls.append("compare")
+        return super().compare(student, rollout, targets, num_items)
+
+
+def test_complete_and_teach_run_per_generation_batch_compare_per_micro_batch(make_trainer):
+    trainer = make_trainer(Counting, gradient_accumulation_steps=2, max_steps=2)
+    trainer.train()
+    assert trainer.calls == ["complete", "teach", "compare", "compare"] * 2
+
+
+def test_the_teacher_reads_every_row_of_a_generation_batch_once(make_trainer, monkeypatch):
+    trainer = make_trainer(gradient_accumulation_steps=4, max_steps=1)
+    read = []
+    forward = trainer.teacher.model.base_model.forward
+    monkeypatch.setattr(
+        trainer.teacher.model.base_model,
+        "forward",
+        # `functools.wraps` keeps the signature, from which the positions are decided
+        functools.wraps(forward)(lambda **kwargs: read.append(len(kwargs["input_ids"])) or forward(**kwargs)),
+    )
+    trainer.train()
+    assert read == [8]
+
+
+def test_a_row_is_parsed_once_and_reaches_the_verbs_with_all_columns(make_trainer):
+    given = []
+
+    class Keeping(OPSDTrainer):
+        def teach(self, rollout, rows):
+            given.append(list(rows))
+            assert self.readers.read_batch(rows, "the batch")[0] is rows[0], "a parsed row is not parsed again"
+            return super().teach(rollout, rows)
+
+        def weigh(self, rollout, rows, targets):
+            given.append(list(rows))
+            return super().weigh(rollout, rows, targets)
+
+    make_trainer(Keeping)._generate_and_score_completions([{"prompt": "2+2=", "reward": 3}, {"prompt": "x"}])
+    taught, weighed = given
+    assert all(map(operator.is_, taught, weighed))
+    assert [dict(row) for row in weighed] == [{"prompt": "2+2=", "reward": 3}, {"prompt": "x"}]
+    assert [(row.student.value, row.student.kind, row.teacher) for row in weighed] == [
+        ("2+2=", "text", "teacher"),
+        ("x", "text", "teacher"),
+    ]
+
+
+def test_hooks_without_implementation_raise():
+    for hook in ("complete", "teach", "compare", "read_rows", "check_prompt_ids"):
+        arguments = [None] * (len(inspect.signature(getattr(TrainerHooks, hook)).parameters) - 1)
+        with pytest.raises(NotImplementedError):
+            getattr(TrainerHooks, hook)(None, *arguments)
+
+
+def test_trl_methods_work_outside_of_training_and_keep_their_keys(make_trainer):
+    trainer = make_trainer()
+    prompt_ids = tiny.tokenizer()(["2+2="])["input_ids"]
+    assert trainer._generate_single_turn(prompt_ids, None, {}) == [tiny.tokenizer()("4<|im_end|>")["input_ids"]]
+    batch = trainer._generate_and_score_completions([{"prompt": "2+2="}, {"prompt": "x"}])
+    assert {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "num_items_in_batch"} <= set(batch)
+    assert [row.hidden.shape for row in batch["teacher_rows"]] == [(2, 48), (3, 48)]
+    loss, entropy_sum, tokens = trainer._compute_loss(trainer.model, batch, None)
+    assert min(loss, entropy_sum) > 0
+    assert tokens == 5
+
+
+def test_trl_never_builds_an_engine_of_its_own(tmp_path):
+    args = tiny.config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_timeout=0.01)
+    trainer = TrainerHooks(model=tiny.qwen2(), args=args, train_dataset=tiny.rows(), processing_class=tiny.tokenizer())
+    assert args.use_vllm is True
+    assert trainer.use_vllm is True
+    assert not hasattr(trainer, "vllm_generation")
+
+
+def test_an_empty_completion_becomes_a_masked_row(make_trainer):
+    words = tiny.tokenizer()
+    answers = tiny.recorded(words)
+    answers[tuple(words("x")["input_ids"])] = []
+    trainer = make_trainer(rollout=FixedRollout(answers))
+    both = trainer._generate_and_score_completions([{"prompt": "2+2="}, {"prompt": "x"}])
+    assert both["completion_mask"].tolist() == [[1, 1], [0, 0]]
+    assert both["num_items_in_batch"] == 2
+    alone = trainer._generate_and_score_completions([{"prompt": "2+2="}])
+    (loss, *_), (expected, *_) = (trainer._compute_loss(trainer.model, batch, None) for batch in (both, alone))
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_batch_of_empty_completions_gives_no_loss_and_no_gradient(make_trainer):
+    nothing = {prompt: [] for prompt in tiny.recorded(tiny.tokenizer())}
+    trainer = make_trainer(rollout=FixedRollout(nothing), max_steps=1)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == 0
+    assert all(torch.equal(was, now) for was, now in zip(before, trainer.model.parameters(), strict=True))
