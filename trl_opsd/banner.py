@@ -18,7 +18,7 @@ from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
 from trl_opsd.data.intake import Request
 from trl_opsd.data.readers import Reader, Readers
 from trl_opsd.loop.dealing import of_package
-from trl_opsd.loop.seams import SeamTrainer
+from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.size import described, sizes
@@ -67,7 +67,7 @@ class Banner(TrainerCallback):
 class Described:
     """A complete trainer, to be described. Nothing here is collective: one process may do it alone."""
 
-    trainer: SeamTrainer
+    trainer: TrainerHooks
     """The trainer: its student, options and datasets."""
     teachers: Mapping[str, object]
     """Its teachers by name; `str` describes each."""

@@ -33,7 +33,7 @@ from trl_opsd.data.readers import Reader, Readers
 from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED, TEMPLATE, TEXT_TEMPLATE, Row
 from trl_opsd.data.vocabulary import largest_id, shared_vocabulary
 from trl_opsd.loop.footprint import footprint
-from trl_opsd.loop.seams import SeamTrainer
+from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.models.padding import Reading
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation
@@ -44,7 +44,7 @@ from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
 
 
-class Teaching(SeamTrainer):
+class Teaching(TrainerHooks):
     """A trainer with teachers; a subclass generates completions, and compares."""
 
     row_columns: tuple[str, ...] = COLUMNS

@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.intake import Request
 from trl_opsd.data.readers import Readers
-from trl_opsd.loop.seams import SeamTrainer
+from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.probes import prove_student
 from trl_opsd.monitor.memory import explained
@@ -31,7 +31,7 @@ _users: WeakValueDictionary[int, Writing] = WeakValueDictionary()
 """The trainer that each rollout was last bound to, by the id of the rollout, which that trainer keeps alive."""
 
 
-class Writing(SeamTrainer):
+class Writing(TrainerHooks):
     """A trainer whose student generates completions; a subclass teaches, and compares."""
 
     args: OPSDConfig

@@ -21,7 +21,7 @@ from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 
 class Verbs:
-    """What [`~loop.seams.SeamTrainer`] calls. All of it but `weigh` has to be implemented."""
+    """What [`~loop.hooks.TrainerHooks`] calls. All of it but `weigh` has to be implemented."""
 
     # The metaclass of transformers' trainer ignores `abstractmethod`, so these raise.
 

@@ -15,32 +15,29 @@ from trl import DistillationTrainer
 from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.loop import (
     ahead,
-    card,
     dealing,
     evaluation,
     generations,
+    hooks,
     logged,
     saving,
-    seams,
     steps,
     upstream_fixes,
 )
 from trl_opsd.loop.ahead import Ahead
-from trl_opsd.loop.card import Cards
 from trl_opsd.loop.dealing import Dealing
 from trl_opsd.loop.evaluation import Evaluations
 from trl_opsd.loop.generations import Generations
+from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.logged import Logged
 from trl_opsd.loop.saving import SafeCheckpoints
-from trl_opsd.loop.seams import SeamTrainer
 from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
 
 pytestmark = pytest.mark.quick
 
 TABLES = (
-    (DistillationTrainer, SeamTrainer, seams.SEAMS),
-    (DistillationTrainer, Cards, card.SEAMS),
+    (DistillationTrainer, TrainerHooks, hooks.SEAMS),
     (DistillationTrainer, Dealing, dealing.SEAMS),
     (DistillationTrainer, Evaluations, evaluation.SEAMS),
     (DistillationTrainer, Logged, logged.SEAMS),
@@ -142,9 +139,9 @@ def test_a_row_is_parsed_once_and_reaches_the_verbs_with_all_columns(make_traine
 
 def test_hooks_without_implementation_raise():
     for hook in ("complete", "teach", "compare", "read_rows", "check_prompt_ids"):
-        arguments = [None] * (len(inspect.signature(getattr(SeamTrainer, hook)).parameters) - 1)
+        arguments = [None] * (len(inspect.signature(getattr(TrainerHooks, hook)).parameters) - 1)
         with pytest.raises(NotImplementedError):
-            getattr(SeamTrainer, hook)(None, *arguments)
+            getattr(TrainerHooks, hook)(None, *arguments)
 
 
 def test_trl_methods_work_outside_of_training_and_keep_their_keys(make_trainer):
@@ -161,7 +158,7 @@ def test_trl_methods_work_outside_of_training_and_keep_their_keys(make_trainer):
 
 def test_trl_never_builds_an_engine_of_its_own(tmp_path):
     args = tiny.config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_timeout=0.01)
-    trainer = SeamTrainer(model=tiny.qwen2(), args=args, train_dataset=tiny.rows(), processing_class=tiny.tokenizer())
+    trainer = TrainerHooks(model=tiny.qwen2(), args=args, train_dataset=tiny.rows(), processing_class=tiny.tokenizer())
     assert args.use_vllm is True
     assert trainer.use_vllm is True
     assert not hasattr(trainer, "vllm_generation")
