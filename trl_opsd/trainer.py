@@ -21,6 +21,7 @@ from trl_opsd.arguments.reward_checks import build_rewards
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
+from trl_opsd.loop.model_card import ModelCard
 from trl_opsd.loop.overrides import check_methods, check_verbs
 from trl_opsd.loop.recording import Recording
 from trl_opsd.loop.scoring import selection_of
@@ -222,11 +223,12 @@ class OPSDTrainer(StrictNames, Teaching):
         warn_of_overridden(self.model, self.generation_config)
         self._generation.bind(given.rollout)
         self._overlap.warn()
+        self.model_card = ModelCard(self, lambda: self._described.settings())
         self.is_built = True  # from here on assignments of a user are checked
         self._launch.remember()
         self.args.accept_changes()
-        is_traced = "trackio" in self.args.report_to
-        self._recording = Recording(self.args.output_dir, self.about, is_traced) if self.args.report else None
+        about, is_traced = self.model_card.about, "trackio" in self.args.report_to
+        self._recording = Recording(self.args.output_dir, about, is_traced) if self.args.report else None
         if self._recording is not None:
             self.add_callback(self._recording)
         self.add_callback(Banner(self._announced, lambda: self._described.later()))
@@ -369,10 +371,6 @@ class OPSDTrainer(StrictNames, Teaching):
             return super().__repr__()
         self._launch.restore()
         return self._described.text()
-
-    @property
-    def settings(self) -> Mapping[str, str]:
-        return self._described.settings()
 
     def _announced(self) -> str:
         counted = self.dropped_prompts.copy()

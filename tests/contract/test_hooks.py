@@ -14,7 +14,6 @@ from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.loop import (
-    card,
     evaluation,
     hooks,
     logged,
@@ -22,7 +21,6 @@ from trl_opsd.loop import (
     steps,
     upstream_fixes,
 )
-from trl_opsd.loop.card import Cards
 from trl_opsd.loop.evaluation import Evaluations
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.logged import Logged
@@ -34,7 +32,6 @@ pytestmark = pytest.mark.quick
 
 TABLES = (
     (DistillationTrainer, TrainerHooks, hooks.SEAMS),
-    (DistillationTrainer, Cards, card.SEAMS),
     (DistillationTrainer, Evaluations, evaluation.SEAMS),
     (DistillationTrainer, Logged, logged.SEAMS),
     (DistillationTrainer, UpstreamFixes, upstream_fixes.SEAMS),

@@ -28,13 +28,13 @@ from trl_opsd.data.intake import Request
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.attributes import Attributes
 from trl_opsd.loop.by_teacher import ByTeacher
-from trl_opsd.loop.card import Cards
 from trl_opsd.loop.collapse import Courses
 from trl_opsd.loop.dealing import Dealer
 from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.generations import Generations
 from trl_opsd.loop.logged import Logged
+from trl_opsd.loop.model_card import SELF_DISTILLATION, ModelCard
 from trl_opsd.loop.off_policy import OffPolicy
 from trl_opsd.loop.overlap import Overlap
 from trl_opsd.loop.overrides import prepares_batches
@@ -86,6 +86,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_prepare_inputs": ("self", "generation_batch"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
+    "create_model_card": ("self", "model_name", "dataset_name", "tags"),
 }
 """TRL's methods that are overridden here, with their parameters; a test checks them against the installed TRL."""
 
@@ -94,7 +95,6 @@ class TrainerHooks(
     Logged,
     Attributes,
     Selecting,
-    Cards,
     Evaluations,
     ByTeacher,
     Generations,
@@ -115,6 +115,7 @@ class TrainerHooks(
     """Columns of a dataset that `remove_unused_columns` keeps."""
     hidden_columns: ClassVar[tuple[str, ...]] = ()
     """Columns that are hidden from TRL, which would use them."""
+    model_card: ModelCard
     base_samples: Samples | None
     """Samples of the base weights, taken before PEFT adds an adapter; `None` without one."""
     row_group: RowGroup | None = None
@@ -514,3 +515,33 @@ class TrainerHooks(
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             finally:
                 self._ahead.cancel()
+
+    # ---- The model card -----------------------------------------------------------------------------------------
+
+    @property
+    def _name(self) -> str:
+        kind = self.args.teacher_model_kind
+        return "on-policy distillation" if kind is None else "on-policy self-distillation (OPSD)"
+
+    @property
+    def _paper(self) -> dict[str, str]:
+        paper: dict[str, str] = super()._paper if self.args.teacher_model_kind is None else SELF_DISTILLATION
+        return paper
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Writes `README.md` to `output_dir`: TRL's card, with base model, teachers, objective, settings and figures.
+
+        Args:
+            model_name (`str`, *optional*):
+                Name of the model. When `None`, that of the repository on the Hub, or of `output_dir`.
+            dataset_name (`str`, *optional*):
+                Name of the dataset on the Hub.
+            tags (`str` or `list[str]`, *optional*):
+                More tags.
+        """
+        folder = os.path.basename(os.path.realpath(self.args.output_dir))
+        super().create_model_card(model_name or (self.hub_model_id or folder).split("/")[-1], dataset_name, tags)
+        if self.is_world_process_zero():
+            self.model_card.complete(dataset_name)
