@@ -36,8 +36,8 @@ Generate = Callable[[list[list[int]]], list[list[int]]]
 class Generation:
     """The completions of generation batches; `generate` calls the trainer's `complete`, or takes what is generated.
 
-    With `lmbda` below 1 some rows have the completion of the dataset or of their teacher, as in TRL's GKD trainer: which
-    ones follows from `seed`, the step, and the place of a row among all processes. Evaluations have none.
+    With `lmbda` below 1 some rows have the completion of the dataset or of their teacher, as in TRL's GKD trainer:
+    which ones follows from `seed`, the step, and the place of a row among all processes. Evaluations have none.
     """
 
     rollout: RolloutBackend
