@@ -16,20 +16,16 @@ from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.loop import (
     ahead,
     dealing,
-    evaluation,
     generations,
     hooks,
-    logged,
     saving,
     steps,
     upstream_fixes,
 )
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.dealing import Dealing
-from trl_opsd.loop.evaluation import Evaluations
 from trl_opsd.loop.generations import Generations
 from trl_opsd.loop.hooks import TrainerHooks
-from trl_opsd.loop.logged import Logged
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
@@ -39,8 +35,6 @@ pytestmark = pytest.mark.quick
 TABLES = (
     (DistillationTrainer, TrainerHooks, hooks.SEAMS),
     (DistillationTrainer, Dealing, dealing.SEAMS),
-    (DistillationTrainer, Evaluations, evaluation.SEAMS),
-    (DistillationTrainer, Logged, logged.SEAMS),
     (DistillationTrainer, Generations, generations.SEAMS),
     (DistillationTrainer, UpstreamFixes, upstream_fixes.SEAMS),
     (Trainer, SafeCheckpoints, saving.SEAMS),
