@@ -21,6 +21,7 @@ from trl_opsd.arguments.reward_checks import build_rewards
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
+from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.model_card import ModelCard
 from trl_opsd.loop.overrides import check_methods, check_verbs
 from trl_opsd.loop.recording import Recording
@@ -217,17 +218,18 @@ class OPSDTrainer(StrictNames, Teaching):
         with preserved_rng(self.accelerator.device):
             if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
                 self.prove_student()
-            self._rewards = build_rewards(given.rewards, self.args, self.chat_template_kwargs, self.accelerator.device)
+            rewards = build_rewards(given.rewards, self.args, self.chat_template_kwargs, self.accelerator.device)
+            self._rewards = BatchRewards(self, rewards)
             self.set_up_teaching(given)
         self._prove_divergence(self.divergence)
         warn_of_overridden(self.model, self.generation_config)
         self._generation.bind(given.rollout)
         self._overlap.warn()
-        self.model_card = ModelCard(self, lambda: self._described.settings())
+        self._model_card = ModelCard(self, lambda: self._described.settings())
         self.is_built = True  # from here on assignments of a user are checked
         self._launch.remember()
         self.args.accept_changes()
-        about, is_traced = self.model_card.about, "trackio" in self.args.report_to
+        about, is_traced = self._model_card.about, "trackio" in self.args.report_to
         self._recording = Recording(self.args.output_dir, about, is_traced) if self.args.report else None
         if self._recording is not None:
             self.add_callback(self._recording)

@@ -14,16 +14,12 @@ from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.loop import (
-    evaluation,
     hooks,
-    logged,
     saving,
     steps,
     upstream_fixes,
 )
-from trl_opsd.loop.evaluation import Evaluations
 from trl_opsd.loop.hooks import TrainerHooks
-from trl_opsd.loop.logged import Logged
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
@@ -32,8 +28,6 @@ pytestmark = pytest.mark.quick
 
 TABLES = (
     (DistillationTrainer, TrainerHooks, hooks.SEAMS),
-    (DistillationTrainer, Evaluations, evaluation.SEAMS),
-    (DistillationTrainer, Logged, logged.SEAMS),
     (DistillationTrainer, UpstreamFixes, upstream_fixes.SEAMS),
     (Trainer, SafeCheckpoints, saving.SEAMS),
     (Trainer, GuardedSteps, steps.SEAMS),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from accelerate.logging import get_logger
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import ProcessorMixin, Trainer
@@ -24,41 +25,46 @@ from trl_opsd._compat.parallelism import launched, sharing_rows_ourselves
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_float32
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer, repeat_iterable_dataset
+from trl_opsd.config import OPSDConfig
+from trl_opsd.data.conversations import with_prompts
 from trl_opsd.data.intake import Request
+from trl_opsd.data.solutions import solutions_as_context
 from trl_opsd.loop.ahead import Ahead
-from trl_opsd.loop.attributes import Attributes
-from trl_opsd.loop.by_teacher import ByTeacher
+from trl_opsd.loop.attributes import DATASETS, shown, why_no_effect
+from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.collapse import Courses
 from trl_opsd.loop.dealing import Dealer
-from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
+from trl_opsd.loop.evaluation import Evaluation, Predictions
 from trl_opsd.loop.generation import Generation
-from trl_opsd.loop.generations import Generations
-from trl_opsd.loop.logged import Logged
 from trl_opsd.loop.model_card import SELF_DISTILLATION, ModelCard
-from trl_opsd.loop.off_policy import OffPolicy
 from trl_opsd.loop.overlap import Overlap
 from trl_opsd.loop.overrides import prepares_batches
-from trl_opsd.loop.rewarded import Rewarded
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.scoring import Scorer
-from trl_opsd.loop.selecting import Selecting
 from trl_opsd.loop.shared_rows import parts_to_learn
+from trl_opsd.loop.step_stats import MicroBatch, StepStats
 from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.student import call_in_student, generating_student, padded_prompts, padded_rows, parallelism_in_words
 from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch, UpstreamFixes
+from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.models.model_checks import whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.models.shared_rows import RowGroup, check_shareable
 from trl_opsd.models.trainable import check_can_learn
 from trl_opsd.monitor.memory import explained
+from trl_opsd.monitor.metrics import recorded
+from trl_opsd.monitor.progress import replace_default
 from trl_opsd.options.changes import ReadOnce
 from trl_opsd.options.rules import TRAINING, refuse
+from trl_opsd.options.values import above, from_to
 from trl_opsd.parallel.groups import set_group_timeout
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
+from trl_opsd.parallel.watchdog import Watchdog
 from trl_opsd.types import Rollout, TeacherTargets
-from trl_opsd.types.check_loss_parts import check_parts
+from trl_opsd.types.checks import check_parts
 
 logger = get_logger(__name__)
 
@@ -87,24 +93,18 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
     "create_model_card": ("self", "model_name", "dataset_name", "tags"),
+    "evaluate": ("self", "eval_dataset", "ignore_keys", "metric_key_prefix"),
+    "predict": ("self", "test_dataset", "ignore_keys", "metric_key_prefix"),
+    "get_eval_dataloader": ("self", "eval_dataset"),
+    "get_test_dataloader": ("self", "test_dataset"),
+    "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
+    "_save_checkpoint": ("self", "model", "trial"),
+    "log": ("self", "logs", "start_time"),
 }
 """TRL's methods that are overridden here, with their parameters; a test checks them against the installed TRL."""
 
 
-class TrainerHooks(
-    Logged,
-    Attributes,
-    Selecting,
-    Evaluations,
-    ByTeacher,
-    Generations,
-    OffPolicy,
-    Rewarded,
-    GuardedSteps,
-    Courses,
-    SafeCheckpoints,
-    UpstreamFixes,
-):
+class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
     """TRL's trainer with every method overridden that calls one of the verbs: `complete`, `teach`, `weigh`, `compare`.
 
     A subclass implements them and the checks around them; it gets our own types only. TRL builds neither a teacher nor
@@ -115,7 +115,17 @@ class TrainerHooks(
     """Columns of a dataset that `remove_unused_columns` keeps."""
     hidden_columns: ClassVar[tuple[str, ...]] = ()
     """Columns that are hidden from TRL, which would use them."""
-    model_card: ModelCard
+    args: OPSDConfig
+    divergence: Divergence
+    teacher: Any = None
+    reads_solutions: bool = False
+    """Whether a column `solution` of a dataset is privileged context."""
+    is_built: bool = False
+    """Whether construction has ended; until then TRL assigns attributes, and afterwards a user."""
+    _hides_engine: bool = False
+    """Whether TRL's tool loop is running, which would ask an engine of TRL's for its context."""
+    _model_card: ModelCard
+    _rewards: BatchRewards
     base_samples: Samples | None
     """Samples of the base weights, taken before PEFT adds an adapter; `None` without one."""
     row_group: RowGroup | None = None
@@ -163,14 +173,18 @@ class TrainerHooks(
         if sizes.sp_enabled:
             check_shareable(self.model, sizes.sp_size, sizes.sp_handler.sp_attn_implementation)
             self.row_group = RowGroup(sizes.sp_size)
+        self._launch, self._earlier = Launch(), EarlierTraining(self)
+        self._show_phase = replace_default(self.callback_handler)
+        self._watchdog = Watchdog(self.args.phase_timeout, self.accelerator.process_index)
+        self._stats = StepStats(self, self._watched)
+        self._evaluation = Evaluation(self, self._stats)
         self._generation = Generation(self, lambda prompt_ids: self._ahead.complete(prompt_ids))
         self._dealer = Dealer(self, lambda rows: self._generate_and_score_completions(rows))
         self._scorer = Scorer(self)
         self._overlap = Overlap(self, self._generation, self._dealer, self._scorer, self.begin_batch, self.trl_batch)
         self._ahead = Ahead(self, self._generation, self._overlap.complete)
-        self._launch, self._earlier = Launch(), EarlierTraining(self)
         self._loss_rows: Tensor | None = None
-        self._unread: list[tuple[Mapping[str, Any], Tensor, Tensor | None]] = []
+        self._loss_scored: Tensor | None = None
         self._read_once = ReadOnce.by_trainer(self.args)
         self._read_at_start = ReadOnce.by_training(self.args)
 
@@ -305,10 +319,10 @@ class TrainerHooks(
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         requests = self.begin_batch(inputs)
         written = self.trl_batch(requests)
-        self.note_rewards(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
+        self._rewards.note(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
         # A teacher that was notified of a row reads it in the process that generated it.
         batch, rows = self._dealer.exchanged(written, requests, stay=self._overlap.notifies_teacher)
-        batch.update(self.pulls_of(rows))
+        batch.update(self._rewards.pulls_of(rows))
         batch.update(self._scorer.score(batch, rows))
         batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
         return batch
@@ -317,10 +331,10 @@ class TrainerHooks(
         """Reads and checks the rows of a generation batch, and counts it. Collective."""
         self._read_once.check(self.args)
         set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
-        self.check_same_rows(self._mode)
+        self.check_same_rows("train" if self.model.training else "eval")
         rows: list[Request] = self.read_rows(inputs)
         self._generation.mark(rows)
-        self._accounts[self._mode].count_batch()
+        self._stats.now.count_batch()
         return rows
 
     def trl_batch(self, rows: Sequence[Request]) -> dict[str, Any]:
@@ -358,7 +372,7 @@ class TrainerHooks(
     ) -> tuple:
         """As TRL's, and joins later turns of other processes after those of this one. Collective."""
         looped = super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, images, multimodal_fields)
-        _, self._conversations, *_ = looped
+        _, self._rewards.conversations, *_ = looped
         with self._engine_hidden(False):
             self._generation.join_later_turns()
         return looped
@@ -380,7 +394,7 @@ class TrainerHooks(
         with autocast(self.accelerator):
             parts = self.compare(unwrapped_student, rollout, targets, num_items_in_batch)
         check_parts(parts, rollout, f"{type(self).__name__}.compare", self.model.training)
-        self._loss_rows, self._loss_scored = self.with_teachers(parts.rows, targets.teacher), parts.scored
+        self._loss_rows, self._loss_scored = self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
         if self.model.training:
             self._probe.attach(unwrapped_student)
         weight, _, student_entropy, *_ = parts.rows.sum(0)
@@ -410,49 +424,39 @@ class TrainerHooks(
         # No collective may run inside the wrapper's forward, so the sums of this process are reduced here. The host
         # waits for them, and for other processes, once per step: before the backward pass that the step follows.
         if self.model.training:
-            kept = {name: value for name, value in inputs.items() if name != "teacher_rows"}
-            self._unread.append((kept, rows, self._loss_scored))
+            self._scorer.warn_if_unscored(self._loss_scored)
+            self._stats.add(
+                {name: one for name, one in inputs.items() if name != "teacher_rows"}, rows, self._loss_scored
+            )
             if not self.accelerator.gradient_state.sync_gradients:
                 return (loss, None) if return_outputs else loss
-            learned, self._unread = self._unread, []
-            sums = self.accelerator.reduce(torch.stack([one.sum(0) for _, one, _ in learned]), "sum")
+            counted = self._stats.reduced()
         else:
-            distinct = self.gather_distinct_rows(rows)
-            self.note_evaluated(distinct)
-            learned, sums = [(inputs, rows, None)], distinct.sum(0, keepdim=True)
-            self._written = inputs["completion_ids"].masked_fill(inputs["completion_mask"] == 0, NO_TOKEN)
-        finite = [self._noted(*each, numbers) for each, numbers in zip(learned, sums.tolist(), strict=True)]
+            counted = self._stats.evaluated(inputs, rows, self.gather_distinct_rows(rows))
+            self._evaluation.keep(inputs)
+        finite = [self._is_finite(one) for one in counted]  # each is counted, also after one that is not
         if not all(finite):
             loss = self.with_nan_gradient(loss)
+        elif self.model.training:
+            self._stats.record_step()
         return (loss, None) if return_outputs else loss
 
-    def _noted(self, inputs: Mapping[str, Any], rows: Tensor, scored: Tensor | None, sums: list[float]) -> bool:
-        """Counts a micro-batch by its `sums` over all processes; returns whether its loss is finite in all."""
-        named = self.named(sums)
-        # The sums of an option that is off are 0, which would be logged as if measured.
-        absent = {"clipped": self.args.kl_clip, "pulled": inputs.get("pull"), "importance": inputs.get("logprobs")}
-        named = {name: one for name, one in named.items() if name not in absent or absent[name] is not None}
-        if is_finite := self.is_finite_loss(named, rows):
-            self.check_sums(named)
-            self._accounts[self._mode].add(named)
+    def _is_finite(self, one: MicroBatch) -> bool:
+        """Counts a micro-batch; returns whether its loss is finite in all processes."""
+        if is_finite := self.is_finite_loss(one.named, one.rows):
+            self.check_sums(one.named)
+            self._stats.now.add(one.named)
             if self.model.training:
-                self.note_loss(named)
-                self.note_learned(inputs.get("rows"), rows)
-                self.note_sources(inputs.get("rows"), rows)
-                self._loss_scored = scored
-                self.note_selection(inputs, rows)
-        self.record("entropy", named["student_entropy"] / named["weight"] if named["weight"] else 0.0)
+                self.note_loss(one.named)
+        self.record("entropy", one.named["student_entropy"] / one.named["weight"] if one.named["weight"] else 0.0)
         return is_finite
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         self._read_at_start.check(self.args)
-        with self._accounts["train"].clock("compare"):
+        with self._stats.phase("compare", "train"):
             loss = self._learn(model, inputs, num_items_in_batch)
         if self._call == 0:
             self._dealer.forget()  # its targets must not stay in memory during the next rollout or an evaluation
-            self.record_learned()
-            self.record_sources()
-            self.record_selection()
         return loss
 
     def _learn(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
@@ -503,9 +507,7 @@ class TrainerHooks(
         self._dealer.forget()
         set_known(self, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
-        self._accounts["train"].clear()
-        self._learned_rows = self._sources = self._kept_sums = None
-        self._unread = []
+        self._stats.clear()
         with (
             nullcontext() if self.row_group is None else self.row_group.shares(self.model),
             explained("step", partial(self.footprint, "step")),  # outside the phases, memory is the optimizer's
@@ -515,6 +517,234 @@ class TrainerHooks(
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             finally:
                 self._ahead.cancel()
+
+    # ---- Evaluations --------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """As TRL's; all batches of all datasets are generated in one session of the rollout.
+
+        A `metric_for_best_model` without a value in this evaluation is returned as NaN, which is never the best, and is
+        not logged.
+        """
+        self._launch.restore()
+        with self.session():
+            found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return self._evaluation.with_best(found, self._rewards.names) if metric_key_prefix == "eval" else found
+
+    def predict(
+        self,
+        test_dataset: Dataset | IterableDataset,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+    ) -> Predictions:
+        """Completes the prompts of a dataset, and evaluates the student on them.
+
+        Args:
+            test_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+                As `train_dataset`.
+            ignore_keys (`list[str]`, *optional*):
+                Has no effect; transformers' trainer takes it.
+            metric_key_prefix (`str`, *optional*, defaults to `"test"`):
+                Prefix of the metrics.
+
+        Returns:
+            [`Predictions`]: transformers' `PredictionOutput`. `predictions` are the token ids of the completions,
+            [N, C], in the order of the rows, padded with -100; `texts` are the same as text. With
+            `prediction_loss_only=True` in the config there are neither. `metrics` are those of `evaluate`; there are no
+            `label_ids`.
+        """
+        if not isinstance(test_dataset, Dataset | IterableDataset):
+            raise TypeError(
+                f"`test_dataset` is a {type(test_dataset).__name__}: expected a `datasets.Dataset` or "
+                "`IterableDataset`; call `predict` once for each of several."
+            )
+        self._launch.restore()
+        with self.session():
+            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        return Predictions.of(output, self.processing_class.batch_decode)
+
+    def as_read(self, datasets: Any, where: str) -> Any:
+        """Datasets with their columns renamed to ours."""
+        datasets = with_prompts(datasets, where)
+        return solutions_as_context(datasets) if self.reads_solutions else datasets
+
+    # By `evaluate`, for each dataset, which may not have been there at construction.
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        return super().get_eval_dataloader(self.as_read(eval_dataset, "eval_dataset"))
+
+    # By `predict`. In the order of the rows; TRL shuffles what it evaluates.
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        return self._get_dataloader(
+            dataset=self.as_read(test_dataset, "test_dataset"),
+            description="test",
+            batch_size=self.args.eval_batch_size,
+            sampler_fn=SequentialSampler,
+        )
+
+    # For each dataset of an evaluation, and by `predict`.
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        with self._evaluation.of_dataset(metric_key_prefix) as metrics, self._rewards.evaluation(metric_key_prefix):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        output.metrics.update(metrics)
+        return output
+
+    # For each batch of an evaluation.
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple:
+        with self._stats.phase("compare", "eval"):
+            loss, _, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        completions = self._evaluation.take()
+        return loss, None if prediction_loss_only else completions, labels
+
+    # ---- The log ------------------------------------------------------------------------------------------------
+
+    def record(self, name: str, value: float) -> None:
+        """Adds a number of this process to the next log, which shows the mean; in an evaluation, to its metrics.
+
+        Args:
+            name (`str`):
+                Any that is not logged already.
+            value (`float` or `torch.Tensor`):
+                One number.
+
+        Raises:
+            ValueError: It is not one number, or the name is taken.
+        """
+        self._metrics["train" if self.model.training else "eval"][name].append(recorded(name, value))
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Times the body as a phase of training, `time/<name>` in the log, and reports it if it hangs."""
+        return self._stats.phase(name)
+
+    @contextmanager
+    def _watched(self, phase: str) -> Iterator[None]:
+        with explained(phase, partial(self.footprint, phase)), self._watchdog(phase), self._show_phase(phase):
+            yield
+
+    # For each checkpoint, also after an evaluation.
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with self._stats.phase("save", "train"):
+            super()._save_checkpoint(model, trial)
+
+    # After `logging_steps`, after an evaluation, and at the end of a training.
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        # TRL takes the numbers of training or evaluation by the mode of the model, and an evaluation may have left it.
+        is_training, self.model.training = self.model.training, self.model.training or "train_runtime" in logs
+        try:
+            if self.model.training:
+                logs.update(self._stats.means())
+                if "loss" in logs and self._guard.counts:
+                    logs["nonfinite/skipped_steps"] = self._guard.skipped
+            if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
+                os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
+            numbers = self._metrics["train" if self.model.training else "eval"]
+            for name in [name for name, each in numbers.items() if all(map(math.isnan, each))]:
+                del numbers[name]  # TRL would log `None`, which nothing that shows or stores a log expects
+            super().log(logs, start_time)
+        finally:
+            self.model.training = is_training
+
+    # ---- Attributes ---------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self.is_built:
+            super().__setattr__(name, value)
+        elif name in DATASETS:
+            if value is not getattr(self, name):
+                self.replace_dataset(name, value)
+        elif why := why_no_effect(self, name, value, self._read_once.names):
+            raise AttributeError(f"`trainer.{name} = {shown(value)}` would have no effect: {why}", name=name, obj=self)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def beta(self) -> float | None:
+        """TRL's number for the divergence, `None` where it has none; assigning to it sets the divergence."""
+        match self.divergence:
+            case ForwardKL():
+                return 0.0
+            case ReverseKL():
+                return 1.0
+            case GeneralizedJSD(beta=beta):
+                return beta
+        return None
+
+    @beta.setter
+    def beta(self, beta: float) -> None:
+        from_to(0, 1).check("beta", beta)
+        self.divergence = divergence_of(None, Settings(beta=beta))
+
+    @property
+    def temperature(self) -> float:
+        """Softmax temperature of the loss, for models without an option of their own; rollouts have that of
+        `generation_config`, as in TRL.
+        """
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, temperature: float) -> None:
+        above(0).check("temperature", temperature)
+        self._temperature = temperature
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """Softmax temperatures of the student and of the teacher in the loss."""
+        student, teacher = self.args.student_temperature, self.args.teacher_temperature
+        return student or self.temperature, teacher or self.temperature
+
+    @property
+    def use_vllm(self) -> bool:
+        """Whether vLLM generates."""
+        return self.args.use_vllm and not self._hides_engine
+
+    @use_vllm.setter
+    def use_vllm(self, use_vllm: bool) -> None:
+        """Ignores what TRL assigns, whose value is hidden from it."""
+
+    @property
+    def vllm_generation(self) -> Any:
+        raise AttributeError(
+            "`trainer.vllm_generation` is TRL's engine, which is not built here: with `use_vllm=True` the engine is "
+            "behind `trainer.rollout`, whose `sync_weights` and `close` are public.",
+            name="vllm_generation",
+            obj=self,
+        )
+
+    @property
+    def teacher_model(self) -> Any:
+        """The model of the only teacher. Another model or path can be assigned, between two optimizer steps."""
+        return getattr(self.teacher, "model", None)
+
+    @teacher_model.setter
+    def teacher_model(self, teacher_model: Any) -> None:
+        # While it builds the student, TRL assigns None.
+        if self.is_built and teacher_model is not self.teacher_model:
+            self.replace_teacher(teacher_model)
+
+    def replace_dataset(self, name: str, dataset: Any) -> None:
+        """Checks other rows as the first were, and takes them; the implementation of assigning to a dataset."""
+        raise NotImplementedError
+
+    def replace_teacher(self, teacher_model: Any) -> None:
+        """Builds the teacher anew from another model or path; the implementation of assigning to `teacher_model`."""
+        raise NotImplementedError
+
+    @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """Names of the teachers, in the order of their numbers; empty if there is one."""
+        return ()
 
     # ---- The model card -----------------------------------------------------------------------------------------
 
@@ -544,4 +774,4 @@ class TrainerHooks(
         folder = os.path.basename(os.path.realpath(self.args.output_dir))
         super().create_model_card(model_name or (self.hub_model_id or folder).split("/")[-1], dataset_name, tags)
         if self.is_world_process_zero():
-            self.model_card.complete(dataset_name)
+            self._model_card.complete(dataset_name)

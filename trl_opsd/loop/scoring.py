@@ -12,21 +12,23 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd.data.teacher_prompts import Row
 from trl_opsd.host import Host, TrainerHost
 from trl_opsd.loop.overrides import may_change_batches
+from trl_opsd.loop.step_stats import CANDIDATES
 from trl_opsd.losses.token_selection import Selection
 from trl_opsd.models.mode import preserved_mode
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.types import Rollout
-from trl_opsd.types.check_targets import check_targets
+from trl_opsd.types.checks import check_targets
 from trl_opsd.types.kept import kept_by_row
 
-CANDIDATES = "selected_from"
-"""Key of a batch: [B], number of tokens of each row to select from."""
+logger = get_logger(__name__)
+
 LARGEST = 1e20
 """Sums of weighted nats are float32, whose maximum is 3e38."""
 _SALT = 1
@@ -37,7 +39,7 @@ class Scorer:
     """Has the teacher score a generation batch, weighs its tokens, and scores changed ones anew before their loss."""
 
     def __init__(self, host: TrainerHost) -> None:
-        self._host = host
+        self._host, self._has_warned = host, False
 
     def score(self, batch: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
         """What the loss needs besides TRL's keys: targets, weights, and a digest of the tokens they belong to."""
@@ -73,6 +75,17 @@ class Scorer:
         # What other tokens were sampled with says nothing of these.
         batch = {name: value for name, value in batch.items() if name != "logprobs"}
         return {**batch, **self.score(batch, self._host.rows_of(_written(batch)) if rows is None else rows)}
+
+    def warn_if_unscored(self, scored: Tensor | None) -> None:
+        """Warns once if `compare` did not return the `scored` of a late selection."""
+        selection = selection_of(self._host)
+        if scored is None and selection is not None and selection.is_late and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                f"`token_selection={selection.criterion!r}` was not applied: it is by `super().compare`, and "
+                f"`{type(self._host).__name__}.compare` did not return what that returns (`dataclasses.replace` "
+                "changes it)."
+            )
 
     def _needs_scoring(self, batch: Mapping[str, Any]) -> bool:
         if "scored" not in batch:
