@@ -20,11 +20,10 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import ProcessorMixin, Trainer
 
 from trl_opsd._compat.deepspeed import recompute_buffers
-from trl_opsd._compat.known import set_known
-from trl_opsd._compat.parallelism import launched, sharing_rows_ourselves
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
-from trl_opsd._compat.sharding import is_split_model, keep_float32
+from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sharing_rows_ourselves
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer, repeat_iterable_dataset
+from trl_opsd._compat.versions import set_known
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.conversations import with_prompts
 from trl_opsd.data.intake import Request
