@@ -16,7 +16,7 @@ from trl_opsd.data.completions import completion_ids
 from trl_opsd.data.intake import Request
 from trl_opsd.host import TrainerHost
 from trl_opsd.loop.overrides import of_package, overrides
-from trl_opsd.models.mode import preserved_mode
+from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.monitor.memory import explained
 from trl_opsd.parallel.pulled import Endable
 from trl_opsd.parallel.rng import derived_seed

@@ -47,11 +47,10 @@ from trl_opsd.loop.student import call_in_student, generating_student, padded_pr
 from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch, UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
-from trl_opsd.models.model_checks import whole_checkpoint, whole_on
+from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
-from trl_opsd.models.samples import Samples, sampled
 from trl_opsd.models.shared_rows import RowGroup, check_shareable
-from trl_opsd.models.trainable import check_can_learn
+from trl_opsd.models.weights import Samples, sampled
 from trl_opsd.monitor.memory import explained
 from trl_opsd.monitor.metrics import recorded
 from trl_opsd.monitor.progress import replace_default

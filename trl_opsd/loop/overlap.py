@@ -22,7 +22,7 @@ from trl_opsd.host import TrainerHost
 from trl_opsd.loop.dealing import Dealer, Parts
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.scoring import Scorer
-from trl_opsd.models.mode import preserved_mode
+from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.pulled import Pulled
 from trl_opsd.types import Rollout
 

@@ -20,7 +20,7 @@ from trl_opsd.host import Host, TrainerHost
 from trl_opsd.loop.overrides import may_change_batches
 from trl_opsd.loop.step_stats import CANDIDATES
 from trl_opsd.losses.token_selection import Selection
-from trl_opsd.models.mode import preserved_mode
+from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.types import Rollout
