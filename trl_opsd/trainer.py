@@ -50,8 +50,7 @@ from trl_opsd.rollout.changes import warn_of_overridden
 from trl_opsd.rollout.pick import check_rollout, chosen_rollout
 from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.teacher.checks import TeacherLike
-from trl_opsd.teacher.comparison import compared
-from trl_opsd.teacher.routing import shares
+from trl_opsd.teacher.comparison import compared, shares
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 logger = get_logger(__name__)

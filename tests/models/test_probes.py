@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trl_opsd.models.probe_runner import Doubt, Probe, findings, require
+from trl_opsd.models.probes import Doubt, Probe, findings, require
 
 pytestmark = pytest.mark.quick
 

@@ -1,5 +1,7 @@
 """Probes of a model, each made by running it: its output head, its gradients, and which rows may share a pass.
 
+A trainer raises the first failure; `doctor` collects all.
+
 B rows · L tokens · V vocabulary size · H hidden size
 """
 
@@ -7,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from time import perf_counter
+from typing import Any, Generic, Literal, TypeVar
 from warnings import catch_warnings, filterwarnings
 
 import torch
@@ -31,10 +35,98 @@ from trl_opsd.models.backbone import (
 )
 from trl_opsd.models.head import logits_of, shape_of, whole_head
 from trl_opsd.models.padding import PADDED, Read, Reading, gap_of_packing, prove_reading
-from trl_opsd.models.probe_runner import CANNOT_RUN, Doubt, Probe, require
 from trl_opsd.parallel.precision import autocast, dtypes_of, least_precise
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import OutputHead, Rollout
+
+Subject = TypeVar("Subject")
+
+CANNOT_RUN = (AttributeError, TypeError, LookupError, AssertionError, NotImplementedError, RuntimeError)
+"""Errors raised by a forward that expects other inputs."""
+
+
+class Doubt(Exception):
+    """Something that works, but may not be intended."""
+
+
+def _as_measured(subject: Any, measured: Any) -> str:
+    return str(measured)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe(Generic[Subject]):
+    """Something to try. Called with its subject, returns what was found, or raises what is wrong with it."""
+
+    name: str
+    run: Callable[[Subject], Any]
+    """Measures."""
+    expected: Callable[[Subject, Any], str] = _as_measured
+    """Judges what was measured: says it, or raises a `ValueError`, or a [`Doubt`]."""
+    cannot: str = ""
+    """What the subject cannot do if `run` raises one of `errors`."""
+    remedy: str = ""
+    """What to do then."""
+    errors: tuple[type[Exception], ...] = ()
+    needs: tuple[str, ...] = ()
+    """Probes whose failure this one would only repeat."""
+
+    def __call__(self, subject: Subject) -> str:
+        try:
+            measured = self.run(subject)
+        except self.errors as error:
+            # The trainer explains this one; it is not the subject's fault.
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(
+                f"{subject} cannot {self.cannot}, {type(error).__name__}: {error}. {self.remedy}"
+            ) from error
+        return self.expected(subject, measured)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of a probe."""
+
+    name: str
+    verdict: Literal["ok", "warning", "failed", "skipped"]
+    said: str
+    seconds: float
+
+
+def require(probes: Iterable[Probe[Subject]], subject: Subject) -> None:
+    """Raises the first failure; a doubt is none."""
+    for probe in probes:
+        try:
+            probe(subject)
+        except Doubt:
+            continue
+
+
+def findings(
+    probes: Iterable[Probe[Subject]], subject: Subject, begin: Callable[[str], None] = lambda name: None
+) -> Iterator[Finding]:
+    """Results of all probes, in their order, also after a failure; `begin` is called with the name of each."""
+    failed: set[str] = set()
+    for probe in probes:
+        begin(probe.name)
+        if lacking := [name for name in probe.needs if name in failed]:
+            found = Finding(probe.name, "skipped", f"Needs: {', '.join(lacking)}.", 0.0)
+        else:
+            found = _tried(probe, subject)
+        if found.verdict in ("failed", "skipped"):
+            failed.add(probe.name)
+        yield found
+
+
+def _tried(probe: Probe[Subject], subject: Subject) -> Finding:
+    start, verdict = perf_counter(), "ok"
+    try:
+        said = probe(subject)
+    except Doubt as doubt:
+        verdict, said = "warning", str(doubt)
+    except Exception as error:  # whatever a model or an engine raises is a finding
+        verdict, said = "failed", str(error) or type(error).__name__
+    return Finding(probe.name, verdict, " ".join(said.split()), round(perf_counter() - start, 2))  # type: ignore[arg-type]
 
 
 class Probed:
@@ -161,7 +253,7 @@ HEAD: Probe[Probed] = Probe(
 # ---- Gradients: a student runs in training mode, in which some families differ, and they reach its layers ------------
 
 
-def _learned_states(one: Probed) -> Tensor | None:
+def _trained_states(one: Probed) -> Tensor | None:
     """[1, 5, H], states of five completion tokens in training mode; `None` of a sharded student, after a pass."""
     device, step = OutputHead.of(one.model).weight.device, shape_of(OutputHead.of(one.model))[0] // 8
     row = Rollout.of([[0, step, 2 * step]], [[step * place for place in range(3, 8)]], device)
@@ -181,15 +273,15 @@ def _reach_weights(one: Probed, hidden_BCH: Tensor | None) -> str:
         return "Runs in training mode."
     of_head = {id(parameter) for parameter in one.model.get_output_embeddings().parameters()}
     weights = one.model.named_parameters()
-    learns = {name: id(weight) for name, weight in weights if weight.requires_grad and id(weight) not in of_head}
-    if learns and not hidden_BCH.requires_grad:
+    trainable = {name: id(weight) for name, weight in weights if weight.requires_grad and id(weight) not in of_head}
+    if trainable and not hidden_BCH.requires_grad:
         raise ValueError(
             f"No gradient passes through the {one.called}, although parameters below its head require one, so they "
             "would never be updated: load it without quantisation for inference, without `torch.no_grad` in its "
             f"forward, and with `{CHECKPOINTING}_kwargs={{'use_reentrant': False}}`."
         )
     reached = _reached(hidden_BCH)
-    one.unreached = [name for name, number in learns.items() if number not in reached]
+    one.unreached = [name for name, number in trainable.items() if number not in reached]
     if one.unreached:
         raise Doubt(f"No gradient reaches {len(one.unreached)} parameters, the first {one.unreached[0]!r}.")
     return "Reach all weights below the head."
@@ -212,7 +304,7 @@ def _reached(hidden_BCH: Tensor) -> set[int]:
 
 GRADIENTS: Probe[Probed] = Probe(
     "gradients",
-    _learned_states,
+    _trained_states,
     _reach_weights,
     cannot="read eight tokens in training mode",
     remedy="In eval mode it can: use another model as the student, or this one as a teacher.",
@@ -254,11 +346,11 @@ def _borders(model: CausalLM) -> set[int]:
     return {border for border in stated if border and border < (context_of(model) or 0)}
 
 
-def _said_of_reading(one: Probed, reading: Reading) -> str:
+def _described_reading(one: Probed, reading: Reading) -> str:
     return "Rows share a batch." if reading.padded_up_to == math.inf else "Rows are read by length, without padding."
 
 
-PADDING: Probe[Probed] = Probe("padding", _found_reading, _said_of_reading)
+PADDING: Probe[Probed] = Probe("padding", _found_reading, _described_reading)
 
 
 def _packing_gap(one: Probed) -> float | None:

@@ -14,7 +14,7 @@ from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig, PreTrai
 from transformers.utils import cached_file
 
 from trl_opsd._compat.trl import get_config_model_id
-from trl_opsd.models.checks import LOCATION_OPTIONS, naming_trust
+from trl_opsd.models.checks import naming_trust, place_of
 
 logger = get_logger(__name__)
 
@@ -95,8 +95,7 @@ def configured_vocabulary(model: Any, loading: dict[str, Any]) -> int | None:
     if not isinstance(model, str):
         rows: int | None = getattr(model.config.get_text_config(), "vocab_size", None)
         return rows
-    place = {name: loading[name] for name in LOCATION_OPTIONS if loading.get(name) is not None}
-    config, _ = PretrainedConfig.get_config_dict(model, **place)
+    config, _ = PretrainedConfig.get_config_dict(model, **place_of(loading))
     rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return rows
 

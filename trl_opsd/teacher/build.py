@@ -188,8 +188,8 @@ def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedMode
         theirs = AutoConfig.from_pretrained(path, **location(args))
         _check_movable(theirs, args.teacher_offload)
         if args.teacher_offload == "zero3":
-            asked = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None)
-            config = reader_config(asked or theirs.dtype or torch.float32, theirs.get_text_config().hidden_size, device)
+            dtype = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None)
+            config = reader_config(dtype or theirs.dtype or torch.float32, theirs.get_text_config().hidden_size, device)
     elif args.distributed_state.distributed_type != DistributedType.NO:
         kwargs["device_map"] = {"": device}
     else:

@@ -140,7 +140,7 @@ class CheckpointHead:
         for name, parameter in list(layer.named_parameters(recurse=False)):
             value = self._read(parameter).to(device, dtype, copy=True)  # a view would change when the file is rewritten
             setattr(layer, name, nn.Parameter(value, requires_grad=False))
-        with _answering(self._model, self.width, dtype, device):
+        with _random_states(self._model, self.width, dtype, device):
             Probed(self._model, "teacher").prove(HEAD)
         found = OutputHead.of(self._model)
         bias = None if found.bias is None else found.bias.detach()
@@ -222,7 +222,7 @@ class _Tensors:
         return found
 
 
-class _Read(BaseModelOutputWithPast):
+class _OnlyStates(BaseModelOutputWithPast):
     """A backbone's output of which only the hidden states are known."""
 
     def __getattr__(self, name: str) -> None:
@@ -230,15 +230,15 @@ class _Read(BaseModelOutputWithPast):
 
 
 @contextmanager
-def _answering(model: CausalLM, width: int, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+def _random_states(model: CausalLM, width: int, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Replaces the forward of what holds the layers by random states, so that the head can run without layers."""
     layers = layer_list(model)
     holders = [one for one in model.modules() if one is not model and one is not layers and layers in one.modules()]
     replaced = list({id(one): one for one in (backbone_of(model), *holders)}.values())
 
-    def forward(input_ids: Tensor, **_: Any) -> _Read:
+    def forward(input_ids: Tensor, **_: Any) -> _OnlyStates:
         states_BLH = torch.randn(*input_ids.shape, width, generator=torch.Generator().manual_seed(0))
-        return _Read(last_hidden_state=states_BLH.to(device, dtype))
+        return _OnlyStates(last_hidden_state=states_BLH.to(device, dtype))
 
     for one in replaced:  # some families call a module inside the backbone
         one.forward = forward

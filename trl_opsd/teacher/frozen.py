@@ -36,7 +36,7 @@ MOST_TOKENS = {"cpu": 1024, "accelerator": math.inf}
 """Tokens of a pass beyond which a device gets slower: a CPU's caches no longer hold a layer's output."""
 
 
-def read(
+def score_groups(
     run: Run,
     rollout: Rollout,
     groups: Sequence[Sequence[int]],
@@ -195,4 +195,4 @@ class FrozenTeacher(Teacher):
         with preserved_mode(self.model), self.placement.reading(passes) as run:
             if self.model.training:  # the caller may have set it to training mode since
                 self.model.eval()
-            return read(run, rollout, groups, passes, device, self._cache_device, self._progress, self.reading)
+            return score_groups(run, rollout, groups, passes, device, self._cache_device, self._progress, self.reading)

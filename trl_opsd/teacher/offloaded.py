@@ -201,9 +201,9 @@ class Offloaded(Placement):
             # What belongs to no layer is needed from the first operation on.
             self.prefetcher.wait(self.prefetcher.fetch(self._rest, rest))
             self._rest.point_to(rest)
-            arrivals = _Arrivals(self._blocks, buffers, self.prefetcher, visits=passes * len(self._blocks))
+            prefetch = _LayerPrefetch(self._blocks, buffers, self.prefetcher, visits=passes * len(self._blocks))
             hooks = [
-                layer.register_forward_pre_hook(lambda *_, number=number: arrivals.enter(number))
+                layer.register_forward_pre_hook(lambda *_, number=number: prefetch.enter(number))
                 for number, layer in enumerate(self._layers)
             ]
             try:
@@ -213,9 +213,6 @@ class Offloaded(Placement):
                     hook.remove()
                 for block in (*self._blocks, self._rest):
                     block.restore()
-
-    def passes_to_run(self, passes: int) -> int:
-        return passes
 
 
 class Hosted(Offloaded):
@@ -229,7 +226,7 @@ class Hosted(Offloaded):
         return layers
 
 
-class _Arrivals:
+class _LayerPrefetch:
     """Prefetches layers in order, pass after pass; a layer that is called out of order is copied at that moment."""
 
     def __init__(

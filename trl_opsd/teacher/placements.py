@@ -13,7 +13,7 @@ from torch import distributed
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import Run, call
-from trl_opsd.models.checks import check_one_device
+from trl_opsd.models.checks import check_on_device
 from trl_opsd.types import OutputHead
 
 
@@ -65,9 +65,9 @@ class Placement(ABC):
             `ContextManager`: yields a [`~models.backbone.Run`], through which every pass has to go.
         """
 
-    @abstractmethod
     def passes_to_run(self, passes: int) -> int:
         """Passes to run: `passes`, or the maximum over processes if passes are collective."""
+        return passes
 
 
 class Resident(Placement):
@@ -84,7 +84,8 @@ class Resident(Placement):
     """
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
-        _check_in_memory(model, device)
+        # The loss never calls the head, so nothing would fetch weights that are elsewhere.
+        check_on_device(model, device, "teacher", "`teacher_offload='stream'` takes little device memory")
         # Quantised weights and device maps cannot be moved with `to`.
         fixed = getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False)
         self.model = model if fixed else model.to(device)
@@ -97,16 +98,3 @@ class Resident(Placement):
     @contextmanager
     def reading(self, passes: int) -> Iterator[Run]:
         yield partial(call, self.model)
-
-    def passes_to_run(self, passes: int) -> int:
-        return passes
-
-
-def _check_in_memory(model: CausalLM, device: torch.device) -> None:
-    """Refuses weights that are not where the loss, which never calls the head, can read them."""
-    check_one_device(model, device, "teacher", "`teacher_offload='stream'` takes little device memory")
-    if any(one.is_meta for one in model.parameters()):
-        raise ValueError(
-            f"The teacher ({type(model).__name__}) cannot be used as it was loaded: some of its weights are not in "
-            "memory. Load it with `from_pretrained`; `teacher_offload='stream'` then takes little device memory."
-        )

@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd._compat.peft import CausalLM, rewrites_base, without_adapter
@@ -20,7 +20,7 @@ from trl_opsd.models.checks import sizes
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.weights import first_change, sampled
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.frozen import pass_groups, read
+from trl_opsd.teacher.frozen import pass_groups, score_groups
 from trl_opsd.teacher.placements import max_over_processes
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
@@ -38,10 +38,10 @@ class Origin:
         kinds = {name: config for name, config in student.peft_config.items() if rewrites_base(config)}
         changed = first_change(handed_in, sampled(student))
         if kinds or changed is not None:
-            said = [f"init_lora_weights={config.init_lora_weights!r}" for config in kinds.values()]
+            inits = [f"init_lora_weights={config.init_lora_weights!r}" for config in kinds.values()]
             raise ValueError(
                 f"`teacher_model_kind='base'` is the student without its adapter, but the adapter "
-                f"({', '.join(said) or 'as it was added'}) has changed the weights under it"
+                f"({', '.join(inits) or 'as it was added'}) has changed the weights under it"
                 f"{'' if changed is None else f', first {changed}'}: what is left is another model. Initialise the "
                 f"adapter so that it leaves them alone (`init_lora_weights=True`), {_ANOTHER_COPY}."
             )
@@ -58,41 +58,17 @@ class Origin:
             )
 
     def _check_frozen(self) -> None:
-        learns = {name for name, parameter in self._student.named_parameters() if parameter.requires_grad}
+        trainable = {name for name, parameter in self._student.named_parameters() if parameter.requires_grad}
         # With the adapter disabled, peft before 0.19 also makes the originals of `modules_to_save` trainable.
         with without_adapter(self._student):
             without = [name for name, parameter in self._student.named_parameters() if parameter.requires_grad]
-        trained = [name for name in without if name in learns]
+        trained = [name for name in without if name in trainable]
         if trained:
             raise ValueError(
                 f"`teacher_model_kind='base'` is the student without its adapter, but {trained[0]!r} is trained and "
                 f"belongs to both (in all {len(trained)} such parameters), so the teacher would learn with the "
                 f"student: set `bias='none'` in the `peft_config`, freeze it, {_ANOTHER_COPY}."
             )
-
-
-def share_memory(teacher: Any, student: CausalLM) -> bool:
-    """Whether training the student would change the teacher, or freezing the teacher freeze the student."""
-    # By address too, as two modules may hold views of one tensor.
-    theirs = {place for one in _models(teacher) for place in _places(one)}
-    return bool(theirs) and isinstance(student, nn.Module) and not theirs.isdisjoint(_places(student))
-
-
-def _models(teacher: Any) -> Iterator[nn.Module]:
-    """The models inside a teacher, which may hold other teachers."""
-    if isinstance(teacher, nn.Module):
-        yield teacher
-    elif isinstance(teacher, Teacher):
-        for one in vars(teacher).values():
-            yield from _models(one)
-
-
-def _places(model: nn.Module) -> set[tuple[str, int]]:
-    """Identifies parameters by object and by address, as one parameter may be a view of another's memory."""
-    parameters = list(model.parameters())
-    addresses = {("address", parameter.data_ptr()) for parameter in parameters if not parameter.is_meta}
-    sharded = {("address", 0)}  # ZeRO-3 leaves no local storage
-    return {("object", id(parameter)) for parameter in parameters} | addresses - sharded
 
 
 FILE = "ema_teacher.safetensors"
@@ -247,6 +223,6 @@ class OwnTeacher(Teacher):
             groups = pass_groups(self.model, rollout, self.reading, few=is_split_model(self.model))
             passes = max_over_processes(len(groups), device)
             with self._as_teacher():
-                return read(
+                return score_groups(
                     self._run, rollout, groups, passes, device, self._cache_device, self._progress, self.reading
                 )

@@ -1,16 +1,29 @@
-"""All teachers of a run by name, and what concerns all of them: heads, state, the routing of rows."""
+"""All teachers of a run by name: sends each row to its own, and checks the targets that come back.
+
+B rows · C completion tokens · n tokens of one completion · H hidden width
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+
 from trl_opsd.models.head import gathered_head, shape_of
+from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.routing import targets_of
 from trl_opsd.teacher.self_teacher import Average, Origin
-from trl_opsd.types import OutputHead, Rollout, TeacherTargets
+from trl_opsd.types import OutputHead, Rollout, RowTargets, TeacherTargets
+from trl_opsd.types.checks import check_targets
+from trl_opsd.types.kept import kept_by_row
+
+logger = get_logger(__name__)
 
 
 @final
@@ -60,10 +73,28 @@ class Teachers(Mapping[str, Teacher]):
         return {name: teacher.context for name, teacher in self.items()}
 
     def targets(self, rollout: Rollout, names: Sequence[str]) -> TeacherTargets:
-        """[`~teacher.routing.targets_of`]; the first answer of a user's teacher is examined."""
-        targets = targets_of(self, rollout, names, self._unproved)
-        # The probe costs one more call, so it is made once per teacher.
-        self._unproved.difference_update(names)
+        """The targets of each row from its teacher in `names`."""
+        if self.only is not None:
+            return self._checked(next(iter(self)), rollout)
+        number_of = {name: number for number, name in enumerate(self)}
+        found: dict[int, RowTargets] = {}
+        for name in dict.fromkeys(names):  # one teacher at a time, so that only one has to be on the device
+            rows = [row for row, one in enumerate(names) if one == name]
+            of_theirs = rollout.select(rows)
+            theirs = kept_by_row(self._checked(name, of_theirs), of_theirs.weights)
+            found.update(zip(rows, theirs.rows or (), strict=True))
+        numbers_B = torch.tensor([number_of[name] for name in names])
+        return TeacherTargets.by_row([found[row] for row in range(len(names))], rollout.weights.size(1), numbers_B)
+
+    def _checked(self, name: str, rollout: Rollout) -> TeacherTargets:
+        teacher = self[name]
+        targets = _scored(teacher, rollout)
+        check_depends_on_input(rollout, targets, name)
+        if name in self._unproved:
+            if targets.rows is None:  # the teacher may reuse the tensor for its next answer
+                targets = replace(targets, hidden=targets.hidden.clone())
+            prove_alignment(partial(_scored, teacher), rollout, targets, f"{type(teacher).__name__}.targets")
+            self._unproved.remove(name)  # the proof costs one more call
         return targets
 
     @property
@@ -107,3 +138,112 @@ class Teachers(Mapping[str, Teacher]):
 def _is_ours(teacher: Teacher) -> bool:
     """Whether a teacher scores with this package's code."""
     return str(type(teacher).targets.__module__).startswith(str(__package__))
+
+
+def _scored(teacher: Teacher, rollout: Rollout) -> TeacherTargets:
+    with torch.no_grad():
+        targets = teacher.targets(rollout)
+    check_targets(targets, rollout, f"{type(teacher).__name__}.targets", width=shape_of(teacher.head)[1])
+    return targets
+
+
+_FEW = 4
+"""Rows whose first and last target are compared first; if they differ, as nearly always, nothing else is."""
+
+
+def check_depends_on_input(rollout: Rollout, targets: TeacherTargets, teacher: str) -> None:
+    """Refuses hidden states that are the same after different tokens; waits for the weights and one comparison."""
+    counts_BC = rollout.weights.cpu() != 0
+    places = {row: counts_BC[row].nonzero().squeeze(1) for row in counts_BC.any(1).nonzero().flatten().tolist()}
+    few = [targets.of(row, places[row][[0, -1]]) for row in list(places)[:_FEW]]
+    if not few or not (torch.cat(few) == few[0][0]).all():
+        return
+    first = few[0][:1]  # only now all others
+    if not all((targets.of(row, of_row) == first).all() for row, of_row in places.items()):
+        return
+    read_BC = torch.cat([rollout.prompt_ids[:, -1:], rollout.completion_ids[:, :-1]], dim=1)
+    read_N = read_BC.cpu()[counts_BC]
+    if (read_N != read_N[0]).any():
+        raise ValueError(
+            f"The {teacher} has the same hidden state at all {len(read_N)} tokens of a generation batch, whatever "
+            "it reads: its weights are zeroed or were not loaded; load it again. The student was not changed."
+        )
+
+
+_CHANGED = 0.05
+"""Least difference of states of different inputs, relative to the spread within a row; rounding stays below."""
+_QUOTED = 200
+"""Characters quoted of an error."""
+_CALLED_AGAIN = (
+    "(For this check the teacher was called a second time, for two rows: one that replays recorded answers in order is "
+    "now ahead by one.)"
+)
+
+
+def prove_alignment(
+    read: Callable[[Rollout], TeacherTargets], rollout: Rollout, targets: TeacherTargets, where: str
+) -> None:
+    """Refuses targets that have read the token they should predict; `where` is their method, for messages."""
+    # A teacher may be collective, so every process calls it, also without the three such tokens that a verdict needs.
+    row = int(rollout.counts.sum(-1).argmax())
+    places = rollout.counts[row].nonzero().flatten().tolist()
+    up_to_last = rollout.completion_mask[row, : places[-1] + 1 if places else 0].nonzero().flatten().tolist()
+    # A row is scored again beside a copy with another token before its last one. Only the last target may differ: an
+    # earlier difference means that states are shifted towards later tokens, none that they are shifted back.
+    pair = _with_another_token(rollout.select([row, row]), up_to_last)
+    try:
+        with preserved_rng(rollout.completion_ids.device):
+            hidden_2CH = read(pair).hidden
+    except Exception as error:  # a teacher that looks targets up has none for the changed row
+        logger.warning(
+            f"`{where}` could not read a row in which one token was changed, {type(error).__name__}: "
+            f"{next(iter(str(error).splitlines()), '')[:_QUOTED]}. So it is not known whether its targets are those of "
+            f"the tokens that they are compared at. {_CALLED_AGAIN}"
+        )
+        return
+    read_nH, changed_nH = hidden_2CH[:, places].float()
+    # Nothing can be concluded without three tokens, without another token, or from NaNs, which other checks report.
+    if len(places) < 3 or torch.equal(*pair.completion_ids) or not hidden_2CH[:, places].isfinite().all():
+        return
+    if _differ(read_nH, targets.of(row, torch.tensor(places)).to(read_nH)).any():
+        logger.warning(
+            f"`{where}` returned other states for a row when it reads the row again, without the others of its batch: "
+            "are the rows in order, is the model in eval mode, and does padding leave it unchanged? "
+            f"{_CALLED_AGAIN}"
+        )
+        return
+    differ = _differ(read_nH, changed_nH).tolist()
+    first = differ.index(True) if any(differ) else None
+    if first is None:
+        logger.warning(
+            f"`{where}` returned states that do not depend on the token right before the one that they predict: are "
+            "they one token behind, or do they come from a cache, whatever the completion is? The first target is the "
+            f"state at the last token of the prompt. {_CALLED_AGAIN}"
+        )
+    elif first == 0:
+        logger.warning(
+            f"`{where}` returned states of which the first already depends on later tokens of the completion, maybe on "
+            "the one that it predicts. If the teacher is to judge with hindsight, there is nothing to do; this is said "
+            f"once. {_CALLED_AGAIN}"
+        )
+    elif too_far := len(places) - 1 - first:
+        raise ValueError(
+            f"`{where}` returned states that are {too_far} token{'s' * (too_far > 1)} too far on: they have read the "
+            "token that they should predict. Of a model's states after P prompt tokens and C completion tokens return "
+            f"`hidden[:, P - 1 : -1]`; the student was not changed. {_CALLED_AGAIN}"
+        )
+
+
+def _with_another_token(pair: Rollout, places: list[int]) -> Rollout:
+    """Replaces the last but one of these tokens in the second row by another token of the row, if it has another."""
+    ids_2C = pair.completion_ids.clone()
+    last_but_one = places[-2:][:1]
+    known = [*ids_2C[1, places].tolist(), *pair.prompt_lists()[1]]
+    ids_2C[1, last_but_one] = next((one for one in known if one not in ids_2C[1, last_but_one]), 0)
+    return replace(pair, completion_ids=ids_2C)
+
+
+def _differ(one_nH: Tensor, other_nH: Tensor) -> Tensor:
+    """[n], whether states differ by more than rounding."""
+    apart = (one_nH - one_nH[:1]).abs().max()
+    return (one_nH - other_nH).abs().amax(-1) > _CHANGED * apart

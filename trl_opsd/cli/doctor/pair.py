@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.data.vocabulary import shared_vocabulary
-from trl_opsd.models.checks import LOCATION_OPTIONS, language_config, whole_checkpoint
+from trl_opsd.models.checks import language_config, place_of, whole_checkpoint
 from trl_opsd.models.probes import Probed
 from trl_opsd.models.tokenizers import has_tokenizer, loaded_processing_class, text_tokenizer
 from trl_opsd.models.weights import without_weights
@@ -105,8 +105,10 @@ def load_pair(
     tokenizer = text_tokenizer(loaded_processing_class(student, loading[0], _is_trusted(loading[0])))
     of_teacher = _model(teacher, "teacher", tiny, loading[1])
     theirs = None
-    if has_tokenizer(teacher, _place(loading[1])):
-        theirs = AutoTokenizer.from_pretrained(teacher, trust_remote_code=_is_trusted(loading[1]), **_place(loading[1]))
+    if has_tokenizer(teacher, place_of(loading[1])):
+        theirs = AutoTokenizer.from_pretrained(
+            teacher, trust_remote_code=_is_trusted(loading[1]), **place_of(loading[1])
+        )
     return Pair(
         student=Side(student, of_student, tokenizer),
         teacher=Side(teacher, of_teacher, tokenizer if theirs is None else theirs),
@@ -121,16 +123,12 @@ def _model(source: str, role: str, tiny: bool, loading: Mapping[str, Any]) -> Pr
     language_config(source, role, loading, trust)
     if tiny:  # random weights; vocabulary, hidden size and head stay as they are
         torch.manual_seed(("student", "teacher").index(role))  # different weights, or the divergence would be 0
-        config = AutoConfig.from_pretrained(source, trust_remote_code=_is_trusted(loading), **_place(loading))
+        config = AutoConfig.from_pretrained(source, trust_remote_code=_is_trusted(loading), **place_of(loading))
         model = without_weights(shrunk(config), torch.float32)
     else:
         with whole_checkpoint(role):
             model = create_model_from_path(source, dtype="float32", device_map=None, use_safetensors=True, **loading)
     return model.to(device).eval()
-
-
-def _place(loading: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in loading.items() if name in LOCATION_OPTIONS}
 
 
 def _is_trusted(loading: Mapping[str, Any]) -> bool:
