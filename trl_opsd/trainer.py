@@ -25,9 +25,8 @@ from trl_opsd.arguments.rules import LEARNING
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
-from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import PromptLimits
-from trl_opsd.data.readers import Readers
+from trl_opsd.data.readers import Readers, Request
 from trl_opsd.data.teacher_prompts import Row
 from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.footprint import footprint

@@ -25,10 +25,9 @@ from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sh
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer, repeat_iterable_dataset
 from trl_opsd._compat.versions import set_known
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.conversations import with_prompts
-from trl_opsd.data.intake import Request
+from trl_opsd.data.conversations import solutions_as_context, with_prompts
 from trl_opsd.data.prompts import IMAGE_COLUMNS
-from trl_opsd.data.solutions import solutions_as_context
+from trl_opsd.data.readers import Request
 from trl_opsd.data.teacher_prompts import COLUMNS
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.attributes import DATASETS, shown, why_no_effect

@@ -21,8 +21,7 @@ from trl_opsd.arguments.rules import EVALUATING
 from trl_opsd.arguments.templates import look_at
 from trl_opsd.data.admission import Rows
 from trl_opsd.data.datasets import admit_all, by_name, columns_of, describe_rows
-from trl_opsd.data.intake import Request
-from trl_opsd.data.readers import Reader, Readers
+from trl_opsd.data.readers import Reader, Readers, Request
 from trl_opsd.data.teacher_prompts import PRIVILEGED, TEMPLATE, TEXT_TEMPLATE, Row
 from trl_opsd.data.vocabulary import largest_id, shared_vocabulary
 from trl_opsd.host import TrainerHost
