@@ -474,7 +474,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     def take_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
         """Assigns datasets that were checked, past the checks of assignments."""
-        vars(self).update(train_dataset=train_dataset, eval_dataset=eval_dataset)
+        self.__dict__.update(train_dataset=train_dataset, eval_dataset=eval_dataset)
 
     # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------
 
