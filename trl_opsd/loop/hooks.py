@@ -30,7 +30,7 @@ from trl_opsd.data.prompts import IMAGE_COLUMNS
 from trl_opsd.data.readers import Request
 from trl_opsd.data.teacher_prompts import COLUMNS
 from trl_opsd.loop.ahead import Ahead
-from trl_opsd.loop.attributes import DATASETS, shown, why_no_effect
+from trl_opsd.loop.attributes import DATASETS, FIXED, shown, why_no_effect
 from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.collapse import Courses
 from trl_opsd.loop.dealing import Dealer
@@ -665,7 +665,7 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
                 self.replace_dataset(name, value)
         elif why := why_no_effect(self, name, value, self._read_once.names):
             raise AttributeError(f"`trainer.{name} = {shown(value)}` would have no effect: {why}", name=name, obj=self)
-        else:
+        elif name not in FIXED:  # else it is the value that it has
             super().__setattr__(name, value)
 
     @property
