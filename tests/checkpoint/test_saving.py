@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
 from trl_opsd import ServerError
-from trl_opsd.checkpoints.checkpoint import UNFINISHED, checkpoint_to_resume
-from trl_opsd.checkpoints.manifest import MANIFEST, problems
+from trl_opsd.checkpoints.atomic_save import MANIFEST, UNFINISHED, problems
+from trl_opsd.checkpoints.resume import checkpoint_to_resume
 from trl_opsd.loop import saving
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}

@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd._compat.strict_json import loads
-from trl_opsd.checkpoints.checkpoint import best_evaluated
+from trl_opsd.checkpoints.resume import best_evaluated
 from trl_opsd.config import OPSDConfig
 from trl_opsd.monitor.course import Course, Figures, is_repetition
 

@@ -1,6 +1,6 @@
 """Makes transformers' trainer save to a staging folder first, and resume from complete checkpoints only.
 
-This file knows when a checkpoint is written and read; `checkpoints/checkpoint.py` knows which are complete,
+This file knows when a checkpoint is written and read; `checkpoints/` knows which are complete,
 `checkpoints/sigterm.py` when to stop.
 """
 
@@ -15,8 +15,16 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from transformers import ProcessorMixin, Trainer, TrainingArguments
 
-from trl_opsd.checkpoints import checkpoint, manifest
-from trl_opsd.checkpoints.schedule import Settings, not_taken, set_rates, settings_of
+from trl_opsd.checkpoints.atomic_save import UNFINISHED, begin, publish, rotate, sync_files
+from trl_opsd.checkpoints.resume import (
+    Settings,
+    check_launch,
+    checkpoint_to_resume,
+    not_taken,
+    remedy,
+    set_rates,
+    settings_of,
+)
 from trl_opsd.checkpoints.sigterm import StopOnSigterm
 
 __all__ = ["SEAMS", "SafeCheckpoints"]
@@ -102,7 +110,7 @@ class SafeCheckpoints(Trainer):
             with listening:
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         except Exception as error:
-            if said := checkpoint.remedy(Path(self.args.output_dir), self.state.global_step):
+            if said := remedy(Path(self.args.output_dir), self.state.global_step):
                 error.add_note(said)
             raise
 
@@ -147,8 +155,8 @@ class SafeCheckpoints(Trainer):
     def _found(self, asked: str | bool) -> tuple[str, str]:
         """The requested checkpoint on this machine's disk, and why it cannot be used."""
         try:
-            folder, remarks = checkpoint.checkpoint_to_resume(asked, Path(self.args.output_dir))
-            checkpoint.check_launch(folder, self.is_deepspeed_enabled, self.is_fsdp_enabled)
+            folder, remarks = checkpoint_to_resume(asked, Path(self.args.output_dir))
+            check_launch(folder, self.is_deepspeed_enabled, self.is_fsdp_enabled)
         except (ValueError, OSError) as error:
             return "", str(error)
         for remark in remarks:
@@ -167,7 +175,7 @@ class SafeCheckpoints(Trainer):
         run_dir, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
         try:
             if self.args.should_save:
-                checkpoint.begin(run_dir)
+                begin(run_dir)
             self.accelerator.wait_for_everyone()
             # Not before the main process has cleared the folder.
             self._writes_to_staging = True
@@ -178,10 +186,11 @@ class SafeCheckpoints(Trainer):
                 # Again, with the best checkpoint's final path.
                 self.state.save_to_json(str(written / "trainer_state.json"))
             self.accelerator.wait_for_everyone()
-            # All processes have written by now, each hashes its own files.
-            hashed = self._hashed(written)
+            if self.args.local_process_index == 0:  # a machine can sync only what was written on it
+                sync_files(written)
+            self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                checkpoint.publish(written, run_dir, hashed)
+                publish(written, run_dir)
         except Exception as error:
             error.add_note(f"{run_dir / name} was not finished; earlier checkpoints are unchanged.")
             raise
@@ -189,19 +198,11 @@ class SafeCheckpoints(Trainer):
             self._writes_to_staging = False
         if self.args.should_save:
             keep = [run_dir / name, *self.kept(run_dir)]
-            for remark in checkpoint.rotate(run_dir, self.args.save_total_limit, keep):
+            for remark in rotate(run_dir, self.args.save_total_limit, keep):
                 logger.warning(remark)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
-
-    def _hashed(self, written: Path) -> dict[str, Any]:
-        """The manifest's entries of each file, by the process that wrote it; other machines' files are read again."""
-        rank, node = self.accelerator.process_index, self.accelerator.process_index - self.args.local_process_index
-        own = manifest.entries(written, rank, self.accelerator.num_processes, self.args.should_save)
-        of_all = gather_object([(node, own)])
-        apart = self.args.save_on_each_node  # where each machine writes a folder of its own
-        return {name: entry for of, found in of_all if of == node or not apart for name, entry in found.items()}
 
     def _point_to_best(self, run_dir: Path) -> None:
         """Sets the final path of the best checkpoint, which transformers looked for in the staging folder."""
@@ -213,7 +214,7 @@ class SafeCheckpoints(Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         run_dir: str = super()._get_output_dir(trial)
-        return str(Path(run_dir) / checkpoint.UNFINISHED) if self._writes_to_staging else run_dir
+        return str(Path(run_dir) / UNFINISHED) if self._writes_to_staging else run_dir
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # An upload runs in the background, so it starts when the files are in place.
