@@ -27,9 +27,8 @@ from trl_opsd.arguments.templates import look_at
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name, columns_of, describe_rows
-from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
-from trl_opsd.data.readers import Reader, Readers
+from trl_opsd.data.readers import Reader, Readers, Request
 from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED, TEMPLATE, TEXT_TEMPLATE, Row
 from trl_opsd.data.vocabulary import largest_id, shared_vocabulary
 from trl_opsd.loop.footprint import footprint

@@ -12,8 +12,7 @@ from weakref import WeakValueDictionary
 from accelerate.logging import get_logger
 
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.intake import Request
-from trl_opsd.data.readers import Readers
+from trl_opsd.data.readers import Readers, Request
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.probes import prove_student

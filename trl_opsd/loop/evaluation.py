@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from transformers.trainer_utils import PredictionOutput
 
 from trl_opsd._compat.trl import DistillationTrainer
-from trl_opsd.data.conversations import with_prompts
-from trl_opsd.data.solutions import solutions_as_context
+from trl_opsd.data.conversations import solutions_as_context, with_prompts
 from trl_opsd.loop.upstream_fixes import Launch
 from trl_opsd.monitor.accounts import Accounts
 from trl_opsd.monitor.metrics import evaluated_names

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from trl_opsd._compat.trl import DistillationTrainer, repeat_iterable_dataset
 from trl_opsd._compat.versions import set_known
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.intake import Request
+from trl_opsd.data.readers import Request
 from trl_opsd.types import LossParts
 
 __all__ = ["SEAMS", "Generations", "spread"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.intake import Request
+from trl_opsd.data.readers import Request
 from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.types import Rollout
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import completion_ids
-from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.readers import Request
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.types import LossParts
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trl_opsd._compat.trl import DistillationTrainer, nanstd, parse_response
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.intake import Request
+from trl_opsd.data.readers import Request
 from trl_opsd.rewards.advantages import advantages, total
 from trl_opsd.rewards.functions import Rewards
 from trl_opsd.rewards.given import NOT_PASSED

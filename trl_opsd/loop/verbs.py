@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
-from trl_opsd.data.intake import Request
+from trl_opsd.data.readers import Request
 from trl_opsd.data.teacher_prompts import Row
 from trl_opsd.parallel.pulled import Endable
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
