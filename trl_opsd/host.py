@@ -85,6 +85,9 @@ class TrainerHost(Host, Protocol):
     readers: Readers
     rollout: Any
     is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+    lr_scheduler: Any
+    divergence: Any
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """Generates one completion for each prompt."""
@@ -115,6 +118,10 @@ class TrainerHost(Host, Protocol):
 
     def footprint(self, phase: str) -> dict[str, int]:
         """Memory of a phase, in bytes by name, for out-of-memory errors."""
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """Softmax temperatures of the student and of the teacher in the loss."""
 
     @property
     def teaches_early(self) -> bool:

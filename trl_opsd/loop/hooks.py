@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -24,24 +25,26 @@ from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sharing_rows_ourselves
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer, repeat_iterable_dataset
 from trl_opsd._compat.versions import set_known
+from trl_opsd.checkpoints.atomic_save import UNFINISHED
+from trl_opsd.checkpoints.sigterm import StopOnSigterm
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.conversations import solutions_as_context, with_prompts
 from trl_opsd.data.readers import Request
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.attributes import DATASETS, shown, why_no_effect
 from trl_opsd.loop.batch_rewards import BatchRewards
-from trl_opsd.loop.collapse import Courses
+from trl_opsd.loop.checkpoints import Checkpoints
+from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer
 from trl_opsd.loop.evaluation import Evaluation, Predictions
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.model_card import SELF_DISTILLATION, ModelCard
+from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.overlap import Overlap
 from trl_opsd.loop.overrides import prepares_batches
-from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.scoring import Scorer
 from trl_opsd.loop.shared_rows import parts_to_learn
 from trl_opsd.loop.step_stats import MicroBatch, StepStats
-from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.student import call_in_student, generating_student, padded_prompts, padded_rows, parallelism_in_words
 from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch, UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
@@ -95,13 +98,23 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "get_eval_dataloader": ("self", "eval_dataset"),
     "get_test_dataloader": ("self", "test_dataset"),
     "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
+    "create_accelerator_and_postprocess": ("self",),
+    "_get_grad_norm": ("self", "model", "grad_norm"),
+    "create_scheduler": ("self", "num_training_steps", "optimizer"),
+    "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
+    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_save_checkpoint": ("self", "model", "trial"),
+    "_get_output_dir": ("self", "trial"),
+    "_save": ("self", "output_dir", "state_dict"),
+    "_save_optimizer_and_scheduler": ("self", "output_dir"),
+    "_push_from_checkpoint": ("self", "checkpoint_folder"),
+    "_load_best_model": ("self",),
     "log": ("self", "logs", "start_time"),
 }
 """TRL's methods that are overridden here, with their parameters; a test checks them against the installed TRL."""
 
 
-class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
+class TrainerHooks(UpstreamFixes):
     """TRL's trainer with every method overridden that calls one of the verbs: `complete`, `teach`, `weigh`, `compare`.
 
     A subclass implements them and the checks around them; it gets our own types only. TRL builds neither a teacher nor
@@ -131,6 +144,10 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
     """Which rows the student can read in one batch."""
     _tag_names: ClassVar = [*DistillationTrainer._tag_names, "opsd"]
     chat_template_kwargs: dict[str, Any]
+    processor: ProcessorMixin | None
+    """A multimodal processor, saved with the weights, so that the folder loads as the original model does."""
+    loads: int = 0
+    """How often the weights of a checkpoint were loaded."""
     _step: int
     _signature_columns: list[str] | None
 
@@ -144,6 +161,8 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
             set_known(args, _n_gpu=1)  # transformers would copy the student to all, which TRL refuses
         # TRL would build an engine of its own, and its tool loop would use it.
         use_vllm, args.use_vllm = args.use_vllm, False
+        # transformers would install a SIGTERM handler, and remove it only when training ends without an error.
+        stops_on_sigterm, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
         loading = args.model_init_kwargs
         if isinstance(kwargs.get("model"), str):
             args.model_init_kwargs = {"use_safetensors": True, **whole_on(args.device), **(loading or {})}
@@ -158,6 +177,16 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
                 super().__init__(teacher_model=None, args=args, **kwargs)
         finally:
             args.use_vllm, args.model_init_kwargs = use_vllm, loading
+            args.enable_jit_checkpoint = stops_on_sigterm
+        if not args.use_cache:  # which transformers has set in the config, and would save with the student
+            vars(self.model.config).pop("use_cache", None)
+            vars(self.model.config).update(self._use_cache)
+        sigterm = StopOnSigterm(self.accelerator) if stops_on_sigterm else None
+        self._checkpoints, self._collapse = Checkpoints(self, sigterm), CollapseGuard(self)
+        for callback in (sigterm, self._collapse):
+            if callback is not None:
+                self.add_callback(callback)
+        self._guard = NonfiniteGuard(self)
         if self.base_samples is None and is_peft(self.model):
             self._take_samples(self.model)
         self._check_fsdp()
@@ -199,6 +228,11 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
                 "The launch asks for FSDP, which accelerate supports on accelerators only: nothing is sharded, this is "
                 "plain data parallelism."
             )
+
+    # By transformers' constructor, before it sets `use_cache` in the student's config.
+    def create_accelerator_and_postprocess(self) -> None:
+        self._use_cache = {name: value for name, value in vars(self.model.config).items() if name == "use_cache"}
+        super().create_accelerator_and_postprocess()
 
     # ---- Host: what rollouts, teachers and the objects of the loop call -------------------------------------------
 
@@ -347,7 +381,7 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
         self._generation.begin()
         with self._engine_hidden(True), self._generation.session():
             written = super()._generate(prompts)
-        self.note_completions(self._generation.on_policy(written[1]))
+        self._collapse.note_completions(self._generation.on_policy(written[1]))
         return written
 
     # By TRL's `_generate`, before the first turn.
@@ -393,7 +427,7 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
         check_parts(parts, rollout, f"{type(self).__name__}.compare", self.model.training)
         self._loss_rows, self._loss_scored = self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
         if self.model.training:
-            self._probe.attach(unwrapped_student)
+            self._guard.watch(unwrapped_student)
         weight, _, student_entropy, *_ = parts.rows.sum(0)
         return parts.loss, student_entropy, weight
 
@@ -433,18 +467,20 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
             self._evaluation.keep(inputs)
         finite = [self._is_finite(one) for one in counted]  # each is counted, also after one that is not
         if not all(finite):
-            loss = self.with_nan_gradient(loss)
+            loss = (
+                loss * math.nan
+            )  # so is the gradient in every process, and every optimizer's own check skips the step
         elif self.model.training:
             self._stats.record_step()
         return (loss, None) if return_outputs else loss
 
     def _is_finite(self, one: MicroBatch) -> bool:
         """Counts a micro-batch; returns whether its loss is finite in all processes."""
-        if is_finite := self.is_finite_loss(one.named, one.rows):
+        if is_finite := self._guard.is_finite(one.named, one.rows):
             self.check_sums(one.named)
             self._stats.now.add(one.named)
             if self.model.training:
-                self.note_loss(one.named)
+                self._collapse.note_loss(one.named)
         self.record("entropy", one.named["student_entropy"] / one.named["weight"] if one.named["weight"] else 0.0)
         return is_finite
 
@@ -465,7 +501,7 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
                 return Trainer.training_step(self, model, inputs, num_items_in_batch)
             # TRL times only its own call, which trains on the last micro-batch.
             set_known(self, _current_train_step_time=self._current_train_step_time + perf_counter() - start)
-            return trl_step(model, inputs, num_items_in_batch)
+            return self._guard.note_loss(trl_step(model, inputs, num_items_in_batch))
 
         if self._overlap.is_on:
             if self.accelerator.gradient_state.sync_gradients:
@@ -473,7 +509,7 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
             set_known(self, _step=self._step + 1)  # the step is taken after a later call
             return torch.zeros((), device=self.args.device)
         if prepares_batches(self):
-            return trl_step(model, inputs, num_items_in_batch)
+            return self._guard.note_loss(trl_step(model, inputs, num_items_in_batch))
         parts = self._dealer.parts(inputs, self._call)
         return torch.stack(self._dealer.losses(parts, model, learn)).sum()
 
@@ -505,15 +541,27 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
         set_known(self, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
         self._stats.clear()
+        self._collapse.begin()
         with (
             nullcontext() if self.row_group is None else self.row_group.shares(self.model),
             explained("step", partial(self.footprint, "step")),  # outside the phases, memory is the optimizer's
             self._earlier.followed_by(self),
+            self._guard.training(),
         ):
             try:
-                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+                if resume_from_checkpoint:
+                    resume_from_checkpoint = self._checkpoints.whole(resume_from_checkpoint)
+                    self.check_state(resume_from_checkpoint)
+                with self._checkpoints.training():
+                    return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             finally:
                 self._ahead.cancel()
+
+    # After the backward passes of an optimizer step, and before the step; under DeepSpeed after it.
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        self._guard.before_step(model, norm)
+        return norm
 
     # ---- Evaluations --------------------------------------------------------------------------------------------
 
@@ -630,11 +678,6 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
         with explained(phase, partial(self.footprint, phase)), self._watchdog(phase), self._show_phase(phase):
             yield
 
-    # For each checkpoint, also after an evaluation.
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with self._stats.phase("save", "train"):
-            super()._save_checkpoint(model, trial)
-
     # After `logging_steps`, after an evaluation, and at the end of a training.
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # TRL takes the numbers of training or evaluation by the mode of the model, and an evaluation may have left it.
@@ -642,8 +685,8 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
         try:
             if self.model.training:
                 logs.update(self._stats.means())
-                if "loss" in logs and self._guard.counts:
-                    logs["nonfinite/skipped_steps"] = self._guard.skipped
+                if "loss" in logs and (skipped := self._guard.skipped) is not None:
+                    logs["nonfinite/skipped_steps"] = skipped
             if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
                 os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
             numbers = self._metrics["train" if self.model.training else "eval"]
@@ -652,6 +695,72 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
             super().log(logs, start_time)
         finally:
             self.model.training = is_training
+
+    # ---- Checkpoints ---------------------------------------------------------------------------------------------
+
+    # Once a training, before a checkpoint is loaded into the optimizer.
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        self._checkpoints.note_settings()
+        return scheduler
+
+    # When a training resumes; not under DeepSpeed.
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.loads += 1
+
+    # Once a training, after the model was wrapped; with `None` where it does not resume.
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._checkpoints.after_optimizer_load(checkpoint)
+            self.loads += self.is_deepspeed_enabled  # whose engine loads the weights, not `_load_from_checkpoint`
+            self.load_own_state(checkpoint)
+
+    # For each checkpoint, also after an evaluation.
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with self._stats.phase("save", "train"):
+            run_dir, write = Path(self._get_output_dir(trial)), partial(super()._save_checkpoint, model, trial)
+            saved = self._checkpoints.save(run_dir, write, self._collapse.kept)
+            if self.args.push_to_hub:
+                self._push_from_checkpoint(str(saved))
+
+    # By `_save_checkpoint` of transformers.
+    def _get_output_dir(self, trial: Any) -> str:
+        run_dir: str = super()._get_output_dir(trial)
+        return os.path.join(run_dir, UNFINISHED) if self._checkpoints.is_staging else run_dir
+
+    # By `_save_checkpoint` of transformers, and by `save_model`.
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.processor is not None:
+            self.processor.save_pretrained(output_dir or self.args.output_dir)
+
+    # By `_save_checkpoint` of transformers, after the weights.
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        self._checkpoints.complete_for_deepspeed(output_dir)
+        self.save_own_state(output_dir)
+
+    # By `_save_checkpoint` of transformers. An upload runs in the background, so it starts when the files are in place.
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._checkpoints.is_staging:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    # At the end of a training, with `load_best_model_at_end`.
+    def _load_best_model(self) -> None:
+        self._checkpoints.whole(str(self.state.best_model_checkpoint))  # after this, others may be deleted
+        super()._load_best_model()
+        self.loads += 1
+
+    def check_state(self, folder: str) -> None:
+        """Raises for a checkpoint that this run cannot continue. Every process calls it."""
+
+    def save_own_state(self, folder: str) -> None:
+        """Writes what a checkpoint needs besides model, optimizer and scheduler. Every process calls it."""
+
+    def load_own_state(self, folder: str) -> None:
+        """The inverse of [`save_own_state`], when training resumes."""
 
     # ---- Attributes ---------------------------------------------------------------------------------------------
 

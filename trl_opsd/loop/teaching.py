@@ -278,11 +278,11 @@ class Teaching(TrainerHooks):
         if self.args.should_save:
             fingerprint.write(folder, self._fingerprint())
             self.teachers.save(folder)
-            self.save_course(folder)
+            self._collapse.save(folder)
 
     def load_own_state(self, folder: str) -> None:
         self.teachers.load(folder)
-        self.load_course(folder)
+        self._collapse.load(folder)
 
     def _fingerprint(self) -> fingerprint.Fingerprint:
         if self._described_rows is None:
