@@ -238,6 +238,7 @@ class TrainerHooks(UpstreamFixes):
 
     # ---- A training, and its data -----------------------------------------------------------------------------------
 
+    # By the user.
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -357,6 +358,7 @@ class TrainerHooks(UpstreamFixes):
         """As transformers'; with `overlap='ahead'` it also reads the rows of the next step."""
         return self._ahead.batch(super().get_batch_samples, epoch_iterator, num_batches, device)
 
+    # By transformers, for each micro-step; the optimizer step follows the last of `gradient_accumulation_steps`.
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         self._read_at_start.check(self.args)
         with self._stats.phase("compare", "train"):
@@ -472,6 +474,7 @@ class TrainerHooks(UpstreamFixes):
 
     # ---- The loss of a micro-batch ----------------------------------------------------------------------------------
 
+    # By transformers' `training_step`, for each micro-batch; by TRL's `prediction_step` in an evaluation.
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -592,6 +595,7 @@ class TrainerHooks(UpstreamFixes):
 
     # ---- Evaluations ------------------------------------------------------------------------------------------------
 
+    # By the user, and within a training each `eval_steps`.
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -605,6 +609,7 @@ class TrainerHooks(UpstreamFixes):
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return self._evaluation.with_best(found, self._rewards.names) if metric_key_prefix == "eval" else found
 
+    # By the user.
     def predict(
         self,
         test_dataset: Dataset | IterableDataset,
@@ -730,6 +735,7 @@ class TrainerHooks(UpstreamFixes):
         paper: dict[str, str] = super()._paper if self.args.teacher_model_kind is None else SELF_DISTILLATION
         return paper
 
+    # By the user, and by transformers when it pushes to the Hub; TRL's does so with each checkpoint.
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
