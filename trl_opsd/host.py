@@ -91,7 +91,6 @@ class TrainerHost(Host, Protocol):
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
     lr_scheduler: Any
-    divergence: Any
 
     @property
     def readers(self) -> Readers:

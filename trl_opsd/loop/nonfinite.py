@@ -150,9 +150,7 @@ class NonfiniteGuard:
         """Under DeepSpeed only the engine can check gradients before it steps, and some settings disable that."""
         if not self._is_deepspeed:
             return
-        blind = settings_without_gradient_check(
-            self._trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config  # type: ignore[union-attr]
-        )
+        blind = settings_without_gradient_check(self._trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config)
         if not blind:
             return
         settings = ", ".join(map(repr, blind))
