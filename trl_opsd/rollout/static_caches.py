@@ -93,7 +93,8 @@ def with_one_dtype(given: Any) -> None:
     Under autocast keys come out of a rotation in float32, and values out of a product in half precision. A static cache
     takes only one dtype; another would take twice the memory, and all of it would be cast again for each token.
     """
-    given.__class__ = _of_one_dtype(type(given))
+    kind: Any = type(given)
+    given.__class__ = _of_one_dtype(kind)
 
 
 @cache
