@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from trl_opsd._compat.peft import CausalLM, without_peft
-from trl_opsd._compat.transformers import CACHE
+from trl_opsd._compat.versions import CACHE
 from trl_opsd.errors import NonFiniteError
 from trl_opsd.rollout.static_caches import StaticCaches, with_one_dtype
 

@@ -18,8 +18,7 @@ from trl_opsd._compat.aiohttp import web
 from trl_opsd.http.addresses import is_loopback
 from trl_opsd.http.server_tokens import TEACHER_TOKEN
 from trl_opsd.teacher.serve.protocol import Refusal, Served, Wanted, content_length, content_type, parse, parts
-from trl_opsd.teacher.serve.reader import NoStates, Reader
-from trl_opsd.teacher.serve.waiting import Asked, Closed, Full
+from trl_opsd.teacher.serve.reader import Asked, Closed, Full, NoStates, Reader
 
 logger = logging.getLogger(__name__)
 

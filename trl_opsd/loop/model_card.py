@@ -1,0 +1,174 @@
+"""Completes TRL's model card: which model was trained, who taught it, by which method and objective.
+
+TRL's names the base model only if that is on the Hub (else "None"), no teacher, and one paper for every method.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from huggingface_hub import ModelCard as ModelCardFile
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from transformers import TrainerState
+
+from trl_opsd._compat.peft import is_peft, without_peft
+from trl_opsd._compat.sharding import class_of
+from trl_opsd._compat.trl import get_config_model_id
+from trl_opsd.config import OPSDConfig
+from trl_opsd.losses import Divergence
+from trl_opsd.options.words import shape_in_words, temperatures_in_words
+from trl_opsd.report.files import PAGE
+
+__all__ = ["SELF_DISTILLATION", "ModelCard"]
+
+SELF_DISTILLATION = {
+    "title": "Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models",
+    "id": "2601.18734",
+    "citation": textwrap.dedent("""\
+        @article{zhao2026selfdistilled,
+            title   = {{Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models}},
+            author  = {Siyan Zhao and Zhihui Xie and Mengchen Liu and Jing Huang and Guan Pang and Feiyu Chen and Aditya Grover},
+            year    = 2026,
+            journal = {arXiv preprint arXiv:2601.18734},
+        }"""),  # noqa: E501
+}
+"""The paper of a student that is its own teacher; TRL's is that of distillation from another model."""
+
+_SELF = {
+    "base": "the model itself as it was before training",
+    "ema": "an exponential moving average of the model itself",
+    "live": "the model itself as it is at each step",
+}
+"""What each `teacher_model_kind` is; all of them read more than the student."""
+
+_FIGURES = re.compile(r"(.+_)?(divergence|rewards/.+)/mean")
+"""Names in the log that the card shows, also of evaluations."""
+_MARKS = re.compile(r"\[([^\]]+)\]\([^)]+\)|`")
+"""Markdown links and backticks."""
+_BASE, _PROCEDURE, _UNNAMED = "This model is a fine-tuned version of [", "## Training procedure", 'model="None"'
+"""What is replaced in TRL's card: the beginnings of two lines, and a part of another."""
+
+
+class Subject(Protocol):
+    """The trainer, as its card sees it."""
+
+    args: OPSDConfig
+    model: Any
+    state: TrainerState
+    hub_model_id: str | None
+
+    @property
+    def teachers(self) -> Mapping[str, Any]: ...
+    @property
+    def divergence(self) -> Divergence: ...
+    @property
+    def temperatures(self) -> tuple[float, float]: ...
+
+
+@final
+class ModelCard:
+    """Base model, teachers, objective, settings and figures of a trainer, for the model card and the report.
+
+    `settings` returns how it is trained, in words by topic; a card is published, so it has no names of folders and no
+    data.
+    """
+
+    def __init__(self, trainer: Subject, settings: Callable[[], Mapping[str, str]]) -> None:
+        self._trainer, self._settings = trainer, settings
+
+    def complete(self, dataset_name: str | None) -> None:
+        """Completes the `README.md` that TRL has written to the output folder."""
+        trainer, folder = self._trainer, self._trainer.args.output_dir
+        path = Path(folder) / "README.md"
+        card = ModelCardFile.load(path)
+        of_dataset = f" on the [{dataset_name}](https://huggingface.co/datasets/{dataset_name}) dataset"
+        base = f"This model is a fine-tuned version of {_shown(trainer.model)}{of_dataset if dataset_name else ''}."
+        lines = [base if line.startswith(_BASE) else line for line in card.text.split("\n")]
+        after = lines.index(_PROCEDURE) + 1
+        lines[after:after] = [
+            "",
+            *(f"- {topic[0].upper()}{topic[1:]}: {text}" for topic, text in self._taught().items()),
+            *([f"- Curves and completions: [{PAGE}]({PAGE})"] if trainer.args.report else []),
+            *figures(trainer.state.log_history),
+        ]
+        card.text = "\n".join(lines).replace(_UNNAMED, f'model="{trainer.hub_model_id or folder}"')
+        if (known := _hub_id(_path(trainer.model))) is not None:
+            card.data.base_model = known
+        card.save(path)
+
+    def about(self) -> dict[str, str]:
+        """Student, teachers, objective and settings by topic, without markup."""
+        texts = {"student": _shown(self._trainer.model), **self._taught()}
+        return {topic.replace("`", ""): _MARKS.sub(r"\1", text) for topic, text in texts.items()}
+
+    def _taught(self) -> dict[str, str]:
+        trainer = self._trainer
+        taught = {
+            f"teacher{f' `{name}`' if len(trainer.teachers) > 1 else ''}": self._teacher(one)
+            for name, one in trainer.teachers.items()
+        }
+        at, source = temperatures_in_words(*trainer.temperatures), _source(trainer.args)
+        objective = f"`{trainer.divergence!r}` at {at}{shape_in_words(trainer.args)}, over {source}"
+        return {**taught, "objective": objective, **self._settings()}
+
+    def _teacher(self, teacher: Any) -> str:
+        args, student = self._trainer.args, self._trainer.model
+        if args.teacher_model_kind is None:
+            model = getattr(teacher, "model", None)
+            return f"a `{type(teacher).__name__}`" if model is None else _shown(model)
+        text = _SELF[args.teacher_model_kind]
+        if args.teacher_model_kind == "base" and is_peft(student):
+            text += ", without its adapter"
+        if args.teacher_model_kind == "ema":
+            text += f" (`teacher_update_rate={args.teacher_update_rate:g}`)"
+        return f"{text}, which read context that the student did not"
+
+
+def _source(args: OPSDConfig) -> str:
+    if args.lmbda == 1:
+        return "its own completions"
+    own = f"its own completions for a share of {args.lmbda:g} of the rows, and "
+    return f"{own if args.lmbda else ''}completions of the {'teacher' if args.seq_kd else 'dataset'}"
+
+
+def figures(logs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The first and the last value of divergences and rewards, as the lines of a table; none before the first log."""
+    names = dict.fromkeys(name for log in logs for name in log if _FIGURES.fullmatch(name))
+    found = {name: [(log[name], log["step"]) for log in logs if log.get(name) is not None] for name in names}
+    ends = {name.replace("|", "/"): (values[0], values[-1]) for name, values in found.items() if values}
+    rows = [
+        f"| `{name}` | {' | '.join(f'{value:.4g} (step {at})' for value, at in two)} |" for name, two in ends.items()
+    ]
+    return ["", "| | first | last |", "|---|---|---|", *rows] if rows else []
+
+
+def _path(model: Any) -> str:
+    return str(get_config_model_id(model.config) or "")
+
+
+def _shown(model: Any) -> str:
+    """A model in a sentence: with a link if it is on the Hub, by the name of its folder, or by its class."""
+    path = _path(model)
+    if (known := _hub_id(path)) is not None:
+        return f"[{known}](https://huggingface.co/{known})"
+    kind = class_of(without_peft(model)).__name__
+    return f"`{Path(path).name}` (a local `{kind}`)" if path else f"a `{kind}` that has no name"
+
+
+def _hub_id(path: str) -> str | None:
+    """The id of a model on the Hub, also of its folder in the cache; `None` for any other folder."""
+    # A snapshot in the cache: `models--owner--name/snapshots/<commit>`.
+    cached = [part for part in Path(path).parts if part.startswith("models--")]
+    if cached:
+        return cached[-1].removeprefix("models--").replace("--", "/")
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return None
+    return path if path and not os.path.isdir(path) else None  # a folder may look like `owner/name`

@@ -1,0 +1,332 @@
+"""Checks of models as a user passes them: that they can be loaded, fit the device and the launch, and are trained."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel, TrainingArguments
+from transformers.integrations import is_fsdp_enabled
+from transformers.utils import CONFIG_NAME, cached_file
+
+from trl_opsd._compat.peft import CausalLM, is_merged, is_peft, without_peft
+from trl_opsd._compat.sharding import class_of, whole_numel
+from trl_opsd.parallel.precision import check_trained_dtypes
+
+
+def described(model: CausalLM) -> str:
+    """The class of a model, the path or id it was loaded from, and the size of its weights in each dtype."""
+    from trl_opsd._compat.trl import get_config_model_id
+
+    inner = without_peft(model)
+    path = get_config_model_id(inner.config)
+    adapter = " with an adapter" if is_peft(model) else ""
+    kind = f"{class_of(inner).__name__}{f' {path!r}' if path else ''}{_quantised(inner)}{adapter}"
+    return f"{kind}, {sizes(model.parameters())}"
+
+
+def _quantised(model: CausalLM) -> str:
+    given = getattr(model.config, "quantization_config", None) if getattr(model, "is_quantized", False) else None
+    if given is None:
+        return ""
+    method = (given if isinstance(given, dict) else given.to_dict()).get("quant_method")
+    return f" quantised with {getattr(method, 'value', method)}"
+
+
+def sizes(parameters: Iterable[Tensor]) -> str:
+    """The size of the full, unsharded weights in each dtype: `"1.98 GB in float32"`."""
+    found: Counter[str] = Counter()
+    for one in parameters:
+        found[str(one.dtype).removeprefix("torch.")] += whole_numel(one) * one.element_size()
+    return " and ".join(f"{_size(size)} in {dtype}" for dtype, size in found.most_common()) or "no weights"
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
+
+
+logger = get_logger(__name__)
+
+
+def check_can_learn(student: nn.Module) -> None:
+    """Refuses a student that cannot learn: frozen, with a merged adapter, or without gradients."""
+    if not torch.is_grad_enabled():
+        raise ValueError("Gradients are switched off by `torch.no_grad` or `inference_mode`: train outside of it.")
+    if is_peft(student) and is_merged(student):
+        raise ValueError(
+            "The student's adapter is merged into its base, so that nothing would be learned: call `unmerge_adapter()` "
+            "on the model."
+        )
+    if any(one.requires_grad for one in student.parameters()):
+        return
+    remedy = (
+        "load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`, leave `inference_mode=True` out of "
+        "its config, or enable it again"
+        if is_peft(student)
+        else "call `model.requires_grad_(True)`, on a `copy.deepcopy` if it is another trainer's teacher, or pass a "
+        "`peft_config`"
+    )
+    raise ValueError(
+        "The student is frozen: none of its parameters has `requires_grad=True`, so nothing would be "
+        f"learned: {remedy}; to evaluate only, leave `train_dataset` out."
+    )
+
+
+def check_trainable(student: nn.Module, optimizers: tuple[Any, Any]) -> None:
+    """Refuses a student of which no weight would be stepped: frozen, or unknown to the optimizer that was passed."""
+    check_can_learn(student)
+    optimizer, scheduler = optimizers
+    wrapped = getattr(optimizer, "optimizer", None)  # accelerate wraps it in a training
+    if scheduler is not None and getattr(scheduler, "optimizer", None) not in (None, optimizer, wrapped):
+        raise ValueError(
+            "The scheduler belongs to another optimizer, so it would not change this one's rate: pass "
+            "`(optimizer, scheduler)` with the optimizer it was made for."
+        )
+    check_optimizer(student, optimizer)
+
+
+def check_optimizer(student: nn.Module, optimizer: Any) -> None:
+    """Refuses an optimizer that has none of the student's trained weights, and warns of those it lacks."""
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:  # none was passed, or the launcher makes it
+        return
+    # By identity, as the optimizer has no names.
+    trained = {id(one): name for name, one in student.named_parameters() if one.requires_grad}
+    held = {id(one) for group in groups for one in group["params"]}
+    left_out = [name for place, name in trained.items() if place not in held]
+    if len(left_out) == len(trained):
+        raise ValueError(
+            "The optimizer has no trained parameter of the student: it was made for another model, or "
+            "before the adapter was added. Make it from `model.parameters()` of the student that is passed, with its "
+            "adapter, or set `optim` in `OPSDConfig`."
+        )
+    if left_out:
+        logger.warning(
+            f"The optimizer steps {len(trained) - len(left_out)} of the {len(trained)} trained "
+            f"parameters of the student; {left_out[0]!r} is the first that stays as it is. Freeze those "
+            "(`requires_grad_(False)`) if that is meant: their gradients are computed."
+        )
+
+
+LOCATION_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
+"""Loading options that locate a model."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""File in which PEFT describes an adapter."""
+_OF_NO_CONSEQUENCE = (
+    "dtype",
+    "torch_dtype",
+    "attn_implementation",
+    "device_map",
+    "trust_remote_code",
+    "use_safetensors",
+)
+"""Loading options that leave the weights as they are, up to rounding."""
+_NAMED = 8
+"""Maximum weights that a message names."""
+
+
+@contextmanager
+def naming_trust(what: str, option: str, tokenizer_of: str | None = None) -> Iterator[None]:
+    """Replaces transformers' refusal of a repository's Python code by one that names the option of this trainer."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        # For a tokenizer, transformers tries its own class first, and its error then does not mention the code.
+        if "trust_remote_code" not in str(error) and not (tokenizer_of and _has_own_tokenizer(tokenizer_of)):
+            raise
+        of_student = option == "trust_remote_code"
+        raise ValueError(
+            f"{what} comes with Python code of its own, which is run only if you allow it: read that code, then set "
+            f"`{option}=True` in `OPSDConfig`, which covers {'the student' if of_student else 'teachers'} alone."
+        ) from error
+
+
+@contextmanager
+def whole_checkpoint(called: str) -> Iterator[None]:
+    """Refuses a checkpoint that lacks weights of the model loaded in the body: transformers draws them at random."""
+    # Patched because TRL's call to load a model drops the loading info.
+    load: Any = vars(PreTrainedModel)["from_pretrained"]
+
+    def loaded(cls: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # so that both are refused below
+        model, found = load.__func__(cls, path, *args, **{**kwargs, **wanted})
+        # Buffers, tied weights and what the architecture computes itself are not lacking.
+        weights = dict(model.named_parameters())
+        resized = sorted(found["mismatched_keys"])
+        lacking = sorted(found["missing_keys"] & weights.keys())
+        lacking += [f"{name} {list(theirs)} for {list(ours)}" for name, theirs, ours in resized]
+        if lacking:
+            more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+            raise ValueError(
+                f"`{called}={path!r}`: the checkpoint lacks weights of {type(model).__name__}, or has them in another "
+                f"shape: {', '.join(lacking[:_NAMED])}{more}. They would be random numbers: save or download it again, "
+                "whole, or correct its `config.json`."
+            )
+        return model
+
+    PreTrainedModel.from_pretrained = classmethod(loaded)
+    try:
+        yield
+    finally:
+        PreTrainedModel.from_pretrained = load
+
+
+def _has_own_tokenizer(path: str) -> bool:
+    found = cached_file(path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+    return found is not None and "auto_map" in json.loads(Path(found).read_text(encoding="utf-8"))
+
+
+def language_config(
+    model: Any, called: str, loading: Mapping[str, Any], trust: str = "trust_remote_code"
+) -> Mapping[str, Any]:
+    """The config of a causal language model with its `text_config` merged in; empty for what is neither model nor path.
+
+    Refuses a path that cannot be found, another kind of model, and Python code that the option `trust` does not allow.
+    """
+    if isinstance(model, str):
+        found, why = _config_file(model, loading)
+        if found is None:
+            raise ValueError(
+                f"`{called}={model!r}` is neither a folder with a `{CONFIG_NAME}` nor a model that the Hub gives "
+                f"access to: correct it, or log in. {why}"
+            )
+        config = json.loads(Path(found).read_text(encoding="utf-8"))
+        if "auto_map" in config:
+            with naming_trust(f"`{called}={model!r}`", trust):
+                trusted = loading.get("trust_remote_code", False)
+                AutoConfig.from_pretrained(model, trust_remote_code=trusted, **_place(loading))
+        causal, kind = not config.get("is_encoder_decoder", False), (config.get("architectures") or ["model"])[0]
+    elif isinstance(model, PreTrainedModel) or (isinstance(model, nn.Module) and is_peft(model)):
+        inner = without_peft(model)
+        causal, kind = inner.can_generate() and not inner.config.is_encoder_decoder, type(inner).__name__
+        config = inner.config.to_dict()
+    else:
+        return {}
+    if not causal:
+        raise ValueError(
+            f"`{called}` is a {kind}, which does not generate text token by token: pass a causal language model, for "
+            "instance one loaded with `AutoModelForCausalLM`."
+        )
+    return {**config, **(config.get("text_config") or {})}
+
+
+def _place(loading: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: loading[name] for name in LOCATION_OPTIONS if loading.get(name) is not None}
+
+
+def _other_contents(path: str) -> str:
+    if (Path(path) / ADAPTER_CONFIG).is_file():
+        return (
+            "It has an adapter alone: load its base model, and pass `PeftModel.from_pretrained(base, path, "
+            "is_trainable=True)`; a teacher needs no `is_trainable`. Where only a path can be passed, save the two as "
+            "one model, `AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(folder)` "
+            "with its tokenizer, and pass that folder."
+        )
+    return "There is none."
+
+
+def _config_file(path: str, loading: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The path of a model's config, or `None` and the reason."""
+    try:
+        return cached_file(path, CONFIG_NAME, **_place(loading)), _other_contents(path)
+    except OSError as error:
+        return None, str(error).splitlines()[0]
+
+
+def same_weights(one: Any, its_loading: Mapping[str, Any], other: Any, other_loading: Mapping[str, Any]) -> bool:
+    """Whether two paths or model ids lead to the same weights, loaded alike up to their dtype and placement."""
+    if not isinstance(one, str) or not isinstance(other, str):
+        return False
+    of_place = {*LOCATION_OPTIONS, *_OF_NO_CONSEQUENCE}
+    # Options that change weights, such as quantisation, make two loads of one checkpoint different models.
+    altering = [
+        {name: value for name, value in loading.items() if name not in of_place and value is not None}
+        for loading in (its_loading, other_loading)
+    ]
+    # Resolved, a model id and the folder of its snapshot are the same, as are two revisions that name one commit.
+    folders = [
+        Path(found).absolute().parent.resolve()
+        for path, loading in ((one, its_loading), (other, other_loading))
+        if (found := _config_file(path, loading)[0])
+    ]
+    return altering[0] == altering[1] and len(folders) == 2 and folders[0] == folders[1]
+
+
+def check_own_loss(config: Mapping[str, Any]) -> None:
+    """Refuses a student that adds an auxiliary loss (load balancing, z-loss) in its forward, which is never called."""
+    weight_of_routers = config.get("router_aux_loss_coef", config.get("aux_loss_coef", 1.0))
+    if config.get("output_router_logits") and weight_of_routers != 0:
+        option, loss, off = "output_router_logits", "a load-balancing loss of its experts", "False"
+    elif config.get("z_loss_coefficient"):
+        option, loss, off = "z_loss_coefficient", "a z-loss of its log-normalisers", "0.0"
+    else:
+        return
+    raise ValueError(
+        f"`{option}={config[option]}` asks the student to add {loss} in its own forward, which distillation does not "
+        f"call: it would have no effect. Set `{option}` to {off} in the student's config, or in `model_init_kwargs`."
+    )
+
+
+def check_student(student: nn.Module, args: TrainingArguments) -> None:
+    """Refuses a loaded student that is not in memory, or that quantisation or AdamW's precision keeps from learning."""
+    check_in_memory(student, args.device)
+    _check_quantization(student)
+    if not args.deepspeed_plugin:  # DeepSpeed steps on master weights of its own
+        check_trained_dtypes(student)
+
+
+def check_in_memory(student: Any, device: torch.device) -> None:
+    """Refuses a loaded student with parameters on the meta device, whose updates would be lost, or on other devices."""
+    if not isinstance(student, nn.Module) or is_fsdp_enabled():  # under FSDP only the main process may have loaded it
+        return
+    for name, parameter in student.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name!r} of the student is not in memory (its device is 'meta'), so it cannot be trained: load the "
+                "student with `from_pretrained` and without parts on disk or in host memory (`device_map`)."
+            )
+    check_one_device(
+        student, device, "student", "several processes with ZeRO-3 or FSDP2 (`docs/sharding.md`) divide it"
+    )
+
+
+def whole_on(device: torch.device) -> dict[str, Any]:
+    """Loading options for one device, because without a launcher TRL would spread a model over all accelerators."""
+    return {} if device.type in ("cpu", "mps") else {"device_map": {"": device}}
+
+
+def check_one_device(model: Any, device: torch.device, who: str, instead: str) -> None:
+    """Refuses a model with parts on other devices; `instead` is the message's advice."""
+
+    def is_elsewhere(place: Any) -> bool:
+        kind, _, index = (f"{device.type}:{place}" if isinstance(place, int) else str(place)).partition(":")
+        return kind != device.type or int(index or 0) != (device.index or 0)
+
+    # The loss needs both heads on one device, and offloaded parts would be copied for every token.
+    places = list((getattr(model, "hf_device_map", None) or {}).values())
+    if any(map(is_elsewhere, places)):
+        raise ValueError(
+            f"The {who} ({type(model).__name__}) was loaded with a `device_map` onto "
+            f"{', '.join(sorted(set(map(str, places))))}, but this process computes on {device}: load it without "
+            f"`device_map`. If it does not fit there, {instead}."
+        )
+
+
+def _check_quantization(student: nn.Module) -> None:
+    """Refuses 4-bit weights on a CPU with AVX512-BF16, where bitsandbytes' layout has no backward pass."""
+    # The first forward in eval mode, in a rollout, makes bitsandbytes repack the weights for inference.
+    on_cpu = next(student.parameters()).device.type == "cpu"
+    if on_cpu and any(getattr(layer, "support_avx512bf16_for_cpu", False) for layer in student.modules()):
+        raise ValueError(
+            "The student is quantised to 4 bits by bitsandbytes and is on a CPU, where its weights are repacked for "
+            "inference by the first rollout, and no gradient passes through them afterwards: train it on a GPU, or "
+            "load it without `quantization_config`."
+        )

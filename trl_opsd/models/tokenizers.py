@@ -1,0 +1,137 @@
+"""Tokenizers and processors as a user passes them, and special tokens within the student's embedding.
+
+After `add_tokens` or `add_special_tokens` a tokenizer has such tokens until the model is resized too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from accelerate.logging import get_logger
+from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import cached_file
+
+from trl_opsd._compat.trl import get_config_model_id
+from trl_opsd.models.checks import LOCATION_OPTIONS, naming_trust
+
+logger = get_logger(__name__)
+
+
+def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remote_code: bool) -> Any:
+    """Loads the tokenizer or multimodal processor from the student's checkpoint, as TRL does."""
+    path = student if isinstance(student, str) else get_config_model_id(student.config)
+    if not path:
+        raise ValueError(
+            "`processing_class` is None, and the student is an object that was not loaded from a path: pass its "
+            "tokenizer as `processing_class`."
+        )
+    trust = (
+        nullcontext()
+        if trust_remote_code
+        else naming_trust(f"The tokenizer of the student ({path})", "trust_remote_code", tokenizer_of=path)
+    )
+    options = {
+        "revision": loading.get("revision") if isinstance(student, str) else None,
+        "truncation_side": "left",
+        "padding_side": "left",
+        "trust_remote_code": trust_remote_code,
+    }
+    with trust:
+        try:
+            return AutoProcessor.from_pretrained(path, **options)
+        except (ImportError, OSError) as error:  # of an image processor, which text does not need
+            if not has_tokenizer(path, {"revision": options["revision"]}):
+                raise
+            logger.warning(
+                f"The processor of {path} cannot be loaded ({str(error).strip().splitlines()[0]}), so its tokenizer "
+                "alone is used, and saved with the model. If packages are missing, they are often pillow and "
+                "torchvision."
+            )
+            return AutoTokenizer.from_pretrained(path, **options)
+
+
+def has_tokenizer(path: str, place: Mapping[str, Any]) -> bool:
+    """Whether a path or model id has tokenizer files, without which `AutoTokenizer` builds an empty tokenizer."""
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    return any(cached_file(path, name, **place, **quiet) for name in ("tokenizer_config.json", "tokenizer.json"))
+
+
+def text_tokenizer(processing_class: Any) -> Any:
+    """A processor's tokenizer, with the processor's chat template if it has none; anything else as it is."""
+    if not isinstance(processing_class, ProcessorMixin):
+        return processing_class
+    tokenizer = getattr(processing_class, "tokenizer", None)
+    if isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.chat_template is None:
+        # Some checkpoints keep the template with the processor only.
+        tokenizer.chat_template = getattr(processing_class, "chat_template", None)
+    return tokenizer
+
+
+def check_processing_class(processing_class: Any) -> None:
+    """Refuses what is no tokenizer (a `TypeError`), an empty tokenizer, and one without an end token."""
+    processing_class, given = text_tokenizer(processing_class), processing_class
+    name = type(given).__name__
+    if not isinstance(processing_class, PreTrainedTokenizerBase):
+        raise TypeError(f"`processing_class` is a {name}: expected a tokenizer, or a processor that has one.")
+    if len(processing_class) <= len(set(processing_class.all_special_tokens)):
+        raise ValueError(
+            f"The tokenizer ({processing_class.name_or_path or name}) has no tokens but special ones, as one that is "
+            "loaded from a folder without tokenizer files: save the model's tokenizer there, or pass it as "
+            "`processing_class`."
+        )
+    if processing_class.eos_token_id is None:
+        raise ValueError(
+            "The tokenizer has no end-of-sequence token, so no completion could end: set `tokenizer.eos_token`."
+        )
+
+
+_HOW_TO_GROW = "after `tokenizer.add_tokens` the model grows by `model.resize_token_embeddings(len(tokenizer))`"
+
+
+def configured_vocabulary(model: Any, loading: dict[str, Any]) -> int | None:
+    """The vocabulary size in a model's config, or `None` where it has none; loads no weights."""
+    if not isinstance(model, str):
+        rows: int | None = getattr(model.config.get_text_config(), "vocab_size", None)
+        return rows
+    place = {name: loading[name] for name in LOCATION_OPTIONS if loading.get(name) is not None}
+    config, _ = PretrainedConfig.get_config_dict(model, **place)
+    rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return rows
+
+
+def ensure_special_tokens(tokenizer: PreTrainedTokenizerBase | None, rows: int | None) -> None:
+    """Refuses an end token that cannot be generated, and replaces a padding token outside the vocabulary."""
+    if tokenizer is None or rows is None:  # not loaded yet, or unknown
+        return
+    if not _known(tokenizer.eos_token_id, rows):
+        raise ValueError(
+            f"The end token {tokenizer.eos_token!r} has the id {tokenizer.eos_token_id}, but the student knows {rows} "
+            f"ids, so no completion could end with it: use the tokenizer the student was trained with; {_HOW_TO_GROW}."
+        )
+    if tokenizer.pad_token is not None and not _known(tokenizer.pad_token_id, rows):
+        logger.warning(
+            f"The padding token {tokenizer.pad_token!r} has the id {tokenizer.pad_token_id}, but the student knows "
+            f"{rows} ids, so {tokenizer.eos_token!r} is used for padding instead, which does not change any result. To "
+            f"keep the padding token: {_HOW_TO_GROW}."
+        )
+        # Padding is identified by its mask, never by its id, so any token of the vocabulary will do.
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def known_end_tokens(end_ids: list[int], rows: int) -> list[int]:
+    """The end tokens in the student's vocabulary; a checkpoint may name others, which are never generated."""
+    return [token for token in end_ids if _known(token, rows)]
+
+
+def placeholders(config: PretrainedConfig, rows: int) -> list[int]:
+    """The placeholder tokens of images, videos and audio, which must not occur in a text."""
+    # Configs name these tokens in two ways.
+    names = (f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
+    stated: set[Any] = {getattr(config, name, None) for name in names}
+    return sorted(token for token in stated if _known(token, rows))
+
+
+def _known(token: Any, rows: int) -> bool:
+    return isinstance(token, int) and 0 <= token < rows

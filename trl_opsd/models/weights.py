@@ -1,0 +1,90 @@
+"""Weights by name: samples of their values, names in a checkpoint, and a model from its config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import TypeAlias
+
+import torch
+import transformers
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from trl_opsd._compat.peft import CausalLM, base_parameters
+from trl_opsd._compat.sharding import whole
+
+VALUES = 64
+"""Maximum number of values sampled from one weight."""
+
+Samples: TypeAlias = dict[str, Tensor]
+"""Tensors of at most `VALUES` elements in host memory, by the weight's name in a checkpoint of the base model."""
+
+
+def sampled(model: CausalLM) -> Samples:
+    """Samples each weight of a model without its adapters; every process gets the main process's values. Collective."""
+    # A weight on the meta device yields no values.
+    samples = {name: sample(parameter) for name, parameter in base_parameters(model).items()}
+    # With accelerate's `fsdp_cpu_ram_efficient_loading` only the main process has loaded the checkpoint.
+    of_the_main_process: list[Samples] = broadcast_object_list([samples])
+    return of_the_main_process[0]
+
+
+def digest(samples: Samples) -> str:
+    """A short hash of the values, rounded to bfloat16 so that the dtype they were loaded in does not matter."""
+    summed = sha256()
+    for name, values in sorted(samples.items()):
+        rounded = values.bfloat16() if values.is_floating_point() else values
+        summed.update(f"{name} {rounded.numel()} ".encode())
+        summed.update(rounded.view(torch.uint8).numpy().tobytes())
+    return f"sha256 {summed.hexdigest()[:16]}"
+
+
+def first_change(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> str | None:
+    """The name of the first weight that has changed, or `None`; a cast by the launcher does not count as a change."""
+    return next((name for name, values in before.items() if name not in now or _differ(values, now[name])), None)
+
+
+def _differ(before: Tensor, now: Tensor) -> bool:
+    def same(one: Tensor, other: Tensor) -> bool:
+        # Compared in the coarser dtype: a launcher may cast weights either way.
+        return torch.equal(one.nan_to_num(), other.to(one.dtype).nan_to_num())
+
+    # Integers are quantised weights, which bitsandbytes reorders on first use on a CPU: they cannot be compared.
+    if not (before.is_floating_point() and now.is_floating_point()):
+        return False
+    return not (same(before, now) or same(now, before))
+
+
+def sample(parameter: Tensor) -> Tensor:
+    """At most `VALUES` values of a weight, in host memory; none if it is on the meta device. Collective if sharded."""
+    if parameter.is_meta:
+        return torch.empty(0)
+    values = whole(parameter)
+    if hasattr(values, "qdata"):  # torchao tensors cannot be flattened
+        values = values.dequantize()
+    flat = values.flatten()
+    # Spread by a multiplicative hash: with even steps, all values could come from one column.
+    places = torch.arange(min(VALUES, flat.numel()), device=flat.device) * 2654435761 % max(flat.numel(), 1)
+    return flat[places].cpu()
+
+
+def as_saved(model: CausalLM, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """Names and values that `save_pretrained` writes for one weight, such as the experts of a layer one by one."""
+    if getattr(model, "_weight_conversions", None) == []:  # saved under the same names; skips a slow conversion
+        return [(name, tensor)]
+    # The tensor is unsharded, or on the meta device where only the names are needed.
+    return list(revert_weight_conversion(model, {name: tensor}).items())
+
+
+def without_weights(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model as its config initialises it, on the default device."""
+    # The class that TRL loads: the first architecture, which of a multimodal checkpoint is the whole model; without a
+    # name, the causal language model of the config's kind.
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    if named is None:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model: PreTrainedModel = named(config)
+    return model.to(dtype)
