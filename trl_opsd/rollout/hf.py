@@ -25,9 +25,9 @@ from trl_opsd.options.sampling import check_drawn
 from trl_opsd.parallel.precision import cast_weights
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rollout.base import RolloutBackend
-from trl_opsd.rollout.generation_config import IN_GENERATE, assigned, check_followed, of_model
 from trl_opsd.rollout.decode import KnownTokensOnly, RaggedDecoding, custom_generate, obstacle
 from trl_opsd.rollout.generate import BY_LENGTH, Batching, completions_of, generate, prove_batching
+from trl_opsd.rollout.generation_config import IN_GENERATE, assigned, check_followed, of_model
 from trl_opsd.rollout.static_caches import StaticCaches
 
 logger = get_logger(__name__)

@@ -19,8 +19,8 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
 from trl_opsd.models.backbone import context_of
 from trl_opsd.rollout.base import RolloutBackend
-from trl_opsd.rollout.generation_config import assigned, check_followed
 from trl_opsd.rollout.engine import Engine
+from trl_opsd.rollout.generation_config import assigned, check_followed
 from trl_opsd.rollout.sync_proof import SyncProof
 from trl_opsd.types import Completion
 
