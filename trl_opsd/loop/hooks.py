@@ -29,9 +29,11 @@ from trl_opsd.checkpoints.atomic_save import UNFINISHED
 from trl_opsd.checkpoints.sigterm import StopOnSigterm
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.conversations import solutions_as_context, with_prompts
+from trl_opsd.data.prompts import IMAGE_COLUMNS
 from trl_opsd.data.readers import Request
+from trl_opsd.data.teacher_prompts import COLUMNS
 from trl_opsd.loop.ahead import Ahead
-from trl_opsd.loop.attributes import DATASETS, shown, why_no_effect
+from trl_opsd.loop.attributes import DATASETS, FIXED, shown, why_no_effect
 from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.checkpoints import Checkpoints
 from trl_opsd.loop.collapse import CollapseGuard
@@ -121,13 +123,13 @@ class TrainerHooks(UpstreamFixes):
     an engine: the subclass provides both.
     """
 
-    row_columns: tuple[str, ...] = ("prompt",)
+    row_columns: tuple[str, ...] = COLUMNS
     """Columns of a dataset that `remove_unused_columns` keeps."""
-    hidden_columns: ClassVar[tuple[str, ...]] = ()
-    """Columns that are hidden from TRL, which would use them."""
+    hidden_columns: ClassVar[tuple[str, ...]] = IMAGE_COLUMNS
+    """Columns that are hidden from TRL, which would treat them as images even when they are empty."""
     args: OPSDConfig
     divergence: Divergence
-    teacher: Any = None
+    teacher: Any
     reads_solutions: bool = False
     """Whether a column `solution` of a dataset is privileged context."""
     is_built: bool = False
@@ -214,6 +216,11 @@ class TrainerHooks(UpstreamFixes):
         self._read_once = ReadOnce.by_trainer(self.args)
         self._read_at_start = ReadOnce.by_training(self.args)
 
+    # By transformers' constructor, before it sets `use_cache` in the student's config.
+    def create_accelerator_and_postprocess(self) -> None:
+        self._use_cache = {name: value for name, value in vars(self.model.config).items() if name == "use_cache"}
+        super().create_accelerator_and_postprocess()
+
     def _take_samples(self, student: Any) -> None:
         self.base_samples = sampled(student)
 
@@ -229,62 +236,52 @@ class TrainerHooks(UpstreamFixes):
                 "plain data parallelism."
             )
 
-    # By transformers' constructor, before it sets `use_cache` in the student's config.
-    def create_accelerator_and_postprocess(self) -> None:
-        self._use_cache = {name: value for name, value in vars(self.model.config).items() if name == "use_cache"}
-        super().create_accelerator_and_postprocess()
+    # ---- A training, and its data -----------------------------------------------------------------------------------
 
-    # ---- Host: what rollouts, teachers and the objects of the loop call -------------------------------------------
-
-    @property
-    def strategy(self) -> str:
-        """Number of processes, parallelism of the launch, and device, in words."""
-        sharing = None if self.row_group is None else self.row_group.size
-        return parallelism_in_words(self.accelerator, self._dist, sharing)
-
-    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
-        """Token ids of unchecked prompts, as the rollout reads them; keyword arguments go to the chat template."""
-        ours = self.chat_template_kwargs
-        # TRL's method reads the attribute and has no argument for it.
-        self.chat_template_kwargs = {**ours, **chat_template_kwargs}
-        try:
-            prompt_ids, _, _ = super()._tokenize_prompts(prompts)
-        finally:
-            self.chat_template_kwargs = ours
-        return list(prompt_ids)
-
-    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]:
-        """The student's prompts for checked rows."""
-        prompt_ids: list[list[int]] = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
-        return prompt_ids
-
-    def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
-        """Left-padded `input_ids` and `attention_mask`, [B, P], on the device."""
-        return padded_prompts(self, prompt_ids)
-
-    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]:
-        """TRL's keys for rows; an empty completion is one masked token of padding."""
-        return padded_rows(self, prompt_ids, completions)
-
-    def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
-        """Gathers parameters that ZeRO-3 has sharded, for reading only, within the context. Collective."""
-        context: AbstractContextManager[Any] = self._dist.gather_params(parameters)
-        return context
-
-    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(student, *args)` where the student's weights are gathered; collective if it is sharded."""
-        return call_in_student(self, self._forward_redirection, function, *args)
-
-    def student_for_generation(self) -> AbstractContextManager[Any]:
-        """The bare student in eval mode, gathered where it is sharded and the options allow it. Collective."""
-        return generating_student(self, self._dist)
-
-    # ---- Hooks in TRL's loop ------------------------------------------------------------------------------------
-
-    # At construction of a data loader.
-    def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None:
-            self._signature_columns = list(self.row_columns)
+    # By the user.
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """As TRL's, but discards leftovers of an interrupted run, and rejects options changed too late."""
+        if self.train_dataset is None:
+            raise ValueError(
+                "`train` without a `train_dataset`: this trainer was built to evaluate; pass the rows to train on."
+            )
+        check_can_learn(self.model)
+        if self.args.resume_from_checkpoint and resume_from_checkpoint is None:
+            logger.warning(
+                f"`args.resume_from_checkpoint={self.args.resume_from_checkpoint!r}` has no effect: pass it to `train`."
+            )
+        self._read_once.check(self.args)
+        if self.args.deepspeed_plugin is None:  # its config is complete by now, and would be read anew
+            self.args.check_again()
+        self._launch.restore()
+        self.args.check_as_given()
+        refuse(TRAINING, self.args)
+        self.check_effect()
+        self._read_at_start = ReadOnce.by_training(self.args)
+        self._dealer.forget()
+        set_known(self, _step=0, _current_train_step_time=0.0)
+        self._metrics["train"].clear()
+        self._stats.clear()
+        self._collapse.begin()
+        with (
+            nullcontext() if self.row_group is None else self.row_group.shares(self.model),
+            explained("step", partial(self.footprint, "step")),  # outside the phases, memory is the optimizer's
+            self._earlier.followed_by(self),
+            self._guard.training(),
+        ):
+            try:
+                if resume_from_checkpoint:
+                    resume_from_checkpoint = self._checkpoints.whole(resume_from_checkpoint)
+                    self.check_state(resume_from_checkpoint)
+                with self._checkpoints.training():
+                    return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            finally:
+                self._ahead.cancel()
 
     # Once a training.
     def get_train_dataloader(self) -> DataLoader:
@@ -302,6 +299,11 @@ class TrainerHooks(UpstreamFixes):
             batch_size=self._train_batch_size * calls,
             is_training=True,
         )
+
+    # At construction of a data loader.
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = list(self.row_columns)
 
     # By `get_train_dataloader`, where the dataset is no stream.
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
@@ -330,10 +332,66 @@ class TrainerHooks(UpstreamFixes):
                 dataset, sampler_fn = dataset.select(np.repeat(order, number)), SequentialSampler
         return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
+    # Once a training, before a checkpoint is loaded into the optimizer.
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        self._checkpoints.note_settings()
+        return scheduler
+
+    # When a training resumes; not under DeepSpeed.
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.loads += 1
+
+    # Once a training, after the model was wrapped; with `None` where it does not resume.
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._checkpoints.after_optimizer_load(checkpoint)
+            self.loads += self.is_deepspeed_enabled  # whose engine loads the weights, not `_load_from_checkpoint`
+            self.load_own_state(checkpoint)
+
+    # ---- An optimizer step: its micro-steps -------------------------------------------------------------------------
+
     # By transformers before each optimizer step: the rows of its micro-steps.
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """As transformers'; with `overlap='ahead'` it also reads the rows of the next step."""
         return self._ahead.batch(super().get_batch_samples, epoch_iterator, num_batches, device)
+
+    # By transformers, for each micro-step; the optimizer step follows the last of `gradient_accumulation_steps`.
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        self._read_at_start.check(self.args)
+        with self._stats.phase("compare", "train"):
+            loss = self._learn(model, inputs, num_items_in_batch)
+        if self._call == 0:
+            self._dealer.forget()  # its targets must not stay in memory during the next rollout or an evaluation
+        return loss
+
+    def _learn(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """The loss of a call, after a forward and backward pass for each of its micro-batches."""
+        start, trl_step = perf_counter(), super().training_step
+
+        def learn(is_last: bool) -> Tensor:
+            if not is_last:  # past TRL's, which would count it as a call
+                return Trainer.training_step(self, model, inputs, num_items_in_batch)
+            # TRL times only its own call, which trains on the last micro-batch.
+            set_known(self, _current_train_step_time=self._current_train_step_time + perf_counter() - start)
+            return self._guard.note_loss(trl_step(model, inputs, num_items_in_batch))
+
+        if self._overlap.is_on:
+            if self.accelerator.gradient_state.sync_gradients:
+                return self._overlap.step(model, inputs, learn)
+            set_known(self, _step=self._step + 1)  # the step is taken after a later call
+            return torch.zeros((), device=self.args.device)
+        if prepares_batches(self):
+            return self._guard.note_loss(trl_step(model, inputs, num_items_in_batch))
+        parts = self._dealer.parts(inputs, self._call)
+        return torch.stack(self._dealer.losses(parts, model, learn)).sum()
+
+    @property
+    def _call(self) -> int:
+        """Index of the next call of `training_step` within an optimizer step."""
+        return int(self._step % self.args.gradient_accumulation_steps)
 
     # By `training_step` of TRL, once a micro-batch; by TRL's `prediction_step` in an evaluation.
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -341,10 +399,7 @@ class TrainerHooks(UpstreamFixes):
             return self._generate_and_score_completions(generation_batch)
         return self._dealer.only_part(generation_batch, self._call)
 
-    @property
-    def _call(self) -> int:
-        """Index of the next call of `training_step` within an optimizer step."""
-        return int(self._step % self.args.gradient_accumulation_steps)
+    # ---- A generation batch -----------------------------------------------------------------------------------------
 
     # By the dealer in the first micro-step of an optimizer step; by `_prepare_inputs` for a batch of an evaluation.
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -417,20 +472,9 @@ class TrainerHooks(UpstreamFixes):
         finally:
             self._hides_engine = before
 
-    # By `compute_loss`, inside the forward of the student's distributed wrapper: no collectives in it.
-    def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple:
-        # TRL calls this method in place of the `forward` that accelerate wrapped in autocast.
-        rollout = Rollout.unpack(inputs).cut()
-        targets = TeacherTargets.unpack(inputs).cut(rollout.completion_ids.size(1))
-        with autocast(self.accelerator):
-            parts = self.compare(unwrapped_student, rollout, targets, num_items_in_batch)
-        check_parts(parts, rollout, f"{type(self).__name__}.compare", self.model.training)
-        self._loss_rows, self._loss_scored = self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
-        if self.model.training:
-            self._guard.watch(unwrapped_student)
-        weight, _, student_entropy, *_ = parts.rows.sum(0)
-        return parts.loss, student_entropy, weight
+    # ---- The loss of a micro-batch ----------------------------------------------------------------------------------
 
+    # By transformers' `training_step`, for each micro-batch; by TRL's `prediction_step` in an evaluation.
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -472,6 +516,20 @@ class TrainerHooks(UpstreamFixes):
             self._stats.record_step()
         return (loss, None) if return_outputs else loss
 
+    # By `compute_loss`, inside the forward of the student's distributed wrapper: no collectives in it.
+    def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple:
+        # TRL calls this method in place of the `forward` that accelerate wrapped in autocast.
+        rollout = Rollout.unpack(inputs).cut()
+        targets = TeacherTargets.unpack(inputs).cut(rollout.completion_ids.size(1))
+        with autocast(self.accelerator):
+            parts = self.compare(unwrapped_student, rollout, targets, num_items_in_batch)
+        check_parts(parts, rollout, f"{type(self).__name__}.compare", self.model.training)
+        self._loss_rows, self._loss_scored = self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
+        if self.model.training:
+            self._guard.watch(unwrapped_student)
+        weight, _, student_entropy, *_ = parts.rows.sum(0)
+        return parts.loss, student_entropy, weight
+
     def _is_finite(self, one: MicroBatch) -> bool:
         """Counts a micro-batch; returns whether its loss is finite in all processes."""
         if is_finite := self._guard.is_finite(one.named, one.rows):
@@ -482,78 +540,7 @@ class TrainerHooks(UpstreamFixes):
         self.record("entropy", one.named["student_entropy"] / one.named["weight"] if one.named["weight"] else 0.0)
         return is_finite
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        self._read_at_start.check(self.args)
-        with self._stats.phase("compare", "train"):
-            loss = self._learn(model, inputs, num_items_in_batch)
-        if self._call == 0:
-            self._dealer.forget()  # its targets must not stay in memory during the next rollout or an evaluation
-        return loss
-
-    def _learn(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """The loss of a call, after a forward and backward pass for each of its micro-batches."""
-        start, trl_step = perf_counter(), super().training_step
-
-        def learn(is_last: bool) -> Tensor:
-            if not is_last:  # past TRL's, which would count it as a call
-                return Trainer.training_step(self, model, inputs, num_items_in_batch)
-            # TRL times only its own call, which trains on the last micro-batch.
-            set_known(self, _current_train_step_time=self._current_train_step_time + perf_counter() - start)
-            return self._guard.note_loss(trl_step(model, inputs, num_items_in_batch))
-
-        if self._overlap.is_on:
-            if self.accelerator.gradient_state.sync_gradients:
-                return self._overlap.step(model, inputs, learn)
-            set_known(self, _step=self._step + 1)  # the step is taken after a later call
-            return torch.zeros((), device=self.args.device)
-        if prepares_batches(self):
-            return self._guard.note_loss(trl_step(model, inputs, num_items_in_batch))
-        parts = self._dealer.parts(inputs, self._call)
-        return torch.stack(self._dealer.losses(parts, model, learn)).sum()
-
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
-        """As TRL's, but discards leftovers of an interrupted run, and rejects options changed too late."""
-        if self.train_dataset is None:
-            raise ValueError(
-                "`train` without a `train_dataset`: this trainer was built to evaluate; pass the rows to train on."
-            )
-        check_can_learn(self.model)
-        if self.args.resume_from_checkpoint and resume_from_checkpoint is None:
-            logger.warning(
-                f"`args.resume_from_checkpoint={self.args.resume_from_checkpoint!r}` has no effect: pass it to `train`."
-            )
-        self._read_once.check(self.args)
-        if self.args.deepspeed_plugin is None:  # its config is complete by now, and would be read anew
-            self.args.check_again()
-        self._launch.restore()
-        self.args.check_as_given()
-        refuse(TRAINING, self.args)
-        self.check_effect()
-        self._read_at_start = ReadOnce.by_training(self.args)
-        self._dealer.forget()
-        set_known(self, _step=0, _current_train_step_time=0.0)
-        self._metrics["train"].clear()
-        self._stats.clear()
-        self._collapse.begin()
-        with (
-            nullcontext() if self.row_group is None else self.row_group.shares(self.model),
-            explained("step", partial(self.footprint, "step")),  # outside the phases, memory is the optimizer's
-            self._earlier.followed_by(self),
-            self._guard.training(),
-        ):
-            try:
-                if resume_from_checkpoint:
-                    resume_from_checkpoint = self._checkpoints.whole(resume_from_checkpoint)
-                    self.check_state(resume_from_checkpoint)
-                with self._checkpoints.training():
-                    return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-            finally:
-                self._ahead.cancel()
+    # ---- The gradient -----------------------------------------------------------------------------------------------
 
     # After the backward passes of an optimizer step, and before the step; under DeepSpeed after it.
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -561,8 +548,52 @@ class TrainerHooks(UpstreamFixes):
         self._guard.before_step(model, norm)
         return norm
 
-    # ---- Evaluations --------------------------------------------------------------------------------------------
+    # ---- The log ----------------------------------------------------------------------------------------------------
 
+    # After `logging_steps`, after an evaluation, and at the end of a training.
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        # TRL takes the numbers of training or evaluation by the mode of the model, and an evaluation may have left it.
+        is_training, self.model.training = self.model.training, self.model.training or "train_runtime" in logs
+        try:
+            if self.model.training:
+                logs.update(self._stats.means())
+                if "loss" in logs and (skipped := self._guard.skipped) is not None:
+                    logs["nonfinite/skipped_steps"] = skipped
+            if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
+                os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
+            numbers = self._metrics["train" if self.model.training else "eval"]
+            for name in [name for name, each in numbers.items() if all(map(math.isnan, each))]:
+                del numbers[name]  # TRL would log `None`, which nothing that shows or stores a log expects
+            super().log(logs, start_time)
+        finally:
+            self.model.training = is_training
+
+    def record(self, name: str, value: float) -> None:
+        """Adds a number of this process to the next log, which shows the mean; in an evaluation, to its metrics.
+
+        Args:
+            name (`str`):
+                Any that is not logged already.
+            value (`float` or `torch.Tensor`):
+                One number.
+
+        Raises:
+            ValueError: It is not one number, or the name is taken.
+        """
+        self._metrics["train" if self.model.training else "eval"][name].append(recorded(name, value))
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Times the body as a phase of training, `time/<name>` in the log, and reports it if it hangs."""
+        return self._stats.phase(name)
+
+    @contextmanager
+    def _watched(self, phase: str) -> Iterator[None]:
+        with explained(phase, partial(self.footprint, phase)), self._watchdog(phase), self._show_phase(phase):
+            yield
+
+    # ---- Evaluations ------------------------------------------------------------------------------------------------
+
+    # By the user, and within a training each `eval_steps`.
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -576,6 +607,7 @@ class TrainerHooks(UpstreamFixes):
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return self._evaluation.with_best(found, self._rewards.names) if metric_key_prefix == "eval" else found
 
+    # By the user.
     def predict(
         self,
         test_dataset: Dataset | IterableDataset,
@@ -651,69 +683,7 @@ class TrainerHooks(UpstreamFixes):
         completions = self._evaluation.take()
         return loss, None if prediction_loss_only else completions, labels
 
-    # ---- The log ------------------------------------------------------------------------------------------------
-
-    def record(self, name: str, value: float) -> None:
-        """Adds a number of this process to the next log, which shows the mean; in an evaluation, to its metrics.
-
-        Args:
-            name (`str`):
-                Any that is not logged already.
-            value (`float` or `torch.Tensor`):
-                One number.
-
-        Raises:
-            ValueError: It is not one number, or the name is taken.
-        """
-        self._metrics["train" if self.model.training else "eval"][name].append(recorded(name, value))
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Times the body as a phase of training, `time/<name>` in the log, and reports it if it hangs."""
-        return self._stats.phase(name)
-
-    @contextmanager
-    def _watched(self, phase: str) -> Iterator[None]:
-        with explained(phase, partial(self.footprint, phase)), self._watchdog(phase), self._show_phase(phase):
-            yield
-
-    # After `logging_steps`, after an evaluation, and at the end of a training.
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # TRL takes the numbers of training or evaluation by the mode of the model, and an evaluation may have left it.
-        is_training, self.model.training = self.model.training, self.model.training or "train_runtime" in logs
-        try:
-            if self.model.training:
-                logs.update(self._stats.means())
-                if "loss" in logs and (skipped := self._guard.skipped) is not None:
-                    logs["nonfinite/skipped_steps"] = skipped
-            if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
-                os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
-            numbers = self._metrics["train" if self.model.training else "eval"]
-            for name in [name for name, each in numbers.items() if all(map(math.isnan, each))]:
-                del numbers[name]  # TRL would log `None`, which nothing that shows or stores a log expects
-            super().log(logs, start_time)
-        finally:
-            self.model.training = is_training
-
-    # ---- Checkpoints ---------------------------------------------------------------------------------------------
-
-    # Once a training, before a checkpoint is loaded into the optimizer.
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
-        self._checkpoints.note_settings()
-        return scheduler
-
-    # When a training resumes; not under DeepSpeed.
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.loads += 1
-
-    # Once a training, after the model was wrapped; with `None` where it does not resume.
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self._checkpoints.after_optimizer_load(checkpoint)
-            self.loads += self.is_deepspeed_enabled  # whose engine loads the weights, not `_load_from_checkpoint`
-            self.load_own_state(checkpoint)
+    # ---- Checkpoints ------------------------------------------------------------------------------------------------
 
     # For each checkpoint, also after an evaluation.
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -751,16 +721,38 @@ class TrainerHooks(UpstreamFixes):
         super()._load_best_model()
         self.loads += 1
 
-    def check_state(self, folder: str) -> None:
-        """Raises for a checkpoint that this run cannot continue. Every process calls it."""
+    # ---- The model card ---------------------------------------------------------------------------------------------
 
-    def save_own_state(self, folder: str) -> None:
-        """Writes what a checkpoint needs besides model, optimizer and scheduler. Every process calls it."""
+    @property
+    def _name(self) -> str:
+        kind = self.args.teacher_model_kind
+        return "on-policy distillation" if kind is None else "on-policy self-distillation (OPSD)"
 
-    def load_own_state(self, folder: str) -> None:
-        """The inverse of [`save_own_state`], when training resumes."""
+    @property
+    def _paper(self) -> dict[str, str]:
+        paper: dict[str, str] = super()._paper if self.args.teacher_model_kind is None else SELF_DISTILLATION
+        return paper
 
-    # ---- Attributes ---------------------------------------------------------------------------------------------
+    # By the user, and by transformers when it pushes to the Hub; TRL's does so with each checkpoint.
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Writes `README.md` to `output_dir`: TRL's card, with base model, teachers, objective, settings and figures.
+
+        Args:
+            model_name (`str`, *optional*):
+                Name of the model. When `None`, that of the repository on the Hub, or of `output_dir`.
+            dataset_name (`str`, *optional*):
+                Name of the dataset on the Hub.
+            tags (`str` or `list[str]`, *optional*):
+                More tags.
+        """
+        folder = os.path.basename(os.path.realpath(self.args.output_dir))
+        super().create_model_card(model_name or (self.hub_model_id or folder).split("/")[-1], dataset_name, tags)
+        if self.is_world_process_zero():
+            self._model_card.complete(dataset_name)
+
+    # ---- Attributes -------------------------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not self.is_built:
@@ -770,7 +762,7 @@ class TrainerHooks(UpstreamFixes):
                 self.replace_dataset(name, value)
         elif why := why_no_effect(self, name, value, self._read_once.names):
             raise AttributeError(f"`trainer.{name} = {shown(value)}` would have no effect: {why}", name=name, obj=self)
-        else:
+        elif name not in FIXED:  # else it is the value that it has
             super().__setattr__(name, value)
 
     @property
@@ -837,45 +829,47 @@ class TrainerHooks(UpstreamFixes):
         if self.is_built and teacher_model is not self.teacher_model:
             self.replace_teacher(teacher_model)
 
-    def replace_dataset(self, name: str, dataset: Any) -> None:
-        """Checks other rows as the first were, and takes them; the implementation of assigning to a dataset."""
-        raise NotImplementedError
-
-    def replace_teacher(self, teacher_model: Any) -> None:
-        """Builds the teacher anew from another model or path; the implementation of assigning to `teacher_model`."""
-        raise NotImplementedError
+    # ---- Host: what rollouts, teachers and the objects of the loop call ---------------------------------------------
 
     @property
-    def teacher_names(self) -> tuple[str, ...]:
-        """Names of the teachers, in the order of their numbers; empty if there is one."""
-        return ()
+    def strategy(self) -> str:
+        """Number of processes, parallelism of the launch, and device, in words."""
+        sharing = None if self.row_group is None else self.row_group.size
+        return parallelism_in_words(self.accelerator, self._dist, sharing)
 
-    # ---- The model card -----------------------------------------------------------------------------------------
+    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
+        """Token ids of unchecked prompts, as the rollout reads them; keyword arguments go to the chat template."""
+        ours = self.chat_template_kwargs
+        # TRL's method reads the attribute and has no argument for it.
+        self.chat_template_kwargs = {**ours, **chat_template_kwargs}
+        try:
+            prompt_ids, _, _ = super()._tokenize_prompts(prompts)
+        finally:
+            self.chat_template_kwargs = ours
+        return list(prompt_ids)
 
-    @property
-    def _name(self) -> str:
-        kind = self.args.teacher_model_kind
-        return "on-policy distillation" if kind is None else "on-policy self-distillation (OPSD)"
+    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]:
+        """The student's prompts for checked rows."""
+        prompt_ids: list[list[int]] = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
+        return prompt_ids
 
-    @property
-    def _paper(self) -> dict[str, str]:
-        paper: dict[str, str] = super()._paper if self.args.teacher_model_kind is None else SELF_DISTILLATION
-        return paper
+    def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
+        """Left-padded `input_ids` and `attention_mask`, [B, P], on the device."""
+        return padded_prompts(self, prompt_ids)
 
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        """Writes `README.md` to `output_dir`: TRL's card, with base model, teachers, objective, settings and figures.
+    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]:
+        """TRL's keys for rows; an empty completion is one masked token of padding."""
+        return padded_rows(self, prompt_ids, completions)
 
-        Args:
-            model_name (`str`, *optional*):
-                Name of the model. When `None`, that of the repository on the Hub, or of `output_dir`.
-            dataset_name (`str`, *optional*):
-                Name of the dataset on the Hub.
-            tags (`str` or `list[str]`, *optional*):
-                More tags.
-        """
-        folder = os.path.basename(os.path.realpath(self.args.output_dir))
-        super().create_model_card(model_name or (self.hub_model_id or folder).split("/")[-1], dataset_name, tags)
-        if self.is_world_process_zero():
-            self._model_card.complete(dataset_name)
+    def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
+        """Gathers parameters that ZeRO-3 has sharded, for reading only, within the context. Collective."""
+        context: AbstractContextManager[Any] = self._dist.gather_params(parameters)
+        return context
+
+    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(student, *args)` where the student's weights are gathered; collective if it is sharded."""
+        return call_in_student(self, self._forward_redirection, function, *args)
+
+    def student_for_generation(self) -> AbstractContextManager[Any]:
+        """The bare student in eval mode, gathered where it is sharded and the options allow it. Collective."""
+        return generating_student(self, self._dist)
