@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, SequentialSampler
 from transformers import ProcessorMixin
 
 from trl_opsd._compat.deepspeed import recompute_buffers
-from trl_opsd._compat.known import set_known
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_float32
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd._compat.versions import set_known
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.conversations import with_prompts
 from trl_opsd.data.intake import Request
@@ -42,10 +42,9 @@ from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch, UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
-from trl_opsd.models.mode import preserved_mode
-from trl_opsd.models.model_checks import whole_checkpoint, whole_on
-from trl_opsd.models.samples import Samples, sampled
-from trl_opsd.models.trainable import check_can_learn
+from trl_opsd.models.backbone import preserved_mode
+from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
+from trl_opsd.models.weights import Samples, sampled
 from trl_opsd.monitor.memory import explained
 from trl_opsd.monitor.metrics import recorded
 from trl_opsd.monitor.progress import replace_default

@@ -21,7 +21,7 @@ from trl_opsd.loop.logprobs import WithLogprobs
 from trl_opsd.loop.selecting import Selecting
 from trl_opsd.loop.verbs import Verbs
 from trl_opsd.loop.weights import checked_weights
-from trl_opsd.models.mode import preserved_mode
+from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.types import Rollout
 from trl_opsd.types.checks import check_targets
