@@ -455,7 +455,10 @@ class TrainerHooks(
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        with self._evaluation.of_dataset(metric_key_prefix) as metrics, self._rewards.evaluation(metric_key_prefix):
+        with (
+            self._evaluation.of_dataset(metric_key_prefix, self._metrics["eval"]) as metrics,
+            self._rewards.evaluation(metric_key_prefix),
+        ):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
