@@ -4,46 +4,51 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from functools import partial
-from itertools import compress
+from time import perf_counter
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from torch.utils.data import DataLoader, SequentialSampler
-from transformers import ProcessorMixin
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from transformers import ProcessorMixin, Trainer
 
 from trl_opsd._compat.deepspeed import recompute_buffers
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
-from trl_opsd._compat.sharding import is_split_model, keep_float32
-from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sharing_rows_ourselves
+from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer, repeat_iterable_dataset
 from trl_opsd._compat.versions import set_known
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.conversations import with_prompts
-from trl_opsd.data.intake import Request
-from trl_opsd.data.solutions import solutions_as_context
+from trl_opsd.data.conversations import solutions_as_context, with_prompts
+from trl_opsd.data.readers import Request
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.attributes import DATASETS, shown, why_no_effect
 from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.collapse import Courses
-from trl_opsd.loop.dealing import of_package
+from trl_opsd.loop.dealing import Dealer
 from trl_opsd.loop.evaluation import Evaluation, Predictions
-from trl_opsd.loop.generations import Generations
-from trl_opsd.loop.hosting import Hosting
+from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.model_card import SELF_DISTILLATION, ModelCard
-from trl_opsd.loop.off_policy import OffPolicy
+from trl_opsd.loop.overlap import Overlap
+from trl_opsd.loop.overrides import prepares_batches
 from trl_opsd.loop.saving import SafeCheckpoints
+from trl_opsd.loop.scoring import Scorer
+from trl_opsd.loop.shared_rows import parts_to_learn
 from trl_opsd.loop.step_stats import MicroBatch, StepStats
 from trl_opsd.loop.steps import GuardedSteps
+from trl_opsd.loop.student import call_in_student, generating_student, padded_prompts, padded_rows, parallelism_in_words
 from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch, UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
-from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
+from trl_opsd.models.padding import PADDED, Reading
+from trl_opsd.models.shared_rows import RowGroup, check_shareable
 from trl_opsd.models.weights import Samples, sampled
 from trl_opsd.monitor.memory import explained
 from trl_opsd.monitor.metrics import recorded
@@ -77,6 +82,11 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_set_signature_columns_if_needed": ("self",),
     "_compute_loss": ("self", "unwrapped_student", "inputs", "num_items_in_batch"),
     "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+    "get_train_dataloader": ("self",),
+    "_get_train_sampler": ("self", "dataset"),
+    "_get_dataloader": ("self", "dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key"),
+    "get_batch_samples": ("self", "epoch_iterator", "num_batches", "device"),
+    "_prepare_inputs": ("self", "generation_batch"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
     "create_model_card": ("self", "model_name", "dataset_name", "tags"),
@@ -91,20 +101,11 @@ SEAMS: dict[str, tuple[str, ...]] = {
 """TRL's methods that are overridden here, with their parameters; a test checks them against the installed TRL."""
 
 
-class TrainerHooks(
-    Ahead,
-    Generations,
-    OffPolicy,
-    GuardedSteps,
-    Courses,
-    SafeCheckpoints,
-    UpstreamFixes,
-    Hosting,
-):
-    """TRL's trainer with four hooks in its loop: `complete`, `teach`, `weigh` and `compare`.
+class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
+    """TRL's trainer with every method overridden that calls one of the verbs: `complete`, `teach`, `weigh`, `compare`.
 
-    A subclass implements all of them but `weigh`, and four checks; it gets our own types only. TRL builds neither a
-    teacher nor an engine: the subclass provides both.
+    A subclass implements them and the checks around them; it gets our own types only. TRL builds neither a teacher nor
+    an engine: the subclass provides both.
     """
 
     row_columns: tuple[str, ...] = ("prompt",)
@@ -122,8 +123,14 @@ class TrainerHooks(
     """Whether TRL's tool loop is running, which would ask an engine of TRL's for its context."""
     _model_card: ModelCard
     _rewards: BatchRewards
-    handed_in: Samples | None
+    base_samples: Samples | None
     """Samples of the base weights, taken before PEFT adds an adapter; `None` without one."""
+    row_group: RowGroup | None = None
+    """The processes that share rows with this one; `None` without sequence parallelism."""
+    reading: Reading = PADDED
+    """Which rows the student can read in one batch."""
+    _tag_names: ClassVar = [*DistillationTrainer._tag_names, "opsd"]
+    chat_template_kwargs: dict[str, Any]
     _step: int
     _signature_columns: list[str] | None
 
@@ -143,13 +150,15 @@ class TrainerHooks(
             quantised = kwargs.get("quantization_config") or args.model_init_kwargs.get("quantization_config")
             if not quantised and (dtype := dtype_of_frozen_base(args, kwargs.get("peft_config"))):
                 args.model_init_kwargs.setdefault("dtype", dtype)
-        self.handed_in: Samples | None = None
+        self.base_samples: Samples | None = None
+        sizes = launched(args)
         try:
-            with called_before_peft(self._take_samples), whole_checkpoint("model"):
+            # accelerate and transformers would divide batches of the dataset: prompts, here.
+            with sharing_rows_ourselves(sizes), called_before_peft(self._take_samples), whole_checkpoint("model"):
                 super().__init__(teacher_model=None, args=args, **kwargs)
         finally:
             args.use_vllm, args.model_init_kwargs = use_vllm, loading
-        if self.handed_in is None and is_peft(self.model):
+        if self.base_samples is None and is_peft(self.model):
             self._take_samples(self.model)
         self._check_fsdp()
         # By default FSDP2 with `bf16=True` rounds the loss, and sharded gradients are summed in bfloat16.
@@ -158,20 +167,26 @@ class TrainerHooks(
             with preserved_rng(self.accelerator.device):
                 # ZeRO-3 has rounded rotary frequencies to the dtype of the weights.
                 recompute_buffers(without_peft(self.model))
+        if sizes.sp_enabled:
+            check_shareable(self.model, sizes.sp_size, sizes.sp_handler.sp_attn_implementation)
+            self.row_group = RowGroup(sizes.sp_size)
         self._launch, self._earlier = Launch(), EarlierTraining(self)
         self._show_phase = replace_default(self.callback_handler)
         self._watchdog = Watchdog(self.args.phase_timeout, self.accelerator.process_index)
         self._stats = StepStats(self, self._watched)
         self._evaluation = Evaluation(self, self._stats)
-        self._first_turn = False
-        self._surplus: list[list[int]] = []
-        self._unwritten_rows: list[int] = []
+        self._generation = Generation(self, lambda prompt_ids: self._ahead.complete(prompt_ids))
+        self._dealer = Dealer(self, lambda rows: self._generate_and_score_completions(rows))
+        self._scorer = Scorer(self)
+        self._overlap = Overlap(self, self._generation, self._dealer, self._scorer, self.begin_batch, self.trl_batch)
+        self._ahead = Ahead(self, self._generation, self._overlap.complete)
         self._loss_rows: Tensor | None = None
+        self._loss_scored: Tensor | None = None
         self._read_once = ReadOnce.by_trainer(self.args)
         self._read_at_start = ReadOnce.by_training(self.args)
 
     def _take_samples(self, student: Any) -> None:
-        self.handed_in = sampled(student)
+        self.base_samples = sampled(student)
 
     def _check_fsdp(self) -> None:
         if self._dist.fsdp_version == 1:
@@ -185,99 +200,190 @@ class TrainerHooks(
                 "plain data parallelism."
             )
 
+    # ---- Host: what rollouts, teachers and the objects of the loop call -------------------------------------------
+
+    @property
+    def strategy(self) -> str:
+        """Number of processes, parallelism of the launch, and device, in words."""
+        sharing = None if self.row_group is None else self.row_group.size
+        return parallelism_in_words(self.accelerator, self._dist, sharing)
+
+    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
+        """Token ids of unchecked prompts, as the rollout reads them; keyword arguments go to the chat template."""
+        ours = self.chat_template_kwargs
+        # TRL's method reads the attribute and has no argument for it.
+        self.chat_template_kwargs = {**ours, **chat_template_kwargs}
+        try:
+            prompt_ids, _, _ = super()._tokenize_prompts(prompts)
+        finally:
+            self.chat_template_kwargs = ours
+        return list(prompt_ids)
+
+    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]:
+        """The student's prompts for checked rows."""
+        prompt_ids: list[list[int]] = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
+        return prompt_ids
+
+    def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
+        """Left-padded `input_ids` and `attention_mask`, [B, P], on the device."""
+        return padded_prompts(self, prompt_ids)
+
+    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]:
+        """TRL's keys for rows; an empty completion is one masked token of padding."""
+        return padded_rows(self, prompt_ids, completions)
+
+    def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
+        """Gathers parameters that ZeRO-3 has sharded, for reading only, within the context. Collective."""
+        context: AbstractContextManager[Any] = self._dist.gather_params(parameters)
+        return context
+
+    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(student, *args)` where the student's weights are gathered; collective if it is sharded."""
+        return call_in_student(self, self._forward_redirection, function, *args)
+
+    def student_for_generation(self) -> AbstractContextManager[Any]:
+        """The bare student in eval mode, gathered where it is sharded and the options allow it. Collective."""
+        return generating_student(self, self._dist)
+
     # ---- Hooks in TRL's loop ------------------------------------------------------------------------------------
 
+    # At construction of a data loader.
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             self._signature_columns = list(self.row_columns)
 
-    def _tokenize_prompts(self, prompts: list) -> tuple:
-        prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
-        self.check_prompt_ids(prompt_ids)
-        return prompt_ids, images, multimodal_fields
+    # Once a training.
+    def get_train_dataloader(self) -> DataLoader:
+        """As TRL's, which repeats the rows of a stream for accumulation only."""
+        stream, number = self.train_dataset, self.args.num_generations
+        if number == 1 or not isinstance(stream, IterableDataset):
+            return super().get_train_dataloader()
+        if self.shuffle_dataset:
+            stream = stream.shuffle(seed=self.args.seed)
+        calls = self.args.gradient_accumulation_steps
+        rows = self.args.per_device_train_batch_size * self.accelerator.num_processes * calls
+        return self._get_dataloader(
+            dataset=repeat_iterable_dataset(stream, number, rows // number, calls),
+            description="Training",
+            batch_size=self._train_batch_size * calls,
+            is_training=True,
+        )
 
-    def _generate(self, prompts: list) -> tuple:
-        self._first_turn, self._unwritten_rows = True, []
-        self._hides_engine = True
-        try:
-            with self.session():
-                written = super()._generate(prompts)
-        finally:
-            self._hides_engine = False
-        by_student = [not row.is_off_policy for row in self._requests]
-        self.note_completions(list(compress(written[1], by_student)))
-        return written
+    # By `get_train_dataloader`, where the dataset is no stream.
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
+        sampler: Any = super()._get_train_sampler(dataset)
+        number = self.args.num_generations
+        # TRL's sampler repeats each of `batch_size` prompts, so that a step has as many rows as before.
+        set_known(sampler, mini_repeat_count=number, batch_size=sampler.batch_size // number)
+        return sampler
 
-    def _generate_single_turn(
-        self, prompt_ids: list, images: Any, multimodal_fields: dict, has_tool_images: bool = False
-    ) -> list[list[int]]:
-        completions = self._turn(prompt_ids)
-        assert completions is not None, "this process has prompts"
-        if self._first_turn:
-            # TRL reads the last token of each completion. An empty one travels as a pad token and is masked below.
-            self._first_turn = False
-            self._unwritten_rows = [row for row, ids in enumerate(completions) if not ids]
-            completions = [ids or [self._tokenizer.pad_token_id] for ids in completions]
-        return completions
+    # Once a training, and once for each dataset of an evaluation or a prediction.
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader:
+        number = self.args.num_generations_eval or self.args.num_generations
+        if not is_training and number > 1:
+            if isinstance(dataset, IterableDataset):
+                dataset = repeat_iterable_dataset(dataset, number)
+            else:  # the rows themselves: accelerate has to know how many there are, not a sampler alone
+                order = range(len(dataset)) if sampler_fn is None else list(sampler_fn(dataset))
+                dataset, sampler_fn = dataset.select(np.repeat(order, number)), SequentialSampler
+        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
-    def _tool_call_loop(
-        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, images: Any, multimodal_fields: Any
-    ) -> tuple:
-        """As TRL's, and joins later turns of other processes after those of this one. Collective."""
-        looped = super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, images, multimodal_fields)
-        _, self._rewards.conversations, *_ = looped
-        while self._turn([]) is not None:
-            pass
-        return looped
+    # By transformers before each optimizer step: the rows of its micro-steps.
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """As transformers'; with `overlap='ahead'` it also reads the rows of the next step."""
+        return self._ahead.batch(super().get_batch_samples, epoch_iterator, num_batches, device)
 
-    def _turn(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
-        """The completions of a turn; `None` if it is a later one in which no process has prompts. Collective."""
-        hidden, self._hides_engine = self._hides_engine, False
-        if self._first_turn:
-            self._surplus = prompt_ids[:1]
-        with self.phase("complete"), preserved_mode(self.model):
-            completions = (self.mixed if self._first_turn else self.together)(prompt_ids, self._checked)
-            for row, prompt, ids in zip(self._requests, prompt_ids, completions or (), strict=False):
-                self.note_logprobs(row, prompt, ids)
-        self._hides_engine = hidden
-        return completions
+    # By `training_step` of TRL, once a micro-batch; by TRL's `prediction_step` in an evaluation.
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if not self.model.training:
+            return self._generate_and_score_completions(generation_batch)
+        return self._dealer.only_part(generation_batch, self._call)
 
-    def _checked(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        if prompt_ids or (of_package(self.complete) and of_package(self.rollout.complete)):
-            return self.checked_completions(prompt_ids, self._from_rollout(prompt_ids))
-        # A user's rollout is called as often as in other processes, but never without a prompt: few would accept that.
-        self.checked_completions(self._surplus, self._from_rollout(self._surplus))
-        return []
+    @property
+    def _call(self) -> int:
+        """Index of the next call of `training_step` within an optimizer step."""
+        return int(self._step % self.args.gradient_accumulation_steps)
+
+    # By the dealer in the first micro-step of an optimizer step; by `_prepare_inputs` for a batch of an evaluation.
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        requests = self.begin_batch(inputs)
+        written = self.trl_batch(requests)
+        self._rewards.note(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
+        # A teacher that was notified of a row reads it in the process that generated it.
+        batch, rows = self._dealer.exchanged(written, requests, stay=self._overlap.notifies_teacher)
+        batch.update(self._rewards.pulls_of(rows))
+        batch.update(self._scorer.score(batch, rows))
+        batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
+        return batch
 
     def begin_batch(self, inputs: list[dict[str, Any]]) -> list[Request]:
         """Reads and checks the rows of a generation batch, and counts it. Collective."""
         self._read_once.check(self.args)
         set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
         self.check_same_rows("train" if self.model.training else "eval")
-        rows = self.read_rows(inputs)
-        self.number_rows(rows)
-        self.choose_sources(rows)
+        rows: list[Request] = self.read_rows(inputs)
+        self._generation.mark(rows)
         self._stats.now.count_batch()
         return rows
 
     def trl_batch(self, rows: Sequence[Request]) -> dict[str, Any]:
         """TRL's batch for checked rows, generated and logged."""
         text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]
-        self._requests = rows
+        self._generation.requests = rows
         batch: dict[str, Any] = super()._generate_and_score_completions(text)
-        batch["completion_mask"][self._unwritten_rows] = 0
+        batch["completion_mask"][self._generation.empty_rows] = 0
         return batch
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        requests = self.begin_batch(inputs)
-        written = self.trl_batch(requests)
-        self._rewards.note(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
-        batch, rows = self.exchanged(written, requests)
-        batch.update(self._rewards.pulls_of(rows))
-        batch.update(self.score(batch, rows))
-        batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
-        return batch
+    # By TRL's `_generate_and_score_completions`: the prompts of a batch.
+    def _generate(self, prompts: list) -> tuple:
+        self._generation.begin()
+        with self._engine_hidden(True), self._generation.session():
+            written = super()._generate(prompts)
+        self.note_completions(self._generation.on_policy(written[1]))
+        return written
 
+    # By TRL's `_generate`, before the first turn.
+    def _tokenize_prompts(self, prompts: list) -> tuple:
+        prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
+        self.check_prompt_ids(prompt_ids)
+        return prompt_ids, images, multimodal_fields
+
+    # By TRL's `_generate` for the first turn, by its tool loop for each later one.
+    def _generate_single_turn(
+        self, prompt_ids: list, images: Any, multimodal_fields: dict, has_tool_images: bool = False
+    ) -> list[list[int]]:
+        with self._engine_hidden(False):
+            return self._generation.turn(prompt_ids)
+
+    # By TRL's `_generate`, after the first turn.
+    def _tool_call_loop(
+        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, images: Any, multimodal_fields: Any
+    ) -> tuple:
+        """As TRL's, and joins later turns of other processes after those of this one. Collective."""
+        looped = super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, images, multimodal_fields)
+        _, self._rewards.conversations, *_ = looped
+        with self._engine_hidden(False):
+            self._generation.join_later_turns()
+        return looped
+
+    @contextmanager
+    def _engine_hidden(self, hides: bool) -> Iterator[None]:
+        """Hides `use_vllm` from TRL's tool loop, which would ask an engine of TRL's for its context."""
+        before, self._hides_engine = self._hides_engine, hides
+        try:
+            yield
+        finally:
+            self._hides_engine = before
+
+    # By `compute_loss`, inside the forward of the student's distributed wrapper: no collectives in it.
     def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple:
         # TRL calls this method in place of the `forward` that accelerate wrapped in autocast.
         rollout = Rollout.unpack(inputs).cut()
@@ -295,15 +401,19 @@ class TrainerHooks(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As TRL's, without two numbers of its log that would each wait for the device."""
-        inputs = self.scored(inputs)
+        inputs = self._scorer.scored(inputs)
         if self.model.training and (total := inputs.get("num_items_in_batch")) is not None:
             # Weights may add up to less than 1, which is TRL's lower bound. Processes' gradients are averaged.
             num_items_in_batch = total.where(total > 0, 1.0) / self.accelerator.num_processes
         student = self.accelerator.unwrap_model(model)
         losses, rows_of = [], []
-        for part, is_last in self.learned_apart(inputs):
+        parts = parts_to_learn(self.row_group, inputs, self.model, self.reading, self.accelerator.device)
+        for part, is_last in parts:
             loss, *_ = self._forward_redirection(model, student, self._compute_loss, student, part, num_items_in_batch)
-            losses.append(loss if is_last else self.backward_early(loss))
+            if not is_last:  # DeepSpeed accepts several backward passes before a step
+                engine = self.accelerator.deepspeed_engine_wrapped
+                engine.backward(loss, sync_gradients=False, scale_wrt_gas=False)
+            losses.append(loss if is_last else loss.detach())
             assert self._loss_rows is not None, "_compute_loss has set them"
             rows_of.append(self._loss_rows)
             self._loss_rows = None
@@ -311,7 +421,7 @@ class TrainerHooks(
         # No collective may run inside the wrapper's forward, so the sums of this process are reduced here. The host
         # waits for them, and for other processes, once per step: before the backward pass that the step follows.
         if self.model.training:
-            self.warn_if_unscored(self._loss_scored)
+            self._scorer.warn_if_unscored(self._loss_scored)
             self._stats.add(
                 {name: one for name, one in inputs.items() if name != "teacher_rows"}, rows, self._loss_scored
             )
@@ -341,11 +451,31 @@ class TrainerHooks(
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         self._read_at_start.check(self.args)
         with self._stats.phase("compare", "train"):
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        if self._step % self.args.gradient_accumulation_steps == 0:
-            # Consumed: the targets in it must not stay in memory during the next rollout or an evaluation.
-            set_known(self, _buffered_inputs=None)
+            loss = self._learn(model, inputs, num_items_in_batch)
+        if self._call == 0:
+            self._dealer.forget()  # its targets must not stay in memory during the next rollout or an evaluation
         return loss
+
+    def _learn(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """The loss of a call, after a forward and backward pass for each of its micro-batches."""
+        start, trl_step = perf_counter(), super().training_step
+
+        def learn(is_last: bool) -> Tensor:
+            if not is_last:  # past TRL's, which would count it as a call
+                return Trainer.training_step(self, model, inputs, num_items_in_batch)
+            # TRL times only its own call, which trains on the last micro-batch.
+            set_known(self, _current_train_step_time=self._current_train_step_time + perf_counter() - start)
+            return trl_step(model, inputs, num_items_in_batch)
+
+        if self._overlap.is_on:
+            if self.accelerator.gradient_state.sync_gradients:
+                return self._overlap.step(model, inputs, learn)
+            set_known(self, _step=self._step + 1)  # the step is taken after a later call
+            return torch.zeros((), device=self.args.device)
+        if prepares_batches(self):
+            return trl_step(model, inputs, num_items_in_batch)
+        parts = self._dealer.parts(inputs, self._call)
+        return torch.stack(self._dealer.losses(parts, model, learn)).sum()
 
     def train(
         self,
@@ -371,15 +501,19 @@ class TrainerHooks(
         refuse(TRAINING, self.args)
         self.check_effect()
         self._read_at_start = ReadOnce.by_training(self.args)
-        set_known(self, _buffered_inputs=None, _step=0, _current_train_step_time=0.0)
+        self._dealer.forget()
+        set_known(self, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
         self._stats.clear()
         with (
-            self.sharing_rows(),
+            nullcontext() if self.row_group is None else self.row_group.shares(self.model),
             explained("step", partial(self.footprint, "step")),  # outside the phases, memory is the optimizer's
             self._earlier.followed_by(self),
         ):
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            try:
+                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            finally:
+                self._ahead.cancel()
 
     # ---- Evaluations --------------------------------------------------------------------------------------------
 
