@@ -62,6 +62,7 @@ from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.parallel.watchdog import Watchdog
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.checks import check_parts
+from trl_opsd.types.loss import columns
 
 logger = get_logger(__name__)
 
@@ -394,7 +395,7 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
         self._loss_rows, self._loss_scored = self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
         if self.model.training:
             self._probe.attach(unwrapped_student)
-        weight, _, student_entropy, *_ = parts.rows.sum(0)
+        weight, student_entropy = columns(parts.rows, "weight", "student_entropy").sum(0)
         return parts.loss, student_entropy, weight
 
     def compute_loss(
