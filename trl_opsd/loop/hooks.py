@@ -512,9 +512,7 @@ class TrainerHooks(UpstreamFixes):
             self._evaluation.keep(inputs)
         finite = [self._is_finite(one) for one in counted]  # each is counted, also after one that is not
         if not all(finite):
-            loss = (
-                loss * math.nan
-            )  # so is the gradient in every process, and every optimizer's own check skips the step
+            loss = loss * math.nan  # and so the gradient in each process: every optimizer's own check skips the step
         elif self.model.training:
             self._stats.record_step()
         return (loss, None) if return_outputs else loss
