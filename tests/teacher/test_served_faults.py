@@ -99,7 +99,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_faulty_server_is_dropped_within_a_batch(served, checkpoint, other, name, caplog, monkeypatch):
-    monkeypatch.setattr(replicas, "BREATH", 0.01)
+    monkeypatch.setattr(replicas, "_PAUSE", 0.01)
     fault, said = FAULTS[name]
     fault = fault or (lambda server, states: serving_states(other, server.asked[-1], states))
     with pretended(checkpoint[1]) as good, pretended(checkpoint[1], fault, faulty_from=4) as bad:

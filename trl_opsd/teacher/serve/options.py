@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from transformers import HfArgumentParser
 
-from trl_opsd.http.addresses import is_loopback
-from trl_opsd.http.server_tokens import TEACHER_TOKEN, token_in
+from trl_opsd.http.urls import TEACHER_TOKEN, is_loopback, token_in
 from trl_opsd.options.values import from_to, integer, one_of
 from trl_opsd.teacher.serve.protocol import DTYPES
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig
 from transformers.utils import CONFIG_NAME, cached_file, extract_commit_hash
 
-from trl_opsd._compat.aiohttp import web
+from trl_opsd._compat.server import web
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import explained
 from trl_opsd.models.head import model_shape
