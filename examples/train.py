@@ -24,8 +24,7 @@ from score import held_out, result
 from trl_opsd import OPSDTrainer
 from trl_opsd.cli.train import script
 from trl_opsd.cli.train.data import Splits
-from trl_opsd.cli.train.options import OptionParser
-from trl_opsd.cli.train.tasks import Task
+from trl_opsd.cli.train.options import OptionParser, Task
 
 
 def data() -> Splits:

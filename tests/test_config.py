@@ -21,7 +21,7 @@ from transformers import HfArgumentParser, Qwen2ForCausalLM, TrainingArguments
 from trl import DistillationConfig
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd._compat.transformers import CHECKPOINTING
+from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.options.foreign import ARGUMENTS, DEFAULTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS, explained_option
 from trl_opsd.options.rules import AFTER, BEFORE, refuse
 from trl_opsd.options.table import OURS, TABLE, TRANSFORMERS, TRLS, Situation

@@ -1,10 +1,12 @@
 """Prints the size of the package as a reader meets it: lines, files, classes, and what one optimizer step passes.
 
-python tools/house.py      # twenty seconds; part of `make check`, so that a house that grows is seen
+python tools/house.py            # twenty seconds; part of `make check`, so that a house that grows is seen
+python tools/house.py --tree     # every file with its lines and its first sentence
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import io
 import itertools
@@ -30,6 +32,11 @@ def main() -> None:
     """A row for each measure: what it is now, and its goal."""
     sources = {file.relative_to(PACKAGE).as_posix(): file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
     lines = {name: source.count("\n") for name, source in sources.items()}
+    if "--tree" in sys.argv:
+        for name, source in sources.items():
+            sentence = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+            print(f"{lines[name]:5}  {name:42} {sentence}")
+        return
     core = sum(count for name, count in lines.items() if not name.startswith(TOOLS))
     comments = 100 * sum(map(narrative, sources.values())) / sum(lines.values())
 

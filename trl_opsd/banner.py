@@ -21,7 +21,7 @@ from trl_opsd.loop.dealing import of_package
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
-from trl_opsd.models.size import described, sizes
+from trl_opsd.models.checks import described, sizes
 from trl_opsd.options.rules import prompts_of_step
 from trl_opsd.options.sampling import SAMPLING
 from trl_opsd.options.words import shape_in_words, temperatures_in_words

@@ -11,10 +11,9 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_xla_available
 
-from trl_opsd._compat.killed_builds import check_builds
-from trl_opsd._compat.transformers import ALIASES
+from trl_opsd._compat.deepspeed import check_builds
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
-from trl_opsd._compat.versions import warn_of_outside
+from trl_opsd._compat.versions import ALIASES, warn_of_outside
 from trl_opsd.data.solutions import named_as_here
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe

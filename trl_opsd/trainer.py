@@ -29,9 +29,8 @@ from trl_opsd.losses import Divergence
 from trl_opsd.losses.proof import prove_divergence
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.models.backbone import completion_hidden
+from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.head import whole_head
-from trl_opsd.models.model_checks import check_student
-from trl_opsd.models.trainable import check_trainable
 from trl_opsd.options.foreign import explained_argument
 from trl_opsd.options.names import StrictNames
 from trl_opsd.options.sampling import check_shapes
@@ -45,9 +44,9 @@ from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.changes import warn_of_overridden
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.rollout.synced import SyncedRollout
+from trl_opsd.teacher.checks import TeacherLike
 from trl_opsd.teacher.comparison import compared
-from trl_opsd.teacher.routed import shares
-from trl_opsd.teacher.teacher_checks import TeacherLike
+from trl_opsd.teacher.routing import shares
 from trl_opsd.teaching import Teaching
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 from trl_opsd.writing import Writing

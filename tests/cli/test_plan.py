@@ -22,11 +22,21 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from trl_opsd._compat.transformers import CACHE
+from trl_opsd._compat.versions import CACHE
 from trl_opsd.cli.main import app
-from trl_opsd.cli.plan.memory import Choice, Load, engine_bytes, host_bytes, loss, loss_tile, phases, tracer
+from trl_opsd.cli.plan.memory import (
+    Choice,
+    Load,
+    Rates,
+    engine_bytes,
+    host_bytes,
+    loss,
+    loss_tile,
+    phases,
+    seconds,
+    tracer,
+)
 from trl_opsd.cli.plan.search import SHARE, best, considered
-from trl_opsd.cli.plan.seconds import Rates, seconds
 from trl_opsd.cli.plan.shapes import shape_of
 from trl_opsd.cli.plan.shown import Asked, options
 from trl_opsd.cli.train.options import OptionParser

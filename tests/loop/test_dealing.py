@@ -15,8 +15,8 @@ from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.loop import dealing
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.probes import PACKING, Probed
-from trl_opsd.teacher import forward
-from trl_opsd.teacher.forward import pass_groups
+from trl_opsd.teacher import frozen
+from trl_opsd.teacher.frozen import pass_groups
 
 ROWS, STEPS = 24, 3
 MASK = (torch.arange(9) < torch.tensor([[9], [1], [5], [2]])).long()
@@ -310,7 +310,7 @@ def test_sharded_model_reading_row_by_row_makes_one_pass_per_row(monkeypatch, ma
     rows = tiny.rollout(torch.ones(4, 3, dtype=torch.long), torch.ones(4, 9, dtype=torch.long), MASK)
     model = tiny.qwen2()
     assert len(pass_groups(model, rows, Reading(0))) < 4
-    monkeypatch.setattr(forward, "is_split_model", lambda _: True)
+    monkeypatch.setattr(frozen, "is_split_model", lambda _: True)
     assert pass_groups(model, rows, Reading(0)) == [[0], [1], [2], [3]], "however long they are in other processes"
     monkeypatch.setattr(dealing, "is_split_model", lambda _: True)
     trainer = make_trainer(max_tokens_per_microbatch=20)

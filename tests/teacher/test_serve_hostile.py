@@ -14,7 +14,7 @@ import torch
 from serve_lab import STATES, Gated, running, wait_for
 
 from trl_opsd.teacher import Resident
-from trl_opsd.teacher.serve.waiting import Asked, Full, Waiting
+from trl_opsd.teacher.serve.reader import Asked, Full, Waiting
 
 
 @pytest.fixture(scope="module")

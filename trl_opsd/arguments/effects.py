@@ -13,7 +13,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION
 from trl_opsd.data.datasets import AnyDataset, columns_of
 from trl_opsd.data.teacher_prompts import PRIVILEGED
-from trl_opsd.models.model_checks import same_weights
+from trl_opsd.models.checks import same_weights
 from trl_opsd.monitor.metrics import evaluated_names
 
 logger = get_logger(__name__)

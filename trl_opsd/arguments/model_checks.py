@@ -13,9 +13,9 @@ from trl_opsd._compat.peft import CausalLM, has_foreign_adapter
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.prompts import PromptLimits
 from trl_opsd.models.backbone import context_of
+from trl_opsd.models.checks import check_in_memory, check_own_loss, language_config
 from trl_opsd.models.head import model_shape
-from trl_opsd.models.model_checks import check_in_memory, check_own_loss, language_config
-from trl_opsd.teacher.teacher_checks import check_teachers, check_tokenizers
+from trl_opsd.teacher.checks import check_teachers, check_tokenizers
 
 logger = get_logger(__name__)
 

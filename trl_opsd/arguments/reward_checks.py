@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, columns_of
-from trl_opsd.models.model_checks import whole_checkpoint
+from trl_opsd.models.checks import whole_checkpoint
 from trl_opsd.rewards.functions import Rewards
 from trl_opsd.rewards.given import Given, check_columns
 from trl_opsd.rewards.model import RewardModel, loaded_model

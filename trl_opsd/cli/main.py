@@ -1,18 +1,171 @@
-"""The command line `trl-opsd`: which commands there are. What each does is imported only when it runs."""
+"""The command line `trl-opsd`: its commands and their options; what each does is imported only when it runs."""
 
 from __future__ import annotations
 
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 import trl_opsd
-from trl_opsd.cli.doctor.command import doctor
-from trl_opsd.cli.plan.command import plan
-from trl_opsd.cli.report.command import report
-from trl_opsd.cli.train.command import train
 from trl_opsd.errors import explained
+
+
+def train(context: typer.Context) -> None:
+    """Train a student, with the options of OPSDConfig, from flags or YAML, in one process or several.
+
+    `--accelerate_config zero3` launches it as `accelerate launch` would. `trl-opsd train --help` lists the options.
+    """
+    from trl_opsd.cli.train.launch import run  # imports torch
+
+    run(context.args, "trl-opsd train", traceback=context.obj)
+
+
+def doctor(
+    student: Annotated[
+        str | None, typer.Argument(help="Folder or Hub id of the student; left out, that of `--config`.")
+    ] = None,
+    teacher: Annotated[
+        str | None, typer.Argument(help="The same of the teacher; the student's, if it teaches itself.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file of `trl-opsd train`: says how to load the models, and is examined too."),
+    ] = None,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Two small random layers in place of each model's own; heads stay as large.")
+    ] = False,
+    vllm: Annotated[bool, typer.Option("--vllm", help="Start vLLM too, and compare what it writes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Examines whether a student can be distilled from a teacher, before that is paid for.
+
+    Tokenizers and chat template; heads, padding and gradients of both models; the loss against its float64 reference;
+    precision; what engines write; settings and versions. Models are loaded in float32.
+
+    Exit status: 0 if all checks passed or only warned, 1 if one failed, 2 if the models cannot be loaded.
+    """
+    import sys
+    from contextlib import redirect_stdout
+
+    from trl_opsd.cli.doctor.pair import load_pair
+    from trl_opsd.cli.doctor.probes import document, examine, show
+    from trl_opsd.cli.doctor.settings import Settings, collected, read_settings
+    from trl_opsd.monitor.memory import is_out_of_memory
+
+    with redirect_stdout(sys.stderr):  # what libraries print is not part of the answer
+        settings: Settings | ValueError | None = None
+        try:
+            settings = None if config is None else read_settings(str(config))
+        except ValueError as error:
+            settings = error
+        named = settings.models if isinstance(settings, Settings) else (None, None)
+        models = student or named[0], teacher or named[1]
+        if None in models:
+            why = f" {settings}" if isinstance(settings, ValueError) else ""
+            raise ValueError(f"expected STUDENT and TEACHER, or a --config FILE that names both.{why}")
+        try:
+            loading = settings.loading if isinstance(settings, Settings) else ({}, {})
+            pair = load_pair(*models, tiny, loading)  # type: ignore[arg-type]
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, MemoryError) as error:
+            more = " Both are loaded in float32, 4 bytes a parameter; --tiny needs little." * is_out_of_memory(error)
+            raise ValueError(f"{error}{more}") from error
+        with collected():  # what a trainer says of prompts that are not the user's
+            findings = examine(pair, settings, vllm)
+    print(document(pair, findings)) if as_json else show(pair, findings)
+    raise typer.Exit(int(any(one.verdict == "failed" for one in findings)))
+
+
+class Engine(StrEnum):
+    """What writes completions."""
+
+    transformers = "transformers"
+    vllm = "vllm"
+    server = "server"
+
+
+def plan(
+    student: Annotated[str, typer.Argument(help="Folder, config.json or Hub id of the student.")],
+    teacher: Annotated[
+        str | None, typer.Argument(help="The same of the teacher; left out, the student teaches itself.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="Devices.")] = 1,
+    gpu_memory: Annotated[float, typer.Option(min=0.001, help="Memory of each, in GB of 1e9 bytes.")] = 80.0,
+    host_memory: Annotated[float | None, typer.Option(min=0.001, help="Memory of the machine, in GB.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of an optimizer step on each device.")] = 8,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a completion.")] = 512,
+    engine: Annotated[
+        Engine, typer.Option(help="What writes: transformers, vllm in the same process, or a vLLM server apart.")
+    ] = Engine.transformers,
+    lora: Annotated[int | None, typer.Option(min=1, help="Rank of an adapter on all linear layers.")] = None,
+    bf16: Annotated[bool, typer.Option(help="Compute in bfloat16; otherwise float32.")] = True,
+    checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing.")] = True,
+    tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that a device reaches.")] = 400.0,
+    bandwidth: Annotated[float, typer.Option(min=0.001, help="GB/s that it reads of its memory.")] = 2000.0,
+    link: Annotated[float, typer.Option(min=0.001, help="GB/s from the machine's memory to a device.")] = 32.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
+) -> None:
+    """Says whether a training fits, with which options, and what is too large, from the configs of both models.
+
+    With AdamW. No weights are read. All numbers are estimates.
+
+    Exit status: 0 if it fits, 1 if it does not, 2 for bad usage.
+    """
+    from trl_opsd.cli.plan.memory import Load, Rates, tracer
+    from trl_opsd.cli.plan.search import best, considered
+    from trl_opsd.cli.plan.shapes import shape_of
+    from trl_opsd.cli.plan.shown import Asked, document, show
+
+    sources = student, student if teacher is None else teacher
+    shapes = shape_of(sources[0]), shape_of(sources[1])
+    for role, shape in zip(("student", "teacher"), shapes, strict=True):
+        if shape.context is not None and prompt + length > shape.context:
+            raise ValueError(
+                f"`--prompt {prompt}` and `--length {length}` are {prompt + length} tokens, and the {role}'s context "
+                f"has {shape.context}: lower one of them."
+            )
+    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9))
+    rates = Rates(tflops * 1e12, bandwidth * 1e9, link * 1e9)
+    asked = Asked(sources, shapes, load, rates, gpu_memory * 1e9)
+    host = None if host_memory is None else host_memory * 1e9
+    search = partial(considered, *shapes, load, asked.memory, host, asked.shares_weights)
+    activations = tracer(shapes[0], load)
+    plans = search(engine.value, activations)
+    found = best(plans)
+    if as_json:
+        print(document(found, plans, asked))
+    else:
+        show(found, plans, asked)
+        if found.fits and engine is Engine.transformers and best(search("vllm", activations)).fits:
+            print("vLLM in the same process would fit, too: --engine vllm.")
+    raise typer.Exit(0 if found.fits else 1)
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The `output_dir` of a training, or a checkpoint.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file; RUN_DIR/report.html.")] = None,
+) -> None:
+    """Writes the report of a run: curves and, if it was trained with `report: true`, its completions token by token.
+
+    One HTML page without any request to elsewhere. Also of a run that goes on, or was killed.
+
+    Exit status: 0, or 2 if there is nothing to report.
+    """
+    from trl_opsd.report.page import write
+
+    if not run.is_dir():
+        raise ValueError(f"{run}: there is no such folder")
+    try:
+        typer.echo(str(write(run, to=output)))
+    except ImportError as error:
+        raise ImportError("charts need vl-convert-python: pip install vl-convert-python") from error
+    except ValueError as error:
+        raise ValueError(f"{run}: {error}") from error
+
 
 TRACEBACK = "--traceback"
 

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.loop.overlap import Overlapping
-from trl_opsd.models.backbone import completion_hidden
+from trl_opsd.models.backbone import completion_hidden, preserved_mode
 from trl_opsd.models.head import logits_of, whole_head
-from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.padding import Reading
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.pulled import Pulled

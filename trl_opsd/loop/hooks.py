@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from trl_opsd._compat.deepspeed import recompute_buffers
-from trl_opsd._compat.known import set_known
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_float32
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd._compat.versions import set_known
 from trl_opsd.data.intake import Request
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.attributes import Attributes
@@ -34,10 +34,9 @@ from trl_opsd.loop.rewarded import Rewarded
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch, UpstreamFixes
-from trl_opsd.models.mode import preserved_mode
-from trl_opsd.models.model_checks import whole_checkpoint, whole_on
-from trl_opsd.models.samples import Samples, sampled
-from trl_opsd.models.trainable import check_can_learn
+from trl_opsd.models.backbone import preserved_mode
+from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
+from trl_opsd.models.weights import Samples, sampled
 from trl_opsd.monitor.memory import explained
 from trl_opsd.options.changes import ReadOnce
 from trl_opsd.options.rules import TRAINING, refuse
@@ -45,7 +44,7 @@ from trl_opsd.parallel.groups import set_group_timeout
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import Rollout, TeacherTargets
-from trl_opsd.types.check_loss_parts import check_parts
+from trl_opsd.types.checks import check_parts
 
 logger = get_logger(__name__)
 

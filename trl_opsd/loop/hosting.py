@@ -16,7 +16,7 @@ from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import DistillationTrainer, pad, unwrap_model_for_generation
 from trl_opsd.loop.shared_rows import SharedRows
 from trl_opsd.models.head import model_shape
-from trl_opsd.models.special_tokens import ensure_special_tokens, known_end_tokens, placeholders
+from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
 from trl_opsd.options.sampling import end_tokens
 from trl_opsd.parallel.precision import autocast
 

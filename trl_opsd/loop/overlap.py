@@ -18,13 +18,13 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd._compat.deepspeed import rescaled
-from trl_opsd._compat.known import set_known
+from trl_opsd._compat.versions import set_known
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.intake import Request
 from trl_opsd.loop.dealing import PASSED_BY, Parts, of_package
 from trl_opsd.loop.scoring import Scoring
 from trl_opsd.loop.waiting import Waiting
-from trl_opsd.models.mode import preserved_mode
+from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.pulled import Pulled
 from trl_opsd.types import Rollout
 

@@ -14,10 +14,9 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd.monitor.progress import evaluated
-from trl_opsd.report.files import Recorded, append, keep_until, state_file, tell
+from trl_opsd.report.files import Recorded, append, keep_until, log_traces, state_file, tell
 from trl_opsd.report.page import write
 from trl_opsd.report.samples import Sample
-from trl_opsd.report.traces import log_traces
 
 __all__ = ["Recording"]
 

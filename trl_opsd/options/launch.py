@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from trl_opsd._compat.parallelism import launched
+from trl_opsd._compat.sharding import launched
 from trl_opsd.losses.token_selection import LATE
 from trl_opsd.options.names import did_you_mean
 from trl_opsd.options.rules import Rule, refuse

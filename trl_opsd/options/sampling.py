@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import SampledReverseKL
-from trl_opsd.losses.clipping import check_clip
+from trl_opsd.losses.top_k_and_clip import check_clip
 from trl_opsd.options.names import did_you_mean
 from trl_opsd.options.values import is_number
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
-from trl_opsd._compat.transformers import CHECKPOINTING
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.data.teacher_prompts import check_template
 from trl_opsd.http.urls import is_origin, server_urls
 from trl_opsd.losses import DIVERGENCES, Divergence

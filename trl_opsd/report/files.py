@@ -1,9 +1,9 @@
-"""The files of a report in the folder of a run: samples as JSON lines, and the log as transformers writes it."""
+"""What a report is made of: samples as JSON lines in the folder of a run, its log, and traces for trackio."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,18 @@ from trl_opsd._compat.strict_json import loads
 from trl_opsd.checkpoints.checkpoint import newest_complete
 from trl_opsd.report.samples import Sample, Token
 
-__all__ = ["PAGE", "Recorded", "about", "append", "keep_until", "log_of", "recorded_in", "state_file", "tell"]
+__all__ = [
+    "PAGE",
+    "Recorded",
+    "about",
+    "append",
+    "keep_until",
+    "log_of",
+    "log_traces",
+    "recorded_in",
+    "state_file",
+    "tell",
+]
 
 FOLDER = "report"
 """Folder in that of the run, for what is recorded while it trains."""
@@ -159,3 +170,49 @@ def _state(file: Path) -> Any:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{file} is not a `TrainerState` of transformers: {error}") from error
     return state
+
+
+def log_traces(recorded: Recorded) -> None:
+    """Logs samples to trackio's open run, each as a trace with a span per token."""
+    import trackio  # optional
+    from trackio import Trace
+
+    traces = {}
+    for number, sample in enumerate(recorded.samples):
+        completion = "".join(token.text for token in sample.tokens) + (" …" if sample.is_cut else "")
+        messages = [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": completion}]
+        traces[f"{recorded.split}/sample_{number}"] = Trace(messages, _facts(recorded, sample), list(_spans(sample)))
+    trackio.log(traces)
+
+
+def _facts(recorded: Recorded, sample: Sample) -> dict[str, Any]:
+    nats = [token.divergence for token in sample.tokens if token.divergence is not None]
+    facts: dict[str, Any] = {"optimizer_steps": recorded.step}
+    if nats:
+        facts["divergence"] = f"{sum(nats) / len(nats):.3g}"
+    return facts if sample.teacher is None else {**facts, "teacher": sample.teacher}
+
+
+def _spans(sample: Sample) -> Iterator[dict[str, Any]]:
+    for place, token in enumerate(sample.tokens):
+        span: dict[str, Any] = {"id": str(place), "name": _name(token), "kind": "generation"}
+        if token.divergence is not None:
+            numbers = {"divergence": token.divergence, "student": token.student, "teacher": token.teacher}
+            choices = "\n".join(f"{_percent(share)}  {_visible(text)}" for text, share in token.choices)
+            given = f"student  {_percent(token.student)}\nteacher  {_percent(token.teacher)}"
+            span |= {"input": given, "output": f"The teacher's first choices:\n{choices}", "metadata": numbers}
+        yield span
+
+
+def _name(token: Token) -> str:
+    said = "not in the loss" if token.divergence is None else f"{token.divergence:.2f} nats"
+    return f"{_visible(token.text)}  ·  {said}"
+
+
+def _visible(text: str) -> str:
+    shown = text.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥")
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in shown) or "part of a character"
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:6.1%}"

@@ -9,10 +9,9 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
-from trl_opsd.cli.train.effects import warn_of_options
 from trl_opsd.cli.train.launch import launch_options
 from trl_opsd.cli.train.options import Given, OptionParser
-from trl_opsd.cli.train.script import set_loading
+from trl_opsd.cli.train.script import set_loading, warn_of_options
 from trl_opsd.models.probe_runner import Doubt
 from trl_opsd.options.table import Situation, without_effect, without_effect_in_words
 from trl_opsd.teacher.location import LOCATION_OPTIONS, location

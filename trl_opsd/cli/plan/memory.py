@@ -1,4 +1,4 @@
-"""Bytes by part and phase of one device, for a placement of student and teacher. Estimates, unless a test says more."""
+"""Bytes by part and phase of one device, and seconds of a step, for a placement. Estimates, unless a test says more."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from trl_opsd.cli.plan.shapes import Shape
-from trl_opsd.cli.plan.traced import traced_activations
-from trl_opsd.losses.likeliest import EVERY
+from trl_opsd.cli.plan.shapes import Shape, traced_activations
+from trl_opsd.losses.diagnostics import EVERY
 from trl_opsd.losses.streamed import _GROUP_TILES, _STRIDE_ELEMENTS, tile_of
-from trl_opsd.teacher.forward import PASS_BYTES
+from trl_opsd.teacher.frozen import PASS_BYTES
 from trl_opsd.types.kept import CACHE_BYTES
 
 BUCKETS = "gradient buckets"
@@ -247,3 +246,40 @@ def tracer(student: Shape, load: Load) -> Callable[..., int]:
         return traced_activations(student.config, rows, load.prompt + load.length, products, load.checkpointing)
 
     return activations
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates of a device, per second.
+
+    The defaults are 40 % of the 989 dense bfloat16 TFLOP/s and 60 % of the 3.35 TB/s in NVIDIA's data sheet of the H100
+    SXM, and half of what PCIe 5 x16 can carry.
+    """
+
+    flops: float = 400e12
+    memory: float = 2000e9
+    """Bytes read from the device's memory."""
+    link: float = 32e9
+    """Bytes from the host's memory to the device."""
+
+
+def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice, rates: Rates) -> dict[str, float]:
+    """By phase, on one device; devices work concurrently. Traffic between devices is not counted.
+
+    Completions are generated token by token: each step reads all weights once, and the keys and values so far. A
+    forward pass takes 2 operations for each weight and token, training 6, or 4 where the weights are frozen, and 2 more
+    with gradient checkpointing.
+    """
+    itemsize, rows = load.itemsize, load.batch
+    tokens = rows * (load.prompt + load.length)
+    cache = rows * student.cached(load.prompt + load.length // 2) * itemsize
+    writing = load.length * (itemsize * student.parameters + cache) / rates.memory
+    passes = (6 if load.lora is None else 4) + (2 if load.checkpointing else 0)
+    heads = 2 * rows * load.length * (3 * student.head + teacher.head)
+    moved = itemsize * teacher.parameters if choice.teacher in ("cpu", "stream") else 0
+    reading = 2 * teacher.parameters * tokens / rates.flops
+    return {
+        "rollout": 2 * student.parameters * rows * load.prompt / rates.flops + writing,
+        "teacher reads": max(reading, moved / rates.link),  # layers are fetched while others compute
+        "student learns": (passes * student.parameters * tokens + heads) / rates.flops,
+    }

@@ -1,4 +1,4 @@
-"""The options of a training, from the command line and a YAML file; rejects unknown ones, with the nearest names."""
+"""The options of a training script: those of `OPSDConfig`, of TRL's parsers, and of the script; and built-in tasks."""
 
 from __future__ import annotations
 
@@ -6,20 +6,46 @@ import json
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 
 import yaml
 
 from trl_opsd._compat.trl import DatasetConfig, DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
-from trl_opsd.cli.train.tasks import Tasks
 from trl_opsd.config import OPSDConfig
 from trl_opsd.options.foreign import OPTIONS, known_elsewhere
 from trl_opsd.options.names import nearest
 from trl_opsd.parallel.failure import ends_first, share_tracebacks
+
+if TYPE_CHECKING:
+    from trl_opsd import OPSDTrainer
+    from trl_opsd.cli.train.data import Splits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A task that `--task NAME` trains on."""
+
+    options: Path
+    """A YAML file of options, which the command line and the file of `--config` override."""
+    student: str
+    """Path of the student, unless another one is named."""
+    teacher: str
+    """Path of the teacher, unless others are named or the student teaches itself."""
+    data: Callable[[], Splits]
+    """Loads the splits of its dataset."""
+    rewards: Any
+    """`reward_funcs` of the trainer."""
+    evaluate: Callable[[OPSDTrainer], None]
+    """Called before and after training; collective."""
+
+
+Tasks = Mapping[str, Task]
+"""Tasks by name."""
+
 
 DTYPES = ["auto", "bfloat16", "float16", "float32"]
 

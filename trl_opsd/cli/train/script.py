@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd._compat.trl import ModelConfig, get_peft_config, get_quantization_config
 from trl_opsd.cli.train.data import loaded, split
-from trl_opsd.cli.train.dry_run import dry
-from trl_opsd.cli.train.effects import warn_of_options
-from trl_opsd.cli.train.options import ExtraArguments, Given, OptionParser
-from trl_opsd.cli.train.tasks import Task
+from trl_opsd.cli.train.options import ExtraArguments, Given, OptionParser, Task
 from trl_opsd.config import OPSDConfig
+from trl_opsd.monitor.progress import PHASES
 from trl_opsd.trainer import OPSDTrainer
 
 
@@ -143,3 +145,103 @@ def _joined(group: Any, options: Mapping[str, str], of_model: str, config: OPSDC
                 "remove one of them."
             )
     return {**{name: value for name, (_, value) in asked.items() if value is not None}, **given}
+
+
+@contextmanager
+def dry(config: OPSDConfig) -> Iterator[DryRun]:
+    """Changes the options, before the trainer is built, so that a run of one step leaves nothing behind."""
+    with TemporaryDirectory(prefix="trl_opsd-dry-run-") as folder:
+        config.output_dir, config.report_to, config.push_to_hub = folder, [], False
+        config.eval_on_start = False
+        yield DryRun()
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """One generation batch and one optimizer step of a trainer that passed every check when it was built."""
+
+    def of(self, trainer: OPSDTrainer) -> None:
+        """Runs the step and prints a summary, in the main process. Collective."""
+        trainer.add_callback(_OneStep())
+        trainer.train()
+        if trainer.accelerator.is_main_process:
+            print(in_words(trainer.state.log_history[0], trainer.state.max_steps))
+
+
+class _OneStep(TrainerCallback):
+    """Ends a training after its first optimizer step, without evaluating or saving."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        control.should_training_stop, control.should_log = True, True
+        control.should_save = control.should_evaluate = False
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        control.should_save = control.should_evaluate = False
+
+
+def in_words(logged: Mapping[str, float], steps: int) -> str:
+    """A summary of the first step's log; `steps` are those of the whole run."""
+    seconds = {name: logged[f"time/{name}"] for name in PHASES if f"time/{name}" in logged}
+    whole = sum(seconds.values())
+    parts = ", ".join(f"{PHASES[name]} {value:.2f} s" for name, value in seconds.items())
+    lines = ["Dry run: one generation batch and one optimizer step went through; nothing was saved."]
+    if "divergence/mean" in logged:
+        lines.append(
+            f"  divergence    {logged['divergence/mean']:.4g} nats per token; entropy of the student "
+            f"{logged['entropy/student']:.3g}, of the teacher {logged['entropy/teacher']:.3g}"
+        )
+    else:
+        lines.append("  divergence    none: no token counted in the loss")
+    lines += [
+        f"  completions   {logged['completions/mean_length']:.0f} tokens on average, from "
+        f"{logged['completions/min_length']:.0f} to {logged['completions/max_length']:.0f}; "
+        f"{logged['completions/clipped_ratio']:.0%} were cut at the limit",
+        f"  step          loss {logged['loss']:.4g}, gradient norm {logged['grad_norm']:.3g}, learning rate "
+        f"{logged['learning_rate']:.3g}{'' if logged['learning_rate'] else ', with which a warm-up begins'}",
+        f"  seconds       {parts}",
+        f"  the whole run {steps} steps; at this pace {_duration(whole * steps)}, without evaluations and checkpoints",
+    ]
+    return "\n".join(lines)
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
+
+
+logger = get_logger(__name__)
+
+_DATA = ("dataset_name", "dataset_config", "dataset_streaming")
+_MIXTURE = ("datasets", "streaming", "test_split_size")
+_LORA = (*(one.name for one in fields(ModelConfig) if one.name.startswith("lora_")), "use_rslora", "use_dora")
+_4_BIT = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
+_OF_TEACHER = ("teacher_dtype", "teacher_attn_implementation")
+
+
+def warn_of_options(given: Given) -> None:
+    """Warns of options of the script that have no effect; `OPSDTrainer` does so for those of its config."""
+    extra, script, config, model, mixture = given.extra, given.script, given.config, given.model, given.mixture
+    unread: list[tuple[Any, Sequence[str], str]] = [(script, ["ignore_bias_buffers"], "this trainer has no use for it")]
+    if not model.use_peft:
+        unread.append((model, _LORA, "`use_peft` is not set"))
+    if not model.load_in_4bit:
+        unread.append((model, _4_BIT, "`load_in_4bit` is not set"))
+    if config.teacher_model_kind is not None:
+        unread.append((extra, _OF_TEACHER, "the student is its own teacher"))
+    if config.eval_strategy == "no":
+        unread.append((script, ["dataset_test_split"], "`eval_strategy` is not set"))
+    if given.task:
+        unread += [
+            (group, names, "the task has a dataset of its own")
+            for group, names in ((script, _DATA), (mixture, _MIXTURE))
+        ]
+    elif mixture.datasets:
+        unread.append((script, _DATA, "`datasets` is loaded"))
+    found = [
+        f"`{name}={getattr(group, name)!r}`, because {reason}"
+        for group, names, reason in unread
+        for name in names
+        if getattr(group, name) != getattr(type(group), name, [])  # a list has its default in a factory
+    ]
+    if found:
+        logger.warning(f"Options without effect: {'; '.join(found)}.")

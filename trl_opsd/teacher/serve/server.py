@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 from trl_opsd._compat.server import web
 from trl_opsd.http.urls import TEACHER_TOKEN, is_loopback
 from trl_opsd.teacher.serve.protocol import Refusal, Served, Wanted, content_length, content_type, parse, parts
-from trl_opsd.teacher.serve.reader import NoStates, Reader
-from trl_opsd.teacher.serve.waiting import Asked, Closed, Full
+from trl_opsd.teacher.serve.reader import Asked, Closed, Full, NoStates, Reader
 
 logger = logging.getLogger(__name__)
 
