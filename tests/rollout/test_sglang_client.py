@@ -225,7 +225,7 @@ def ended(reason: dict[str, Any], ids: list[int]) -> Callable[[list[dict[str, An
     [
         (lambda rows: [], "answered 0 rows to 1 prompts"),
         (lambda rows: rows * 2, "answered 2 rows to 1 prompts"),
-        (lambda rows: {"error": "no"}, "answered content=.*: expected a valid list"),
+        (lambda rows: {"error": "no"}, "answered content=.*: expected a valid array"),
         (lambda rows: b"<html>", "did not answer in JSON"),
         (lambda rows: ["x"], "answered 0='x': expected an object"),
         (

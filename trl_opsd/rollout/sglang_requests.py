@@ -179,11 +179,12 @@ class _Row(Schema):
             )
         # `scored` is `None` for no log-probabilities, False for those of the completion only.
         of_prompt = _logprobs("input_token_logprobs", meta.input_token_logprobs, ids, first=1) if scored else []
-        logprobs = _logprobs("output_token_logprobs", meta.output_token_logprobs, self.output_ids)
+        logprobs = (
+            [] if scored is None else _logprobs("output_token_logprobs", meta.output_token_logprobs, self.output_ids)
+        )
         return Completion(
-            prompt_ids=list(ids), completion_ids=self.output_ids, prompt_logprobs=of_prompt,
-            logprobs=[] if scored is None else logprobs,
-        )  # fmt: skip
+            prompt_ids=list(ids), completion_ids=self.output_ids, prompt_logprobs=of_prompt, logprobs=logprobs
+        )
 
     def _check_end(self, sampling: dict[str, Any]) -> None:
         ids, reason = self.output_ids, self.meta_info.finish_reason
