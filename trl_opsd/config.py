@@ -14,7 +14,7 @@ from transformers.utils import is_torch_xla_available
 from trl_opsd._compat.deepspeed import check_builds
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
 from trl_opsd._compat.versions import ALIASES, warn_of_outside
-from trl_opsd.data.solutions import named_as_here
+from trl_opsd.data.conversations import named_as_here
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import Settings, divergence_of

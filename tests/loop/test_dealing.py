@@ -316,7 +316,7 @@ def test_sharded_model_reading_row_by_row_makes_one_pass_per_row(monkeypatch, ma
     trainer = make_trainer(max_tokens_per_microbatch=20)
     trainer.reading = Reading(0)
     with pytest.raises(ValueError, match="every process has to have equally many rows"):
-        trainer._groups([3, 4])
+        trainer._dealer._groups([3, 4])
 
 
 def test_token_budget_counts_padding_to_a_multiple(make_trainer):

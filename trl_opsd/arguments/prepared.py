@@ -30,10 +30,9 @@ from trl_opsd.checkpoints.checkpoint import check_disk
 from trl_opsd.config import OPSDConfig, checked_args
 from trl_opsd.data.admission import Rows
 from trl_opsd.data.completions import COMPLETION
-from trl_opsd.data.conversations import with_prompts
+from trl_opsd.data.conversations import solutions_as_context, with_prompts
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, by_name
-from trl_opsd.data.intake import Intake
-from trl_opsd.data.solutions import solutions_as_context
+from trl_opsd.data.readers import Intake
 from trl_opsd.data.teacher_prompts import PRIVILEGED, TeacherPrompts, check_prompt_fn
 from trl_opsd.models.tokenizers import (
     check_processing_class,

@@ -17,7 +17,7 @@ from trl_opsd.data.chat_templates import (
     warn_of_ended_text,
     warn_of_prompts,
 )
-from trl_opsd.data.intake import Intake, Request
+from trl_opsd.data.readers import Intake, Request
 
 logger = get_logger(__name__)
 
