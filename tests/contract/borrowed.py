@@ -64,7 +64,8 @@ READING = Reading(
     held={
         "sampler": "sampler",
         "_dist": "backend",
-        "_client": "client",
+        "_sender": "client",
+        "sender": "client",
         "distillation_trainer": "module",
         "parallel_state": "vllm groups",
     },

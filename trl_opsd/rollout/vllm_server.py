@@ -287,7 +287,7 @@ class VLLMServerClient(GenerationClient):
         _check_free(port)
         self._sender = _Sender(self.http, port)
         try:
-            with _rendezvous_on_loopback(is_this_machine(self._sender.host)):
+            with _rendezvous_on_loopback(is_this_machine(urlsplit(self.url).hostname)):
                 self._sender.init_communicator(device)
         except BaseException:
             self.close()  # else the port would be held
@@ -343,8 +343,8 @@ class _Sender(VLLMClient):
     """The part of TRL's client that sends weights, with our requests: TRL's wait forever, and are sent again."""
 
     def __init__(self, http: HTTPClient, port: int) -> None:
-        # Not TRL's `__init__`, which sends requests. `host` is where the server is met.
-        self._http, self.base_url, self.host, self.group_port = http, http.url, urlsplit(http.url).hostname, port
+        # Not TRL's `__init__`, which sends requests.
+        self._http, self.base_url, self.group_port = http, http.url, port
         self.communicator, self._updating_weights = None, False
 
     def get_server_info(self) -> dict[str, Any]:
