@@ -19,17 +19,16 @@ import torch
 
 from trl_opsd._compat.server import pydantic
 from trl_opsd._compat.trl import VLLMClient
-from trl_opsd._compat.vllm.architectures import may_have_head
-from trl_opsd._compat.vllm.reload import HEAD
+from trl_opsd._compat.vllm.architectures import HEAD, may_have_head
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
 from trl_opsd.http.client import MIB, Count, HTTPClient, Response, Responses, Schema, ServerKind, TokenId, shown
 from trl_opsd.http.urls import ROLLOUT_TOKEN, is_this_machine
 from trl_opsd.rollout.engine import Row
-from trl_opsd.rollout.sampling import request_options
 from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.server_engine import Facts, GenerationClient
 from trl_opsd.rollout.sync_proof import RELATIVE
+from trl_opsd.rollout.vllm_sampling import request_options
 from trl_opsd.rollout.weight_sync import Stream, weights_of
 from trl_opsd.types import Completion, Weight
 
