@@ -492,12 +492,12 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if self.args.should_save:
             fingerprint.write(folder, self._teaching.fingerprint())
             self.teachers.save(folder)
-            self.save_course(folder)
+            self._collapse.save(folder)
 
     def load_own_state(self, folder: str) -> None:
         """The inverse of `save_own_state`."""
         self.teachers.load(folder)
-        self.load_course(folder)
+        self._collapse.load(folder)
 
     def check_effect(self) -> None:
         """Rejects a training that would change nothing, before it begins; options may have been changed."""

@@ -26,7 +26,7 @@ from trl_opsd.arguments.packages import check_packages
 from trl_opsd.arguments.reward_checks import check_rows_of_rewards
 from trl_opsd.arguments.rules import BUILDING, LEARNING, SURPRISES
 from trl_opsd.arguments.templates import check_template
-from trl_opsd.checkpoints.checkpoint import check_disk
+from trl_opsd.checkpoints.atomic_save import check_disk
 from trl_opsd.config import OPSDConfig, checked_args
 from trl_opsd.data.admission import Rows
 from trl_opsd.data.completions import COMPLETION
