@@ -14,7 +14,6 @@ from trl_opsd.models.checks import whole_checkpoint
 from trl_opsd.rewards.functions import Rewards
 from trl_opsd.rewards.given import Given, check_columns
 from trl_opsd.rewards.model import RewardModel, loaded_model
-from trl_opsd.rewards.waiting import EventLoop
 
 __all__ = ["build_rewards", "check_rows_of_rewards"]
 
@@ -67,4 +66,4 @@ def build_rewards(
             function = RewardModel(placed, one.tokenizer, template, args.per_device_train_batch_size)
         functions[one.name] = function
     weights = torch.tensor(args.reward_weights or [1.0] * len(functions), dtype=torch.float32)
-    return Rewards(functions=functions, weights=weights, loop=EventLoop())
+    return Rewards(functions=functions, weights=weights)

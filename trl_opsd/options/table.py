@@ -18,7 +18,7 @@ from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATION
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.data.teacher_prompts import check_template
-from trl_opsd.http.server_urls import is_origin, server_urls
+from trl_opsd.http.urls import is_origin, server_urls
 from trl_opsd.losses import DIVERGENCES, Divergence
 from trl_opsd.losses.token_selection import EARLY, LATE
 from trl_opsd.monitor.course import STEPS
