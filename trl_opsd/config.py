@@ -4,31 +4,63 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
 import torch
-from transformers import TrainingArguments
 from transformers.utils import is_torch_xla_available
 
 from trl_opsd._compat.killed_builds import check_builds
 from trl_opsd._compat.transformers import ALIASES
-from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
-from trl_opsd._compat.versions import warn_of_outside
+from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.data.solutions import named_as_here
+from trl_opsd.http.server_urls import server_urls
 from trl_opsd.losses import Divergence
+from trl_opsd.losses.clipping import check_clip
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import Settings, divergence_of
-from trl_opsd.losses.token_selection import Selection
+from trl_opsd.losses.token_selection import EARLY, LATE, Selection
 from trl_opsd.options.changes import option_values
-from trl_opsd.options.foreign import explained_option, without_meaning
-from trl_opsd.options.help import with_help
-from trl_opsd.options.launch import Launch, check_nested_keys
-from trl_opsd.options.names import StrictNames
-from trl_opsd.options.rules import AFTER, BEFORE, refuse
-from trl_opsd.options.sampling import check_shapes, settle_sampling
-from trl_opsd.options.table import TABLE, a_divergence, check_values
-from trl_opsd.options.text import check_json, convert_text, settle_loading
+from trl_opsd.options.foreign_names import StrictNames, explained_option, without_meaning
+from trl_opsd.options.rules import AFTER, BEFORE, LAUNCH, refuse
+from trl_opsd.options.sampling import check_sampled, settle_sampling
+from trl_opsd.options.table import (
+    ASSIGN,
+    CONTEXT,
+    EMA,
+    ENGINE,
+    FRACTION,
+    LIVE,
+    LOADED,
+    LONG,
+    NAMES,
+    NO_PROMPT_FN,
+    NUMBERS,
+    OFF_POLICY,
+    ORIGIN,
+    OVERLAP_AHEAD,
+    OVERLAP_STEP,
+    REWARD_WEIGHT,
+    REWARDS,
+    SELECTION,
+    SGLANG,
+    SKIPS,
+    TEACHER_SERVER,
+    VLLM,
+    Option,
+    a_divergence,
+    a_template,
+    above,
+    at_least,
+    between,
+    check_values,
+    from_to,
+    integer,
+    of_divergences,
+    one_of,
+    share,
+)
+from trl_opsd.options.text import check_json, convert_text, settle_loading, with_help
 from trl_opsd.parallel.failure import share_tracebacks
 
 
@@ -221,54 +253,97 @@ class OPSDConfig(StrictNames, DistillationConfig):
             " and no `fp16`."
         },
     )
-    divergence: Divergence | str | None = None
-    skew: float = 0.1
-    alpha: float = 0.5
-    top_k_teacher: int | None = None
-    kl_clip: float | None = None
-    vllm_importance_sampling_clip_max: float | None = 3.0
-    student_temperature: float | None = None
-    teacher_temperature: float | None = None
-    eval_temperature: float | None = None
-    position_discount: float = 1.0
-    token_selection: str | None = None
-    token_fraction: float = 1.0
-    num_generations: int = 1
-    num_generations_eval: int | None = None
-    lmbda: float = 1.0
-    seq_kd: bool = False
-    sft_weight: float = 0.0
-    reward_weight: float = 0.0
-    reward_weights: list[float] | None = None
-    scale_rewards: str = "group"
-    multi_objective_aggregation: str = "sum_then_normalize"
-    overlong_prompts: str = "error"
-    loss_chunk_tokens: int | None = None
-    padding_free: bool = False
-    max_tokens_per_microbatch: int | None = None
-    overlap: str | None = None
-    overlap_max_divergence: float = 0.1
-    deterministic: bool = False
-    teacher_trust_remote_code: bool = False
-    teacher_model_kind: str | None = None
-    teacher_update_rate: float = 0.05
-    teacher_sync_steps: int = 1
-    teacher_prompt_template: str | None = None
-    teacher_chat_template_kwargs: dict | str | None = None
-    teacher_offload: str = "none"
-    teacher_cache_device: str = "auto"
-    teacher_server_url: list | str | dict | None = None
-    teacher_server_timeout: float = 240.0
-    nonfinite: str = "raise"
-    nonfinite_skip_limit: int = 10
-    collapse_guard: str | None = "warn"
-    phase_timeout: float | None = None
-    report: bool = False
-    vllm_weight_sync: str = "auto"
-    vllm_sync_check: str = "every"
-    sglang_server_url: str | None = None
-    sglang_server_timeout: float = 240.0
-    resume_with_changes: list[str] | None = None
+    # the objective
+    divergence: Annotated[
+        Divergence | str | None, Option(a_divergence, instead=ASSIGN, also="f_divergence_type kl_type")
+    ] = None
+    skew: Annotated[
+        float, Option(between(0, 1), of_divergences("skewed_forward_kl", "skewed_reverse_kl"), also="skew_alpha")
+    ] = 0.1
+    alpha: Annotated[
+        float, Option(between(0, 1), of_divergences("alpha_divergence"), also="f_alpha_divergence_coef")
+    ] = 0.5
+    top_k_teacher: Annotated[int | None, Option(integer(1) | None)] = None
+    kl_clip: Annotated[
+        float | None,
+        Option(
+            above(0) | None, resumed=True, words="each entry clipped at {:g} nats", also="jsd_token_clip token_clip"
+        ),
+    ] = None
+    vllm_importance_sampling_clip_max: Annotated[
+        float | None, Option(above(0) | None, of_divergences("sampled_reverse_kl"), also="distillation_is_clip")
+    ] = 3.0
+    student_temperature: Annotated[float | None, Option(above(0) | None, resumed=True)] = None
+    teacher_temperature: Annotated[float | None, Option(above(0) | None, resumed=True)] = None
+    eval_temperature: Annotated[float | None, Option(at_least(0) | None, read=LIVE)] = None
+    position_discount: Annotated[
+        float, Option(share(), resumed=True, words="each token counted {:g} times the one before")
+    ] = 1.0
+    token_selection: Annotated[str | None, Option(one_of(None, *EARLY, *LATE), (FRACTION,), resumed=True)] = None
+    token_fraction: Annotated[float, Option(share(), (SELECTION,), resumed=True)] = 1.0
+    # who generates completions, and how many
+    num_generations: Annotated[int, Option(integer(1), resumed=True, also="rollout_n num_return_sequences")] = 1
+    num_generations_eval: Annotated[int | None, Option(integer(1) | None)] = None
+    lmbda: Annotated[float, Option(from_to(0, 1), resumed=True)] = 1.0
+    seq_kd: Annotated[bool, Option(resumed=True, also="generate_from_teacher")] = False
+    sft_weight: Annotated[
+        float,
+        Option(
+            at_least(0),
+            (OFF_POLICY,),
+            resumed=True,
+            words="plus {:g} times -log p of the dataset's completions",
+            also="sft_alpha sft_coef",
+        ),
+    ] = 0.0
+    # rewards
+    reward_weight: Annotated[
+        float,
+        Option(at_least(0), resumed=True, words="plus {:g} times the policy gradient of rewards", also="reward_coef"),
+    ] = 0.0
+    reward_weights: Annotated[list[float] | None, Option(NUMBERS | None, (REWARDS,), resumed=REWARD_WEIGHT)] = None
+    scale_rewards: Annotated[str, Option(one_of("group", "batch", "none"), (REWARD_WEIGHT,), resumed=REWARD_WEIGHT)] = (
+        "group"
+    )
+    multi_objective_aggregation: Annotated[
+        str, Option(one_of("sum_then_normalize", "normalize_then_sum"), (REWARD_WEIGHT,), resumed=REWARD_WEIGHT)
+    ] = "sum_then_normalize"
+    # rows and memory
+    overlong_prompts: Annotated[str, Option(one_of("error", "drop"))] = "error"
+    loss_chunk_tokens: Annotated[int | None, Option(integer(1) | None, read=LIVE)] = None
+    padding_free: Annotated[bool, Option()] = False
+    max_tokens_per_microbatch: Annotated[int | None, Option(integer(1) | None, also="token_budget", read=LIVE)] = None
+    overlap: Annotated[str | None, Option(one_of(None, "step", "ahead"))] = None
+    overlap_max_divergence: Annotated[float, Option(above(0), (OVERLAP_AHEAD,))] = 0.1
+    deterministic: Annotated[bool, Option(needs=(OVERLAP_STEP,))] = False
+    # the teacher
+    teacher_trust_remote_code: Annotated[bool, Option(needs=(LOADED,))] = False
+    teacher_model_kind: Annotated[str | None, Option(one_of(None, "base", "ema", "live"), resumed=True)] = None
+    teacher_update_rate: Annotated[
+        float, Option(share(), (EMA,), resumed=EMA, also="ref_model_mixup_alpha ema_rate")
+    ] = 0.05
+    teacher_sync_steps: Annotated[int, Option(integer(1), (EMA,), resumed=EMA, also="ref_model_sync_steps")] = 1
+    teacher_prompt_template: Annotated[str | None, Option(a_template, (NO_PROMPT_FN, CONTEXT), resumed=True)] = None
+    teacher_chat_template_kwargs: Annotated[dict | str | None, Option(resumed=True)] = None
+    teacher_offload: Annotated[str, Option(one_of("none", "cpu", "stream", "zero3"))] = "none"
+    teacher_cache_device: Annotated[str, Option(one_of("auto", "cpu", "accelerator"))] = "auto"
+    teacher_server_url: Annotated[
+        list | str | dict | None,
+        Option(server_urls, may_differ=True, also="teacher_model_server_url teacher_server_urls use_teacher_server"),
+    ] = None
+    teacher_server_timeout: Annotated[float, Option(at_least(0), (TEACHER_SERVER,))] = 240.0
+    # failures and monitoring
+    nonfinite: Annotated[str, Option(one_of("raise", "skip"), read=LIVE)] = "raise"
+    nonfinite_skip_limit: Annotated[int, Option(integer(1), (SKIPS,), read=LIVE)] = 10
+    collapse_guard: Annotated[str | None, Option(one_of(None, "warn", "stop"), (LONG,))] = "warn"
+    phase_timeout: Annotated[float | None, Option(above(0) | None)] = None
+    report: Annotated[bool, Option()] = False
+    # engines
+    vllm_weight_sync: Annotated[str, Option(one_of("auto", "adapter", "full"), (VLLM,))] = "auto"
+    vllm_sync_check: Annotated[str, Option(one_of("every", "first", "never"), (ENGINE,), read=LIVE)] = "every"
+    sglang_server_url: Annotated[str | None, Option(ORIGIN | None)] = None
+    sglang_server_timeout: Annotated[float, Option(at_least(0), (SGLANG,))] = 240.0
+    resume_with_changes: Annotated[list[str] | None, Option(NAMES | None, read=LIVE)] = None
     vllm_server_host: str = field(
         default="127.0.0.1",
         metadata={"help": "Host of the student vLLM server. A host other than loopback must be set explicitly."},
@@ -282,12 +357,11 @@ class OPSDConfig(StrictNames, DistillationConfig):
 
     def __post_init__(self) -> None:
         share_tracebacks()
-        check_nested_keys()
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or self.deepspeed:
             check_builds()
         self.check_as_given()
         self._choose_for_cpu()
-        Launch(self).check()
+        refuse(LAUNCH, self)
         for name, alias in ALIASES.items():  # transformers would warn of TRL's own default
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self, alias))
@@ -299,19 +373,28 @@ class OPSDConfig(StrictNames, DistillationConfig):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         check_values(self)
         refuse(AFTER, self)
-        check_shapes(self, self.build_divergence())
+        self.check_divergence(self.build_divergence())
         self._checked = option_values(self)
 
     def check_as_given(self) -> None:
-        """Converts what is given as text, and checks what transformers and TRL would read before they do.
+        """Converts text, and checks what transformers and TRL would read before they do.
 
         Raises:
             ValueError: A value is of the wrong kind or out of range.
         """
         convert_text(self)
         check_json(self)
-        check_values(self, [one.name for one in fields(DistillationConfig) if one.name in TABLE])
+        check_values(self, DistillationConfig.__dataclass_fields__)
         refuse(BEFORE, self)
+
+    def check_divergence(self, divergence: Divergence) -> None:
+        """Checks that the other options allow an objective.
+
+        Raises:
+            ValueError: An option contradicts it.
+        """
+        check_clip(self.kl_clip, divergence)
+        check_sampled(self, divergence)
 
     def check_again(self) -> None:
         """Checks the options again, if some were changed since, as if the config was made with these values.
@@ -323,13 +406,13 @@ class OPSDConfig(StrictNames, DistillationConfig):
             OPSDConfig.__post_init__(self)  # a subclass has extended what the user asked for already
 
     def accept_changes(self) -> None:
-        """Takes the options for checked as they are: TRL adapts some of them when it builds a trainer."""
+        """Marks the present values as checked: TRL adapts some of them when it builds a trainer."""
         self._checked = option_values(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         there = vars(self)
         is_new = "_checked" in there and name not in there and not hasattr(type(self), name)
-        if is_new and (why := without_meaning(name, {*there, *dir(type(self))})):
+        if is_new and (why := without_meaning(name, type(self), {*there, *dir(type(self))})):
             raise AttributeError(
                 f"`args.{name} = {value!r}` would have no effect: {why}. An attribute of your own needs another name.",
                 name=name,
@@ -342,7 +425,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     @classmethod
     def explain(cls, name: str, known: Collection[str]) -> str:
         """What an option of another trainer is called here, or the closest name."""
-        return explained_option(name, known)
+        return explained_option(name, known, cls)
 
     @property
     def device(self) -> torch.device:
@@ -354,7 +437,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
 
     @property
     def has_engine(self) -> bool:
-        """Whether an engine writes the completions, and not `transformers`."""
+        """Whether an engine generates the completions, and not `transformers`."""
         return self.use_vllm or self.sglang_server_url is not None
 
     @property
@@ -365,13 +448,13 @@ class OPSDConfig(StrictNames, DistillationConfig):
 
     @property
     def tempers_apart(self) -> bool:
-        """Whether the loss reads the student and the teacher at two temperatures."""
+        """Whether the loss has different temperatures for student and teacher."""
         student, teacher = self.student_temperature, self.teacher_temperature
         return (student or self.temperature) != (teacher or self.temperature)
 
     @property
     def pulls(self) -> bool:
-        """Whether rewards, or completions of the dataset, pull at their own tokens besides the divergence."""
+        """Whether the loss has terms beside the divergence: a policy gradient of rewards, or `sft_weight`."""
         return bool(self.reward_weight or (self.sft_weight and self.lmbda < 1))
 
     def build_divergence(self) -> Divergence:
@@ -379,7 +462,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         return divergence_of(self.divergence, self.settings)
 
     def build_selection(self) -> Selection | None:
-        """Which tokens of a row are learned; `None` if all are."""
+        """Which tokens of a row count in the loss; `None` if all do."""
         if self.token_selection is None or self.token_fraction == 1:
             return None
         return Selection(self.token_selection, self.token_fraction)
@@ -403,27 +486,3 @@ class OPSDConfig(StrictNames, DistillationConfig):
             launch = os.environ.get("ACCELERATE_MIXED_PRECISION") if sharded and self.bf16 is None else None
             self.bf16 = bool(self.bf16) or launch == "bf16"
             self.dataloader_pin_memory = False
-
-
-def checked_args(args: DistillationConfig | None, model: Any, divergence: Divergence | str | None) -> OPSDConfig:
-    """The options, or the defaults with an output folder named after the student.
-
-    Raises:
-        TypeError: `args` is not an [`OPSDConfig`].
-        ValueError: `divergence` is neither a divergence nor the name of one, or an option was changed to a value that
-            is refused.
-    """
-    a_divergence("divergence", divergence)
-    if args is None:
-        name = model if isinstance(model, str) else get_config_model_id(model.config)
-        args = OPSDConfig(f"{name.split('/')[-1]}-OPSD")
-    if not isinstance(args, OPSDConfig):
-        remedy = (
-            "which has every field of TRL's `DistillationConfig`; change the class name"
-            if isinstance(args, TrainingArguments)
-            else "which comes third, after the teacher; pass arguments by name"
-        )
-        raise TypeError(f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`, {remedy}.")
-    args.check_again()
-    warn_of_outside()
-    return args

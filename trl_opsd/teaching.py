@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trl_opsd import fingerprint
+from trl_opsd.arguments.checks import check_other_teacher, check_rows_of_rewards, look_at, student_limits
 from trl_opsd.arguments.dataset_checks import (
     check_completions,
     check_datasets,
@@ -19,11 +20,8 @@ from trl_opsd.arguments.dataset_checks import (
     looked_through,
     surveyed,
 )
-from trl_opsd.arguments.model_checks import check_other_teacher, student_limits
 from trl_opsd.arguments.prepared import Prepared
-from trl_opsd.arguments.reward_checks import check_rows_of_rewards
 from trl_opsd.arguments.rules import EVALUATING, LEARNING
-from trl_opsd.arguments.templates import look_at
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name, columns_of, describe_rows

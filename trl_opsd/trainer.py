@@ -15,8 +15,8 @@ from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
+from trl_opsd.arguments.checks import build_rewards
 from trl_opsd.arguments.prepared import prepared
-from trl_opsd.arguments.reward_checks import build_rewards
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets

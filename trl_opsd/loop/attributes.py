@@ -17,8 +17,8 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.options.changes import ReadOnce
-from trl_opsd.options.foreign import TRAINER_ARGUMENTS, without_meaning
-from trl_opsd.options.values import above, from_to
+from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, without_meaning
+from trl_opsd.options.table import above, from_to
 
 __all__ = ["FIXED", "Attributes"]
 

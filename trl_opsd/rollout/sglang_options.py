@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from trl_opsd.config import OPSDConfig
-from trl_opsd.options.names import nearest
+from trl_opsd.options.foreign_names import nearest
 
 GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 """Options that end a completion where the grammar does."""
