@@ -22,10 +22,11 @@ from trl import DistillationConfig
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.transformers import CHECKPOINTING
-from trl_opsd.options.foreign import ARGUMENTS, DEFAULTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS, explained_option
-from trl_opsd.options.rules import AFTER, BEFORE, refuse
-from trl_opsd.options.table import OURS, TABLE, TRANSFORMERS, TRLS, Situation
-from trl_opsd.options.values import Values
+from trl_opsd.options.foreign_names import ARGUMENTS, DEFAULTS, FAMILIES, TRAINER_ARGUMENTS, explained_option, renamed
+from trl_opsd.options.rules import AFTER, BEFORE, LAUNCH, refuse
+from trl_opsd.options.table import TRANSFORMERS, TRLS, Situation, Values, table
+
+TABLE, OPTIONS = table(OPSDConfig), renamed(OPSDConfig)
 
 
 @pytest.mark.parametrize(
@@ -132,17 +133,17 @@ def test_every_new_option_is_documented():
 def test_the_table_has_a_line_for_every_option_of_ours_and_trls():
     options = {one.name for one in fields(OPSDConfig)}
     inherited = {one.name for one in fields(TrainingArguments)} - DistillationConfig.__annotations__.keys()
-    assert {*OURS, *TRLS} == options - inherited
+    assert TABLE.keys() - TRANSFORMERS.keys() == options - inherited
     assert TRANSFORMERS.keys() <= inherited
-    assert {*OURS}.isdisjoint(TRLS)
+    assert TRLS.keys() <= DistillationConfig.__annotations__.keys()
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("rules", [BEFORE, AFTER], ids=["before", "after"])
+@pytest.mark.parametrize("rules", [BEFORE, LAUNCH, AFTER], ids=["before", "launch", "after"])
 def test_messages_of_rules_name_options_that_exist(tmp_path, rules):
     args = tiny.config(tmp_path)
     for rule in rules:
-        assert rule.message.format(args, "what was found")
+        assert rule.message.format(args, SimpleNamespace(sizes=ParallelismConfig(), processes=1))
 
 
 @pytest.mark.quick
@@ -177,7 +178,7 @@ def test_needs_of_each_option(tmp_path):
     }
     assert unread({}) == alone
     assert unread({"own_rollout": True}) == alone - of_engines
-    given = {"rewards": 1, "tools": [len], "teachers": ["a"], "optimizers": (1, 1), "has_context": False}
+    given = {"rewards": ["r"], "tools": [len], "teachers": ["a"], "optimizers": (1, 1), "has_context": False}
     optimizer = "learning_rate optim optim_args optim_target_modules weight_decay adam_beta1 adam_beta2 adam_epsilon"
     scheduler = "lr_scheduler_type lr_scheduler_kwargs warmup_steps"
     server = "vllm_gpu_memory_utilization vllm_model_impl vllm_tensor_parallel_size vllm_server_host vllm_server_port"
@@ -415,7 +416,12 @@ def of_trl():
 
 def test_every_option_of_trls_other_distillation_trainers_is_explained(of_trl):
     here = [one.name for one in fields(OPSDConfig)]
-    said = {name: explained_option(name, here) for options in of_trl.values() for name in options if name not in here}
+    said = {
+        name: explained_option(name, here, OPSDConfig)
+        for options in of_trl.values()
+        for name in options
+        if name not in here
+    }
     assert len(said) > 60
     assert [one for one in said.values() if "Did you mean" in one or "lists all" in one] == []
 

@@ -16,10 +16,10 @@ from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.data.solutions import named_as_here
 from trl_opsd.http.server_urls import server_urls
 from trl_opsd.losses import Divergence
-from trl_opsd.losses.clipping import check_clip
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
+from trl_opsd.losses.top_k_and_clip import check_clip
 from trl_opsd.options.changes import option_values
 from trl_opsd.options.foreign_names import StrictNames, explained_option, without_meaning
 from trl_opsd.options.rules import AFTER, BEFORE, LAUNCH, refuse

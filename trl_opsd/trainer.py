@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -32,9 +31,7 @@ from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.head import whole_head
 from trl_opsd.models.model_checks import check_student
 from trl_opsd.models.trainable import check_trainable
-from trl_opsd.options.foreign import explained_argument
-from trl_opsd.options.names import StrictNames
-from trl_opsd.options.sampling import check_shapes
+from trl_opsd.options.foreign_names import StrictNames, explained_argument
 from trl_opsd.options.table import a_divergence
 from trl_opsd.parallel.agreement import agree
 from trl_opsd.parallel.failure import share_tracebacks
@@ -232,7 +229,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
     @classmethod
     def explain(cls, name: str, known: Collection[str]) -> str:
         """The name of another trainer's argument here, or the closest name."""
-        return explained_argument(name, known, [one.name for one in fields(OPSDConfig)])
+        return explained_argument(name, known, OPSDConfig)
 
     def _prove_divergence(self, divergence: Divergence) -> None:
         with preserved_rng(self.accelerator.device):
@@ -338,7 +335,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
     def divergence(self, divergence: Divergence | str | None) -> None:
         a_divergence("divergence", divergence)
         resolved = divergence_of(divergence, self.args.settings)
-        check_shapes(self.args, resolved)
+        self.args.check_divergence(resolved)
         if self.is_built:
             self._prove_divergence(resolved)
         self._divergence = resolved

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpu_checks.ceilings import copied, multiplied
 from gpu_checks.findings import Findings
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, streamed_divergence
-from trl_opsd.losses.elementwise import Finish, eager_
-from trl_opsd.losses.kernels import step_for
+from trl_opsd.losses.elementwise import Finish, eager_, step_for
 
 LIMITS = {"forward_kl": 1.4, "jsd": 1.8}
 """How much faster than TRL's."""

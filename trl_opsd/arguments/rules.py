@@ -39,9 +39,8 @@ def _unusable_optimizer(now: Situation) -> str:
         Trainer.get_optimizer_cls_and_kwargs(now.args)
     except (ImportError, ValueError) as error:
         given = f" with `optim_args={now.optim_args!r}`" if now.optim_args else ""
-        return (
-            "" if "pass a" in str(error) else f"{given} cannot be used: {error}"
-        )  # it needs the model, which is there
+        # One that needs the model says "pass a model": there will be one.
+        return "" if "pass a" in str(error) else f"{given} cannot be used: {error}"
     return ""
 
 

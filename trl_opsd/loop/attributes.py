@@ -101,7 +101,7 @@ class Attributes(DistillationTrainer):
             return f"it is an option: assign to `trainer.args.{name}`, or build the trainer with that value. {another}"
         if name in TRAINER_ARGUMENTS:
             return f"it is an argument: pass `{name}` when the trainer is built. {another}"
-        why = without_meaning(name, {*vars(self), *dir(type(self)), *options})
+        why = without_meaning(name, type(self.args), {*vars(self), *dir(type(self)), *options})
         return f"{why}. {another}" if why else None
 
     def replace_dataset(self, name: str, dataset: Any) -> None:

@@ -45,7 +45,7 @@ from trl_opsd.parallel.groups import set_group_timeout
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import Rollout, TeacherTargets
-from trl_opsd.types.check_loss_parts import check_parts
+from trl_opsd.types.checks import check_parts
 
 logger = get_logger(__name__)
 

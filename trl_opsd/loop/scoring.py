@@ -24,7 +24,7 @@ from trl_opsd.loop.weights import checked_weights
 from trl_opsd.models.mode import preserved_mode
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.types import Rollout
-from trl_opsd.types.check_targets import check_targets
+from trl_opsd.types.checks import check_targets
 from trl_opsd.types.kept import kept_by_row
 
 __all__ = ["Scoring"]

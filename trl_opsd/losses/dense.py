@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trl_opsd.losses.clipping import check_clip, clipped_value
 from trl_opsd.losses.comparable import check_comparable
+from trl_opsd.losses.diagnostics import top_shared_
 from trl_opsd.losses.divergence import Divergence, Entrywise
-from trl_opsd.losses.likeliest import top_shared_
 from trl_opsd.losses.sampled import SampledReverseKL, check_sampled, drawn
+from trl_opsd.losses.top_k_and_clip import check_clip, clipped_value
 from trl_opsd.types import LazyLogits, PerToken, Sampled
 
 

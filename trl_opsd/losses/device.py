@@ -15,9 +15,8 @@ import triton.language as tl
 
 from trl_opsd.losses.bounded import AlphaDivergence, TotalVariation
 from trl_opsd.losses.divergence import Divergence
-from trl_opsd.losses.kl import ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.losses.kl import ForwardKL, GeneralizedJSD, ReverseKL, SkewedForwardKL, SkewedReverseKL
 from trl_opsd.losses.sampled import SampledReverseKL
-from trl_opsd.losses.skewed import SkewedForwardKL, SkewedReverseKL
 
 __all__ = ["BALANCED", "KERNELS", "MEAN_GAP", "THIRD_PASS", "Kernel", "tanh"]
 

@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergences in both directions, and the generalised Jensen-Shannon divergence between them.
+"""Kullback-Leibler divergences: in both directions, to mixtures, and in an adaptive share of both.
 
 R rows (tokens) · V vocabulary size; log-probabilities in nats
 """
@@ -109,3 +109,139 @@ def kl_terms(gap_RV: Tensor, p_RV: Tensor, q_RV: Tensor, spare_RV: Tensor) -> Te
     surplus_RV = torch.neg(gap_RV, out=spare_RV).expm1_().mul_(p_RV)
     surplus_RV = torch.where(gap_RV > -FAR, surplus_RV, q_RV)  # below, p contributes nothing, and the exponential ends
     return surplus_RV.addcmul_(gap_RV, p_RV)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SkewedForwardKL(Entrywise):
+    """`KL(p_t || m)` with `m = skew p_t + (1 - skew) p_s`, at most `-log skew` nats (DistiLLM, arXiv 2402.03898).
+
+    The gradient with respect to the student's logits is `p_s (E_s[r] - r)` with `r = (1 - skew) p_t / m`.
+
+    Args:
+        skew (`float`, *optional*, defaults to `0.1`):
+            Share of the teacher in the mixture, strictly between 0 and 1; at 0 it would be the forward KL.
+
+    Raises:
+        ValueError: If `skew` is not strictly between 0 and 1.
+    """
+
+    skew: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_skew(self.skew, "ForwardKL()")
+
+    def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
+        log_mixture_RV = log_mixture(log_student_RV, log_teacher_RV, self.skew)
+        return log_teacher_RV.exp() * (log_teacher_RV - log_mixture_RV)
+
+    def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
+        surplus_RV, rise_RV, far_RV = _to_mixture(log_student_RV, log_teacher_RV, self.skew)
+        values_RV = surplus_RV.sub_(rise_RV).mul_(teacher_RV)
+        # Where p_t is negligible, the term tends to (1 - skew) p_s.
+        values_RV = torch.where(far_RV, student_RV * (1 - self.skew), values_RV)
+        slopes_RV = rise_RV.neg_().expm1_().mul_(student_RV).mul_(self.skew - 1)
+        return Terms(values_RV, slopes_RV, drift=1 - self.skew)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SkewedReverseKL(Entrywise):
+    """`KL(p_s || m)` with `m = skew p_s + (1 - skew) p_t`, at most `-log skew` nats (DistiLLM, arXiv 2402.03898).
+
+    The gradient with respect to the student's logits is `p_s (r - E_s[r])` with `r = log(p_s / m) - skew p_s / m`.
+
+    Args:
+        skew (`float`, *optional*, defaults to `0.1`):
+            Share of the student in the mixture, strictly between 0 and 1; at 0 it would be the reverse KL.
+
+    Raises:
+        ValueError: If `skew` is not strictly between 0 and 1.
+    """
+
+    skew: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_skew(self.skew, "ReverseKL()")
+
+    def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
+        log_mixture_RV = log_mixture(log_teacher_RV, log_student_RV, self.skew)
+        return log_student_RV.exp() * (log_student_RV - log_mixture_RV)
+
+    def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
+        surplus_RV, rise_RV, far_RV = _to_mixture(log_teacher_RV, log_student_RV, self.skew)
+        values_RV = surplus_RV.sub_(rise_RV).mul_(student_RV)
+        values_RV = torch.where(far_RV, teacher_RV * (1 - self.skew), values_RV)
+        slopes_RV = torch.neg(rise_RV).expm1_().mul_(self.skew).add_(rise_RV).mul_(student_RV).neg_()
+        return Terms(values_RV, slopes_RV, drift=self.skew - 1)
+
+
+def _to_mixture(log_p_RV: Tensor, log_q_RV: Tensor, skew: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`m / q - 1` and `log(m / q)` of `m = skew q + (1 - skew) p`, and where q is too small for either to be right."""
+    # From the gap, so both are exactly 0 where the models agree; both log-probabilities are overwritten.
+    gap_RV = log_p_RV.sub_(log_q_RV)
+    far_RV = gap_RV > FAR
+    surplus_RV = gap_RV.clamp_(max=FAR).expm1_().mul_(1 - skew)
+    return surplus_RV, torch.log1p(surplus_RV, out=log_q_RV), far_RV
+
+
+def _check_skew(skew: float, end: str) -> None:
+    if not 0.0 < skew < 1.0:
+        raise ValueError(
+            f"skew is {skew}, expected a number strictly between 0 and 1: use {end} for the end at 0; at 1 nothing "
+            "would be left of it."
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AdaptiveKL(Entrywise):
+    """`h KL(p_t || p_s) + (1 - h) KL(p_s || p_t)` with a share `h` for each token of the completion (AKL, arXiv
+    2404.02657): that of the head in `sum |p_s - p_t|`.
+
+    The head are the teacher's most likely tokens, from the first on while their probabilities add up to at most `mu`,
+    and always the first; that is how the published code has it, while the paper also counts the token that passes
+    `mu`. The share is a constant: no gradient flows through it. Where the models agree it is one half.
+
+    The gradient with respect to the student's logits is those of both directions, weighted alike:
+    `h (p_s - p_t) + (1 - h) p_s (log p_s - log p_t - KL(p_s || p_t))`. There is no fused
+    kernel, because each row is sorted.
+
+    Args:
+        mu (`float`, *optional*, defaults to `0.5`):
+            Largest probability of the head, from 0 to 1.
+
+    Raises:
+        ValueError: If `mu` is not from 0 to 1.
+    """
+
+    mu: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.mu <= 1.0:
+            raise ValueError(f"mu is {self.mu}, expected a probability, from 0 to 1; 0.5 is as published.")
+
+    def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
+        share_R1 = self._share(log_student_RV.detach().exp(), log_teacher_RV.detach().exp())
+        forward_RV, reverse_RV = (one.entries(log_student_RV, log_teacher_RV) for one in (ForwardKL(), ReverseKL()))
+        return share_R1 * forward_RV + (1 - share_R1) * reverse_RV
+
+    def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
+        share_R1 = self._share(student_RV, teacher_RV)
+        # One gap, negated in place, serves both directions.
+        gap_RV = log_teacher_RV.sub_(log_student_RV)
+        forward_RV = kl_terms(gap_RV, teacher_RV, student_RV, log_student_RV)
+        reverse_RV = kl_terms(gap_RV.neg_(), student_RV, teacher_RV, log_student_RV)
+        values_RV = reverse_RV.lerp_(forward_RV, share_R1)
+        slopes_RV = gap_RV.mul_(student_RV).lerp_(student_RV - teacher_RV, share_R1)
+        return Terms(values_RV, slopes_RV, drift=2 * share_R1 - 1)
+
+    def _share(self, student_RV: Tensor, teacher_RV: Tensor) -> Tensor:
+        """The weight of the forward KL, [R, 1]."""
+        sorted_RV, order_RV = teacher_RV.sort(dim=-1, descending=True, stable=True)
+        gaps_RV = (student_RV.gather(-1, order_RV) - sorted_RV).abs_()
+        tail_RV = sorted_RV.cumsum(-1) > self.mu
+        tail_RV[:, :1] = False
+        total_R1 = gaps_RV.sum(-1, keepdim=True)
+        head_R1 = gaps_RV.masked_fill_(tail_RV, 0.0).sum(-1, keepdim=True)
+        return torch.where(total_R1 > 0, head_R1 / total_R1, 0.5)

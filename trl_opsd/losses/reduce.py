@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trl_opsd.losses.by_place import by_tenth, where_uncertain
+from trl_opsd.losses.diagnostics import by_tenth, where_uncertain
 from trl_opsd.types import LossParts, PerToken
 
 

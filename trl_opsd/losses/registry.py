@@ -6,13 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from trl_opsd.losses.adaptive import AdaptiveKL
 from trl_opsd.losses.bounded import AlphaDivergence, TotalVariation
 from trl_opsd.losses.divergence import Divergence
-from trl_opsd.losses.kl import ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.losses.kl import AdaptiveKL, ForwardKL, GeneralizedJSD, ReverseKL, SkewedForwardKL, SkewedReverseKL
 from trl_opsd.losses.sampled import SampledReverseKL
-from trl_opsd.losses.skewed import SkewedForwardKL, SkewedReverseKL
-from trl_opsd.losses.top_k import TopKTeacher
+from trl_opsd.losses.top_k_and_clip import TopKTeacher
 
 
 @dataclass(frozen=True, slots=True)

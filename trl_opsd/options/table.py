@@ -374,21 +374,21 @@ OF_THE_OPTIMIZER = tuple(
 """Options that are read when an optimizer is made."""
 
 
+def table(config: Any) -> Mapping[str, Option]:
+    """Every option of a config's class by name: the [`Option`]s of its fields, then those of TRL and transformers."""
+    return _table(config)  # a class of dataclasses is no `Hashable` to mypy
+
+
 @cache
-def table(config: type) -> Mapping[str, Option]:
-    """Every option of a config by name: [`Option`]s annotated at its fields, then those of TRL and transformers."""
+def _table(config: Any) -> Mapping[str, Option]:
     if config is DistillationConfig:
         return {**TRLS, **TRANSFORMERS}
-    own = {
-        name: one
-        for name, hint in get_type_hints(config, include_extras=True).items()
-        if name in config.__annotations__
-        for one in get_args(hint)
-        if isinstance(one, Option)
-    }
-    bases = [table(base) for base in config.__bases__ if issubclass(base, DistillationConfig)]
+    hints = get_type_hints(config, include_extras=True)
+    declared = {name: get_args(hints[name]) for name in config.__annotations__}
+    own = {name: one for name, parts in declared.items() for one in parts if isinstance(one, Option)}
+    bases = [_table(base) for base in config.__bases__ if issubclass(base, DistillationConfig)]
     inherited = {name: one for base in bases for name, one in base.items()}
-    return {**own, **inherited, **own}
+    return {**own, **inherited, **own}  # in this order
 
 
 def check_values(args: DistillationConfig, names: Collection[str] | None = None) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from trl_opsd.losses import Divergence, reduce, streamed_divergence
-from trl_opsd.losses.entropy import streamed_entropy
 from trl_opsd.losses.sampled import SampledReverseKL
+from trl_opsd.losses.streamed import streamed_entropy
 from trl_opsd.teacher.routed import Share
 from trl_opsd.teacher.selection import best
 from trl_opsd.types import LazyLogits, LossParts, OutputHead, PerToken, Rollout, Sampled

@@ -19,7 +19,7 @@ from trl_opsd.teacher.alignment import prove_alignment
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.guards import check_depends_on_input
 from trl_opsd.types import OutputHead, Rollout, RowTargets, Sampled, TeacherTargets
-from trl_opsd.types.check_targets import check_targets
+from trl_opsd.types.checks import check_targets
 from trl_opsd.types.kept import Arriving, fetch, kept_by_row
 
 

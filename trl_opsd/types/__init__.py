@@ -1,9 +1,8 @@
 """The values that flow through one training step: shapes and units only; no loss is computed here."""
 
-from trl_opsd.types.logits import LazyLogits, OutputHead
+from trl_opsd.types.logits import LazyLogits, OutputHead, Sampled
 from trl_opsd.types.loss import LossParts, PerToken
 from trl_opsd.types.rollout import Completion, Length, OnHost, Rollout, lengths_of
-from trl_opsd.types.sampled import Sampled
 from trl_opsd.types.targets import RowTargets, TeacherTargets
 from trl_opsd.types.weight import Weight
 
