@@ -254,11 +254,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
                 mine,
                 rollout,
                 num_items,
-                divergence=self.divergence,
-                temperatures=self.temperatures,
-                chunk_tokens=self.args.loss_chunk_tokens,
-                vocabulary=self._vocabulary,
-                kl_clip=self.args.kl_clip,
+                self.args.objective(self.divergence, self.temperatures, self._vocabulary),
                 criterion=None if selection is None else selection.criterion,
             )
             if self._recording is not None and rollout.begins_at is None:

@@ -124,7 +124,7 @@ class Courses(Trainer):
         means = {name: sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy")}
         self._course.add(Figures(**means, length=length, repeated=repeated))
         self.record("completions/length_drift", self._course.drift)
-        return self._course.signs(clipped=self.args.kl_clip is not None) if self._watches else {}
+        return self._course.signs(clipped=self.args.clips_entries) if self._watches else {}
 
     # ---- Checkpoints -----------------------------------------------------------------------------------------------
 

@@ -305,8 +305,12 @@ class TrainerHooks(
         """Counts a micro-batch by its `sums` over all processes; returns whether its loss is finite in all."""
         named = self.named(sums)
         # The sums of an option that is off are 0, which would be logged as if measured.
-        absent = {"clipped": self.args.kl_clip, "pulled": inputs.get("pull"), "importance": inputs.get("logprobs")}
-        named = {name: one for name, one in named.items() if name not in absent or absent[name] is not None}
+        measured = {
+            "clipped": self.args.clips_entries,
+            "pulled": inputs.get("pull") is not None,
+            "importance": inputs.get("logprobs") is not None,
+        }
+        named = {name: one for name, one in named.items() if measured.get(name, True)}
         if is_finite := self.is_finite_loss(named, rows):
             self.check_sums(named)
             self._accounts[self._mode].add(named)

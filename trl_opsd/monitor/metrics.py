@@ -53,9 +53,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "divergence/clipped": Metric(
             unit="1",
-            meaning="Share of the tokens in which at least one entry of the vocabulary was above `kl_clip`.",
+            meaning="Share of the tokens in which at least one entry of the vocabulary was clipped.",
             reduced=_OF_ALL,
-            appears="`kl_clip`",
+            appears="a clip of entries",
         ),
         "divergence/high_entropy": Metric(
             unit="nats",
