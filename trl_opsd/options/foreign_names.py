@@ -18,18 +18,6 @@ from trl_opsd.options.table import table
 _SHORTEST = 3
 """Letters of a part of a name that count as an abbreviation."""
 
-DEFAULTS = {
-    "gkd": "learning_rate=2e-05, temperature=0.9, lmbda=0.5, beta=0.5, disable_dropout=True, "
-    "max_completion_length=128, student_temperature=1.0, teacher_temperature=1.0",
-    "gold": "learning_rate=1e-07, temperature=0.9, top_p=0.95, lmbda=0.5, beta=0.5, max_completion_length=128, "
-    "disable_dropout=True, vllm_gpu_memory_utilization=0.9",
-    "sdft": "learning_rate=5e-05, disable_dropout=True, num_generations=8, max_completion_length=256, "
-    r"teacher_model_kind='base', beta=0.5, teacher_prompt_template='{prompt}\n\n{privileged_context}'",
-    "sdpo": "learning_rate=5e-05, disable_dropout=True, num_generations=8, max_completion_length=256, "
-    "teacher_model_kind='ema'",
-}
-"""Defaults of configs of `trl.experimental` that differ from those here, under the names of here."""
-_AS_THERE = "other defaults there, to be set for the same training:"
 _ONE_TOKENIZER = "teacher and student share one tokenizer; `trl.experimental.gold` compares two"
 _NO_IW_OPD = "the objective of `iw_opd` is not here; 'sampled_reverse_kl' compares sampled tokens without its weights"
 _AS_DAPO = "`loss_type` of TRL's GRPO is not chosen here: each token of a completion counts alike, as in its 'dapo'"
@@ -51,21 +39,17 @@ def _each(advice: Mapping[str, str]) -> dict[str, str]:
 
 OPTIONS = _each(
     {
-        # three that reveal which config this was
-        "max_new_tokens": f"it is called `max_completion_length`. If this was a `GKDConfig`, {_AS_THERE} "
-        f"{DEFAULTS['gkd']}",
-        "distillation_alpha": "it is called `beta`: 0 forward KL, 1 reverse KL; or set `divergence`. If this was an "
-        f"`SDFTConfig`, {_AS_THERE} {DEFAULTS['sdft']}; an `SDPOConfig`, whose `beta` weighs a reference: "
-        f"{DEFAULTS['sdpo']}",
-        "use_uld_loss": f"{_ONE_TOKENIZER}. With one tokenizer, its loss is that of here divided by "
-        f"`gradient_accumulation_steps`; {_AS_THERE} {DEFAULTS['gold']}",
-        # distillation
+        # distillation; the first three tell which config this was
+        "max_new_tokens": "it is called `max_completion_length`; other defaults of a `GKDConfig`: docs/migration.md",
+        "distillation_alpha": "it is called `beta`: 0 forward KL, 1 reverse KL; or set `divergence`; other defaults of "
+        "an `SDFTConfig` or `SDPOConfig`: docs/migration.md",
+        "use_uld_loss": f"{_ONE_TOKENIZER}; its loss with one tokenizer, and other defaults: docs/migration.md",
         "teacher_tokenizer_name_or_path use_extended_uld": _ONE_TOKENIZER,
         "distillation_objective": f"it is called `divergence`; {_NO_IW_OPD}",
         "loss_type": f"`divergence` says what is compared; {_AS_DAPO}",
         "distillation_mode distillation_topk distillation_add_tail loss_top_k loss_add_tail add_tail_bucket": _WHOLE,
         "teacher_top_k reverse_kl_top_1_mode": _WHOLE,
-        "distillation_weight": "the divergence has the weight 1, and rewards `reward_weight` beside it",
+        "distillation_weight router_aux_loss_coef": "the divergence has the weight 1, rewards have `reward_weight`",
         "top_entropy_quantile": "set `token_selection='student_entropy'` and `token_fraction`",
         "num_loss_tokens_to_skip mask_truncated_completions": "override `weigh`, see docs/extending.md",
         "teacher_model": "pass it to `OPSDTrainer`, or set `teacher_model_name_or_path`",
@@ -89,7 +73,7 @@ OPTIONS = _each(
         "max_prompt_length max_reprompt_len truncation_mode": "prompts are never cut; `overlong_prompts='drop'` drops "
         "those that are too long",
         "max_length": "`max_completion_length` limits completions; prompts are never cut, see `overlong_prompts`",
-        "packing packing_strategy": "`padding_free=True` concatenates the rows of a micro-batch",
+        "packing packing_strategy eval_packing": "`padding_free=True` concatenates the rows of a micro-batch",
         "completion_only_loss assistant_only_loss": "the loss is on the tokens of completions, and on no others",
         "eos_token pad_token chat_template_path": _TOKENIZER,
         "eos_token_id stop_strings": "`generation_kwargs={'eos_token_id': ...}` says which tokens end a completion",

@@ -46,7 +46,8 @@ def together(why: str, *, warns: bool = False, **when: Any) -> Rule:
     def broken(now: Any) -> str:
         values = {name: getattr(now, name) for name in when}
         fit = (one.fits(values[name]) if isinstance(one, Values) else values[name] == one for name, one in when.items())
-        return " with ".join(shown(name, value) for name, value in values.items()) if all(fit) else ""
+        first, *others = (shown(name, value) for name, value in values.items())
+        return (f"{first} with {' and '.join(others)}" if others else first) if all(fit) else ""
 
     return Rule(broken, f"{{1}}{why}", warns)
 
