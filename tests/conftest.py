@@ -26,7 +26,7 @@ import tiny
 from transformers import PreTrainedModel
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd._compat.killed_builds import unheld_locks
+from trl_opsd._compat.deepspeed import unheld_locks
 
 
 def pytest_configure(config: pytest.Config) -> None:

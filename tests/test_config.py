@@ -22,7 +22,7 @@ from transformers import HfArgumentParser, Qwen2ForCausalLM, TrainingArguments
 from trl import DistillationConfig
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd._compat.transformers import CHECKPOINTING
+from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.options.foreign_names import ARGUMENTS, FAMILIES, TRAINER_ARGUMENTS, explained_option, renamed
 from trl_opsd.options.rules import AFTER, BEFORE, LAUNCH, refuse
 from trl_opsd.options.table import TRANSFORMERS, TRLS, Situation, Values, table

@@ -17,8 +17,7 @@ from accelerate import PartialState
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from trl_opsd._compat import versions
-from trl_opsd._compat.import_noise import drop_import_noise
+from trl_opsd._compat import drop_import_noise, versions
 from trl_opsd._compat.trl import is_vllm_available
 from trl_opsd.config import checked_args
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar
 import torch
 from transformers.utils import is_torch_xla_available
 
-from trl_opsd._compat.killed_builds import check_builds
-from trl_opsd._compat.transformers import ALIASES
+from trl_opsd._compat.deepspeed import check_builds
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd._compat.versions import ALIASES
 from trl_opsd.data.solutions import named_as_here
 from trl_opsd.http.server_urls import server_urls
 from trl_opsd.losses import Divergence

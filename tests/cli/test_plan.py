@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from trl_opsd._compat.transformers import CACHE
+from trl_opsd._compat.versions import CACHE
 from trl_opsd.cli.main import app
 from trl_opsd.cli.plan.memory import (
     Choice,

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout, FrozenTeacher, OPSDTrainer
 from trl_opsd._compat.deepspeed import setting_without_loss_scale
-from trl_opsd._compat.known import set_known
+from trl_opsd._compat.versions import set_known
 from trl_opsd.loop import dealing
 from trl_opsd.loop.waiting import Waiting
 from trl_opsd.teacher.resident import Resident

@@ -14,7 +14,7 @@ import pytest
 from torch.utils import cpp_extension
 
 from trl_opsd import OPSDConfig
-from trl_opsd._compat.killed_builds import check_builds
+from trl_opsd._compat.deepspeed import check_builds
 
 BUILD = """
 import sys, time

@@ -1,5 +1,50 @@
-"""The only modules that import other trainers and engines, one file or folder each; API changes are absorbed here."""
+"""The only modules that import other trainers and engines, one file or folder each; API changes are absorbed here.
 
-from trl_opsd._compat.import_noise import drop_import_noise
+Importing it drops what libraries log when they are imported, about devices and engines that this process may never use,
+and deprecation warnings that only they can act on: TRL imports vLLM and DeepSpeed where they are installed.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+_NOISE = {
+    "vllm.triton_utils.importing": "Triton is installed",
+    "DeepSpeed": "Setting accelerator to CPU",
+}
+"""Beginning of the dropped message, by logger."""
+_WARNINGS = (
+    # DeepSpeed and FSDP2 call functions that torch renamed, some of them in each step.
+    (r"`torch\.distributed\.\w+` is deprecated", FutureWarning, ""),
+    # TRL and accelerate call what transformers renamed.
+    (r"`(gradient_checkpointing_(en|dis)able|is_gradient_checkpointing)` is deprecated", FutureWarning, ""),
+    # TRL warns at five places; `_compat.vllm` repeats it once where vLLM is chosen.
+    ("TRL currently supports vLLM versions", UserWarning, r"trl\."),
+)
+"""Message, category and module of warnings."""
+
+
+def drop_import_noise() -> None:
+    """Filters these messages, and no others of their loggers; idempotent."""
+    for about in _WARNINGS:
+        warnings.filterwarnings("ignore", *about)
+    for name, start in _NOISE.items():
+        logger = logging.getLogger(name)
+        # Importing again, as tests do, must not stack filters.
+        if not any(isinstance(one, _NotAbout) for one in logger.filters):
+            logger.addFilter(_NotAbout(start))
+
+
+class _NotAbout(logging.Filter):
+    """Passes all messages that do not begin with a text."""
+
+    def __init__(self, start: str) -> None:
+        super().__init__()
+        self._start = start
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(self._start)
+
 
 drop_import_noise()  # before a module of this package imports TRL

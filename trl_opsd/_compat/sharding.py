@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -9,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_module_tensor_to_device
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import DistributedType, patch_environment, set_module_tensor_to_device
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule
@@ -171,3 +172,23 @@ def broadcast_from_first(tensors: Mapping[str, Tensor], device: torch.device) ->
         value = tensor.to(device)
         distributed.broadcast(value, src=0)
         tensor.copy_(value)
+
+
+def launched(args: Any) -> ParallelismConfig:
+    """The sizes of the options or else of the accelerate file; all are 1 where neither sets them."""
+    if args.parallelism_config is not None:
+        return args.parallelism_config
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+        return ParallelismConfig()  # reads the launcher's environment variables
+    return ParallelismConfig(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1)
+
+
+@contextmanager
+def sharing_rows_ourselves(sizes: ParallelismConfig) -> Iterator[None]:
+    """Hides sequence parallelism from accelerate and transformers, which would divide the rows of the dataset."""
+    if not sizes.sp_enabled:
+        yield
+        return
+    # For them all processes are data parallel while the context is open: each generates its own rows.
+    with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false"):
+        yield

@@ -1,4 +1,4 @@
-"""Compares installed libraries with the bounds of `setup.cfg`, as this package's metadata has them.
+"""Versions of libraries: their bounds in `setup.cfg`, names that changed between them, attributes that must exist.
 
 To silence the warning: `logging.getLogger("trl_opsd._compat.versions").setLevel("ERROR")`.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
+from typing import Any
 
 from accelerate.logging import get_logger
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 logger = get_logger(__name__)
 
@@ -64,3 +66,32 @@ def warn_of_outside() -> None:
             f"Older or newer than what trl_opsd was tested with: {', '.join(found)}. Install the expected versions: "
             "this package uses private parts of its neighbours, which may have changed."
         )
+
+
+_INSTALLED = Version(metadata.version("transformers")).release
+_OLDER = "gradient_checkpointing"
+
+CACHE = "cache" if _INSTALLED >= (5, 24) else "past_key_values"
+"""The key-value cache: an argument of forward passes and their preparation, and a field of their outputs."""
+CHECKPOINTING = "activation_checkpointing" if _INSTALLED >= (5, 23) else _OLDER
+"""An option of `TrainingArguments`, with `_kwargs` another; with `_enable` a method of models."""
+ALIASES = {
+    f"{name}{end}": f"{alias}{end}"
+    for end in ("", "_kwargs")
+    for name, alias in ((CHECKPOINTING, _OLDER), (_OLDER, CHECKPOINTING))
+}
+"""The other name of each renamed option, of which `transformers` reads one and TRL the other."""
+
+
+def set_known(owner: Any, **values: Any) -> None:
+    """Sets attributes that exist; a plain assignment to a renamed one would make another that nothing reads."""
+    lacking = [name for name in values if not hasattr(owner, name)]
+    if lacking:
+        raise AttributeError(
+            f"{type(owner).__name__} has no {', '.join(f'`{name}`' for name in lacking)}: this package was not tested "
+            "with the installed version of its library. Install one of the versions in setup.cfg.",
+            name=lacking[0],
+            obj=owner,
+        )
+    for name, value in values.items():
+        setattr(owner, name, value)

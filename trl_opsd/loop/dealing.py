@@ -16,9 +16,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import Trainer
 
-from trl_opsd._compat.known import set_known
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import DistillationTrainer
+from trl_opsd._compat.versions import set_known
 from trl_opsd.config import OPSDConfig
 from trl_opsd.models.grouping import equal_groups, even_groups, fewest_groups
 from trl_opsd.models.padding import Reading

@@ -14,8 +14,8 @@ from datasets import IterableDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
-from trl_opsd._compat.known import set_known
 from trl_opsd._compat.trl import DistillationTrainer, repeat_iterable_dataset
+from trl_opsd._compat.versions import set_known
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.intake import Request
 from trl_opsd.types import LossParts

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from trl_opsd._compat.deepspeed import recompute_buffers
-from trl_opsd._compat.known import set_known
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_float32
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd._compat.versions import set_known
 from trl_opsd.data.intake import Request
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.attributes import Attributes

@@ -18,7 +18,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd._compat.deepspeed import rescaled
-from trl_opsd._compat.known import set_known
+from trl_opsd._compat.versions import set_known
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.intake import Request
 from trl_opsd.loop.dealing import PASSED_BY, Parts, of_package

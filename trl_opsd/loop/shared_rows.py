@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn.functional import pad
 
-from trl_opsd._compat.parallelism import launched, sharing_rows_ourselves
+from trl_opsd._compat.sharding import launched, sharing_rows_ourselves
 from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.models.padding import PADDED, Reading

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from trl_opsd._compat.deepspeed import settings_without_gradient_check
-from trl_opsd._compat.known import set_known
+from trl_opsd._compat.versions import set_known
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.proof import is_ours
 from trl_opsd.monitor.nonfinite import Finding, GradientProbe, StepGuard, nonfinite_side

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from trl_opsd._compat.known import set_known
 from trl_opsd._compat.sharding import reshard
 from trl_opsd._compat.trl import DistillationTrainer
+from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.checkpoint import newest_complete
 from trl_opsd.checkpoints.schedule import check_rates
 from trl_opsd.config import OPSDConfig

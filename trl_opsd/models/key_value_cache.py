@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
 
-from trl_opsd._compat.transformers import CACHE
+from trl_opsd._compat.versions import CACHE
 
 
 def cached_per_token(config: PretrainedConfig) -> int:

@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split
-from trl_opsd._compat.transformers import CHECKPOINTING
+from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.models.backbone import Run, backbone_of, call, completion_hidden, context_of, hidden_states
 from trl_opsd.models.head import logits_of, shape_of, whole_head
 from trl_opsd.models.mode import preserved_mode

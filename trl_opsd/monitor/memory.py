@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from trl_opsd._compat.transformers import CHECKPOINTING
+from trl_opsd._compat.versions import CHECKPOINTING
 
 _MESSAGES = (
     "DefaultCPUAllocator",

@@ -12,7 +12,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, Self
 
-from trl_opsd._compat.transformers import CHECKPOINTING
+from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.options.table import table
 
 _SHORTEST = 3

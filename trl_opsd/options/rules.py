@@ -20,7 +20,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.training_args import OptimizerNames
 
 from trl_opsd._compat.deepspeed import setting_without_loss_scale
-from trl_opsd._compat.parallelism import launched
+from trl_opsd._compat.sharding import launched
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import Divergence, GeneralizedJSD
 from trl_opsd.losses.divergence import describe

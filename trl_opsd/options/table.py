@@ -17,8 +17,8 @@ from typing import Any, get_args, get_type_hints
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from trl_opsd._compat.transformers import CHECKPOINTING
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.data.teacher_prompts import check_template
 from trl_opsd.http.server_urls import is_origin
 from trl_opsd.losses import DIVERGENCES, Divergence

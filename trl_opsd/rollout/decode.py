@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from trl_opsd._compat.peft import CausalLM, without_peft
-from trl_opsd._compat.transformers import CACHE
+from trl_opsd._compat.versions import CACHE
 from trl_opsd.errors import NonFiniteError
 from trl_opsd.rollout import every_row
 from trl_opsd.rollout.generate import other_generate

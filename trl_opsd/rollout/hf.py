@@ -21,9 +21,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from trl_opsd._compat.known import set_known
 from trl_opsd._compat.peft import CausalLM, changes_generate
 from trl_opsd._compat.sharding import in_zero3_model, splits_student
+from trl_opsd._compat.versions import set_known
 from trl_opsd.host import Host
 from trl_opsd.models.padding import PADDED
 from trl_opsd.monitor.progress import PHASES

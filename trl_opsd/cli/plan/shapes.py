@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from trl_opsd._compat.transformers import CHECKPOINTING
+from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.models.backbone import context_of, hidden_states
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.key_value_cache import cached_numbers

@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from trl_opsd._compat.transformers import CHECKPOINTING
+from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.cli.plan.memory import SERVER, TRANSFORMERS, Load, Rates, loss_tile, seconds
 from trl_opsd.cli.plan.search import SHARE, Plan
 from trl_opsd.cli.plan.shapes import Shape
