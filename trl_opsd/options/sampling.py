@@ -121,8 +121,8 @@ def _check_known(args: DistillationConfig) -> None:
         given = _shown(name, value)
         if args.has_engine and args.seq_kd and (name not in of_both or (name == "temperature" and not value)):
             raise ValueError(
-                f"{given} with `seq_kd=True`: an engine follows it, and the teacher, which writes with `generate` of "
-                "transformers, cannot: remove it, or have the teacher write before, into a column 'completion'."
+                f"{given} with `seq_kd=True`: an engine follows it, and the teacher, which calls `generate` of "
+                "transformers, cannot: remove it, or have the teacher generate before, into a column 'completion'."
             )
         if name in ("eos_token_id", "stop_token_ids") and not all(map(_is_token, _listed(value))):
             raise ValueError(f"{given}: expected a token id, or a list of them, of which each ends a completion.")
