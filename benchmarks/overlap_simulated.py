@@ -19,7 +19,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trl_opsd.loop.waiting import Waiting
+from trl_opsd.loop.overlap import Waiting
 
 PROMPT = 200
 """Tokens of a prompt."""

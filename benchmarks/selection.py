@@ -29,7 +29,7 @@ from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.losses import OutputHead, ReverseKL
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
 from trl_opsd.teacher.comparison import compared
-from trl_opsd.teacher.routed import shares
+from trl_opsd.teacher.routing import shares
 from trl_opsd.types import Rollout, RowTargets, TeacherTargets
 
 CRITERIA = (None, *EARLY, *LATE)

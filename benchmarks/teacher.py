@@ -25,9 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from trl_opsd.models.backbone import completion_hidden
-from trl_opsd.teacher import FrozenTeacher, Hosted, Resident, Streamed
-from trl_opsd.teacher.forward import PASS_BYTES, bytes_per_token, pass_groups
-from trl_opsd.teacher.parts import parts_of, tensors_of
+from trl_opsd.teacher import FrozenTeacher, Resident
+from trl_opsd.teacher.frozen import PASS_BYTES, bytes_per_token, pass_groups
+from trl_opsd.teacher.offloaded import Hosted, Streamed, parts_of, tensors_of
 from trl_opsd.types import Rollout
 
 SHAPES = {  # hidden, inner, layers, heads, key-value heads, vocabulary, tied

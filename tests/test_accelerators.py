@@ -25,7 +25,7 @@ NAMES_CUDA = {
     "rollout/sglang_client.py": "NCCL between two GPUs, else gloo",
     "options/foreign_names.py": "an option of transformers",
     "parallel/precision.py": "the precision of products is read by backend",
-    "teacher/prefetch.py": "only its runtime pins exact bytes; torch rounds them up on all accelerators",
+    "teacher/offloaded.py": "only its runtime pins exact bytes; torch rounds them up on all accelerators",
 }
 
 

@@ -12,7 +12,7 @@ from trl.chat_template_utils import qwen3_chat_template
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.banner import Banner
-from trl_opsd.models.size import described
+from trl_opsd.models.checks import described
 
 pytestmark = pytest.mark.quick
 

@@ -22,7 +22,7 @@ from trl_opsd.data.datasets import describe_rows
 from trl_opsd.fingerprint import FILE, OPTIONS, OTHERS, _differing, check_accepted, describe_function
 from trl_opsd.losses import Divergence, ReverseKL
 from trl_opsd.losses.divergence import describe
-from trl_opsd.models.samples import digest, sampled
+from trl_opsd.models.weights import digest, sampled
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import get_constant_schedule
 
 from trl_opsd import HFRollout
-from trl_opsd.models.model_checks import same_weights
+from trl_opsd.models.checks import same_weights
 from trl_opsd.options.rules import AFTER, refuse
 from trl_opsd.options.table import Situation, without_effect
 

@@ -82,14 +82,14 @@ class TestTeacher:
     def test_targets_are_freed_after_their_last_micro_batch(self, make_trainer):
         class Watching(FixedRollout):
             def complete(self, prompt_ids, step):
-                held.append(trainer._buffered_inputs)
+                held.append(trainer._dealer.is_dealt)
                 return super().complete(prompt_ids, step)
 
         held: list = []
         trainer = make_trainer(rollout=Watching(tiny.recorded(tiny.tokenizer())), gradient_accumulation_steps=2)
         trainer.train()
-        assert held == [None] * 3
-        assert trainer._buffered_inputs is None
+        assert held == [False] * 3
+        assert not trainer._dealer.is_dealt
 
     def test_the_shorter_context_of_a_teacher_sets_the_limit(self, make_trainer):
         with pytest.raises(

@@ -15,13 +15,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from trl_opsd._compat.peft import is_peft
 from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
-from trl_opsd.data.intake import Request
-from trl_opsd.data.readers import Reader, Readers
-from trl_opsd.loop.dealing import of_package
+from trl_opsd.data.readers import Reader, Readers, Request
 from trl_opsd.loop.hooks import TrainerHooks
+from trl_opsd.loop.overrides import of_package
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
-from trl_opsd.models.size import described, sizes
+from trl_opsd.models.checks import described, sizes
 from trl_opsd.options.rules import prompts_of_step
 from trl_opsd.options.sampling import SAMPLING
 from trl_opsd.options.table import shape_in_words, temperatures_in_words

@@ -1,7 +1,8 @@
-"""The interface that a rollout needs of its trainer; any object with these members can host a rollout."""
+"""The trainer as others see it: a rollout, for which any object with these members will do, and the loop's objects."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -11,7 +12,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.readers import Readers, Request
+from trl_opsd.data.teacher_prompts import Row
 from trl_opsd.models.padding import Reading
+from trl_opsd.types import Rollout, TeacherTargets
 
 
 class Host(Protocol):
@@ -66,3 +70,58 @@ class Host(Protocol):
 
     def record(self, name: str, value: float) -> None:
         """Adds a value of this process to the next log, which reports the mean."""
+
+
+class TrainerHost(Host, Protocol):
+    """The trainer, as the objects of its loop see it: what a subclass may override is called here, never around it."""
+
+    model_wrapped: Any
+    optimizer: Any
+    generation_kwargs: dict[str, Any]
+    chat_template_kwargs: dict[str, Any]
+    pad_to_multiple_of: int | None
+    tools: Any
+    temperature: float
+    readers: Readers
+    rollout: Any
+    is_deepspeed_enabled: bool
+
+    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """Generates one completion for each prompt."""
+
+    def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
+        """Has the teacher score a generation batch."""
+
+    def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
+        """The weight of each token in the loss."""
+
+    def read_rows(self, rows: Sequence[Row]) -> list[Request]:
+        """Checks the rows of a generation batch before generation."""
+
+    def rows_of(self, rollout: Rollout) -> Sequence[Row]:
+        """Rows for a batch that comes from no dataset."""
+
+    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]:
+        """The student's prompts for checked rows."""
+
+    def prove_student(self) -> None:
+        """Verifies the student by running it."""
+
+    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(student, *args)` where the student's weights are gathered. Collective if it is sharded."""
+
+    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]:
+        """TRL's keys for rows."""
+
+    def footprint(self, phase: str) -> dict[str, int]:
+        """Memory of a phase, in bytes by name, for out-of-memory errors."""
+
+    @property
+    def teaches_early(self) -> bool:
+        """Whether a teacher benefits from `expect`."""
+
+    def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None:
+        """Notifies the teacher of rows that `teach` will soon be called with."""
+
+    def forget_expected(self) -> None:
+        """Notifies the teacher that expected rows will not come."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,18 +20,21 @@ from trl_opsd.arguments.prepared import prepared
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
+from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.model_card import ModelCard
-from trl_opsd.loop.overlap import check_methods
+from trl_opsd.loop.overrides import check_methods, check_verbs
 from trl_opsd.loop.recording import Recording
+from trl_opsd.loop.scoring import selection_of
+from trl_opsd.loop.student import use_special_tokens
+from trl_opsd.loop.teaching import Teaching
 from trl_opsd.loop.uniform import check_not_uniform
-from trl_opsd.loop.verbs import check_verbs
-from trl_opsd.losses import Divergence
+from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.losses.proof import prove_divergence
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.models.backbone import completion_hidden
+from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.head import whole_head
-from trl_opsd.models.model_checks import check_student
-from trl_opsd.models.trainable import check_trainable
+from trl_opsd.models.probes import prove_student
 from trl_opsd.options.foreign_names import StrictNames, explained_argument
 from trl_opsd.options.table import a_divergence
 from trl_opsd.parallel.agreement import agree
@@ -40,19 +44,17 @@ from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.report.samples import samples_of
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.changes import warn_of_overridden
-from trl_opsd.rollout.pick import chosen_rollout
+from trl_opsd.rollout.pick import check_rollout, chosen_rollout
 from trl_opsd.rollout.synced import SyncedRollout
+from trl_opsd.teacher.checks import TeacherLike
 from trl_opsd.teacher.comparison import compared
-from trl_opsd.teacher.routed import shares
-from trl_opsd.teacher.teacher_checks import TeacherLike
-from trl_opsd.teaching import Teaching
+from trl_opsd.teacher.routing import shares
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
-from trl_opsd.writing import Writing
 
 logger = get_logger(__name__)
 
 
-class OPSDTrainer(StrictNames, Writing, Teaching):
+class OPSDTrainer(StrictNames, Teaching):
     """Trainer for on-policy distillation: the student generates completions, a frozen teacher scores each token, and
     the student moves toward the teacher's next-token distribution.
 
@@ -137,6 +139,8 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
     ```
     """
 
+    _student_is_proved = False
+
     def __init__(
         self,
         model: Any,
@@ -159,7 +163,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         reward_processing_classes: Any = None,
     ) -> None:
         share_tracebacks()  # first of all, as whatever follows may fail in one process
-        check_verbs(type(self))
+        check_verbs(type(self), OPSDTrainer)
         given = prepared(
             model=model,
             teacher_model=teacher_model,
@@ -201,7 +205,7 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         if train_dataset is not None:
             check_trainable(self.model, optimizers)
             self._try_rate()
-        self.use_special_tokens()
+        use_special_tokens(self)
         self.divergence = self.args.divergence if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
         self._without_effect = given.without_effect
@@ -210,17 +214,18 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
         with preserved_rng(self.accelerator.device):
             if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
                 self.prove_student()
-            self._rewards = build_rewards(given.rewards, self.args, self.chat_template_kwargs, self.accelerator.device)
+            rewards = build_rewards(given.rewards, self.args, self.chat_template_kwargs, self.accelerator.device)
+            self._rewards = BatchRewards(self, rewards)
             self.set_up_teaching(given)
         self._prove_divergence(self.divergence)
         warn_of_overridden(self.model, self.generation_config)
-        self.bind(given.rollout)
-        self.say_overlap()
-        self.model_card = ModelCard(self, lambda: self._described.settings())
+        self._generation.bind(given.rollout)
+        self._overlap.warn()
+        self._model_card = ModelCard(self, lambda: self._described.settings())
         self.is_built = True  # from here on assignments of a user are checked
         self._launch.remember()
         self.args.accept_changes()
-        about, is_traced = self.model_card.about, "trackio" in self.args.report_to
+        about, is_traced = self._model_card.about, "trackio" in self.args.report_to
         self._recording = Recording(self.args.output_dir, about, is_traced) if self.args.report else None
         if self._recording is not None:
             self.add_callback(self._recording)
@@ -239,10 +244,28 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
 
     # ---- The verbs ----------------------------------------------------------------------------------------------
 
+    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """Generates one completion for each prompt; token ids in, token ids out."""
+        self._ahead.wait()  # rows generated ahead occupy the rollout
+        return self._generation.complete(prompt_ids)
+
     def compare(
         self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
     ) -> LossParts:
-        selection = self._late_selection
+        """Compares the student with the targets. Runs inside the student wrapper's forward: no collectives in it.
+
+        Args:
+            student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+                The student without its distributed wrapper.
+            rollout ([`~types.Rollout`]):
+                One micro-batch.
+            targets ([`~types.TeacherTargets`]):
+                Row-aligned with it.
+            num_items (`torch.Tensor` or `float`, *optional*):
+                Denominator of the loss for the whole optimizer step; `None` means the tokens of this micro-batch.
+        """
+        selection = selection_of(self)
+        selection = selection if selection is not None and selection.is_late else None
         # First, as these reads wait for the device, which has no work queued yet.
         mine = shares(self.teachers.heads, targets, rollout.weights, selection, rollout.weights_on_host())
         hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
@@ -271,6 +294,50 @@ class OPSDTrainer(StrictNames, Writing, Teaching):
             "tokenizer": self.processing_class,
             "names": list(self.teachers),
         }
+
+    # ---- The rollout --------------------------------------------------------------------------------------------
+
+    @property
+    def rollout(self) -> RolloutBackend:
+        """The rollout that generates. Another can be assigned; the former is not closed."""
+        return self._generation.rollout
+
+    @rollout.setter
+    def rollout(self, rollout: RolloutBackend | None) -> None:
+        self._launch.restore()
+        with preserved_rng(self.accelerator.device):
+            if rollout is None:
+                rollout = chosen_rollout(None, self.args)
+            check_rollout(rollout)
+            self._generation.bind(rollout)
+
+    def session(self) -> AbstractContextManager[None]:
+        """Around an evaluation: all its batches are generated in one session of the rollout."""
+        return self._generation.session()
+
+    def prove_student(self) -> None:
+        """Verifies the student by running it, unless that was done, once its weights are where they will be."""
+        if not self._student_is_proved:
+            self.reading = prove_student(
+                self.model, self.in_student, self.args, self.accelerator, self.args.padding_free
+            )
+            self._student_is_proved = True
+
+    @property
+    def learns_from_draws(self) -> bool:
+        """Whether the loss is a policy gradient, which depends on the distribution that tokens were sampled from."""
+        return isinstance(self.divergence, SampledReverseKL)
+
+    @property
+    def reads_logprobs(self) -> bool:
+        """Whether the loss of the current generation uses them. Engines report those at temperature 1."""
+        return (
+            self.learns_from_draws
+            and self.rollout.tells_logprobs
+            and self.model.training
+            and self.temperature == 1
+            and not self.tools
+        )
 
     # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------
 

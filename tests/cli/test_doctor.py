@@ -21,7 +21,7 @@ from trl_opsd.cli.doctor import numerics, probes
 from trl_opsd.cli.doctor.pair import Pair, Side, load_pair, shrunk
 from trl_opsd.cli.doctor.settings import read_settings
 from trl_opsd.cli.main import app
-from trl_opsd.models.unloaded import without_weights
+from trl_opsd.models.weights import without_weights
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"

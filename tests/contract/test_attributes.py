@@ -144,7 +144,7 @@ def test_assigned_teacher_is_checked(make_trainer, tmp_path):
     assert not any(parameter.requires_grad for parameter in trainer.teacher_model.parameters())
     trainer.train()
     assert trainer.state.global_step == 3
-    trainer._buffered_inputs = [{}]
+    trainer._dealer._dealt = [[{}]]
     with pytest.raises(ValueError, match="within an optimizer step"):
         trainer.teacher_model = first
 

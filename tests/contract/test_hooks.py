@@ -14,22 +14,12 @@ from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.loop import (
-    ahead,
-    dealing,
-    evaluation,
-    generations,
     hooks,
-    logged,
     saving,
     steps,
     upstream_fixes,
 )
-from trl_opsd.loop.ahead import Ahead
-from trl_opsd.loop.dealing import Dealing
-from trl_opsd.loop.evaluation import Evaluations
-from trl_opsd.loop.generations import Generations
 from trl_opsd.loop.hooks import TrainerHooks
-from trl_opsd.loop.logged import Logged
 from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
@@ -38,14 +28,9 @@ pytestmark = pytest.mark.quick
 
 TABLES = (
     (DistillationTrainer, TrainerHooks, hooks.SEAMS),
-    (DistillationTrainer, Dealing, dealing.SEAMS),
-    (DistillationTrainer, Evaluations, evaluation.SEAMS),
-    (DistillationTrainer, Logged, logged.SEAMS),
-    (DistillationTrainer, Generations, generations.SEAMS),
     (DistillationTrainer, UpstreamFixes, upstream_fixes.SEAMS),
     (Trainer, SafeCheckpoints, saving.SEAMS),
     (Trainer, GuardedSteps, steps.SEAMS),
-    (Trainer, Ahead, ahead.SEAMS),
 )
 """The original, the class that overrides its methods, and these with their parameters."""
 
@@ -135,13 +120,6 @@ def test_a_row_is_parsed_once_and_reaches_the_verbs_with_all_columns(make_traine
         ("2+2=", "text", "teacher"),
         ("x", "text", "teacher"),
     ]
-
-
-def test_hooks_without_implementation_raise():
-    for hook in ("complete", "teach", "compare", "read_rows", "check_prompt_ids"):
-        arguments = [None] * (len(inspect.signature(getattr(TrainerHooks, hook)).parameters) - 1)
-        with pytest.raises(NotImplementedError):
-            getattr(TrainerHooks, hook)(None, *arguments)
 
 
 def test_trl_methods_work_outside_of_training_and_keep_their_keys(make_trainer):

@@ -13,7 +13,7 @@ from datasets import Dataset, Features, Json, List, Value, concatenate_datasets
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trl_opsd.data.bounds import at_most_one_token_per_byte
+from trl_opsd.data.readers import at_most_one_token_per_byte
 from trl_opsd.data.survey import Survey, digest
 
 pytestmark = pytest.mark.quick

@@ -95,7 +95,7 @@ class Recalling(Learning):
     kept: ClassVar[list[Any]] = []
 
     def _get_grad_norm(self, model, grad_norm=None):
-        self.kept.append((copy.deepcopy(self.model).eval(), self._before_step[0]))
+        self.kept.append((copy.deepcopy(self.model).eval(), self._ahead.before_step[0]))
         return super()._get_grad_norm(model, grad_norm)
 
 
@@ -147,7 +147,7 @@ def test_rows_written_ahead_are_dropped_when_training_fails(make_trainer):
     trainer = built(make_trainer, Failing, overlap="ahead")
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert trainer._ahead is None
+    assert trainer._ahead._coming is None
     trainer.weigh = lambda rollout, rows, targets: rollout.weights
     trainer.train()
     assert tiny.logged(trainer, "overlap/staleness") == [0, 1, 1, 1]
@@ -174,7 +174,7 @@ def test_error_in_a_row_read_ahead_names_its_step(make_trainer):
     with pytest.raises((TypeError, ValueError), match=r"row 3 of the batch of step 3"):
         trainer.train()
     assert trainer.state.global_step == 1, "while the second step is being learned"
-    assert trainer.steps_ahead == 0
+    assert trainer._ahead.steps_ahead == 0
 
 
 class Interrupts(TrainerCallback):

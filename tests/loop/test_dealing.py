@@ -15,8 +15,8 @@ from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.loop import dealing
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.probes import PACKING, Probed
-from trl_opsd.teacher import forward
-from trl_opsd.teacher.forward import pass_groups
+from trl_opsd.teacher import frozen
+from trl_opsd.teacher.frozen import pass_groups
 
 ROWS, STEPS = 24, 3
 MASK = (torch.arange(9) < torch.tensor([[9], [1], [5], [2]])).long()
@@ -310,13 +310,13 @@ def test_sharded_model_reading_row_by_row_makes_one_pass_per_row(monkeypatch, ma
     rows = tiny.rollout(torch.ones(4, 3, dtype=torch.long), torch.ones(4, 9, dtype=torch.long), MASK)
     model = tiny.qwen2()
     assert len(pass_groups(model, rows, Reading(0))) < 4
-    monkeypatch.setattr(forward, "is_split_model", lambda _: True)
+    monkeypatch.setattr(frozen, "is_split_model", lambda _: True)
     assert pass_groups(model, rows, Reading(0)) == [[0], [1], [2], [3]], "however long they are in other processes"
     monkeypatch.setattr(dealing, "is_split_model", lambda _: True)
     trainer = make_trainer(max_tokens_per_microbatch=20)
     trainer.reading = Reading(0)
     with pytest.raises(ValueError, match="every process has to have equally many rows"):
-        trainer._groups([3, 4])
+        trainer._dealer._groups([3, 4])
 
 
 def test_token_budget_counts_padding_to_a_multiple(make_trainer):

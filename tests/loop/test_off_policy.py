@@ -225,7 +225,7 @@ def test_sums_of_an_interrupted_step_are_not_logged_later(make_trainer):
     trainer = make_trainer(cls=Recording, train_dataset=rows(), callbacks=[Once()], **{**OPTIONS, **options})
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert trainer._unread, "of the first of two micro-batches"
+    assert trainer._stats._waiting, "of the first of two micro-batches"
     trainer.taught.clear()
     trainer.train()
     given = [row["completion"] == WORDS.decode(ids[:-1]) for row, _, ids in trainer.taught]

@@ -21,8 +21,8 @@ from trl_opsd import FixedRollout, FrozenTeacher, OPSDTrainer
 from trl_opsd._compat.deepspeed import setting_without_loss_scale
 from trl_opsd._compat.versions import set_known
 from trl_opsd.loop import dealing
-from trl_opsd.loop.waiting import Waiting
-from trl_opsd.teacher.resident import Resident
+from trl_opsd.loop.overlap import Waiting
+from trl_opsd.teacher.placements import Resident
 
 STEPS = 2
 LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear"), "seed": 3}
@@ -385,7 +385,7 @@ def test_rows_a_teacher_expects_stay_in_their_process(make_trainer, monkeypatch,
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     monkeypatch.setattr(trainer.accelerator, "gather", lambda tensor: torch.cat([tensor, 9 * tensor]))
     monkeypatch.setattr(dealing, "gather_object", lambda rows: rows * 2)
-    kept, rows = trainer.exchanged(batch, ["long", "short"])
+    kept, rows = trainer._dealer.exchanged(batch, ["long", "short"], stay=trainer._overlap.notifies_teacher)
     stays = torch.equal(kept["completion_ids"], batch["completion_ids"]) and rows == ["long", "short"]
     assert stays == (overlap == "step")
 

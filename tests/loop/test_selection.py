@@ -13,9 +13,8 @@ from peft import LoraConfig
 from trl_opsd import OPSDTrainer
 from trl_opsd.losses import ForwardKL, LazyLogits, OutputHead, ReverseKL, dense_divergence
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
-from trl_opsd.teacher.comparison import compared
-from trl_opsd.teacher.routed import shares
-from trl_opsd.teacher.selection import best
+from trl_opsd.teacher.comparison import best, compared
+from trl_opsd.teacher.routing import shares
 from trl_opsd.types import LossParts, Rollout, RowTargets, Sampled, TeacherTargets
 
 CRITERIA = (*EARLY, *LATE)

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from trl_opsd._compat.trl import create_model_from_path
-from trl_opsd.models.model_checks import whole_checkpoint
+from trl_opsd.models.checks import whole_checkpoint
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 

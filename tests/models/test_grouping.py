@@ -10,7 +10,7 @@ import tiny
 import torch
 
 from trl_opsd.models.grouping import cheapest_groups, equal_groups, even_groups, fewest_groups
-from trl_opsd.teacher.forward import length_groups
+from trl_opsd.teacher.frozen import length_groups
 
 TO_SIX = [
     way for way in itertools.product(range(6), repeat=6) if all(way[i] <= max((-1, *way[:i])) + 1 for i in range(6))

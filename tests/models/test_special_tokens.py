@@ -9,7 +9,7 @@ import tiny
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import HFRollout
-from trl_opsd.models.special_tokens import ensure_special_tokens, known_end_tokens
+from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens
 
 ROWS = tiny.rows().add_column("privileged_context", ["It is 4.", "x", "blue sky", "y", "z", "q", "w", "once"])
 

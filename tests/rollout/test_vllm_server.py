@@ -53,7 +53,7 @@ def test_a_server_in_another_precision_is_warned_about(serve, monkeypatch, caplo
     assert "start the server with `--dtype float32`" in caplog.text
     trainer.complete(trainer.tokenize(tiny.PROMPTS))
     whole = sum(weight.base.nbytes for weight in weight_sync.weights_of(trainer.model))
-    logged = trainer._metrics[trainer._mode]
+    logged = trainer._metrics["train" if trainer.model.training else "eval"]
     assert logged["sync/bytes"] == [whole / 2], "rounded before sending"
     assert logged["rollout/logprob_gap"][0] > 1e-4, "checked at the precision of the server"
 

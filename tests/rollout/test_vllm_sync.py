@@ -255,7 +255,7 @@ def test_the_sync_check_option_decides_when_proofs_run(make, check, proofs):
     trainer = make(vllm_sync_check=check)
     for _ in range(3):
         trainer.rollout.sync_weights()
-    recorded = trainer._metrics[trainer._mode]
+    recorded = trainer._metrics["train" if trainer.model.training else "eval"]
     assert len(recorded["sync/bytes"]) == 3
     assert len(recorded["rollout/logprob_gap"]) == proofs
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout
-from trl_opsd.teacher.average import FILE, Average
-from trl_opsd.teacher.teacher_checks import check_teachers
+from trl_opsd.teacher.checks import check_teachers
+from trl_opsd.teacher.self_teacher import FILE, Average
 
 LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3)
 

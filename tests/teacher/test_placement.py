@@ -23,10 +23,9 @@ from trl.trainer import distillation_trainer
 
 from trl_opsd import FrozenTeacher, OPSDConfig, Teacher
 from trl_opsd._compat.deepspeed import loading, reader_config
-from trl_opsd.teacher import Hosted, Resident, Streamed, build
-from trl_opsd.teacher.forward import bytes_per_token, pass_groups
-from trl_opsd.teacher.parts import parts_of, tensors_of
-from trl_opsd.teacher.prefetch import HostBlock, Prefetcher
+from trl_opsd.teacher import Resident, build
+from trl_opsd.teacher.frozen import bytes_per_token, pass_groups
+from trl_opsd.teacher.offloaded import HostBlock, Hosted, Prefetcher, Streamed, parts_of, tensors_of
 from trl_opsd.types import Length, Rollout
 from trl_opsd.types.kept import targets_device
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl_opsd import FixedRollout, FrozenTeacher, OPSDTrainer, Teacher
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.teacher import Resident
-from trl_opsd.teacher.guards import check_depends_on_input
-from trl_opsd.teacher.routed import shares
+from trl_opsd.teacher.checks import check_depends_on_input
+from trl_opsd.teacher.routing import shares
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.checks import check_targets
 from trl_opsd.types.kept import Keeper, kept_by_row

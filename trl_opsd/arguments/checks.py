@@ -21,23 +21,23 @@ from trl_opsd.data.chat_templates import (
     warn_of_prompts,
 )
 from trl_opsd.data.datasets import AnyDataset, columns_of
-from trl_opsd.data.intake import Intake, Request
 from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.readers import Intake, Request
 from trl_opsd.data.teacher_prompts import PRIVILEGED
 from trl_opsd.models.backbone import context_of
-from trl_opsd.models.head import model_shape
-from trl_opsd.models.model_checks import (
+from trl_opsd.models.checks import (
     check_in_memory,
     check_own_loss,
     language_config,
     same_weights,
     whole_checkpoint,
 )
+from trl_opsd.models.head import model_shape
 from trl_opsd.rewards.functions import Rewards
 from trl_opsd.rewards.given import Given, check_columns
 from trl_opsd.rewards.model import RewardModel, loaded_model
 from trl_opsd.rewards.waiting import EventLoop
-from trl_opsd.teacher.teacher_checks import check_teachers, check_tokenizers
+from trl_opsd.teacher.checks import check_teachers, check_tokenizers
 
 logger = get_logger(__name__)
 

@@ -13,10 +13,9 @@ from trl_opsd._compat.peft import is_peft
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows, look_ahead
 from trl_opsd.data.completions import COMPLETION, check_completion
-from trl_opsd.data.datasets import AnyDataset, columns_of, describe_rows
-from trl_opsd.data.intake import Intake
+from trl_opsd.data.datasets import AnyDataset, check_alike, columns_of, describe_rows
 from trl_opsd.data.prompts import IMAGE_COLUMNS, check_columns, refuse_images
-from trl_opsd.data.row_sharding import check_alike
+from trl_opsd.data.readers import Intake
 from trl_opsd.data.survey import has_transform, has_values
 from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED
 from trl_opsd.options.rules import batch_in_words, prompts_of_step

@@ -28,20 +28,24 @@ from trl_opsd.checkpoints.checkpoint import check_disk
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows
 from trl_opsd.data.completions import COMPLETION
-from trl_opsd.data.conversations import with_prompts
+from trl_opsd.data.conversations import solutions_as_context, with_prompts
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, by_name
-from trl_opsd.data.intake import Intake
-from trl_opsd.data.solutions import solutions_as_context
+from trl_opsd.data.readers import Intake
 from trl_opsd.data.teacher_prompts import PRIVILEGED, TeacherPrompts, check_prompt_fn
 from trl_opsd.losses import Divergence
-from trl_opsd.models.processing import check_processing_class, loaded_processing_class, text_tokenizer
-from trl_opsd.models.special_tokens import configured_vocabulary, ensure_special_tokens
+from trl_opsd.models.tokenizers import (
+    check_processing_class,
+    configured_vocabulary,
+    ensure_special_tokens,
+    loaded_processing_class,
+    text_tokenizer,
+)
 from trl_opsd.options.changes import check_same_options, shared_options
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation, a_divergence, without_effect, without_effect_in_words
 from trl_opsd.rewards.given import Given, given_rewards
+from trl_opsd.teacher.checks import check_named_once, check_teachers, check_tokenizers
 from trl_opsd.teacher.served_checks import check_up
-from trl_opsd.teacher.teacher_checks import check_named_once, check_teachers, check_tokenizers
 
 logger = get_logger(__name__)
 

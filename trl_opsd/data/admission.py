@@ -21,9 +21,8 @@ from datasets import IterableDataset
 from datasets.fingerprint import Hasher
 from tqdm.auto import tqdm
 
-from trl_opsd.data.intake import Intake, Request
 from trl_opsd.data.prompts import common_kind
-from trl_opsd.data.readers import Reader
+from trl_opsd.data.readers import Intake, Reader, Request
 from trl_opsd.data.survey import Numbers, Survey, digest, has_transform
 from trl_opsd.data.teacher_prompts import COLUMNS
 

@@ -1,19 +1,107 @@
-"""Combines prompts, chat templates and limits into two readers: the student's and the teachers', which may differ."""
+"""From a row to a request: its prompt as token ids for the student, and that of its teacher."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accelerate.logging import get_logger
 from jinja2 import TemplateError
+from tokenizers import models
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd.data.bounds import at_most_one_token_per_byte
 from trl_opsd.data.chat_templates import added_at_end, check_parts
-from trl_opsd.data.intake import Intake, Request
-from trl_opsd.data.prompts import Prompt, PromptLimits, common_kind
+from trl_opsd.data.prompts import Prompt, PromptLimits, check_columns, check_no_images, common_kind
+from trl_opsd.data.teacher_prompts import Row, TeacherPrompts, teacher_of
+
+_SPACE = "▁"
+"""SentencePiece's symbol for a space."""
+
+
+def at_most_one_token_per_byte(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether text that is not blank has at least one token, and at most one for each UTF-8 byte after NFC."""
+    # True of BPE over bytes or characters (Qwen, Llama, Gemma, Mistral, GPT) unless text is rewritten first. Each of
+    # these may add one token to a whole text.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(backend.model) is not models.BPE:
+        return False
+    try:
+        normalizers, splitters = [*_steps(backend.normalizer)], [*_steps(backend.pre_tokenizer)]
+    except Exception:  # steps in Python have no state; the library raises a bare `Exception`
+        return False
+    short_space = backend.token_to_id(_SPACE) is not None
+    rewrites = any(not _is_harmless(step, short_space) for step in normalizers)
+    # Without a fallback, characters outside the vocabulary vanish, and a text may have no token at all.
+    knows_all = backend.model.byte_fallback or backend.model.unk_token is not None
+    by_bytes = any(step["type"] == "ByteLevel" for step in splitters)
+    # SentencePiece writes a space as a character of three bytes: unless that is one token, a space may become three.
+    spaces_grow = any(step["type"] == "Metaspace" for step in splitters) and not short_space
+    return (by_bytes or knows_all) and not rewrites and not spaces_grow
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """The settings of a normalizer or pre-tokenizer, or of each in a sequence of them."""
+    if part is not None:
+        state = json.loads(part.__getstate__())
+        yield from _flat(state)
+
+
+def _flat(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if state["type"] == "Sequence":
+        for step in state.get("normalizers") or state.get("pretokenizers") or ():
+            yield from _flat(step)
+    else:
+        yield state
+
+
+def _is_harmless(step: dict[str, Any], short_space: bool) -> bool:
+    if step["type"] == "Replace":
+        return step["pattern"] == {"String": " "} and step["content"] == _SPACE and short_space
+    return step["type"] == "NFC" or (step["type"] == "Prepend" and step["prepend"] == _SPACE)
+
+
+class Request(dict[str, Any]):
+    """A dataset row, parsed; its columns are the keys."""
+
+    __slots__ = ("advantage", "is_off_policy", "logprobs", "of_teacher", "place", "student", "teacher", "where")
+
+    def __init__(self, row: Row, where: str, student: Prompt, teacher: str, of_teacher: Prompt) -> None:
+        super().__init__(row)
+        # `of_teacher` is the teacher's prompt from the columns, which `teacher_prompt_fn` replaces after the rollout.
+        self.where, self.student, self.teacher, self.of_teacher = where, student, teacher, of_teacher
+        self.place: int | None = None  # index in the generation batch over all processes
+        self.is_off_policy: bool | None = None  # whether the completion is the dataset's; `None` until decided
+        self.logprobs: tuple[list[int], list[float]] | None = None  # a completion, and its tokens' log-probabilities
+        self.advantage = 0.0  # of the completion within its group, once there are rewards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intake:
+    """Parses rows, without a tokenizer."""
+
+    teachers: tuple[str, ...]
+    """Names of the teachers."""
+    prompts: TeacherPrompts
+    """Builds the teachers' prompts."""
+
+    def read(self, row: Row, where: str) -> Request:
+        """Parses one row and checks its columns, teacher and prompts; a parsed row is returned unchanged."""
+        if isinstance(row, Request):
+            return row
+        check_no_images(row, where)
+        check_columns(row, where, self.teachers if len(self.teachers) > 1 else (), features=row)
+        teacher = teacher_of(row, where, self.teachers)
+        student = Prompt.of(row["prompt"], f"The prompt in {where}")
+        # `teacher_prompt_fn` takes precedence over the columns, but needs the completion.
+        in_row = self.prompts.prompt_fn is None and self.prompts.in_row(row)
+        return Request(row, where, student, teacher, self.prompts.of(row, where) if in_row else student)
+
+    def read_batch(self, rows: Iterable[Row], batch: str) -> list[Request]:
+        """Parses the rows of a generation batch of this name."""
+        return [self.read(row, f"row {number} of {batch}") for number, row in enumerate(rows)]
+
 
 logger = get_logger(__name__)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -17,29 +16,22 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
-from trl_opsd.loop.overlap import Overlapping
-from trl_opsd.models.backbone import completion_hidden
+from trl_opsd.host import TrainerHost
+from trl_opsd.loop.generation import Generate, Generation
+from trl_opsd.models.backbone import completion_hidden, preserved_mode
 from trl_opsd.models.head import logits_of, whole_head
-from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.padding import Reading
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.pulled import Pulled
 from trl_opsd.types import Rollout
 
-__all__ = ["SEAMS", "Ahead"]
-
 logger = get_logger(__name__)
-
-SEAMS: dict[str, tuple[str, ...]] = {
-    "get_batch_samples": ("self", "epoch_iterator", "num_batches", "device"),
-}
-"""Overridden methods of transformers' trainer, with their parameters; a test compares them with the installed ones."""
 
 PROBED = 32
 """Maximum tokens of a process whose distributions are kept until the next step; each is a whole vocabulary."""
 
 
-class _Written:
+class _Coming:
     """Prompts of the next step, and their completions as they are generated."""
 
     def __init__(self, prompt_ids: list[list[int]], rows: Pulled[tuple[int, list[int]]]) -> None:
@@ -59,130 +51,123 @@ class _Written:
         self._rows.close()
 
 
-class Ahead(Overlapping):
-    """A trainer that may generate the rows of a step while it trains on those of the step before."""
+class Ahead:
+    """Generates the rows of a step while the trainer trains on those of the step before."""
 
-    in_student: Callable[..., Any]
-    temperature: float
-    steps_ahead = 0
-    """Offset from the step being trained to the step whose rows are read."""
-    _coming: tuple[Iterator[Any], Any] | None = None
-    """The epoch iterator, and the batch of the next step that it returned."""
-    _ahead: _Written | None = None
-    _before_step: tuple[Rollout, Tensor] | None = None
-    """A row of this step, and the student's log-probabilities for it before this step, [N, V], in host memory."""
+    def __init__(self, host: TrainerHost, generation: Generation, complete: Generate) -> None:
+        self._host, self._generation, self._complete = host, generation, complete
+        self.steps_ahead = 0
+        """Offset from the step being trained to the step whose rows are read."""
+        self._next_batch: tuple[Iterator[Any], Any] | None = None
+        """The epoch iterator, and the batch of the next step that it returned."""
+        self._coming: _Coming | None = None
+        self.before_step: tuple[Rollout, Tensor] | None = None
+        """A row of this step, and the student's log-probabilities for it before this step, [N, V], in host memory."""
 
     @property
-    def writes_ahead(self) -> bool:
+    def is_on(self) -> bool:
         """Whether the rows of the next step are generated while those of this one train."""
-        return self.args.overlap == "ahead"
+        return self._host.args.overlap == "ahead"
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's; rows generated for a step that never comes are cancelled."""
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            self._give_up()
-
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """As transformers'; with `overlap='ahead'` it also reads the rows of the next step."""
-        if not self.writes_ahead:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        known, self._coming = self._coming, None
+    def batch(self, fetch: Callable[..., Any], epoch_iterator: Iterator[Any], number: int, device: torch.device) -> Any:
+        """The `number` micro-steps of a step that `fetch` takes from an iterator; also takes those of the next step."""
+        if not self.is_on:
+            return fetch(epoch_iterator, number, device)
+        known, self._next_batch = self._next_batch, None
         if known is not None and known[0] is epoch_iterator:
             found = known[1]
         else:
-            self._give_up()  # an epoch ended early: what was read belongs to an iterator that is gone
-            found = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self.state.global_step + 1 < self.state.max_steps:  # the last step has no next one
-            calls = self.args.gradient_accumulation_steps
-            self._coming = epoch_iterator, super().get_batch_samples(epoch_iterator, calls, device)
+            self.cancel()  # an epoch ended early: what was read belongs to an iterator that is gone
+            found = fetch(epoch_iterator, number, device)
+        if self._host.state.global_step + 1 < self._host.state.max_steps:  # the last step has no next one
+            calls = self._host.args.gradient_accumulation_steps
+            self._next_batch = epoch_iterator, fetch(epoch_iterator, calls, device)
         return found
 
-    def _from_rollout(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """The completions generated ahead for these prompts, while generation of the next step starts. Collective."""
-        if not (self.writes_ahead and self.model.training):
-            return super()._from_rollout(prompt_ids)
+        if not (self.is_on and self._host.model.training):
+            return self._complete(prompt_ids)
         completions = self._taken(prompt_ids)
-        self.record("overlap/staleness", float(completions is not None))
+        self._host.record("overlap/staleness", float(completions is not None))
         if completions is None:
-            completions = super()._from_rollout(prompt_ids)
-        self._begin_ahead()
+            completions = self._complete(prompt_ids)
+        self._begin()
         # After the request for the next rows: the server generates while this forward runs.
-        self._before_step = self._probed(prompt_ids, completions)
+        self.before_step = self._probed(prompt_ids, completions)
         return completions
+
+    def wait(self) -> None:
+        """Waits for rows generated ahead: the rollout must be idle before other rows or a weight sync."""
+        if self._coming is not None:
+            self._coming.all()
+
+    def cancel(self) -> None:
+        """Cancels rows generated for a step that never comes."""
+        if self._coming is not None:
+            self._coming.close()
+        self._coming = self._next_batch = self.before_step = None
 
     def _taken(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
         """The completions generated ahead; `None` if there are none or the weights have moved too far. Collective."""
-        ahead = self._ahead
+        ahead, host = self._coming, self._host
         if ahead is None:
             return None
         completions = ahead.all()
-        self._ahead = None
+        self._coming = None
         # Gathered, so that all processes raise: one alone would leave the others waiting in a collective.
-        others = torch.tensor([ahead.prompt_ids != prompt_ids], device=self.accelerator.device)
-        if self.accelerator.gather(others).any():
+        others = torch.tensor([ahead.prompt_ids != prompt_ids], device=host.accelerator.device)
+        if host.accelerator.gather(others).any():
             raise ValueError(
                 "`overlap='ahead'`: the prompts of a step are not those that were read for it while the last one was "
-                f"learned. Does a method of {type(self).__name__} change rows? Do it in the dataset, or leave the "
+                f"learned. Does a method of {type(host).__name__} change rows? Do it in the dataset, or leave the "
                 "option out."
             )
         distance = self._distance()
-        self.record("overlap/divergence", distance)
-        if distance <= self.args.overlap_max_divergence:
+        host.record("overlap/divergence", distance)
+        if distance <= host.args.overlap_max_divergence:
             return completions
         logger.warning(
             f"The last step has moved the student by {distance:.3g} nats per token, more than "
-            f"`overlap_max_divergence={self.args.overlap_max_divergence}`: the rows that were written before it are "
+            f"`overlap_max_divergence={host.args.overlap_max_divergence}`: the rows that were written before it are "
             "written anew. If that happens often, lower the learning rate, or leave `overlap` out."
         )
         return None
 
-    def _begin_ahead(self) -> None:
+    def _begin(self) -> None:
         """Starts to generate the rows of the next step with the weights of this one."""
-        if self._coming is None or not self._coming[1][0]:
+        if self._next_batch is None or not self._next_batch[1][0]:
             return
         self.steps_ahead = 1
         try:
-            rows = self.read_rows(self._coming[1][0][0])
-            prompt_ids = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
+            prompt_ids = self._host.prompt_ids_of(self._host.read_rows(self._next_batch[1][0][0]))
         finally:
             self.steps_ahead = 0
-        self._ahead = _Written(prompt_ids, Pulled(self.stream(prompt_ids)))
-
-    def wait_for_rows(self) -> None:
-        """Waits for rows generated ahead: the rollout must be idle before other rows or a weight sync."""
-        if self._ahead is not None:
-            self._ahead.all()
-
-    def _give_up(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
-        self._ahead = self._coming = self._before_step = None
+        self._coming = _Coming(prompt_ids, Pulled(self._generation.stream(prompt_ids)))
 
     # ---- How far the generating weights are from the current ones ---------------------------------------------------
 
     def _probed(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> tuple[Rollout, Tensor]:
         # The longest row gives most tokens; all are of one row, so that the measurement is one short forward.
         row = max(range(len(completions)), key=lambda number: min(len(completions[number]), PROBED))
-        rollout = Rollout.unpack(self.padded(prompt_ids[row : row + 1], [completions[row][:PROBED]]))
+        rollout = Rollout.unpack(self._host.padded(prompt_ids[row : row + 1], [completions[row][:PROBED]]))
         return rollout, self._log_probabilities(rollout)
 
     def _distance(self) -> float:
         """KL(student before the last step ‖ student now) per token in nats, over all processes. Collective."""
-        assert self._before_step is not None, "there is one since rows are written ahead"
-        rollout, before_NV = self._before_step
+        assert self.before_step is not None, "there is one since rows are generated ahead"
+        rollout, before_NV = self.before_step
         after_NV = self._log_probabilities(rollout)
         sums = torch.stack([(before_NV.exp() * (before_NV - after_NV)).sum(), torch.tensor(float(len(before_NV)))])
-        total, tokens = self.accelerator.reduce(sums.to(self.accelerator.device), "sum").tolist()
+        total, tokens = self._host.accelerator.reduce(sums.to(self._host.accelerator.device), "sum").tolist()
         return float(total / tokens) if tokens else 0.0
 
     def _log_probabilities(self, rollout: Rollout) -> Tensor:
         """[N, V], of the loss tokens of a row, in host memory. Collective where the student is sharded."""
-        with preserved_mode(self.model), torch.no_grad(), autocast(self.accelerator):
-            self.model.eval()
-            logits_NV: Tensor = self.in_student(_logits, rollout, self.reading)
-        return (logits_NV.float() / self.temperature).log_softmax(-1).cpu()
+        with preserved_mode(self._host.model), torch.no_grad(), autocast(self._host.accelerator):
+            self._host.model.eval()
+            logits_NV: Tensor = self._host.in_student(_logits, rollout, self._host.reading)
+        return (logits_NV.float() / self._host.temperature).log_softmax(-1).cpu()
 
 
 def _logits(student: CausalLM, rollout: Rollout, reading: Reading) -> Tensor:

@@ -2,48 +2,64 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from functools import partial
-from itertools import compress
+from time import perf_counter
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
 from torch import Tensor
-from transformers import ProcessorMixin
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from transformers import ProcessorMixin, Trainer
 
 from trl_opsd._compat.deepspeed import recompute_buffers
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
-from trl_opsd._compat.sharding import is_split_model, keep_float32
-from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sharing_rows_ourselves
+from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer, repeat_iterable_dataset
 from trl_opsd._compat.versions import set_known
-from trl_opsd.data.intake import Request
+from trl_opsd.config import OPSDConfig
+from trl_opsd.data.conversations import solutions_as_context, with_prompts
+from trl_opsd.data.readers import Request
 from trl_opsd.loop.ahead import Ahead
-from trl_opsd.loop.attributes import Attributes
-from trl_opsd.loop.by_teacher import ByTeacher
+from trl_opsd.loop.attributes import DATASETS, shown, why_no_effect
+from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.collapse import Courses
-from trl_opsd.loop.dealing import of_package
-from trl_opsd.loop.evaluation import NO_TOKEN, Evaluations
-from trl_opsd.loop.generations import Generations
-from trl_opsd.loop.hosting import Hosting
-from trl_opsd.loop.logged import Logged
+from trl_opsd.loop.dealing import Dealer
+from trl_opsd.loop.evaluation import Evaluation, Predictions
+from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.model_card import SELF_DISTILLATION, ModelCard
-from trl_opsd.loop.off_policy import OffPolicy
-from trl_opsd.loop.rewarded import Rewarded
+from trl_opsd.loop.overlap import Overlap
+from trl_opsd.loop.overrides import prepares_batches
 from trl_opsd.loop.saving import SafeCheckpoints
+from trl_opsd.loop.scoring import Scorer
+from trl_opsd.loop.shared_rows import parts_to_learn
+from trl_opsd.loop.step_stats import MicroBatch, StepStats
 from trl_opsd.loop.steps import GuardedSteps
+from trl_opsd.loop.student import call_in_student, generating_student, padded_prompts, padded_rows, parallelism_in_words
 from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch, UpstreamFixes
-from trl_opsd.models.mode import preserved_mode
-from trl_opsd.models.model_checks import whole_checkpoint, whole_on
-from trl_opsd.models.samples import Samples, sampled
-from trl_opsd.models.trainable import check_can_learn
+from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.losses.registry import Settings, divergence_of
+from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
+from trl_opsd.models.padding import PADDED, Reading
+from trl_opsd.models.shared_rows import RowGroup, check_shareable
+from trl_opsd.models.weights import Samples, sampled
 from trl_opsd.monitor.memory import explained
+from trl_opsd.monitor.metrics import recorded
+from trl_opsd.monitor.progress import replace_default
 from trl_opsd.options.changes import ReadOnce
 from trl_opsd.options.rules import TRAINING, refuse
+from trl_opsd.options.table import above, from_to
 from trl_opsd.parallel.groups import set_group_timeout
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
+from trl_opsd.parallel.watchdog import Watchdog
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.checks import check_parts
 
@@ -66,41 +82,55 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "_set_signature_columns_if_needed": ("self",),
     "_compute_loss": ("self", "unwrapped_student", "inputs", "num_items_in_batch"),
     "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+    "get_train_dataloader": ("self",),
+    "_get_train_sampler": ("self", "dataset"),
+    "_get_dataloader": ("self", "dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key"),
+    "get_batch_samples": ("self", "epoch_iterator", "num_batches", "device"),
+    "_prepare_inputs": ("self", "generation_batch"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
     "create_model_card": ("self", "model_name", "dataset_name", "tags"),
+    "evaluate": ("self", "eval_dataset", "ignore_keys", "metric_key_prefix"),
+    "predict": ("self", "test_dataset", "ignore_keys", "metric_key_prefix"),
+    "get_eval_dataloader": ("self", "eval_dataset"),
+    "get_test_dataloader": ("self", "test_dataset"),
+    "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
+    "_save_checkpoint": ("self", "model", "trial"),
+    "log": ("self", "logs", "start_time"),
 }
 """TRL's methods that are overridden here, with their parameters; a test checks them against the installed TRL."""
 
 
-class TrainerHooks(
-    Logged,
-    Attributes,
-    Ahead,
-    Evaluations,
-    ByTeacher,
-    Generations,
-    OffPolicy,
-    Rewarded,
-    GuardedSteps,
-    Courses,
-    SafeCheckpoints,
-    UpstreamFixes,
-    Hosting,
-):
-    """TRL's trainer with four hooks in its loop: `complete`, `teach`, `weigh` and `compare`.
+class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
+    """TRL's trainer with every method overridden that calls one of the verbs: `complete`, `teach`, `weigh`, `compare`.
 
-    A subclass implements all of them but `weigh`, and four checks; it gets our own types only. TRL builds neither a
-    teacher nor an engine: the subclass provides both.
+    A subclass implements them and the checks around them; it gets our own types only. TRL builds neither a teacher nor
+    an engine: the subclass provides both.
     """
 
     row_columns: tuple[str, ...] = ("prompt",)
     """Columns of a dataset that `remove_unused_columns` keeps."""
     hidden_columns: ClassVar[tuple[str, ...]] = ()
     """Columns that are hidden from TRL, which would use them."""
-    model_card: ModelCard
-    handed_in: Samples | None
+    args: OPSDConfig
+    divergence: Divergence
+    teacher: Any = None
+    reads_solutions: bool = False
+    """Whether a column `solution` of a dataset is privileged context."""
+    is_built: bool = False
+    """Whether construction has ended; until then TRL assigns attributes, and afterwards a user."""
+    _hides_engine: bool = False
+    """Whether TRL's tool loop is running, which would ask an engine of TRL's for its context."""
+    _model_card: ModelCard
+    _rewards: BatchRewards
+    base_samples: Samples | None
     """Samples of the base weights, taken before PEFT adds an adapter; `None` without one."""
+    row_group: RowGroup | None = None
+    """The processes that share rows with this one; `None` without sequence parallelism."""
+    reading: Reading = PADDED
+    """Which rows the student can read in one batch."""
+    _tag_names: ClassVar = [*DistillationTrainer._tag_names, "opsd"]
+    chat_template_kwargs: dict[str, Any]
     _step: int
     _signature_columns: list[str] | None
 
@@ -120,13 +150,15 @@ class TrainerHooks(
             quantised = kwargs.get("quantization_config") or args.model_init_kwargs.get("quantization_config")
             if not quantised and (dtype := dtype_of_frozen_base(args, kwargs.get("peft_config"))):
                 args.model_init_kwargs.setdefault("dtype", dtype)
-        self.handed_in: Samples | None = None
+        self.base_samples: Samples | None = None
+        sizes = launched(args)
         try:
-            with called_before_peft(self._take_samples), whole_checkpoint("model"):
+            # accelerate and transformers would divide batches of the dataset: prompts, here.
+            with sharing_rows_ourselves(sizes), called_before_peft(self._take_samples), whole_checkpoint("model"):
                 super().__init__(teacher_model=None, args=args, **kwargs)
         finally:
             args.use_vllm, args.model_init_kwargs = use_vllm, loading
-        if self.handed_in is None and is_peft(self.model):
+        if self.base_samples is None and is_peft(self.model):
             self._take_samples(self.model)
         self._check_fsdp()
         # By default FSDP2 with `bf16=True` rounds the loss, and sharded gradients are summed in bfloat16.
@@ -135,17 +167,26 @@ class TrainerHooks(
             with preserved_rng(self.accelerator.device):
                 # ZeRO-3 has rounded rotary frequencies to the dtype of the weights.
                 recompute_buffers(without_peft(self.model))
+        if sizes.sp_enabled:
+            check_shareable(self.model, sizes.sp_size, sizes.sp_handler.sp_attn_implementation)
+            self.row_group = RowGroup(sizes.sp_size)
         self._launch, self._earlier = Launch(), EarlierTraining(self)
-        self._first_turn = False
-        self._surplus: list[list[int]] = []
-        self._unwritten_rows: list[int] = []
+        self._show_phase = replace_default(self.callback_handler)
+        self._watchdog = Watchdog(self.args.phase_timeout, self.accelerator.process_index)
+        self._stats = StepStats(self, self._watched)
+        self._evaluation = Evaluation(self, self._stats)
+        self._generation = Generation(self, lambda prompt_ids: self._ahead.complete(prompt_ids))
+        self._dealer = Dealer(self, lambda rows: self._generate_and_score_completions(rows))
+        self._scorer = Scorer(self)
+        self._overlap = Overlap(self, self._generation, self._dealer, self._scorer, self.begin_batch, self.trl_batch)
+        self._ahead = Ahead(self, self._generation, self._overlap.complete)
         self._loss_rows: Tensor | None = None
-        self._unread: list[tuple[Mapping[str, Any], Tensor, Tensor | None]] = []
+        self._loss_scored: Tensor | None = None
         self._read_once = ReadOnce.by_trainer(self.args)
         self._read_at_start = ReadOnce.by_training(self.args)
 
     def _take_samples(self, student: Any) -> None:
-        self.handed_in = sampled(student)
+        self.base_samples = sampled(student)
 
     def _check_fsdp(self) -> None:
         if self._dist.fsdp_version == 1:
@@ -159,99 +200,190 @@ class TrainerHooks(
                 "plain data parallelism."
             )
 
+    # ---- Host: what rollouts, teachers and the objects of the loop call -------------------------------------------
+
+    @property
+    def strategy(self) -> str:
+        """Number of processes, parallelism of the launch, and device, in words."""
+        sharing = None if self.row_group is None else self.row_group.size
+        return parallelism_in_words(self.accelerator, self._dist, sharing)
+
+    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
+        """Token ids of unchecked prompts, as the rollout reads them; keyword arguments go to the chat template."""
+        ours = self.chat_template_kwargs
+        # TRL's method reads the attribute and has no argument for it.
+        self.chat_template_kwargs = {**ours, **chat_template_kwargs}
+        try:
+            prompt_ids, _, _ = super()._tokenize_prompts(prompts)
+        finally:
+            self.chat_template_kwargs = ours
+        return list(prompt_ids)
+
+    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]:
+        """The student's prompts for checked rows."""
+        prompt_ids: list[list[int]] = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
+        return prompt_ids
+
+    def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
+        """Left-padded `input_ids` and `attention_mask`, [B, P], on the device."""
+        return padded_prompts(self, prompt_ids)
+
+    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]:
+        """TRL's keys for rows; an empty completion is one masked token of padding."""
+        return padded_rows(self, prompt_ids, completions)
+
+    def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
+        """Gathers parameters that ZeRO-3 has sharded, for reading only, within the context. Collective."""
+        context: AbstractContextManager[Any] = self._dist.gather_params(parameters)
+        return context
+
+    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(student, *args)` where the student's weights are gathered; collective if it is sharded."""
+        return call_in_student(self, self._forward_redirection, function, *args)
+
+    def student_for_generation(self) -> AbstractContextManager[Any]:
+        """The bare student in eval mode, gathered where it is sharded and the options allow it. Collective."""
+        return generating_student(self, self._dist)
+
     # ---- Hooks in TRL's loop ------------------------------------------------------------------------------------
 
+    # At construction of a data loader.
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             self._signature_columns = list(self.row_columns)
 
-    def _tokenize_prompts(self, prompts: list) -> tuple:
-        prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
-        self.check_prompt_ids(prompt_ids)
-        return prompt_ids, images, multimodal_fields
+    # Once a training.
+    def get_train_dataloader(self) -> DataLoader:
+        """As TRL's, which repeats the rows of a stream for accumulation only."""
+        stream, number = self.train_dataset, self.args.num_generations
+        if number == 1 or not isinstance(stream, IterableDataset):
+            return super().get_train_dataloader()
+        if self.shuffle_dataset:
+            stream = stream.shuffle(seed=self.args.seed)
+        calls = self.args.gradient_accumulation_steps
+        rows = self.args.per_device_train_batch_size * self.accelerator.num_processes * calls
+        return self._get_dataloader(
+            dataset=repeat_iterable_dataset(stream, number, rows // number, calls),
+            description="Training",
+            batch_size=self._train_batch_size * calls,
+            is_training=True,
+        )
 
-    def _generate(self, prompts: list) -> tuple:
-        self._first_turn, self._unwritten_rows = True, []
-        self._hides_engine = True
-        try:
-            with self.session():
-                written = super()._generate(prompts)
-        finally:
-            self._hides_engine = False
-        by_student = [not row.is_off_policy for row in self._requests]
-        self.note_completions(list(compress(written[1], by_student)))
-        return written
+    # By `get_train_dataloader`, where the dataset is no stream.
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
+        sampler: Any = super()._get_train_sampler(dataset)
+        number = self.args.num_generations
+        # TRL's sampler repeats each of `batch_size` prompts, so that a step has as many rows as before.
+        set_known(sampler, mini_repeat_count=number, batch_size=sampler.batch_size // number)
+        return sampler
 
-    def _generate_single_turn(
-        self, prompt_ids: list, images: Any, multimodal_fields: dict, has_tool_images: bool = False
-    ) -> list[list[int]]:
-        completions = self._turn(prompt_ids)
-        assert completions is not None, "this process has prompts"
-        if self._first_turn:
-            # TRL reads the last token of each completion. An empty one travels as a pad token and is masked below.
-            self._first_turn = False
-            self._unwritten_rows = [row for row, ids in enumerate(completions) if not ids]
-            completions = [ids or [self._tokenizer.pad_token_id] for ids in completions]
-        return completions
+    # Once a training, and once for each dataset of an evaluation or a prediction.
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader:
+        number = self.args.num_generations_eval or self.args.num_generations
+        if not is_training and number > 1:
+            if isinstance(dataset, IterableDataset):
+                dataset = repeat_iterable_dataset(dataset, number)
+            else:  # the rows themselves: accelerate has to know how many there are, not a sampler alone
+                order = range(len(dataset)) if sampler_fn is None else list(sampler_fn(dataset))
+                dataset, sampler_fn = dataset.select(np.repeat(order, number)), SequentialSampler
+        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
-    def _tool_call_loop(
-        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, images: Any, multimodal_fields: Any
-    ) -> tuple:
-        """As TRL's, and joins later turns of other processes after those of this one. Collective."""
-        looped = super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, images, multimodal_fields)
-        _, self._conversations, *_ = looped
-        while self._turn([]) is not None:
-            pass
-        return looped
+    # By transformers before each optimizer step: the rows of its micro-steps.
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """As transformers'; with `overlap='ahead'` it also reads the rows of the next step."""
+        return self._ahead.batch(super().get_batch_samples, epoch_iterator, num_batches, device)
 
-    def _turn(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
-        """The completions of a turn; `None` if it is a later one in which no process has prompts. Collective."""
-        hidden, self._hides_engine = self._hides_engine, False
-        if self._first_turn:
-            self._surplus = prompt_ids[:1]
-        with self.phase("complete"), preserved_mode(self.model):
-            completions = (self.mixed if self._first_turn else self.together)(prompt_ids, self._checked)
-            for row, prompt, ids in zip(self._requests, prompt_ids, completions or (), strict=False):
-                self.note_logprobs(row, prompt, ids)
-        self._hides_engine = hidden
-        return completions
+    # By `training_step` of TRL, once a micro-batch; by TRL's `prediction_step` in an evaluation.
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if not self.model.training:
+            return self._generate_and_score_completions(generation_batch)
+        return self._dealer.only_part(generation_batch, self._call)
 
-    def _checked(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        if prompt_ids or (of_package(self.complete) and of_package(self.rollout.complete)):
-            return self.checked_completions(prompt_ids, self._from_rollout(prompt_ids))
-        # A user's rollout is called as often as in other processes, but never without a prompt: few would accept that.
-        self.checked_completions(self._surplus, self._from_rollout(self._surplus))
-        return []
+    @property
+    def _call(self) -> int:
+        """Index of the next call of `training_step` within an optimizer step."""
+        return int(self._step % self.args.gradient_accumulation_steps)
+
+    # By the dealer in the first micro-step of an optimizer step; by `_prepare_inputs` for a batch of an evaluation.
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        requests = self.begin_batch(inputs)
+        written = self.trl_batch(requests)
+        self._rewards.note(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
+        # A teacher that was notified of a row reads it in the process that generated it.
+        batch, rows = self._dealer.exchanged(written, requests, stay=self._overlap.notifies_teacher)
+        batch.update(self._rewards.pulls_of(rows))
+        batch.update(self._scorer.score(batch, rows))
+        batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
+        return batch
 
     def begin_batch(self, inputs: list[dict[str, Any]]) -> list[Request]:
         """Reads and checks the rows of a generation batch, and counts it. Collective."""
         self._read_once.check(self.args)
         set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
-        self.check_same_rows(self._mode)
-        rows = self.read_rows(inputs)
-        self.number_rows(rows)
-        self.choose_sources(rows)
-        self._accounts[self._mode].count_batch()
+        self.check_same_rows("train" if self.model.training else "eval")
+        rows: list[Request] = self.read_rows(inputs)
+        self._generation.mark(rows)
+        self._stats.now.count_batch()
         return rows
 
     def trl_batch(self, rows: Sequence[Request]) -> dict[str, Any]:
         """TRL's batch for checked rows, generated and logged."""
         text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]
-        self._requests = rows
+        self._generation.requests = rows
         batch: dict[str, Any] = super()._generate_and_score_completions(text)
-        batch["completion_mask"][self._unwritten_rows] = 0
+        batch["completion_mask"][self._generation.empty_rows] = 0
         return batch
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        requests = self.begin_batch(inputs)
-        written = self.trl_batch(requests)
-        self.note_rewards(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
-        batch, rows = self.exchanged(written, requests)
-        batch.update(self.pulls_of(rows))
-        batch.update(self.score(batch, rows))
-        batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
-        return batch
+    # By TRL's `_generate_and_score_completions`: the prompts of a batch.
+    def _generate(self, prompts: list) -> tuple:
+        self._generation.begin()
+        with self._engine_hidden(True), self._generation.session():
+            written = super()._generate(prompts)
+        self.note_completions(self._generation.on_policy(written[1]))
+        return written
 
+    # By TRL's `_generate`, before the first turn.
+    def _tokenize_prompts(self, prompts: list) -> tuple:
+        prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
+        self.check_prompt_ids(prompt_ids)
+        return prompt_ids, images, multimodal_fields
+
+    # By TRL's `_generate` for the first turn, by its tool loop for each later one.
+    def _generate_single_turn(
+        self, prompt_ids: list, images: Any, multimodal_fields: dict, has_tool_images: bool = False
+    ) -> list[list[int]]:
+        with self._engine_hidden(False):
+            return self._generation.turn(prompt_ids)
+
+    # By TRL's `_generate`, after the first turn.
+    def _tool_call_loop(
+        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, images: Any, multimodal_fields: Any
+    ) -> tuple:
+        """As TRL's, and joins later turns of other processes after those of this one. Collective."""
+        looped = super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, images, multimodal_fields)
+        _, self._rewards.conversations, *_ = looped
+        with self._engine_hidden(False):
+            self._generation.join_later_turns()
+        return looped
+
+    @contextmanager
+    def _engine_hidden(self, hides: bool) -> Iterator[None]:
+        """Hides `use_vllm` from TRL's tool loop, which would ask an engine of TRL's for its context."""
+        before, self._hides_engine = self._hides_engine, hides
+        try:
+            yield
+        finally:
+            self._hides_engine = before
+
+    # By `compute_loss`, inside the forward of the student's distributed wrapper: no collectives in it.
     def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple:
         # TRL calls this method in place of the `forward` that accelerate wrapped in autocast.
         rollout = Rollout.unpack(inputs).cut()
@@ -259,7 +391,7 @@ class TrainerHooks(
         with autocast(self.accelerator):
             parts = self.compare(unwrapped_student, rollout, targets, num_items_in_batch)
         check_parts(parts, rollout, f"{type(self).__name__}.compare", self.model.training)
-        self._loss_rows, self._loss_scored = self.with_teachers(parts.rows, targets.teacher), parts.scored
+        self._loss_rows, self._loss_scored = self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
         if self.model.training:
             self._probe.attach(unwrapped_student)
         weight, _, student_entropy, *_ = parts.rows.sum(0)
@@ -269,15 +401,19 @@ class TrainerHooks(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As TRL's, without two numbers of its log that would each wait for the device."""
-        inputs = self.scored(inputs)
+        inputs = self._scorer.scored(inputs)
         if self.model.training and (total := inputs.get("num_items_in_batch")) is not None:
             # Weights may add up to less than 1, which is TRL's lower bound. Processes' gradients are averaged.
             num_items_in_batch = total.where(total > 0, 1.0) / self.accelerator.num_processes
         student = self.accelerator.unwrap_model(model)
         losses, rows_of = [], []
-        for part, is_last in self.learned_apart(inputs):
+        parts = parts_to_learn(self.row_group, inputs, self.model, self.reading, self.accelerator.device)
+        for part, is_last in parts:
             loss, *_ = self._forward_redirection(model, student, self._compute_loss, student, part, num_items_in_batch)
-            losses.append(loss if is_last else self.backward_early(loss))
+            if not is_last:  # DeepSpeed accepts several backward passes before a step
+                engine = self.accelerator.deepspeed_engine_wrapped
+                engine.backward(loss, sync_gradients=False, scale_wrt_gas=False)
+            losses.append(loss if is_last else loss.detach())
             assert self._loss_rows is not None, "_compute_loss has set them"
             rows_of.append(self._loss_rows)
             self._loss_rows = None
@@ -285,55 +421,61 @@ class TrainerHooks(
         # No collective may run inside the wrapper's forward, so the sums of this process are reduced here. The host
         # waits for them, and for other processes, once per step: before the backward pass that the step follows.
         if self.model.training:
-            kept = {name: value for name, value in inputs.items() if name != "teacher_rows"}
-            self._unread.append((kept, rows, self._loss_scored))
+            self._scorer.warn_if_unscored(self._loss_scored)
+            self._stats.add(
+                {name: one for name, one in inputs.items() if name != "teacher_rows"}, rows, self._loss_scored
+            )
             if not self.accelerator.gradient_state.sync_gradients:
                 return (loss, None) if return_outputs else loss
-            learned, self._unread = self._unread, []
-            sums = self.accelerator.reduce(torch.stack([one.sum(0) for _, one, _ in learned]), "sum")
+            counted = self._stats.reduced()
         else:
-            distinct = self.gather_distinct_rows(rows)
-            self.note_evaluated(distinct)
-            learned, sums = [(inputs, rows, None)], distinct.sum(0, keepdim=True)
-            self._written = inputs["completion_ids"].masked_fill(inputs["completion_mask"] == 0, NO_TOKEN)
-        finite = [self._noted(*each, numbers) for each, numbers in zip(learned, sums.tolist(), strict=True)]
+            counted = self._stats.evaluated(inputs, rows, self.gather_distinct_rows(rows))
+            self._evaluation.keep(inputs)
+        finite = [self._is_finite(one) for one in counted]  # each is counted, also after one that is not
         if not all(finite):
             loss = self.with_nan_gradient(loss)
+        elif self.model.training:
+            self._stats.record_step()
         return (loss, None) if return_outputs else loss
 
-    def _noted(self, inputs: Mapping[str, Any], rows: Tensor, scored: Tensor | None, sums: list[float]) -> bool:
-        """Counts a micro-batch by its `sums` over all processes; returns whether its loss is finite in all."""
-        named = self.named(sums)
-        # The sums of an option that is off are 0, which would be logged as if measured.
-        measured = {
-            "clipped": self.args.clips_entries,
-            "pulled": inputs.get("pull") is not None,
-            "importance": inputs.get("logprobs") is not None,
-        }
-        named = {name: one for name, one in named.items() if measured.get(name, True)}
-        if is_finite := self.is_finite_loss(named, rows):
-            self.check_sums(named)
-            self._accounts[self._mode].add(named)
+    def _is_finite(self, one: MicroBatch) -> bool:
+        """Counts a micro-batch; returns whether its loss is finite in all processes."""
+        if is_finite := self.is_finite_loss(one.named, one.rows):
+            self.check_sums(one.named)
+            self._stats.now.add(one.named)
             if self.model.training:
-                self.note_loss(named)
-                self.note_learned(inputs.get("rows"), rows)
-                self.note_sources(inputs.get("rows"), rows)
-                self._loss_scored = scored
-                self.note_selection(inputs, rows)
-        self.record("entropy", named["student_entropy"] / named["weight"] if named["weight"] else 0.0)
+                self.note_loss(one.named)
+        self.record("entropy", one.named["student_entropy"] / one.named["weight"] if one.named["weight"] else 0.0)
         return is_finite
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         self._read_at_start.check(self.args)
-        with self._accounts["train"].clock("compare"):
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        if self._step % self.args.gradient_accumulation_steps == 0:
-            # Consumed: the targets in it must not stay in memory during the next rollout or an evaluation.
-            set_known(self, _buffered_inputs=None)
-            self.record_learned()
-            self.record_sources()
-            self.record_selection()
+        with self._stats.phase("compare", "train"):
+            loss = self._learn(model, inputs, num_items_in_batch)
+        if self._call == 0:
+            self._dealer.forget()  # its targets must not stay in memory during the next rollout or an evaluation
         return loss
+
+    def _learn(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """The loss of a call, after a forward and backward pass for each of its micro-batches."""
+        start, trl_step = perf_counter(), super().training_step
+
+        def learn(is_last: bool) -> Tensor:
+            if not is_last:  # past TRL's, which would count it as a call
+                return Trainer.training_step(self, model, inputs, num_items_in_batch)
+            # TRL times only its own call, which trains on the last micro-batch.
+            set_known(self, _current_train_step_time=self._current_train_step_time + perf_counter() - start)
+            return trl_step(model, inputs, num_items_in_batch)
+
+        if self._overlap.is_on:
+            if self.accelerator.gradient_state.sync_gradients:
+                return self._overlap.step(model, inputs, learn)
+            set_known(self, _step=self._step + 1)  # the step is taken after a later call
+            return torch.zeros((), device=self.args.device)
+        if prepares_batches(self):
+            return trl_step(model, inputs, num_items_in_batch)
+        parts = self._dealer.parts(inputs, self._call)
+        return torch.stack(self._dealer.losses(parts, model, learn)).sum()
 
     def train(
         self,
@@ -359,17 +501,247 @@ class TrainerHooks(
         refuse(TRAINING, self.args)
         self.check_effect()
         self._read_at_start = ReadOnce.by_training(self.args)
-        set_known(self, _buffered_inputs=None, _step=0, _current_train_step_time=0.0)
+        self._dealer.forget()
+        set_known(self, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
-        self._accounts["train"].clear()
-        self._learned_rows = self._sources = self._kept_sums = None
-        self._unread = []
+        self._stats.clear()
         with (
-            self.sharing_rows(),
+            nullcontext() if self.row_group is None else self.row_group.shares(self.model),
             explained("step", partial(self.footprint, "step")),  # outside the phases, memory is the optimizer's
             self._earlier.followed_by(self),
         ):
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            try:
+                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            finally:
+                self._ahead.cancel()
+
+    # ---- Evaluations --------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """As TRL's; all batches of all datasets are generated in one session of the rollout.
+
+        A `metric_for_best_model` without a value in this evaluation is returned as NaN, which is never the best, and is
+        not logged.
+        """
+        self._launch.restore()
+        with self.session():
+            found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return self._evaluation.with_best(found, self._rewards.names) if metric_key_prefix == "eval" else found
+
+    def predict(
+        self,
+        test_dataset: Dataset | IterableDataset,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+    ) -> Predictions:
+        """Completes the prompts of a dataset, and evaluates the student on them.
+
+        Args:
+            test_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+                As `train_dataset`.
+            ignore_keys (`list[str]`, *optional*):
+                Has no effect; transformers' trainer takes it.
+            metric_key_prefix (`str`, *optional*, defaults to `"test"`):
+                Prefix of the metrics.
+
+        Returns:
+            [`Predictions`]: transformers' `PredictionOutput`. `predictions` are the token ids of the completions,
+            [N, C], in the order of the rows, padded with -100; `texts` are the same as text. With
+            `prediction_loss_only=True` in the config there are neither. `metrics` are those of `evaluate`; there are no
+            `label_ids`.
+        """
+        if not isinstance(test_dataset, Dataset | IterableDataset):
+            raise TypeError(
+                f"`test_dataset` is a {type(test_dataset).__name__}: expected a `datasets.Dataset` or "
+                "`IterableDataset`; call `predict` once for each of several."
+            )
+        self._launch.restore()
+        with self.session():
+            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        return Predictions.of(output, self.processing_class.batch_decode)
+
+    def as_read(self, datasets: Any, where: str) -> Any:
+        """Datasets with their columns renamed to ours."""
+        datasets = with_prompts(datasets, where)
+        return solutions_as_context(datasets) if self.reads_solutions else datasets
+
+    # By `evaluate`, for each dataset, which may not have been there at construction.
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        return super().get_eval_dataloader(self.as_read(eval_dataset, "eval_dataset"))
+
+    # By `predict`. In the order of the rows; TRL shuffles what it evaluates.
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        return self._get_dataloader(
+            dataset=self.as_read(test_dataset, "test_dataset"),
+            description="test",
+            batch_size=self.args.eval_batch_size,
+            sampler_fn=SequentialSampler,
+        )
+
+    # For each dataset of an evaluation, and by `predict`.
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        with self._evaluation.of_dataset(metric_key_prefix) as metrics, self._rewards.evaluation(metric_key_prefix):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        output.metrics.update(metrics)
+        return output
+
+    # For each batch of an evaluation.
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple:
+        with self._stats.phase("compare", "eval"):
+            loss, _, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        completions = self._evaluation.take()
+        return loss, None if prediction_loss_only else completions, labels
+
+    # ---- The log ------------------------------------------------------------------------------------------------
+
+    def record(self, name: str, value: float) -> None:
+        """Adds a number of this process to the next log, which shows the mean; in an evaluation, to its metrics.
+
+        Args:
+            name (`str`):
+                Any that is not logged already.
+            value (`float` or `torch.Tensor`):
+                One number.
+
+        Raises:
+            ValueError: It is not one number, or the name is taken.
+        """
+        self._metrics["train" if self.model.training else "eval"][name].append(recorded(name, value))
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Times the body as a phase of training, `time/<name>` in the log, and reports it if it hangs."""
+        return self._stats.phase(name)
+
+    @contextmanager
+    def _watched(self, phase: str) -> Iterator[None]:
+        with explained(phase, partial(self.footprint, phase)), self._watchdog(phase), self._show_phase(phase):
+            yield
+
+    # For each checkpoint, also after an evaluation.
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with self._stats.phase("save", "train"):
+            super()._save_checkpoint(model, trial)
+
+    # After `logging_steps`, after an evaluation, and at the end of a training.
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        # TRL takes the numbers of training or evaluation by the mode of the model, and an evaluation may have left it.
+        is_training, self.model.training = self.model.training, self.model.training or "train_runtime" in logs
+        try:
+            if self.model.training:
+                logs.update(self._stats.means())
+                if "loss" in logs and self._guard.counts:
+                    logs["nonfinite/skipped_steps"] = self._guard.skipped
+            if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
+                os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
+            numbers = self._metrics["train" if self.model.training else "eval"]
+            for name in [name for name, each in numbers.items() if all(map(math.isnan, each))]:
+                del numbers[name]  # TRL would log `None`, which nothing that shows or stores a log expects
+            super().log(logs, start_time)
+        finally:
+            self.model.training = is_training
+
+    # ---- Attributes ---------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self.is_built:
+            super().__setattr__(name, value)
+        elif name in DATASETS:
+            if value is not getattr(self, name):
+                self.replace_dataset(name, value)
+        elif why := why_no_effect(self, name, value, self._read_once.names):
+            raise AttributeError(f"`trainer.{name} = {shown(value)}` would have no effect: {why}", name=name, obj=self)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def beta(self) -> float | None:
+        """TRL's number for the divergence, `None` where it has none; assigning to it sets the divergence."""
+        match self.divergence:
+            case ForwardKL():
+                return 0.0
+            case ReverseKL():
+                return 1.0
+            case GeneralizedJSD(beta=beta):
+                return beta
+        return None
+
+    @beta.setter
+    def beta(self, beta: float) -> None:
+        from_to(0, 1).check("beta", beta)
+        self.divergence = divergence_of(None, Settings(beta=beta))
+
+    @property
+    def temperature(self) -> float:
+        """Softmax temperature of the loss, for models without an option of their own; rollouts have that of
+        `generation_config`, as in TRL.
+        """
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, temperature: float) -> None:
+        above(0).check("temperature", temperature)
+        self._temperature = temperature
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """Softmax temperatures of the student and of the teacher in the loss."""
+        student, teacher = self.args.student_temperature, self.args.teacher_temperature
+        return student or self.temperature, teacher or self.temperature
+
+    @property
+    def use_vllm(self) -> bool:
+        """Whether vLLM generates."""
+        return self.args.use_vllm and not self._hides_engine
+
+    @use_vllm.setter
+    def use_vllm(self, use_vllm: bool) -> None:
+        """Ignores what TRL assigns, whose value is hidden from it."""
+
+    @property
+    def vllm_generation(self) -> Any:
+        raise AttributeError(
+            "`trainer.vllm_generation` is TRL's engine, which is not built here: with `use_vllm=True` the engine is "
+            "behind `trainer.rollout`, whose `sync_weights` and `close` are public.",
+            name="vllm_generation",
+            obj=self,
+        )
+
+    @property
+    def teacher_model(self) -> Any:
+        """The model of the only teacher. Another model or path can be assigned, between two optimizer steps."""
+        return getattr(self.teacher, "model", None)
+
+    @teacher_model.setter
+    def teacher_model(self, teacher_model: Any) -> None:
+        # While it builds the student, TRL assigns None.
+        if self.is_built and teacher_model is not self.teacher_model:
+            self.replace_teacher(teacher_model)
+
+    def replace_dataset(self, name: str, dataset: Any) -> None:
+        """Checks other rows as the first were, and takes them; the implementation of assigning to a dataset."""
+        raise NotImplementedError
+
+    def replace_teacher(self, teacher_model: Any) -> None:
+        """Builds the teacher anew from another model or path; the implementation of assigning to `teacher_model`."""
+        raise NotImplementedError
+
+    @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """Names of the teachers, in the order of their numbers; empty if there is one."""
+        return ()
 
     # ---- The model card -----------------------------------------------------------------------------------------
 
@@ -399,4 +771,4 @@ class TrainerHooks(
         folder = os.path.basename(os.path.realpath(self.args.output_dir))
         super().create_model_card(model_name or (self.hub_model_id or folder).split("/")[-1], dataset_name, tags)
         if self.is_world_process_zero():
-            self.model_card.complete(dataset_name)
+            self._model_card.complete(dataset_name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from copy import deepcopy
 from time import perf_counter
 from typing import Any
 
@@ -18,106 +17,94 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd._compat.deepspeed import rescaled
-from trl_opsd._compat.versions import set_known
-from trl_opsd.config import OPSDConfig
-from trl_opsd.data.intake import Request
-from trl_opsd.loop.dealing import PASSED_BY, Parts, of_package
-from trl_opsd.loop.scoring import Scoring
-from trl_opsd.loop.waiting import Waiting
-from trl_opsd.models.mode import preserved_mode
+from trl_opsd.data.readers import Request
+from trl_opsd.host import TrainerHost
+from trl_opsd.loop.dealing import Dealer, Parts
+from trl_opsd.loop.generation import Generation
+from trl_opsd.loop.scoring import Scorer
+from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.pulled import Pulled
 from trl_opsd.types import Rollout
-
-__all__ = ["Overlapping", "check_methods"]
-
-_NOT_CALLED = ("_generate", "_generate_single_turn")
-"""Methods that generate a whole batch; with overlap they are called for the log only, after the last row."""
 
 logger = get_logger(__name__)
 
 
-class Overlapping(Scoring):
-    """A trainer that may generate, teach and train on rows of one step concurrently.
+class Overlap:
+    """Generates, teaches and trains on rows of one step concurrently.
 
     `training_step` is called as often as without, and does all of an optimizer step in the last of these calls.
     """
 
-    begin_batch: Callable[[Any], list[Request]]
-    trl_batch: Callable[[Sequence[Request]], dict[str, Any]]
-    padded: Callable[[Sequence[list[int]], Sequence[list[int]]], dict[str, Tensor]]
-    record: Callable[[str, float], None]
-    model_wrapped: Any
-    rollout: Any
-    _completions: list[list[int]] | None = None
-    """Completions of the step that `_count` logs; `None` elsewhere, where the rollout generates them."""
-    _requests: Sequence[Request] = ()
-    """The rows being generated."""
-    _weight: float = 1.0
-    """The sum of the token weights of the step, over all processes: the denominator of its loss."""
-    _constant: float = 1.0
-    """Provisional denominator, until that is known."""
-    _last_weight: float = 0.0
-    """That sum in the last step in which it was not 0."""
+    def __init__(
+        self,
+        host: TrainerHost,
+        generation: Generation,
+        dealer: Dealer,
+        scorer: Scorer,
+        begin_batch: Callable[[Any], list[Request]],
+        log_batch: Callable[[Sequence[Request]], Any],
+    ) -> None:
+        self._host, self._generation, self._dealer, self._scorer = host, generation, dealer, scorer
+        self._begin_batch, self._log_batch = begin_batch, log_batch
+        self._completions: list[list[int]] | None = None
+        """Completions of the step that `_count` logs; `None` elsewhere, where the rollout generates them."""
+        self._weight, self._constant, self._last_weight = 1.0, 1.0, 0.0
+        """The denominator of the step: known at its end, provisional until then, and the last that was not 0."""
 
-    def say_overlap(self) -> None:
+    def warn(self) -> None:
         """Warns about what does not overlap."""
-        if self.args.overlap != "step":
+        host, args = self._host, self._host.args
+        if args.overlap != "step":
             return
-        option, name = f"`overlap={self.args.overlap!r}`", type(self).__name__
+        option, name, rollout = f"`overlap={args.overlap!r}`", type(host).__name__, self._generation.rollout
         none = f"{option} has no effect"
-        if not self.streams:
-            why = "tools are called" if self.tools else f"`{name}.complete` returns"
+        if not self._generation.streams:
+            why = "tools are called" if host.tools else f"`{name}.complete` returns"
             logger.warning(f"{none}: {why} when all rows are written.")
-        elif not (self.writes_apart or self.teaches_early):
+        elif not (rollout.writes_apart or host.teaches_early):
             logger.warning(
-                f"{none}: {self.rollout} writes in the trainer's own process, so that nothing can be learned "
+                f"{none}: {rollout} writes in the trainer's own process, so that nothing can be learned "
                 "meanwhile, and no teacher reads in another one. A vLLM server writes apart: `use_vllm=True` with "
                 "`vllm_mode='server'`."
             )
-        elif self.writes_apart and self.args.teacher_offload in ("cpu", "stream"):
+        elif rollout.writes_apart and args.teacher_offload in ("cpu", "stream"):
             logger.warning(
-                f"{option} with `teacher_offload={self.args.teacher_offload!r}`: the teacher's weights are copied to "
+                f"{option} with `teacher_offload={args.teacher_offload!r}`: the teacher's weights are copied to "
                 "the device for each micro-batch, and not once in a step: leave one of them out if that is slow."
             )
 
     @property
-    def overlaps(self) -> bool:
+    def is_on(self) -> bool:
         """Whether rows are trained on as they come."""
-        return self.args.overlap == "step" and self.streams and self.writes_apart
+        streams = self._host.args.overlap == "step" and self._generation.streams
+        return streams and self._generation.rollout.writes_apart
 
     @property
-    def tells_early(self) -> bool:
+    def notifies_teacher(self) -> bool:
         """Whether a teacher is notified of each row when it has ended."""
-        return self.args.overlap == "step" and self.streams and self.teaches_early
+        return self._host.args.overlap == "step" and self._generation.streams and self._host.teaches_early
 
-    @property
-    def rows_stay(self) -> bool:
-        return super().rows_stay or self.tells_early  # a teacher was notified by the process that generated them
-
-    def _from_rollout(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """What `complete` returns; a teacher that starts early is notified of each row when it has ended."""
+        host = self._host
         if self._completions is not None:
             return self._completions
-        if not (self.model.training and self.tells_early):
-            return self.complete(prompt_ids)
-        self.forget_expected()
+        if not (host.model.training and self.notifies_teacher):
+            return host.complete(prompt_ids)
+        host.forget_expected()
         found = {}
-        with closing(self.stream(prompt_ids)) as rows:
+        with closing(self._generation.stream(prompt_ids)) as rows:
             for row, completion in rows:
                 found[row] = completion
-                self.expect(Rollout.unpack(self.padded([prompt_ids[row]], [completion])), [self._requests[row]])
+                ended = Rollout.unpack(host.padded([prompt_ids[row]], [completion]))
+                host.expect(ended, [self._generation.requests[row]])
         return [found[row] for row in range(len(prompt_ids))]
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As TRL's; where steps overlap, the loss of a whole step is that of its last call, and 0 in all before."""
-        if not self.overlaps:
-            return super().training_step(model, inputs, num_items_in_batch)
-        if not self.accelerator.gradient_state.sync_gradients:  # the step is taken after a later call
-            set_known(self, _step=self._step + 1)
-            return torch.zeros((), device=self.args.device)
-        *early, last = self._learned(self._arriving(inputs), model, inputs, num_items_in_batch)
+    def step(self, model: Any, inputs: Any, learn: Callable[[bool], Tensor]) -> Tensor:
+        """The loss of a whole step, whose micro-batches `learn` trains on."""
+        *early, last = self._dealer.losses(self._arriving(inputs), model, learn)
         factor = self._constant / self._weight
-        if not self.is_deepspeed_enabled:  # which has stepped already, with `_scaled_last`
+        if not self._host.is_deepspeed_enabled:  # which has stepped already, with `_scaled_last`
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
@@ -129,88 +116,91 @@ class Overlapping(Scoring):
 
         In half precision a gradient that is divided by much more may underflow. The last step tells more than options.
         """
-        rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        most = rows * self.accelerator.num_processes * self.args.max_completion_length
+        args = self._host.args
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        most = rows * self._host.accelerator.num_processes * args.max_completion_length
         return 2.0 ** round(math.log2(self._last_weight or most))
 
     def _arriving(self, inputs: Any) -> Parts:
         """The micro-batches of a step as their rows come, each with whether it is the last. Collective."""
+        host, accelerator = self._host, self._host.accelerator
         start, learned = perf_counter(), []
         self._constant = self._expected()
-        self.forget_expected()
-        rows = self.begin_batch(inputs)
-        prompt_ids = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
+        host.forget_expected()
+        rows = self._begin_batch(inputs)
+        prompt_ids = host.prompt_ids_of(rows)
         waiting = self._waiting(prompt_ids)
-        device = self.accelerator.device
-        weight = torch.zeros((), device=device)
-        with self.session(), closing(self._begun(prompt_ids)) as pulled:
+        weight = torch.zeros((), device=accelerator.device)
+        with self._generation.session(), closing(self._begun(prompt_ids)) as prefetched:
             while True:
-                part = self._next(waiting, pulled, prompt_ids, rows)
+                part = self._next(waiting, prefetched, prompt_ids, rows)
                 weight += part["loss_weights"].sum()
                 # Every process takes part in each round until all have trained on their rows: a sharded student's
                 # forward is collective.
-                left = torch.tensor([waiting.left], device=device)
-                if not self.accelerator.gather(left).any():
+                left = torch.tensor([waiting.left], device=accelerator.device)
+                if not accelerator.gather(left).any():
                     break
-                yield {**part, "num_items_in_batch": torch.tensor(self._constant, device=device)}, False
+                yield {**part, "num_items_in_batch": torch.tensor(self._constant, device=accelerator.device)}, False
                 learned.append(perf_counter())
         # The last micro-batch trains after this: by now the denominator is known.
         self._count(rows, [waiting.completions[row] for row in range(len(rows))])
-        total = float(self.accelerator.gather(weight).sum())
+        total = float(accelerator.gather(weight).sum())
         # A step without loss tokens has losses of 0, whatever divides them.
         self._weight, self._last_weight = total or 1.0, total or self._last_weight
         with self._scaled_last() as divisor:
-            yield {**part, "num_items_in_batch": torch.tensor(divisor, device=device)}, True
+            yield {**part, "num_items_in_batch": torch.tensor(divisor, device=accelerator.device)}, True
         learned.append(perf_counter())
-        self.record("overlap/first_backward", learned[0] - start)
-        self.record("overlap/last_row", pulled.last - start)
-        self.record("overlap/end", learned[-1] - start)
+        host.record("overlap/first_backward", learned[0] - start)
+        host.record("overlap/last_row", prefetched.last - start)
+        host.record("overlap/end", learned[-1] - start)
 
     def _waiting(self, prompt_ids: Sequence[list[int]]) -> Waiting:
-        self.check_budget()
+        args = self._host.args
+        self._dealer.check_budget()
         return Waiting(
             list(map(len, prompt_ids)),
-            rows=self.args.per_device_train_batch_size,
-            budget=self.args.max_tokens_per_microbatch,
-            packed=self.args.padding_free,
-            multiple=self.args.pad_to_multiple_of or 1,
-            in_order=self.args.deterministic,  # the order of rows decides how sums round
+            rows=args.per_device_train_batch_size,
+            budget=args.max_tokens_per_microbatch,
+            packed=args.padding_free,
+            multiple=args.pad_to_multiple_of or 1,
+            in_order=args.deterministic,  # the order of rows decides how sums round
         )
 
     def _begun(self, prompt_ids: list[list[int]]) -> Pulled[tuple[int, list[int]]]:
-        with self.phase("complete"), preserved_mode(self.model):
-            return Pulled(self.stream(prompt_ids))
+        with self._host.phase("complete"), preserved_mode(self._host.model):
+            return Pulled(self._generation.stream(prompt_ids))
 
     def _next(
         self,
         waiting: Waiting,
-        pulled: Pulled[tuple[int, list[int]]],
+        prefetched: Pulled[tuple[int, list[int]]],
         prompt_ids: list[list[int]],
         rows: Sequence[Request],
     ) -> dict[str, Any]:
         """The next micro-batch, scored; of weight 0 if this process has trained on all its rows. Collective."""
+        host = self._host
 
         def padded(numbers: Sequence[int]) -> dict[str, Tensor]:
-            return self.padded([prompt_ids[row] for row in numbers], [waiting.completions[row] for row in numbers])
+            return host.padded([prompt_ids[row] for row in numbers], [waiting.completions[row] for row in numbers])
 
         def come(wait: bool) -> None:
-            came = pulled.take(wait)
+            came = prefetched.take(wait)
             for row, completion in came:
                 waiting.add(row, completion)
-                self.note_logprobs(rows[row], prompt_ids[row], completion)
-            if came and self.teaches_early:
+                self._generation.note_logprobs(rows[row], prompt_ids[row], completion)
+            if came and host.teaches_early:
                 numbers = [row for row, _ in came]
-                self.expect(Rollout.unpack(padded(numbers)), [rows[row] for row in numbers])
+                host.expect(Rollout.unpack(padded(numbers)), [rows[row] for row in numbers])
 
         if waiting.left:
             come(wait=False)
         while (taken := waiting.take()) is None:
-            with self.phase("complete"):
+            with host.phase("complete"):
                 come(wait=True)
         # A process without rows left repeats one to keep collectives matched; the shortest costs least.
         numbers = taken or [waiting.shortest()]
         batch: dict[str, Any] = padded(numbers)
-        batch.update(self.score(batch, [rows[row] for row in numbers]))
+        batch.update(self._scorer.score(batch, [rows[row] for row in numbers]))
         if not taken:
             batch["loss_weights"] = torch.zeros_like(batch["loss_weights"])
         return batch
@@ -219,7 +209,7 @@ class Overlapping(Scoring):
         """Lets TRL count and log a step that was generated row by row."""
         self._completions = completions
         try:
-            self.trl_batch(rows)
+            self._log_batch(rows)
         finally:
             self._completions = None
         torch.randperm(len(rows))  # drawn without overlap too: later draws are to be the same
@@ -229,17 +219,64 @@ class Overlapping(Scoring):
 
         DeepSpeed steps in the last backward pass, and divides the whole gradient by what it takes for a loss scale.
         """
-        if not self.is_deepspeed_enabled:
+        if not self._host.is_deepspeed_enabled:
             return nullcontext(self._constant)
-        return rescaled(self.model_wrapped.optimizer, self._constant, self._weight)
+        return rescaled(self._host.model_wrapped.optimizer, self._constant, self._weight)
 
 
-def check_methods(trainer: type, args: OPSDConfig) -> None:
-    """Rejects overrides of methods that need a whole batch: overlap trains before its last row is generated."""
-    for name in (*PASSED_BY, *_NOT_CALLED) if args.overlap == "step" else ():
-        if not of_package(getattr(trainer, name)):
-            raise TypeError(
-                f"`overlap={args.overlap!r}` with `{trainer.__name__}.{name}`, which a batch passes as a whole, and "
-                "rows are learned before the last is written: override `weigh` or `compare` instead, or leave the "
-                "option out."
-            )
+class Waiting:
+    """The rows of a step that have come, and of these the ones that no micro-batch has taken yet.
+
+    A micro-batch has `rows` rows or, with a `budget`, as many tokens at most, padding included (a longer row is alone);
+    `packed` rows are not padded; `in_order` makes micro-batches independent of the order of arrival.
+    """
+
+    def __init__(
+        self, prompts: Sequence[int], *, rows: int, budget: int | None, packed: bool, multiple: int, in_order: bool
+    ) -> None:
+        self._prompts, self._rows, self._budget = prompts, rows, budget
+        self._packed, self._multiple, self._in_order = packed, multiple, in_order
+        self._came: list[int] = []
+        self.completions: dict[int, list[int]] = {}
+        """By the number of the row."""
+        self.left = len(prompts)
+        """Rows that no micro-batch has taken yet."""
+
+    def add(self, row: int, completion: list[int]) -> None:
+        """Adds a row that has come."""
+        self.completions[row] = completion
+        self._came.append(row)
+
+    def take(self) -> list[int] | None:
+        """The rows of the next micro-batch; `None` if another row has to come first, empty if all were taken."""
+        ready = self._came
+        if self._in_order:
+            first = len(self._prompts) - self.left
+            ready = sorted(ready)  # of these only the rows that follow the last taken without a gap
+            ready = [row for place, row in enumerate(ready, start=first) if row == place]
+        group: list[int] = []
+        for row in ready:
+            if group and not self._fit([*group, row]):
+                break
+            group.append(row)
+        is_full = len(group) < len(ready) or (self._budget is None and len(group) == self._rows)
+        # With a budget rows are taken as they come: waiting for a full one would leave the device idle.
+        takes_what_there_is = self._budget is not None and not self._in_order and bool(group)
+        if not (is_full or takes_what_there_is or len(ready) == self.left):
+            return None
+        self._came = [row for row in self._came if row not in group]
+        self.left -= len(group)
+        return group
+
+    def shortest(self) -> int:
+        """The number of the shortest row that has come."""
+        return min(self.completions, key=self._length)
+
+    def _fit(self, rows: list[int]) -> bool:
+        if self._budget is None:
+            return len(rows) <= self._rows
+        lengths = [-(-self._length(row) // self._multiple) * self._multiple for row in rows]
+        return (sum(lengths) if self._packed else max(lengths) * len(lengths)) <= self._budget
+
+    def _length(self, row: int) -> int:
+        return self._prompts[row] + len(self.completions[row])

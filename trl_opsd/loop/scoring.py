@@ -2,58 +2,66 @@
 
 TRL's teacher scores each micro-batch in its loss; ours scores a generation batch once, before it is shuffled and split.
 
-B rows
+B rows · C completion tokens
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd.data.teacher_prompts import Row
-from trl_opsd.loop.dealing import Dealing
-from trl_opsd.loop.logprobs import WithLogprobs
-from trl_opsd.loop.selecting import Selecting
-from trl_opsd.loop.verbs import Verbs
-from trl_opsd.loop.weights import checked_weights
-from trl_opsd.models.mode import preserved_mode
+from trl_opsd.host import Host, TrainerHost
+from trl_opsd.loop.overrides import may_change_batches
+from trl_opsd.loop.step_stats import CANDIDATES
+from trl_opsd.losses.token_selection import Selection
+from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.precision import autocast
+from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.types import Rollout
 from trl_opsd.types.checks import check_targets
 from trl_opsd.types.kept import kept_by_row
 
-__all__ = ["Scoring"]
+logger = get_logger(__name__)
+
+LARGEST = 1e20
+"""Sums of weighted nats are float32, whose maximum is 3e38."""
+_SALT = 1
+"""Separates the seeds of token selection from those of `lmbda`."""
 
 
-class Scoring(Verbs, WithLogprobs, Selecting, Dealing):
-    """A trainer that knows which tokens its teacher has scored, and has changed ones scored before their loss."""
+class Scorer:
+    """Has the teacher score a generation batch, weighs its tokens, and scores changed ones anew before their loss."""
 
-    phase: Callable[[str], AbstractContextManager[None]]
+    def __init__(self, host: TrainerHost) -> None:
+        self._host, self._has_warned = host, False
 
     def score(self, batch: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
         """What the loss needs besides TRL's keys: targets, weights, and a digest of the tokens they belong to."""
-        written, name = _written(batch), type(self).__name__
-        digest = _digest(written)
-        rollout = self.select_early(replace(written, lengths=written.measured()), rows)
+        host, written, name = self._host, _written(batch), type(self._host).__name__
+        digest, selection = _digest(written), selection_of(host)
+        rollout = replace(written, lengths=written.measured())
+        if selection is not None and not selection.is_late:
+            rollout = replace(rollout, weights=selection.chosen(rollout.weights, self._seeds(rows)))
         counted = rollout.weights.clone()  # `weigh` may change them in place
-        with preserved_mode(self.model):
-            with self.phase("teach"), autocast(self.accelerator):
-                targets = self.teach(rollout, rows)
+        with preserved_mode(host.model):
+            with host.phase("teach"), autocast(host.accelerator):
+                targets = host.teach(rollout, rows)
             check_targets(targets, rollout, f"{name}.teach")
             _check_unchanged(batch, digest, f"`{name}.teach`, or the teacher that it asks,")
-            weights = self.weigh(rollout, rows, targets)
+            weights = host.weigh(rollout, rows, targets)
         _check_unchanged(batch, digest, f"`{name}.weigh`")
         rollout = replace(rollout, weights=counted)
         weights = checked_weights(weights, rollout)
         return {
             **kept_by_row(targets, counted).pack(),
-            **self.select_late(weights, _written(batch)),
-            **self.logprobs_of(_written(batch), rows),
+            **_selected(selection, weights, _written(batch)),
+            **self._logprobs(_written(batch), rows),
             "rows": list(rows),
             "scored": digest,
             "lengths": list(replace(rollout, weights=weights).ended().lengths or ()),
@@ -66,17 +74,67 @@ class Scoring(Verbs, WithLogprobs, Selecting, Dealing):
         rows = batch.get("rows")
         # What other tokens were sampled with says nothing of these.
         batch = {name: value for name, value in batch.items() if name != "logprobs"}
-        return {**batch, **self.score(batch, self.rows_of(_written(batch)) if rows is None else rows)}
+        return {**batch, **self.score(batch, self._host.rows_of(_written(batch)) if rows is None else rows)}
+
+    def warn_if_unscored(self, scored: Tensor | None) -> None:
+        """Warns once if `compare` did not return the `scored` of a late selection."""
+        selection = selection_of(self._host)
+        if scored is None and selection is not None and selection.is_late and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                f"`token_selection={selection.criterion!r}` was not applied: it is by `super().compare`, and "
+                f"`{type(self._host).__name__}.compare` did not return what that returns (`dataclasses.replace` "
+                "changes it)."
+            )
 
     def _needs_scoring(self, batch: Mapping[str, Any]) -> bool:
         if "scored" not in batch:
             return True
-        if not self.may_be_changed:
+        if not may_change_batches(self._host):
             return False
         now = _digest(_written(batch))
-        changed = torch.tensor([not torch.equal(batch["scored"], now)], device=self.accelerator.device)
+        changed = torch.tensor([not torch.equal(batch["scored"], now)], device=self._host.accelerator.device)
         # A teacher may be sharded over the processes, so all of them let it score, or none.
-        return bool(self.accelerator.gather(changed).any())
+        return bool(self._host.accelerator.gather(changed).any())
+
+    def _seeds(self, rows: Sequence[Any]) -> list[int]:
+        """Of `token_selection="random"`, by seed, step, and the place of a row among those of all processes."""
+        places = [getattr(row, "place", None) for row in rows]
+        # Rows of a batch that no dataset gave have no place: their number in it stands in.
+        return [
+            derived_seed(self._host.args.seed, self._host.state.global_step, number if place is None else place, _SALT)
+            for number, place in enumerate(places)
+        ]
+
+    def _logprobs(self, rollout: Rollout, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """What tokens were sampled with, [B, C], if all processes know it for all rows; else empty. Collective."""
+        if not self._host.reads_logprobs:
+            return {}
+        known = [getattr(row, "logprobs", None) for row in rows]
+        # Where a subclass has changed a completion since, what its tokens were sampled with is not known.
+        found = [one for one, ids in zip(known, rollout.completion_lists(), strict=True) if one and one[0] == ids]
+        device = self._host.accelerator.device
+        if not self._host.accelerator.gather(torch.tensor([len(found) == len(rows)], device=device)).all():
+            return {}
+        logprobs_BC = torch.zeros(rollout.completion_ids.shape)
+        for row, (_, values) in enumerate(found):
+            logprobs_BC[row, : len(values)] = torch.tensor(values)
+        return {"logprobs": logprobs_BC.to(device)}
+
+
+def selection_of(host: Host) -> Selection | None:
+    """Which tokens of each row are trained on; `None` for all, as in every evaluation."""
+    return host.args.build_selection() if host.model.training else None
+
+
+def _selected(selection: Selection | None, weights_BC: Tensor, written: Rollout) -> dict[str, Tensor]:
+    """The weights of `weigh` as keys of a batch; a late criterion scales them to the tokens to be selected."""
+    if selection is None:
+        return {"loss_weights": weights_BC}
+    # The denominator of the step is known before the logits that a late criterion needs.
+    counts_BC = weights_BC != 0 if selection.is_late else written.counts
+    weights_BC = selection.thinned(weights_BC) if selection.is_late else weights_BC
+    return {"loss_weights": weights_BC, CANDIDATES: counts_BC.sum(1)}
 
 
 def _written(batch: Mapping[str, Any]) -> Rollout:
@@ -100,3 +158,26 @@ def _digest(rollout: Rollout) -> Tensor:
     # Fixed random factors, so that a swap of two tokens changes the sum.
     factors_N = torch.randint(-(2**63), 2**63 - 1, (values_BN.size(1),), generator=torch.Generator().manual_seed(0))
     return (values_BN * factors_N.to(values_BN.device)).sum(1)  # wraps around
+
+
+def checked_weights(weights: Any, rollout: Rollout) -> Tensor:
+    """The weights that `weigh` returned for a rollout, validated, as float32 on its device."""
+    if not isinstance(weights, Tensor) or weights.is_complex():
+        raise TypeError(f"`weigh` returned a {type(weights).__name__}: expected a tensor of floats, [B, C].")
+    expected = rollout.weights.shape
+    if weights.shape != expected:
+        raise ValueError(f"`weigh` returned weights of shape {tuple(weights.shape)}: expected {tuple(expected)}.")
+    # A user may have computed them with a model; the loss has no gradient through them.
+    weights = weights.detach().to(rollout.weights.device, torch.float32)
+    if not (weights.isfinite() & (weights >= 0) & (weights <= LARGEST)).all():
+        raise ValueError(
+            f"`weigh` returned weights from {weights.min():g} to {weights.max():g}: expected finite ones of at least 0 "
+            f"and at most {LARGEST:g}. The loss is divided by their sum, so only their ratios matter."
+        )
+    if (outside := (weights != 0) & ~rollout.counts).any():
+        row, place = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"`weigh` returned {weights[row, place]:g} for token {place} of row {row}, which is padding, was not "
+            "written by the student, or is left out by `token_selection`: multiply your weights by `rollout.weights`."
+        )
+    return weights

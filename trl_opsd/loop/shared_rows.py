@@ -1,71 +1,43 @@
 """Splits micro-batches by position among the processes of a group, so that each trains on a part of every row.
 
+Each process generates and teaches its own rows; only the student's pass with gradients is shared.
+
 B rows · L tokens, prompt and completion · N positions of one process · H teacher's hidden size
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from torch.nn.functional import pad
 
-from trl_opsd._compat.sharding import launched, sharing_rows_ourselves
-from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.models.padding import PADDED, Reading
-from trl_opsd.models.shared_rows import RowGroup, check_shareable
+from trl_opsd.models.shared_rows import RowGroup
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.kept import kept_by_row
 
-__all__ = ["SharedRows"]
 
+def parts_to_learn(
+    group: RowGroup | None, batch: Mapping[str, Any], model: Any, reading: Reading, device: torch.device
+) -> Iterator[tuple[Mapping[str, Any], bool]]:
+    """The batches that this process learns from of a micro-batch, each with whether it is the last.
 
-class SharedRows(DistillationTrainer):
-    """A trainer that may compute a loss together with the other processes of a group, one micro-batch after the other.
-
-    Each generates and teaches its own rows; only the student's pass with gradients is shared.
+    Each needs its backward pass before the next comes: all at once would need as much memory as without sharing.
     """
-
-    reading: Reading
-    row_group: RowGroup | None = None
-    """The processes that share rows with this one; `None` without sequence parallelism."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        sizes = launched(kwargs["args"])
-        # Hidden from accelerate and transformers, which would divide batches of the dataset: prompts, here.
-        with sharing_rows_ourselves(sizes):
-            super().__init__(*args, **kwargs)
-        if sizes.sp_enabled:
-            check_shareable(self.model, sizes.sp_size, sizes.sp_handler.sp_attn_implementation)
-            self.row_group = RowGroup(sizes.sp_size)
-
-    def sharing_rows(self) -> AbstractContextManager[None]:
-        """Lets the student exchange positions with its group within the context."""
-        return nullcontext() if self.row_group is None else self.row_group.shares(self.model)
-
-    def learned_apart(self, inputs: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], bool]]:
-        """The batches of a micro-step, each with whether it is the last: backward runs before the next comes."""
-        if self.row_group is None or not self.model.training:
-            yield inputs, True
-            return
-        if self.reading != PADDED:  # under ZeRO-3 that is known since the first completions
-            raise ValueError(
-                "`sp_size`: padding changes what the student reads, so its rows cannot be divided: remove `sp_size`."
-            )
-        # In turn, each with a backward pass: all at once would need as much memory as without sharing.
-        for number, part in enumerate(_parts(self.row_group, inputs, self.accelerator.device), start=1):
-            with self.row_group.reads(self.model):
-                yield part, number == self.row_group.size
-
-    def backward_early(self, loss: Tensor) -> Tensor:
-        """Adds the gradient of a loss to that of the micro-step, and returns the loss without it."""
-        # DeepSpeed accepts several backward passes before a step.
-        self.accelerator.deepspeed_engine_wrapped.backward(loss, sync_gradients=False, scale_wrt_gas=False)
-        return loss.detach()
+    if group is None or not model.training:
+        yield batch, True
+        return
+    if reading != PADDED:  # under ZeRO-3 that is known since the first completions
+        raise ValueError(
+            "`sp_size`: padding changes what the student reads, so its rows cannot be divided: remove `sp_size`."
+        )
+    for number, part in enumerate(_parts(group, batch, device), start=1):
+        with group.reads(model):
+            yield part, number == group.size
 
 
 def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:

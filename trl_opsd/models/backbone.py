@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.sharding import is_split_model
@@ -156,3 +157,14 @@ def hidden_states(
         )
     hidden_BLH: Tensor = output.last_hidden_state
     return hidden_BLH
+
+
+@contextmanager
+def preserved_mode(model: nn.Module) -> Iterator[None]:
+    """Restores the mode on exit, also after an exception: dropout and where TRL logs metrics depend on it."""
+    was_training = model.training
+    try:
+        yield
+    finally:
+        if model.training != was_training:
+            model.train(was_training)

@@ -20,9 +20,16 @@ from transformers import TrainingArguments
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split
 from trl_opsd._compat.versions import CHECKPOINTING
-from trl_opsd.models.backbone import Run, backbone_of, call, completion_hidden, context_of, hidden_states
+from trl_opsd.models.backbone import (
+    Run,
+    backbone_of,
+    call,
+    completion_hidden,
+    context_of,
+    hidden_states,
+    preserved_mode,
+)
 from trl_opsd.models.head import logits_of, shape_of, whole_head
-from trl_opsd.models.mode import preserved_mode
 from trl_opsd.models.padding import PADDED, Read, Reading, gap_of_packing, prove_reading
 from trl_opsd.models.probe_runner import CANNOT_RUN, Doubt, Probe, require
 from trl_opsd.parallel.precision import autocast, dtypes_of, least_precise

@@ -1,18 +1,59 @@
-"""Accumulates token sums and seconds per phase since the last log, for training or for an evaluation."""
+"""Accumulates sums over tokens, and seconds of each phase of a step, since the last log or in an evaluation."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
 from typing import Any
 
-from trl_opsd.monitor.clock import PhaseClock
-from trl_opsd.monitor.metrics import token_metrics
+import torch
+
+from trl_opsd.monitor.metrics import METRICS
+
+__all__ = ["Accounts", "PhaseClock"]
+
+
+class PhaseClock:
+    """Accumulates seconds per named phase, excluding phases nested inside it.
+
+    `watch` gives a context for each phase; with `now=time.process_time` it counts processor time.
+    """
+
+    def __init__(
+        self,
+        watch: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        now: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._watch, self._now = watch, now
+        self._inside: list[float] = []
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self._synchronize()
+        start = self._now()
+        self._inside.append(0.0)
+        try:
+            with self._watch(phase):
+                yield
+        finally:
+            inside = self._inside.pop()
+            self._synchronize()
+            elapsed = self._now() - start
+            self.seconds[phase] += elapsed - inside
+            if self._inside:
+                self._inside[-1] += elapsed
+
+    def _synchronize(self) -> None:
+        """Synchronizes the device where a nested phase begins or ends, so that queued work counts for its own phase."""
+        if self._inside and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
 
 
 class Accounts:
-    """Accumulated sums by name, and a clock; `watch` as in [`~monitor.clock.PhaseClock`]."""
+    """Accumulated sums by name, and a clock; `watch` as in [`PhaseClock`]."""
 
     def __init__(self, watch: Callable[[str], AbstractContextManager[Any]]) -> None:
         self.clock = PhaseClock(watch)
@@ -40,8 +81,22 @@ class Accounts:
         return self._totals["divergence"] / self._totals["weight"] if self._totals["weight"] else None
 
     def metrics(self, per_batch: bool) -> dict[str, float]:
-        """Weighted means over tokens, in nats, and seconds of each phase; empty if the weights sum to 0."""
-        if not self._totals["weight"]:
+        """Means over tokens and seconds of each phase, by their names in the log; empty if the weights sum to 0."""
+        totals, seconds = self._totals, self.clock.seconds
+        if not totals["weight"]:
             return {}
+        teachers = [name.removeprefix("weight/") for name in totals if name.startswith("weight/")]
+        means = {
+            name.replace("<name>", teacher): tuple(one.replace("<name>", teacher) for one in metric.mean_of)
+            for name, metric in METRICS.items()
+            for teacher in (teachers if "<name>" in name else [""])
+            if metric.mean_of
+        }
         # Training logs the mean of generation batches, and an evaluation the sum.
-        return token_metrics(self._totals, self.clock.seconds, max(self._batches, 1) if per_batch else 1)
+        batches = max(self._batches, 1) if per_batch else 1
+        return {
+            **{name: totals[of] / totals[by] for name, (of, by) in means.items() if of in totals and totals[by]},
+            **{f"time/{phase}": spent / batches for phase, spent in seconds.items()},
+            # Tokens of all processes by the seconds of this one, which waits for the others in each phase.
+            "tokens_per_second": totals["tokens"] / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),
+        }

@@ -15,7 +15,7 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import splits_student
 from trl_opsd.data.prompts import PromptLimits
 from trl_opsd.host import Host
-from trl_opsd.models.mode import preserved_mode
+from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.models.padding import Reading
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.rollout.hf import HFRollout

@@ -2,10 +2,6 @@
 
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
-from trl_opsd.teacher.hosted import Hosted
-from trl_opsd.teacher.layerwise import Streamed
-from trl_opsd.teacher.placement import Placement
-from trl_opsd.teacher.resident import Resident
-from trl_opsd.teacher.sharded import Sharded
+from trl_opsd.teacher.placements import Placement, Resident
 
-__all__ = ["FrozenTeacher", "Hosted", "Placement", "Resident", "Sharded", "Streamed", "Teacher"]
+__all__ = ["FrozenTeacher", "Placement", "Resident", "Teacher"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trl_opsd.errors import ServerError
 from trl_opsd.http.bounded_http import MIB
-from trl_opsd.teacher.final_norm import FinalNorm
+from trl_opsd.teacher.checkpoint_head import FinalNorm
 
 START = 'vllm serve TEACHER --runner pooling --pooler-config \'{"task": "token_embed"}\''
 """How to start a server, for messages."""

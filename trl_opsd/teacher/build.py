@@ -19,22 +19,17 @@ from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
 from trl_opsd.http.server_urls import server_urls
 from trl_opsd.models.backbone import Run
-from trl_opsd.models.model_checks import naming_trust, whole_checkpoint, whole_on
+from trl_opsd.models.checks import naming_trust, whole_checkpoint, whole_on
 from trl_opsd.models.padding import Reading
-from trl_opsd.models.samples import Samples
-from trl_opsd.teacher.average import Average
+from trl_opsd.models.weights import Samples
 from trl_opsd.teacher.base import Teacher
+from trl_opsd.teacher.checks import TeacherLike, check_own
 from trl_opsd.teacher.frozen import FrozenTeacher
-from trl_opsd.teacher.hosted import Hosted
-from trl_opsd.teacher.layerwise import Streamed
 from trl_opsd.teacher.location import location
-from trl_opsd.teacher.origin import Origin
-from trl_opsd.teacher.own import OwnTeacher
-from trl_opsd.teacher.placement import Placement
-from trl_opsd.teacher.resident import Resident
+from trl_opsd.teacher.offloaded import Hosted, Sharded, Streamed
+from trl_opsd.teacher.placements import Placement, Resident
+from trl_opsd.teacher.self_teacher import Average, Origin, OwnTeacher
 from trl_opsd.teacher.served_checks import deadline
-from trl_opsd.teacher.sharded import Sharded
-from trl_opsd.teacher.teacher_checks import TeacherLike, check_own
 from trl_opsd.teacher.teachers import Teachers
 
 _PLACEMENTS: dict[str, Callable[[Any, torch.device], Placement]] = {

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from typing import Any, final
 
 from trl_opsd.models.head import gathered_head, shape_of
-from trl_opsd.teacher.average import Average
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.origin import Origin
-from trl_opsd.teacher.routed import targets_of
+from trl_opsd.teacher.routing import targets_of
+from trl_opsd.teacher.self_teacher import Average, Origin
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
@@ -61,7 +60,7 @@ class Teachers(Mapping[str, Teacher]):
         return {name: teacher.context for name, teacher in self.items()}
 
     def targets(self, rollout: Rollout, names: Sequence[str]) -> TeacherTargets:
-        """[`~teacher.routed.targets_of`]; the first answer of a user's teacher is examined."""
+        """[`~teacher.routing.targets_of`]; the first answer of a user's teacher is examined."""
         targets = targets_of(self, rollout, names, self._unproved)
         # The probe costs one more call, so it is made once per teacher.
         self._unproved.difference_update(names)

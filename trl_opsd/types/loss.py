@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 TENTHS = 10
@@ -85,3 +86,8 @@ class LossParts:
         """Adds the parts of two groups of tokens of the same rows; both must have the same denominator."""
         scored = None if self.scored is None or other.scored is None else self.scored + other.scored
         return LossParts(loss=self.loss + other.loss, rows=self.rows + other.rows, scored=scored)
+
+
+def columns(rows: Tensor, *names: str) -> Tensor:
+    """[B, len(names)], these statistics of [`LossParts.rows`]."""
+    return torch.stack([rows[:, LossParts.ROW_NAMES.index(name)] for name in names], dim=1)

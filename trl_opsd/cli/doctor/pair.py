@@ -14,10 +14,10 @@ from transformers.utils import logging
 
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.data.vocabulary import shared_vocabulary
-from trl_opsd.models.model_checks import LOCATION_OPTIONS, language_config, whole_checkpoint
+from trl_opsd.models.checks import LOCATION_OPTIONS, language_config, whole_checkpoint
 from trl_opsd.models.probes import Probed
-from trl_opsd.models.processing import has_tokenizer, loaded_processing_class, text_tokenizer
-from trl_opsd.models.unloaded import without_weights
+from trl_opsd.models.tokenizers import has_tokenizer, loaded_processing_class, text_tokenizer
+from trl_opsd.models.weights import without_weights
 from trl_opsd.types import Rollout
 
 LAYERS = 2

@@ -20,7 +20,7 @@ from trl_opsd.data.chat_templates import check_that_all_is_read
 from trl_opsd.data.vocabulary import check_token_maps, largest_id
 from trl_opsd.models.probe_runner import Doubt, Finding, Probe, findings
 from trl_opsd.models.probes import GRADIENTS, HEAD, PADDING, Probed
-from trl_opsd.models.special_tokens import ensure_special_tokens
+from trl_opsd.models.tokenizers import ensure_special_tokens
 
 _QUESTION = {"role": "user", "content": "A question."}
 _ANSWER = {"role": "assistant", "content": "An answer."}

@@ -23,8 +23,8 @@ from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.models.backbone import context_of, hidden_states
 from trl_opsd.models.head import model_shape
 from trl_opsd.models.key_value_cache import cached_numbers
-from trl_opsd.models.unloaded import without_weights
-from trl_opsd.teacher.forward import bytes_per_token
+from trl_opsd.models.weights import without_weights
+from trl_opsd.teacher.frozen import bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)

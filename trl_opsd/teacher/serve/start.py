@@ -20,8 +20,8 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import explained
 from trl_opsd.http.addresses import is_loopback
 from trl_opsd.http.server_tokens import TEACHER_TOKEN, token_in
+from trl_opsd.models.checks import language_config
 from trl_opsd.models.head import model_shape
-from trl_opsd.models.model_checks import language_config
 from trl_opsd.options.table import from_to, integer, one_of
 from trl_opsd.teacher.build import build_teacher
 from trl_opsd.teacher.frozen import FrozenTeacher

@@ -25,13 +25,13 @@ from trl_opsd.arguments.rules import EVALUATING, LEARNING
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, admit_all, by_name, columns_of, describe_rows
-from trl_opsd.data.intake import Request
 from trl_opsd.data.prompts import IMAGE_COLUMNS, PromptLimits
-from trl_opsd.data.readers import Reader, Readers
+from trl_opsd.data.readers import Reader, Readers, Request
 from trl_opsd.data.teacher_prompts import COLUMNS, PRIVILEGED, TEMPLATE, TEXT_TEMPLATE, Row
 from trl_opsd.data.vocabulary import largest_id, shared_vocabulary
 from trl_opsd.loop.footprint import footprint
 from trl_opsd.loop.hooks import TrainerHooks
+from trl_opsd.loop.overrides import overrides, own_verbs
 from trl_opsd.models.padding import Reading
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation
@@ -52,8 +52,6 @@ class Teaching(TrainerHooks):
     eval_dataset: EvalDatasets
     readers: Readers
     teachers: Teachers
-    reading: Reading
-    """Which rows the student can read in one batch."""
     _described_rows: tuple[str, str] | None = None
     """The training dataset in the fingerprint, and the template of its contexts; computed when first needed."""
     first_made: list[int] | None = None
@@ -70,7 +68,7 @@ class Teaching(TrainerHooks):
 
     def set_up_teaching(self, given: Prepared) -> None:
         """Builds readers and teachers from the checked arguments, and checks every row with both."""
-        self._identity = fingerprint.Identity(self.args, self.model, self.handed_in, self.optimizer)
+        self._identity = fingerprint.Identity(self.args, self.model, self.base_samples, self.optimizer)
         self._identity.set_functions(self._own_functions(given))
         self.dropped_prompts: Counter[str] = Counter()
         self.reads_solutions, self._given_rewards = given.reads_solutions, given.rewards
@@ -98,7 +96,7 @@ class Teaching(TrainerHooks):
                 lambda: self.reading_to_learn,
                 self.args,
                 self.accelerator.device,
-                handed_in=self.handed_in,
+                handed_in=self.base_samples,
                 progress=self.show_progress,
             )
         self.teacher = self.teachers.only
@@ -110,12 +108,12 @@ class Teaching(TrainerHooks):
         self.readers = self.readers.with_teachers(self._vocabulary, self.teachers.contexts)
         self._readers_of_any_rows = self.readers
         if self.args.seq_kd:
-            self.let_teachers_write()
+            self._generation.use_teachers(self.teachers)
 
     def replace_teacher(self, teacher_model: Any) -> None:
         self._launch.restore()
         check_other_teacher(teacher_model, self.model, self.args, self.processing_class, tuple(self.teachers))
-        if self._buffered_inputs is not None:
+        if self._dealer.is_dealt:
             raise ValueError(
                 "`trainer.teacher_model` was assigned within an optimizer step: do it before or after one."
             )
@@ -196,7 +194,7 @@ class Teaching(TrainerHooks):
     @property
     def _batch(self) -> str:
         """The current generation batch, in messages about its rows."""
-        step = self.state.global_step + 1 + self.steps_ahead
+        step = self.state.global_step + 1 + self._ahead.steps_ahead
         name = f"the batch of step {step}" if self.model.training else "an evaluation batch"
         number = self.accelerator.num_processes
         return f"{name} in process {self.accelerator.process_index}" if number > 1 else name
@@ -215,16 +213,33 @@ class Teaching(TrainerHooks):
         self.readers.check_batch(prompt_ids, self._batch)
 
     def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
+        """Has the teacher score a whole generation batch; `rows` are its dataset rows, aligned with it."""
         return self.teachers.targets(*self._as_taught(rollout, rows))
 
     def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
+        """The weight of each token of a generation batch in the loss; by default 1 or 0, with `position_discount`.
+
+        Token selection and discounts belong here: the returned weights apply to the loss, its gradient, its denominator
+        and the logs alike. Rewards are in `rollout.pull`.
+
+        Args:
+            rollout ([`~types.Rollout`]):
+                The generation batch of this process; a token of weight 0 in it has to stay at 0.
+            rows (`Sequence[Mapping[str, Any]]`):
+                The dataset rows, aligned with it.
+            targets ([`~types.TeacherTargets`]):
+                The teacher's targets for it, row-aligned.
+
+        Returns:
+            `torch.Tensor`: [B, C], finite and at least 0.
+        """
         discount = self.args.position_discount if self.model.training else 1.0
         places_C = torch.arange(rollout.weights.size(1), device=rollout.weights.device)
         return rollout.weights * discount**places_C
 
     @property
     def teaches_early(self) -> bool:
-        return self.teachers.begin_early and type(self).teach is Teaching.teach
+        return self.teachers.begin_early and not overrides(self, "teach")
 
     def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None:
         self.teachers.expect(*self._as_taught(rollout, rows))
@@ -274,7 +289,7 @@ class Teaching(TrainerHooks):
         rows, teacher_template = self._described_rows
         template = self.processing_class.chat_template
         rewards = [one.name for one in self._given_rewards] if self.args.reward_weight else []
-        tools, verbs = self.tools or (), self._own_verbs
+        tools, verbs = self.tools or (), own_verbs(type(self))
         return self._identity.now(self.divergence, rows, tools, template, rewards, teacher_template, verbs)
 
     def _teacher_template(self) -> str:
@@ -294,15 +309,6 @@ class Teaching(TrainerHooks):
             **{f"reward_funcs: {one.name}": one.source for one in learned if not one.is_model},
             **{f"tools: {one.__name__}": one for one in self.tools or ()},
         }
-
-    @property
-    def _own_verbs(self) -> dict[str, list[Any]]:
-        """The verbs that subclasses override: the one called first, then those that it may call."""
-        found = {}
-        for verb in ("complete", "teach", "weigh", "compare"):
-            classes = [one for one in type(self).__mro__ if not one.__module__.startswith("trl_opsd.")]
-            found[verb] = [vars(one)[verb] for one in classes if verb in vars(one)]
-        return {verb: own for verb, own in found.items() if own}
 
     @property
     def _calls_functions(self) -> bool:

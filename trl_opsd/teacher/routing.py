@@ -15,9 +15,8 @@ from torch import Tensor
 
 from trl_opsd.losses.token_selection import Selection
 from trl_opsd.models.head import shape_of
-from trl_opsd.teacher.alignment import prove_alignment
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.guards import check_depends_on_input
+from trl_opsd.teacher.checks import check_depends_on_input, prove_alignment
 from trl_opsd.types import OutputHead, Rollout, RowTargets, Sampled, TeacherTargets
 from trl_opsd.types.checks import check_targets
 from trl_opsd.types.kept import Arriving, fetch, kept_by_row

@@ -1,13 +1,18 @@
-"""Checks what a user passes as a teacher, and its tokenizer, before a model is loaded."""
+"""Checks of teachers: of what is passed in, before anything is loaded; of the first targets, and of a user's own.
+
+B rows · C completion tokens · n tokens of one completion · H hidden width
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, TypeAlias
 
+import torch
 from accelerate.logging import get_logger
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_opsd._compat.peft import is_peft, without_peft
@@ -15,16 +20,119 @@ from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.vocabulary import check_token_maps
 from trl_opsd.http.server_urls import ONLY
-from trl_opsd.models.model_checks import naming_trust
-from trl_opsd.models.processing import has_tokenizer
+from trl_opsd.models.checks import naming_trust
+from trl_opsd.models.tokenizers import has_tokenizer
+from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.location import location
+from trl_opsd.teacher.self_teacher import share_memory
 from trl_opsd.teacher.served_checks import check_served
-from trl_opsd.teacher.sharing import share_memory
-from trl_opsd.types import OutputHead
+from trl_opsd.types import OutputHead, Rollout, TeacherTargets
+
+_FEW = 4
+"""Rows whose first and last target are compared first; if they differ, as nearly always, nothing else is."""
+
+
+def check_depends_on_input(rollout: Rollout, targets: TeacherTargets, teacher: str) -> None:
+    """Refuses hidden states that are the same after different tokens; waits for the weights and one comparison."""
+    counts_BC = rollout.weights.cpu() != 0
+    places = {row: counts_BC[row].nonzero().squeeze(1) for row in counts_BC.any(1).nonzero().flatten().tolist()}
+    few = [targets.of(row, places[row][[0, -1]]) for row in list(places)[:_FEW]]
+    if not few or not (torch.cat(few) == few[0][0]).all():
+        return
+    first = few[0][:1]  # only now all others
+    if not all((targets.of(row, of_row) == first).all() for row, of_row in places.items()):
+        return
+    read_BC = torch.cat([rollout.prompt_ids[:, -1:], rollout.completion_ids[:, :-1]], dim=1)
+    read_N = read_BC.cpu()[counts_BC]
+    if (read_N != read_N[0]).any():
+        raise ValueError(
+            f"The {teacher} has the same hidden state at all {len(read_N)} tokens of a generation batch, whatever "
+            "it reads: its weights are zeroed or were not loaded; load it again. The student was not changed."
+        )
+
 
 logger = get_logger(__name__)
+
+_CHANGED = 0.05
+"""Least difference of states of different inputs, relative to the spread within a row; rounding stays below."""
+_QUOTED = 200
+"""Characters quoted of an error."""
+_CALLED_AGAIN = (
+    "(For this check the teacher was called a second time, for two rows: one that replays recorded answers in order is "
+    "now ahead by one.)"
+)
+
+
+def prove_alignment(
+    read: Callable[[Rollout], TeacherTargets], rollout: Rollout, targets: TeacherTargets, where: str
+) -> None:
+    """Refuses targets that have read the token they should predict; `where` is their method, for messages."""
+    # A teacher may be collective, so every process calls it, also without the three such tokens that a verdict needs.
+    row = int(rollout.counts.sum(-1).argmax())
+    places = rollout.counts[row].nonzero().flatten().tolist()
+    up_to_last = rollout.completion_mask[row, : places[-1] + 1 if places else 0].nonzero().flatten().tolist()
+    # A row is scored again beside a copy with another token before its last one. Only the last target may differ: an
+    # earlier difference means that states are shifted towards later tokens, none that they are shifted back.
+    pair = _with_another_token(rollout.select([row, row]), up_to_last)
+    try:
+        with preserved_rng(rollout.completion_ids.device):
+            hidden_2CH = read(pair).hidden
+    except Exception as error:  # a teacher that looks targets up has none for the changed row
+        logger.warning(
+            f"`{where}` could not read a row in which one token was changed, {type(error).__name__}: "
+            f"{next(iter(str(error).splitlines()), '')[:_QUOTED]}. So it is not known whether its targets are those of "
+            f"the tokens that they are compared at. {_CALLED_AGAIN}"
+        )
+        return
+    read_nH, changed_nH = hidden_2CH[:, places].float()
+    # Nothing can be concluded without three tokens, without another token, or from NaNs, which other checks report.
+    if len(places) < 3 or torch.equal(*pair.completion_ids) or not hidden_2CH[:, places].isfinite().all():
+        return
+    if _differ(read_nH, targets.of(row, torch.tensor(places)).to(read_nH)).any():
+        logger.warning(
+            f"`{where}` returned other states for a row when it reads the row again, without the others of its batch: "
+            "are the rows in order, is the model in eval mode, and does padding leave it unchanged? "
+            f"{_CALLED_AGAIN}"
+        )
+        return
+    differ = _differ(read_nH, changed_nH).tolist()
+    first = differ.index(True) if any(differ) else None
+    if first is None:
+        logger.warning(
+            f"`{where}` returned states that do not depend on the token right before the one that they predict: are "
+            "they one token behind, or do they come from a cache, whatever the completion is? The first target is the "
+            f"state at the last token of the prompt. {_CALLED_AGAIN}"
+        )
+    elif first == 0:
+        logger.warning(
+            f"`{where}` returned states of which the first already depends on later tokens of the completion, maybe on "
+            "the one that it predicts. If the teacher is to judge with hindsight, there is nothing to do; this is said "
+            f"once. {_CALLED_AGAIN}"
+        )
+    elif too_far := len(places) - 1 - first:
+        raise ValueError(
+            f"`{where}` returned states that are {too_far} token{'s' * (too_far > 1)} too far on: they have read the "
+            "token that they should predict. Of a model's states after P prompt tokens and C completion tokens return "
+            f"`hidden[:, P - 1 : -1]`; the student was not changed. {_CALLED_AGAIN}"
+        )
+
+
+def _with_another_token(pair: Rollout, places: list[int]) -> Rollout:
+    """Replaces the last but one of these tokens in the second row by another token of the row, if it has another."""
+    ids_2C = pair.completion_ids.clone()
+    last_but_one = places[-2:][:1]
+    known = [*ids_2C[1, places].tolist(), *pair.prompt_lists()[1]]
+    ids_2C[1, last_but_one] = next((one for one in known if one not in ids_2C[1, last_but_one]), 0)
+    return replace(pair, completion_ids=ids_2C)
+
+
+def _differ(one_nH: Tensor, other_nH: Tensor) -> Tensor:
+    """[n], whether states differ by more than rounding."""
+    apart = (one_nH - one_nH[:1]).abs().max()
+    return (one_nH - other_nH).abs().amax(-1) > _CHANGED * apart
+
 
 TeacherLike: TypeAlias = str | PreTrainedModel | Teacher
 """A path or model id, a model, or a teacher of the user's own."""

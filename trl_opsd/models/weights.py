@@ -1,4 +1,4 @@
-"""Samples a few values of every weight of a model, to detect later whether the model has changed."""
+"""Weights by name: samples of their values, names in a checkpoint, and a model from its config alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from hashlib import sha256
 from typing import TypeAlias
 
 import torch
+import transformers
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from trl_opsd._compat.peft import CausalLM, base_parameters
 from trl_opsd._compat.sharding import whole
@@ -66,3 +69,22 @@ def sample(parameter: Tensor) -> Tensor:
     # Spread by a multiplicative hash: with even steps, all values could come from one column.
     places = torch.arange(min(VALUES, flat.numel()), device=flat.device) * 2654435761 % max(flat.numel(), 1)
     return flat[places].cpu()
+
+
+def as_saved(model: CausalLM, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """Names and values that `save_pretrained` writes for one weight, such as the experts of a layer one by one."""
+    if getattr(model, "_weight_conversions", None) == []:  # saved under the same names; skips a slow conversion
+        return [(name, tensor)]
+    # The tensor is unsharded, or on the meta device where only the names are needed.
+    return list(revert_weight_conversion(model, {name: tensor}).items())
+
+
+def without_weights(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model as its config initialises it, on the default device."""
+    # The class that TRL loads: the first architecture, which of a multimodal checkpoint is the whole model; without a
+    # name, the causal language model of the config's kind.
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    if named is None:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model: PreTrainedModel = named(config)
+    return model.to(dtype)

@@ -1,0 +1,184 @@
+"""Rewards completions in the process that generated them, and gives each row its advantage among those of its prompt.
+
+B rows of this process · R rows of all · F reward functions
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
+from accelerate.utils import gather_object
+from pandas import DataFrame
+from torch import Tensor
+
+from trl_opsd._compat.trl import nanstd, parse_response
+from trl_opsd.data.readers import Request
+from trl_opsd.host import Host
+from trl_opsd.rewards.advantages import advantages, total
+from trl_opsd.rewards.functions import Rewards
+from trl_opsd.rewards.given import NOT_PASSED
+from trl_opsd.types import Rollout
+
+__all__ = ["BatchRewards"]
+
+
+class Rewarded(Host, Protocol):
+    """The trainer, as rewards see it."""
+
+    log_completions: bool
+    reads_solutions: bool
+    """Whether a column `solution` of a dataset is privileged context."""
+
+    def gather_distinct_rows(self, rows: Tensor) -> Tensor:
+        """One entry per row of an evaluation batch, over all processes. Collective."""
+
+
+@final
+class BatchRewards:
+    """Calls reward functions: in evaluations always, in training where the loss uses them."""
+
+    def __init__(self, trainer: Rewarded, rewards: Rewards | None) -> None:
+        self._trainer, self._rewards = trainer, rewards
+        self.conversations: list[Any] | None = None
+        """The completions of the next batch with the tools' results, as messages."""
+        self._evaluated: list[Tensor] | None = None
+        """[*, F] each, rewards of the evaluation in progress: each row once, in the order of generation."""
+        self._texts: dict[str, list[str]] = {}
+        """Prompts and completions of these rows, for `log_completions` only."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the reward functions in the log."""
+        return () if self._rewards is None else tuple(self._rewards.functions)
+
+    def note(self, batch: Mapping[str, Any], rows: Sequence[Request]) -> None:
+        """Rewards the completions of a generation batch, and sets the advantages of its rows. Collective.
+
+        To be called before rows are exchanged between processes: the completions of a prompt have to be adjacent.
+        """
+        trainer, rewards = self._trainer, self._rewards
+        is_trained = trainer.model.training and trainer.args.reward_weight > 0
+        if rewards is None or not (is_trained or self._evaluated is not None):
+            return
+        with trainer.phase("reward"):
+            rewards_BF = self._rewards_of(rewards, batch, rows)
+            if is_trained:
+                self._set_advantages(rewards, trainer.accelerator.gather(rewards_BF).cpu(), rows)
+            elif self._evaluated is not None:
+                self._evaluated.append(trainer.gather_distinct_rows(rewards_BF).cpu())
+                self._keep_texts(batch, len(self._evaluated[-1]))
+
+    def _set_advantages(self, rewards: Rewards, rewards_RF: Tensor, rows: Sequence[Request]) -> None:
+        args, first = self._trainer.args, self._trainer.accelerator.process_index * len(rows)
+        # From the rewards of all processes, as the completions of a prompt may be in several.
+        found = advantages(
+            rewards_RF, rewards.weights, args.num_generations, args.scale_rewards, args.multi_objective_aggregation
+        )
+        for row, value in zip(rows, found.values[first : first + len(rows)].tolist(), strict=True):
+            row.advantage = value
+        self._record(rewards, rewards_RF)
+        self._trainer.record("frac_reward_zero_std", float(found.is_flat.float().mean()))
+
+    def pulls_of(self, rows: Sequence[Request]) -> dict[str, Tensor]:
+        """The pull of each row on its own tokens, [B], as the batch holds it; empty where none has any."""
+        args = self._trainer.args
+        if not (self._trainer.model.training and args.pulls):
+            return {}
+        pulls = [args.reward_weight * row.advantage + args.sft_weight * bool(row.is_off_policy) for row in rows]
+        return {"pull": torch.tensor(pulls, dtype=torch.float32, device=self._trainer.accelerator.device)}
+
+    # ---- Calling the functions ----------------------------------------------------------------------------------
+
+    def _rewards_of(self, rewards: Rewards, batch: Mapping[str, Any], rows: Sequence[Request]) -> Tensor:
+        """[B, F], on the accelerator's device; NaN for a completion of the dataset, which is not the student's."""
+        metrics: dict[str, list[float]] = defaultdict(list)
+        numbers = [number for number, row in enumerate(rows) if not row.is_off_policy]
+        of_student = [rows[number] for number in numbers]
+        texts, ids = self._completions_of(batch, rows)
+        arguments = {
+            **self._columns(of_student),
+            "completions": [texts[number] for number in numbers],
+            "completion_ids": [ids[number] for number in numbers],
+            "trainer_state": self._trainer.state,
+            "log_metric": lambda name, value: metrics[name].append(float(value)),
+        }
+        found = torch.full((len(rows), len(rewards.functions)), torch.nan)
+        found[numbers] = rewards.of(arguments, [row.where for row in of_student])
+        # Means over the calls of `log_metric` in all processes.
+        everyone = gather_object([dict(metrics)])
+        for name in sorted({name for theirs in everyone for name in theirs}):
+            values = [value for theirs in everyone for value in theirs.get(name, ())]
+            self._trainer.record(name, sum(values) / len(values))
+        return found.to(self._trainer.accelerator.device)
+
+    def _columns(self, rows: Sequence[Request]) -> dict[str, list[Any]]:
+        """Columns of the dataset as arguments; copies, since functions may change them."""
+        names = [name for name in (rows[0] if rows else ()) if name not in NOT_PASSED]
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        if self._trainer.reads_solutions and "privileged_context" in columns:
+            columns.setdefault("solution", columns["privileged_context"])  # as the dataset may have called it
+        return deepcopy({**columns, "prompts": [row["prompt"] for row in rows]})
+
+    def _completions_of(self, batch: Mapping[str, Any], rows: Sequence[Request]) -> tuple[list[Any], list[list[int]]]:
+        """The completions of a batch in the form of its prompts, text or messages, and their token ids."""
+        rollout, processing = Rollout.unpack(batch), self._trainer.processing_class
+        ids = rollout.completion_lists()
+        conversations, self.conversations = self.conversations, None
+        if conversations is not None:
+            return conversations, ids
+        is_text = isinstance(rows[0]["prompt"], str)
+        if not is_text and any(
+            getattr(processing, name, None) is not None for name in ("response_template", "response_schema")
+        ):
+            # An empty completion cannot be parsed, so a padding token stands for it.
+            pad, prompts = [processing.pad_token_id], rollout.prompt_lists()
+            parsed = [parse_response(processing, one or pad, prefix=of) for one, of in zip(ids, prompts, strict=True)]
+            return [[message] for message in parsed], ids
+        texts = processing.batch_decode(ids, skip_special_tokens=True)
+        return texts if is_text else [[{"role": "assistant", "content": text}] for text in texts], ids
+
+    # ---- The log ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluation(self, prefix: str) -> Iterator[None]:
+        """Records the rewards of all rows of an evaluation at its end; with `log_completions` saves them with texts."""
+        rewards_RF = self._evaluated = []
+        self._texts = {"prompt": [], "completion": []}
+        try:
+            yield
+        finally:
+            self._evaluated = None
+        if self._rewards is not None and rewards_RF:
+            self._record(self._rewards, torch.cat(rewards_RF))
+            if self._trainer.log_completions and self._trainer.accelerator.is_main_process:
+                self._save_table(torch.cat(rewards_RF), prefix)
+
+    def _keep_texts(self, batch: Mapping[str, Any], number: int) -> None:
+        """Keeps the texts of a batch with so many distinct rows, where they are saved. Collective."""
+        if not self._trainer.log_completions:
+            return
+        rollout, decode = Rollout.unpack(batch), self._trainer.processing_class.batch_decode
+        for name, ids in {"prompt": rollout.prompt_lists(), "completion": rollout.completion_lists()}.items():
+            texts = gather_object(decode(ids, skip_special_tokens=True))
+            self._texts[name] += texts[:number]  # the others pad the last batch
+
+    def _save_table(self, rewards_RF: Tensor, prefix: str) -> None:
+        """Writes a table of an evaluation, one line per row, next to those that TRL writes of trainings."""
+        folder, step = Path(self._trainer.args.output_dir or "") / "completions", self._trainer.state.global_step
+        folder.mkdir(parents=True, exist_ok=True)
+        columns = dict(zip(self.names, rewards_RF.T.tolist(), strict=True))
+        DataFrame({"step": step, **self._texts, **columns}).to_parquet(folder / f"{prefix}_{step:05d}.parquet")
+
+    def _record(self, rewards: Rewards, rewards_RF: Tensor) -> None:
+        totals_R = total(rewards_RF, rewards.weights)
+        for name, values_R in zip(self.names, rewards_RF.T, strict=True):
+            self._trainer.record(f"rewards/{name}/mean", float(values_R.nanmean()))
+            self._trainer.record(f"rewards/{name}/std", float(nanstd(values_R)))
+        self._trainer.record("reward", float(totals_R.nanmean()))
+        self._trainer.record("reward_std", float(nanstd(totals_R)))

@@ -1,0 +1,231 @@
+"""Generates the completions of a batch: by the rollout, the dataset or the teachers, and checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import compress
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from accelerate.logging import get_logger
+
+from trl_opsd.data.completions import completion_ids
+from trl_opsd.data.readers import Request
+from trl_opsd.host import TrainerHost
+from trl_opsd.loop.overrides import of_package, overrides
+from trl_opsd.models.backbone import preserved_mode
+from trl_opsd.monitor.memory import explained
+from trl_opsd.parallel.pulled import Endable
+from trl_opsd.parallel.rng import derived_seed
+from trl_opsd.rollout import RolloutBackend
+from trl_opsd.rollout.of_teacher import OfTeacher
+from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream
+
+logger = get_logger(__name__)
+
+_users: WeakValueDictionary[int, Generation] = WeakValueDictionary()
+"""Who each rollout was last bound to, by the id of the rollout, which is kept alive there."""
+
+Generate = Callable[[list[list[int]]], list[list[int]]]
+"""A completion for each prompt."""
+
+
+class Generation:
+    """The completions of generation batches; `generate` calls the trainer's `complete`, or takes what is generated.
+
+    With `lmbda` below 1 some rows have the completion of the dataset or of their teacher, as in TRL's GKD trainer:
+    which ones follows from `seed`, the step, and the place of a row among all processes. Evaluations have none.
+    """
+
+    rollout: RolloutBackend
+
+    def __init__(self, host: TrainerHost, generate: Generate) -> None:
+        self._host, self._generate = host, generate
+        self.requests: Sequence[Request] = ()
+        """The rows being generated."""
+        self.empty_rows: list[int] = []
+        """Rows of the batch whose completion is empty: they travel as one token of padding, to be masked."""
+        self._is_first_turn = False
+        self._surplus: list[list[int]] = []
+        self._has_completed = False
+        self._of_teacher: Mapping[str, OfTeacher] = {}
+
+    # ---- The rollout --------------------------------------------------------------------------------------------
+
+    def bind(self, rollout: RolloutBackend) -> None:
+        """Binds a rollout to this trainer; rejects one that cannot work with `overlap='ahead'`."""
+        if self._host.args.overlap == "ahead":
+            self._check_generates_apart(rollout)
+        with explained("start", partial(self._host.footprint, "start")):
+            rollout.bind(self._host)
+        self.rollout = rollout
+        _users[id(rollout)] = self
+
+    def _check_generates_apart(self, rollout: RolloutBackend) -> None:
+        if not rollout.writes_apart:
+            why = f"{type(rollout).__name__} writes in the trainer's own process: set `vllm_mode='server'`"
+        elif self._host.tools:
+            why = "rows with `tools` are written in turns"
+        elif overrides(self._host, "complete"):
+            why = f"it would not call `{type(self._host).__name__}.complete`"
+        else:
+            return
+        raise ValueError(f"`overlap='ahead'`: {why}; or leave `overlap` out.")
+
+    @property
+    def streams(self) -> bool:
+        """Whether `stream` generates what `complete` does."""
+        return not (overrides(self._host, "complete") or self._host.tools)
+
+    def session(self) -> AbstractContextManager[None]:
+        """Around all calls of `complete` for a generation batch, and around an evaluation; it nests."""
+        return self.rollout.session()
+
+    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """One checked completion of the rollout for each prompt."""
+        self.be_ready()
+        # A copy, so that changing it does not change what is trained on.
+        returned = self.rollout.complete([list(ids) for ids in prompt_ids], self._host.state.global_step)
+        return checked_completions(returned, self._host, prompt_ids, type(self.rollout).__name__)
+
+    def stream(self, prompt_ids: list[list[int]]) -> Endable[tuple[int, list[int]]]:
+        """Generates as `complete`: the number of each prompt with its completion, checked, as it ends."""
+        self.be_ready()
+        rows = self.rollout.stream([list(ids) for ids in prompt_ids], self._host.state.global_step)
+        return checked_stream(rows, self._host, prompt_ids, type(self.rollout).__name__)
+
+    def be_ready(self) -> None:
+        """Verifies the student, whose weights are where they will be, and that no other trainer has the rollout."""
+        self._host.prove_student()
+        if _users.get(id(self.rollout)) is not self:  # another trainer has used it since
+            self.bind(self.rollout)
+
+    # ---- The turns of a batch -----------------------------------------------------------------------------------
+
+    def mark(self, rows: Sequence[Request]) -> None:
+        """Sets the place of each row of a batch, over all processes, and whether it is off-policy."""
+        args, state = self._host.args, self._host.state
+        for place, row in enumerate(rows, start=self._host.accelerator.process_index * len(rows)):
+            row.place = place
+            # Uniform in [0, 1), independent of torch's random state: a resumed run draws the same.
+            drawn = derived_seed(args.seed, state.global_step, place) / 2**63
+            row.is_off_policy = self._host.model.training and drawn >= args.lmbda
+
+    def begin(self) -> None:
+        """Called before the first turn of a batch."""
+        self._is_first_turn, self.empty_rows = True, []
+
+    def turn(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """The completions of a turn, in TRL's form: without empty ones in the first. Collective."""
+        completions = self._turn(prompt_ids)
+        assert completions is not None, "this process has prompts"
+        if self._is_first_turn:
+            # TRL reads the last token of each completion. An empty one travels as a pad token and is masked later.
+            self._is_first_turn = False
+            self.empty_rows = [row for row, ids in enumerate(completions) if not ids]
+            completions = [ids or [self._host.processing_class.pad_token_id] for ids in completions]
+        return completions
+
+    def join_later_turns(self) -> None:
+        """Takes part in the turns of other processes that follow the last of this one. Collective."""
+        while self._turn([]) is not None:
+            pass
+
+    def on_policy(self, completions: list[Any]) -> list[Any]:
+        """Those of a batch that the student generated."""
+        return list(compress(completions, [not row.is_off_policy for row in self.requests]))
+
+    def note_logprobs(self, row: Request, prompt_ids: list[int], completion_ids: list[int]) -> None:
+        """Sets the sampling log-probabilities of a row, as soon as the rollout has returned it."""
+        if self._host.reads_logprobs:
+            found = self.rollout.logprobs(prompt_ids, completion_ids)
+            row.logprobs = None if found is None else (completion_ids, found)
+
+    def _turn(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
+        """The completions of a turn; `None` if it is a later one in which no process has prompts. Collective."""
+        if self._is_first_turn:
+            self._surplus = prompt_ids[:1]
+        with self._host.phase("complete"), preserved_mode(self._host.model):
+            completions = self._mixed(prompt_ids) if self._is_first_turn else self._together(prompt_ids)
+            for row, prompt, ids in zip(self.requests, prompt_ids, completions or (), strict=False):
+                self.note_logprobs(row, prompt, ids)
+        return completions
+
+    def _mixed(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """A completion for each prompt, from the dataset, the teacher or the student. Collective."""
+        args = self._host.args
+        if args.lmbda == 1 or not self._host.model.training:
+            return self._checked(prompt_ids)
+        self.be_ready()  # verifies the student, even if it generates nothing in this batch
+        given = {number: row for number, row in enumerate(self.requests) if row.is_off_policy}
+        if args.seq_kd:
+            found = dict(zip(given, self._of_teachers(list(given.values())) if given else [], strict=True))
+        else:
+            found = {number: self._of_dataset(row, prompt_ids[number]) for number, row in given.items()}
+        rest = [number for number in range(len(prompt_ids)) if number not in found]
+        written = self._together([prompt_ids[number] for number in rest]) or []
+        found.update(dict(zip(rest, written, strict=True)))
+        return [found[number] for number in range(len(prompt_ids))]
+
+    def _together(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
+        """The student's completions; `None` where no process has prompts. Collective."""
+        rows = torch.tensor([len(prompt_ids)], device=self._host.accelerator.device)
+        return self._checked(prompt_ids) if self._host.accelerator.gather(rows).any() else None
+
+    def _checked(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        if prompt_ids or (of_package(self._host.complete) and of_package(self.rollout.complete)):
+            return self._check(prompt_ids, self._generate(prompt_ids))
+        # A user's rollout is called as often as in other processes, but never without a prompt: few would accept that.
+        self._check(self._surplus, self._generate(self._surplus))
+        return []
+
+    def _check(self, prompt_ids: list[list[int]], completions: Any) -> list[list[int]]:
+        """What `complete` returned, as token ids up to the first end token; raises if these cannot be trained on."""
+        host, name = self._host, type(self.rollout).__name__
+        if overrides(host, "complete"):
+            name = f"{type(host).__name__}.complete"
+            completions = checked_completions(completions, host, prompt_ids, name)
+        padding = {host.processing_class.pad_token_id, *host.eos_token_ids}
+        if not self._has_completed and begin_with_prompts(completions, prompt_ids, padding):
+            logger.warning(
+                f"Every completion that {name} returned begins with its whole prompt, which would be learned as part "
+                "of it: return only what follows the prompt, `ids[len(prompt):]`. If the student itself repeats its "
+                "prompts, see how they end in what is printed when a training begins."
+            )
+        self._has_completed = True
+        return completions
+
+    # ---- Off-policy completions ---------------------------------------------------------------------------------
+
+    def use_teachers(self, teachers: Mapping[str, Any]) -> None:
+        """Prepares each teacher to generate for its rows with `seq_kd`; a `ValueError` if one cannot."""
+        limits = self._host.readers.teacher_limits
+        self._of_teacher = {name: OfTeacher(self._host, teacher, limits[name]) for name, teacher in teachers.items()}
+
+    def _of_teachers(self, rows: Sequence[Request]) -> list[list[int]]:
+        reader = self._host.readers.teacher
+        reader.check_kind([row.of_teacher for row in rows])
+        prompts = reader.token_ids([row.of_teacher for row in rows])
+        for row, ids in zip(rows, prompts, strict=True):
+            reader.limits_of(row).check(len(ids), max(ids, default=0), row.of_teacher.where)
+        found: dict[int, list[int]] = {}
+        for name in dict.fromkeys(row.teacher for row in rows):
+            theirs = [number for number, row in enumerate(rows) if row.teacher == name]
+            written = self._of_teacher[name].complete([prompts[number] for number in theirs])
+            found.update(zip(theirs, written, strict=True))
+        return [found[number] for number in range(len(rows))]
+
+    def _of_dataset(self, row: Request, prompt_ids: list[int]) -> list[int]:
+        host, tokenizer = self._host, self._host.processing_class
+        most = host.args.max_completion_length
+        ids = completion_ids(row, row.where, prompt_ids, tokenizer, host.chat_template_kwargs, host.eos_token_ids, most)
+        host.limits.check_known(max(ids, default=0), f"The completion in {row.where}")
+        if unknown := set(ids) & set(host.placeholders):
+            raise ValueError(
+                f"The completion in {row.where} has the token {tokenizer.decode([min(unknown)])!r}, which stands "
+                "for an image or the like and is never written: remove it, or the row."
+            )
+        return ids

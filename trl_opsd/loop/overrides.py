@@ -1,0 +1,87 @@
+"""Checks what a user's subclass overrides: the verbs by name and signature, and methods that a batch passes."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from trl_opsd._compat.trl import DistillationTrainer
+from trl_opsd.config import OPSDConfig
+
+VERBS = ("complete", "teach", "weigh", "compare")
+"""What a user's subclass may override."""
+
+_PASSED_BY = ("_generate_and_score_completions", "_prepare_inputs", "compute_loss")
+"""Methods that a batch passes; an override may change it."""
+
+_NOT_CALLED = ("_generate", "_generate_single_turn")
+"""Methods that generate a whole batch; with `overlap="step"` they are called for the log only, after the last row."""
+
+
+def of_package(method: Any) -> bool:
+    """Whether a method is TRL's or ours."""
+    ours = __name__.partition(".")[0]
+    return str(getattr(method, "__module__", "")).startswith((f"{ours}.", DistillationTrainer.__module__))
+
+
+def may_change_batches(trainer: Any) -> bool:
+    """Whether the user overrides a method that a batch passes; the same in all processes."""
+    return not all(of_package(getattr(trainer, name)) for name in _PASSED_BY)
+
+
+def prepares_batches(trainer: Any) -> bool:
+    """Whether `_prepare_inputs` is the user's, which takes the rows of a call and may return anything."""
+    if of_package(trainer._prepare_inputs):
+        return False
+    if trainer.args.max_tokens_per_microbatch is not None:
+        raise ValueError(
+            f"`max_tokens_per_microbatch` with `{type(trainer).__name__}._prepare_inputs`, which returns one "
+            "micro-batch for each call: leave the option out, or override `weigh` or `compare` instead."
+        )
+    return True
+
+
+def overrides(trainer: Any, verb: str) -> bool:
+    """Whether a user's subclass has its own implementation of a verb."""
+    return not of_package(getattr(type(trainer), verb))
+
+
+def own_verbs(trainer: type) -> dict[str, list[Callable[..., Any]]]:
+    """The verbs that subclasses override: the one called first, then those that it may call."""
+    own = [vars(one) for one in trainer.__mro__ if not one.__module__.startswith("trl_opsd.")]
+    found = {verb: [names[verb] for names in own if verb in names] for verb in VERBS}
+    return {verb: methods for verb, methods in found.items() if methods}
+
+
+def check_methods(trainer: type, args: OPSDConfig) -> None:
+    """Rejects overrides of methods that need a whole batch: overlap trains before its last row is generated."""
+    for name in (*_PASSED_BY, *_NOT_CALLED) if args.overlap == "step" else ():
+        if not of_package(getattr(trainer, name)):
+            raise TypeError(
+                f"`overlap={args.overlap!r}` with `{trainer.__name__}.{name}`, which a batch passes as a whole, and "
+                "rows are learned before the last is written: override `weigh` or `compare` instead, or leave the "
+                "option out."
+            )
+
+
+def check_verbs(trainer: type, base: type) -> None:
+    """Rejects signatures and misspelt names of verbs, which are called only after the first (expensive) rollout."""
+    for one in trainer.__mro__[: trainer.__mro__.index(base)]:
+        for name, value in vars(one).items():
+            if not inspect.isfunction(value):
+                continue
+            if name in VERBS:
+                _check_signature(f"{one.__name__}.{name}", value, getattr(base, name))
+            # A longer name, such as `complete_with_hints`, is a helper and no misspelling.
+            elif (near := difflib.get_close_matches(name, VERBS, n=1, cutoff=0.8)) and not name.startswith(near[0]):
+                raise TypeError(f"`{one.__name__}.{name}` is called by nothing, did you mean `{near[0]}`.")
+
+
+def _check_signature(name: str, given: Any, ours: Any) -> None:
+    parameters = list(inspect.signature(ours).parameters)
+    try:
+        inspect.signature(given).bind(*parameters)
+    except TypeError as error:
+        raise TypeError(f"`{name}` is called as `({', '.join(parameters[1:])})`: {error}.") from None

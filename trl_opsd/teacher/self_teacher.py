@@ -1,0 +1,252 @@
+"""The student as its own teacher: in its present state, without its adapter, at its start, or averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trl_opsd._compat.peft import CausalLM, rewrites_base, without_adapter
+from trl_opsd._compat.sharding import is_split, is_split_model, whole, write
+from trl_opsd.models.backbone import Run, context_of, preserved_mode
+from trl_opsd.models.checks import sizes
+from trl_opsd.models.padding import Reading
+from trl_opsd.models.weights import first_change, sampled
+from trl_opsd.teacher.base import Teacher
+from trl_opsd.teacher.frozen import pass_groups, read
+from trl_opsd.teacher.placements import max_over_processes
+from trl_opsd.types import OutputHead, Rollout, TeacherTargets
+
+_ANOTHER_COPY = "or pass a second copy of it, for instance its path, as `teacher_model`"
+
+
+@final
+class Origin:
+    """The student as it was passed in; refuses an adapter that changes the weights under it, at once or by training."""
+
+    def __init__(self, student: CausalLM, handed_in: Mapping[str, Tensor]) -> None:
+        self._student = student
+        self._handed_in = handed_in  # samples of the base weights, from before an adapter is added here
+        # Some initialisations (PiSSA) move part of the base weights into the adapter.
+        kinds = {name: config for name, config in student.peft_config.items() if rewrites_base(config)}
+        changed = first_change(handed_in, sampled(student))
+        if kinds or changed is not None:
+            said = [f"init_lora_weights={config.init_lora_weights!r}" for config in kinds.values()]
+            raise ValueError(
+                f"`teacher_model_kind='base'` is the student without its adapter, but the adapter "
+                f"({', '.join(said) or 'as it was added'}) has changed the weights under it"
+                f"{'' if changed is None else f', first {changed}'}: what is left is another model. Initialise the "
+                f"adapter so that it leaves them alone (`init_lora_weights=True`), {_ANOTHER_COPY}."
+            )
+        self._check_frozen()
+
+    def check(self) -> None:
+        """Raises `ValueError` if a weight under the adapter has changed. Collective."""
+        changed = first_change(self._handed_in, sampled(self._student))
+        if changed is not None:
+            raise ValueError(
+                f"{changed} has changed since the student was passed in, so `teacher_model_kind='base'` is another "
+                f"teacher now: do not change the weights under the adapter (in a callback, by `merge_adapter`), "
+                f"{_ANOTHER_COPY}."
+            )
+
+    def _check_frozen(self) -> None:
+        learns = {name for name, parameter in self._student.named_parameters() if parameter.requires_grad}
+        # With the adapter disabled, peft before 0.19 also makes the originals of `modules_to_save` trainable.
+        with without_adapter(self._student):
+            without = [name for name, parameter in self._student.named_parameters() if parameter.requires_grad]
+        trained = [name for name in without if name in learns]
+        if trained:
+            raise ValueError(
+                f"`teacher_model_kind='base'` is the student without its adapter, but {trained[0]!r} is trained and "
+                f"belongs to both (in all {len(trained)} such parameters), so the teacher would learn with the "
+                f"student: set `bias='none'` in the `peft_config`, freeze it, {_ANOTHER_COPY}."
+            )
+
+
+def share_memory(teacher: Any, student: CausalLM) -> bool:
+    """Whether training the student would change the teacher, or freezing the teacher freeze the student."""
+    # By address too, as two modules may hold views of one tensor.
+    theirs = {place for one in _models(teacher) for place in _places(one)}
+    return bool(theirs) and isinstance(student, nn.Module) and not theirs.isdisjoint(_places(student))
+
+
+def _models(teacher: Any) -> Iterator[nn.Module]:
+    """The models inside a teacher, which may hold other teachers."""
+    if isinstance(teacher, nn.Module):
+        yield teacher
+    elif isinstance(teacher, Teacher):
+        for one in vars(teacher).values():
+            yield from _models(one)
+
+
+def _places(model: nn.Module) -> set[tuple[str, int]]:
+    """Identifies parameters by object and by address, as one parameter may be a view of another's memory."""
+    parameters = list(model.parameters())
+    addresses = {("address", parameter.data_ptr()) for parameter in parameters if not parameter.is_meta}
+    sharded = {("address", 0)}  # ZeRO-3 leaves no local storage
+    return {("object", id(parameter)) for parameter in parameters} | addresses - sharded
+
+
+FILE = "ema_teacher.safetensors"
+"""File of the average in a checkpoint."""
+
+
+@final
+class Average(TrainerCallback):
+    """`teacher = (1 - rate) * teacher + rate * student`, after every `every` optimizer steps."""
+
+    def __init__(
+        self, student: Callable[[], Mapping[str, Tensor]], teacher: Mapping[str, Tensor], rate: float, every: int
+    ) -> None:
+        self._student = student
+        self._teacher = teacher
+        # Unsharded, on the teacher's devices, and in float32: in half precision a step of 5 % of a small difference is
+        # rounded away, and the teacher would not move. A float32 teacher's tensors are the averages themselves.
+        self._average = {name: tensor.detach().float() for name, tensor in teacher.items()}
+        self._rate = rate
+        self._every = every
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step % self._every == 0:
+            self.update()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Moves the average toward the student; a split student is gathered one parameter at a time."""
+        student = self._student()
+        for name, average in self._average.items():
+            average.lerp_(whole(student[name]).to(average), self._rate)
+        self._copy_to_teacher()
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The student's parameters hold the averages while the context lasts."""
+        student = self._student()
+        # Shards cannot be swapped with full tensors: the student's values are gathered, overwritten and written back.
+        if any(is_split(student[name]) for name in self._teacher):
+            own = {name: whole(student[name]) for name in self._teacher}
+            write(student, self._teacher)
+            try:
+                yield
+            finally:
+                write(self._student(), own)
+        else:
+            self._swap()
+            try:
+                yield
+            finally:
+                self._swap()
+
+    @property
+    def copies(self) -> dict[str, Tensor]:
+        """The averages that are not the teacher's own tensors because those are in half precision."""
+        return {
+            name: average
+            for name, average in self._average.items()
+            if average.data_ptr() != self._teacher[name].data_ptr()
+        }
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the average into a checkpoint."""
+        tensors = {name: average.contiguous() for name, average in self._average.items()}
+        save_file(tensors, Path(folder) / FILE)
+
+    @torch.no_grad()
+    def load(self, folder: str | Path) -> None:
+        """Loads the average from a checkpoint; refuses one that has none, or that of other parameters."""
+        path = Path(folder) / FILE
+        if not path.is_file():
+            raise ValueError(
+                f"{folder} has no {FILE}: it was not written with teacher_model_kind='ema'; resume from one that was."
+            )
+        saved = load_file(path)
+        if {name: tensor.shape for name, tensor in saved.items()} != {
+            name: average.shape for name, average in self._average.items()
+        }:
+            raise ValueError(f"{path} holds the average of other parameters: resume with the model it was written for.")
+        for name, average in self._average.items():
+            average.copy_(saved[name])
+        self._copy_to_teacher()
+
+    def _copy_to_teacher(self) -> None:
+        for name, average in self.copies.items():
+            self._teacher[name].copy_(average)
+
+    def _swap(self) -> None:
+        student = self._student()
+        for name, tensor in self._teacher.items():
+            parameter = student[name]
+            # Swapping storage copies nothing, and optimizer state that refers to the parameters stays valid.
+            parameter.data, tensor.data = tensor.data, parameter.data
+
+
+@final
+class OwnTeacher(Teacher):
+    """Scores with the student's own parameters, so that no second copy of the model exists.
+
+    Anything it knows beyond the student has to be in its prompt.
+    """
+
+    def __init__(
+        self,
+        student: CausalLM,
+        run: Run,
+        as_teacher: Callable[[], AbstractContextManager[Any]],
+        reading: Callable[[], Reading],
+        cache_device: str = "auto",
+        progress: bool = False,
+        kept: Collection[Tensor] = (),
+    ) -> None:
+        self.model = student
+        # `as_teacher` makes the student's parameters the teacher's: `disable_adapter`, or nothing for the live student.
+        with as_teacher():
+            self._head = OutputHead.of(student)
+        # The module, not its tensors, which FSDP2 replaces when training begins. The last match, as a head may be tied.
+        *_, self._layer = (one for one in student.modules() if getattr(one, "weight", None) is self._head.weight)
+        self._run = run
+        self._as_teacher = as_teacher
+        self._cache_device = cache_device
+        self._progress = progress
+        self._reading = reading  # a callable: for a sharded student it is known only later
+        self._kept = kept  # weights that `as_teacher` swaps in, to describe their size
+
+    def __str__(self) -> str:
+        return f"{sizes(self._kept)} in place of the student's" if self._kept else "no weights of its own"
+
+    @property
+    def head(self) -> OutputHead:
+        return replace(self._head, weight=self._layer.weight, bias=getattr(self._layer, "bias", None))
+
+    @property
+    def context(self) -> int | None:
+        return context_of(self.model)
+
+    @property
+    def reading(self) -> Reading:
+        return self._reading()
+
+    @contextmanager
+    def lent(self) -> Iterator[CausalLM]:
+        """The student, as the teacher it is."""
+        with self._as_teacher():
+            yield self.model
+
+    def targets(self, rollout: Rollout) -> TeacherTargets:
+        device = rollout.completion_ids.device
+        with preserved_mode(self.model):
+            self.model.eval()
+            # A sharded student's forward is collective, so all processes run the same number of passes.
+            groups = pass_groups(self.model, rollout, self.reading, few=is_split_model(self.model))
+            passes = max_over_processes(len(groups), device)
+            with self._as_teacher():
+                return read(
+                    self._run, rollout, groups, passes, device, self._cache_device, self._progress, self.reading
+                )
