@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -82,9 +83,33 @@ class TrainerHost(Host, Protocol):
     pad_to_multiple_of: int | None
     tools: Any
     temperature: float
-    readers: Readers
-    rollout: Any
+    divergence: Any
+    train_dataset: Any
+    eval_dataset: Any
+    dropped_prompts: Counter[str]
+    base_samples: Any
     is_deepspeed_enabled: bool
+
+    @property
+    def readers(self) -> Readers:
+        """How prompts become token ids, for the student and for the teachers."""
+
+    @property
+    def reading_to_learn(self) -> Reading:
+        """Which rows share a pass outside of generation."""
+
+    @property
+    def batch_name(self) -> str:
+        """The current generation batch, in messages about its rows."""
+
+    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
+        """Token ids of unchecked prompts."""
+
+    def add_callback(self, callback: Any) -> None:
+        """Adds a callback to the training."""
+
+    def take_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
+        """Assigns datasets that were checked."""
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """Generates one completion for each prompt."""

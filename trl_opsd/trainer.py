@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,16 +15,24 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import is_fsdp_enabled
 
+from trl_opsd import fingerprint
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.arguments.checks import build_rewards
+from trl_opsd.arguments.dataset_checks import check_train_size
 from trl_opsd.arguments.prepared import prepared
+from trl_opsd.arguments.rules import LEARNING
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
+from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.readers import Readers, Request
+from trl_opsd.data.teacher_prompts import Row
 from trl_opsd.loop.batch_rewards import BatchRewards
+from trl_opsd.loop.footprint import footprint
+from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.model_card import ModelCard
-from trl_opsd.loop.overrides import check_methods, check_verbs
+from trl_opsd.loop.overrides import check_methods, check_verbs, overrides
 from trl_opsd.loop.recording import Recording
 from trl_opsd.loop.scoring import selection_of
 from trl_opsd.loop.student import use_special_tokens
@@ -34,9 +44,11 @@ from trl_opsd.losses.registry import divergence_of
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.head import whole_head
+from trl_opsd.models.padding import Reading
 from trl_opsd.models.probes import prove_student
 from trl_opsd.options.foreign_names import StrictNames, explained_argument
-from trl_opsd.options.table import a_divergence
+from trl_opsd.options.rules import refuse
+from trl_opsd.options.table import Situation, a_divergence
 from trl_opsd.parallel.agreement import agree
 from trl_opsd.parallel.failure import share_tracebacks
 from trl_opsd.parallel.precision import warn_of_lost_updates
@@ -46,15 +58,17 @@ from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.changes import warn_of_overridden
 from trl_opsd.rollout.pick import check_rollout, chosen_rollout
 from trl_opsd.rollout.synced import SyncedRollout
+from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.checks import TeacherLike
 from trl_opsd.teacher.comparison import compared
 from trl_opsd.teacher.routing import shares
+from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 logger = get_logger(__name__)
 
 
-class OPSDTrainer(StrictNames, Teaching):
+class OPSDTrainer(StrictNames, TrainerHooks):
     """Trainer for on-policy distillation: the student generates completions, a frozen teacher scores each token, and
     the student moves toward the teacher's next-token distribution.
 
@@ -210,13 +224,17 @@ class OPSDTrainer(StrictNames, Teaching):
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
         self._without_effect = given.without_effect
         self._has_compared = given.is_same_model  # the user was warned already that a divergence of 0 follows
+        self.dropped_prompts: Counter[str] = Counter()
+        self.reads_solutions = given.reads_solutions
+        self._reward_names = [one.name for one in given.rewards]
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
             if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
                 self.prove_student()
             rewards = build_rewards(given.rewards, self.args, self.chat_template_kwargs, self.accelerator.device)
             self._rewards = BatchRewards(self, rewards)
-            self.set_up_teaching(given)
+            self._teaching = Teaching(self, given, self._generation.use_teachers)
+            self._teaching.build()
         self._prove_divergence(self.divergence)
         warn_of_overridden(self.model, self.generation_config)
         self._generation.bind(given.rollout)
@@ -238,7 +256,9 @@ class OPSDTrainer(StrictNames, Teaching):
 
     def _prove_divergence(self, divergence: Divergence) -> None:
         with preserved_rng(self.accelerator.device):
-            doubts = prove_divergence(divergence, self._vocabulary or self.limits.vocabulary, self.accelerator.device)
+            doubts = prove_divergence(
+                divergence, self._teaching.vocabulary or self.limits.vocabulary, self.accelerator.device
+            )
         for doubt in doubts:
             logger.warning(doubt)
 
@@ -248,6 +268,31 @@ class OPSDTrainer(StrictNames, Teaching):
         """Generates one completion for each prompt; token ids in, token ids out."""
         self._ahead.wait()  # rows generated ahead occupy the rollout
         return self._generation.complete(prompt_ids)
+
+    def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
+        """Has the teacher score a whole generation batch; `rows` are its dataset rows, aligned with it."""
+        return self._teaching.targets(rollout, rows)
+
+    def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
+        """The weight of each token of a generation batch in the loss; by default 1 or 0, with `position_discount`.
+
+        Token selection and discounts belong here: the returned weights apply to the loss, its gradient, its denominator
+        and the logs alike. Rewards are in `rollout.pull`.
+
+        Args:
+            rollout ([`~types.Rollout`]):
+                The generation batch of this process; a token of weight 0 in it has to stay at 0.
+            rows (`Sequence[Mapping[str, Any]]`):
+                The dataset rows, aligned with it.
+            targets ([`~types.TeacherTargets`]):
+                The teacher's targets for it, row-aligned.
+
+        Returns:
+            `torch.Tensor`: [B, C], finite and at least 0.
+        """
+        discount = self.args.position_discount if self.model.training else 1.0
+        places_C = torch.arange(rollout.weights.size(1), device=rollout.weights.device)
+        return rollout.weights * discount**places_C
 
     def compare(
         self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
@@ -277,7 +322,7 @@ class OPSDTrainer(StrictNames, Teaching):
                 mine,
                 rollout,
                 num_items,
-                self.args.objective(self.divergence, self.temperatures, self._vocabulary),
+                self.args.objective(self.divergence, self.temperatures, self._teaching.vocabulary),
                 criterion=None if selection is None else selection.criterion,
             )
             if self._recording is not None and rollout.begins_at is None:
@@ -290,7 +335,7 @@ class OPSDTrainer(StrictNames, Teaching):
         return {
             "divergence": self.divergence,
             "temperatures": self.temperatures,
-            "vocabulary": self._vocabulary,
+            "vocabulary": self._teaching.vocabulary,
             "tokenizer": self.processing_class,
             "names": list(self.teachers),
         }
@@ -339,10 +384,120 @@ class OPSDTrainer(StrictNames, Teaching):
             and not self.tools
         )
 
+    # ---- Teachers and datasets --------------------------------------------------------------------------------------
+
+    @property
+    def teachers(self) -> Teachers:
+        """The teachers, by name."""
+        return self._teaching.teachers
+
+    @property
+    def teacher(self) -> Teacher | None:
+        """The only teacher; `None` if there are several."""
+        return self.teachers.only
+
+    @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """Names of the teachers, in the order of their numbers; empty if there is one."""
+        return tuple(self.teachers) if len(self.teachers) > 1 else ()
+
+    @property
+    def readers(self) -> Readers:
+        """How prompts become token ids, for the student and for the teachers."""
+        return self._teaching.readers
+
+    @property
+    def limits(self) -> PromptLimits:
+        """Limits on the student's prompts and completions: vocabulary and context."""
+        return self.readers.student_limits
+
+    @property
+    def reading_to_learn(self) -> Reading:
+        """Which rows share a pass outside of generation, where the padding options of the config apply."""
+        return replace(self.reading, packed=self.args.padding_free, multiple_of=self.args.pad_to_multiple_of or 1)
+
+    @property
+    def batch_name(self) -> str:
+        """The current generation batch, in messages about its rows."""
+        step = self.state.global_step + 1 + self._ahead.steps_ahead
+        name = f"the batch of step {step}" if self.model.training else "an evaluation batch"
+        number = self.accelerator.num_processes
+        return f"{name} in process {self.accelerator.process_index}" if number > 1 else name
+
+    def read_rows(self, rows: Sequence[Row]) -> list[Request]:
+        """Parses and checks the rows of a generation batch, before generation."""
+        return self._teaching.read_rows(rows)
+
+    def rows_of(self, rollout: Rollout) -> list[Row]:
+        """Rows for a batch that comes from no dataset; raises where a prompt alone does not make one."""
+        return self._teaching.rows_of(rollout)
+
+    def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
+        """Rejects prompts that the student cannot read, before generation."""
+        self.readers.check_batch(prompt_ids, self.batch_name)
+
+    @property
+    def teaches_early(self) -> bool:
+        """Whether a teacher benefits from `expect`."""
+        return self.teachers.begin_early and not overrides(self, "teach")
+
+    def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None:
+        """Notifies the teacher of rows that `teach` will soon be called with."""
+        self._teaching.expect(rollout, rows)
+
+    def forget_expected(self) -> None:
+        """Notifies the teacher that expected rows will not come: a step was interrupted."""
+        self.teachers.forget_expected()
+
+    def replace_teacher(self, teacher_model: Any) -> None:
+        """Builds the teacher anew from another model or path; the implementation of assigning to `teacher_model`."""
+        self._launch.restore()
+        if self._dealer.is_dealt:
+            raise ValueError(
+                "`trainer.teacher_model` was assigned within an optimizer step: do it before or after one."
+            )
+        self._teaching.replace_teacher(teacher_model)
+
+    def replace_dataset(self, name: str, dataset: Any) -> None:
+        """Checks other rows as the first were, and takes them; the implementation of assigning to a dataset."""
+        self._launch.restore()
+        if self.is_in_train and name == "train_dataset":
+            raise ValueError("`trainer.train_dataset` was assigned within a training: assign it between two.")
+        given = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+        self._teaching.replace_datasets(**{**given, name: self.as_read(dataset, name)})
+
+    def take_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
+        """Assigns datasets that were checked, past the checks of assignments."""
+        self.__dict__.update(train_dataset=train_dataset, eval_dataset=eval_dataset)
+
     # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------
 
+    def footprint(self, phase: str) -> dict[str, int]:
+        """Memory of a phase, in bytes by name, for out-of-memory errors."""
+        return footprint(self, phase, self.teachers.models, self.teachers.heads)
+
+    def check_state(self, folder: str) -> None:
+        """Rejects a checkpoint of another run."""
+        fingerprint.check(folder, self._teaching.fingerprint(), self.args.resume_with_changes or ())
+
+    def save_own_state(self, folder: str) -> None:
+        """Writes what a checkpoint holds besides transformers' files."""
+        self.teachers.check()
+        if self.args.should_save:
+            fingerprint.write(folder, self._teaching.fingerprint())
+            self.teachers.save(folder)
+            self.save_course(folder)
+
+    def load_own_state(self, folder: str) -> None:
+        """The inverse of `save_own_state`."""
+        self.teachers.load(folder)
+        self.load_course(folder)
+
     def check_effect(self) -> None:
-        super().check_effect()
+        """Rejects a training that would change nothing, before it begins; options may have been changed."""
+        if self.train_dataset is not None:
+            refuse(LEARNING, Situation(args=self.args, optimizers=(self.optimizer, self.lr_scheduler)))
+            check_train_size(self.train_dataset, self.args)
         self._try_rate()
 
     def _try_rate(self) -> None:
@@ -384,9 +539,9 @@ class OPSDTrainer(StrictNames, Teaching):
             of_student=of_student,
             divergence=self.divergence,
             readers=self.readers,
-            rewards=[one.name for one in self._given_rewards],
+            rewards=self._reward_names,
             without_effect=self._without_effect,
-            first_made=self.first_made,
+            first_made=self._teaching.first_made,
         )
 
     @property

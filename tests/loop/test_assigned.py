@@ -182,7 +182,7 @@ def test_trainers_that_share_a_rollout_use_their_own_students(make_trainer):
         ("teacher_prompt_template", "{prompt}", "was read at construction: build the trainer with that value"),
         ("generation_config", None, "assign to its attributes"),
         ("phase", "warmup", "it is a method"),
-        ("score", 0.5, "it is a method"),
+        ("padded", 0.5, "it is a method"),
     ],
 )
 def test_assigning_trl_attributes_without_effect_is_refused(make_trainer, name, value, words):

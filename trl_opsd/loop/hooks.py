@@ -26,9 +26,11 @@ from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer, repeat
 from trl_opsd._compat.versions import set_known
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.conversations import solutions_as_context, with_prompts
+from trl_opsd.data.prompts import IMAGE_COLUMNS
 from trl_opsd.data.readers import Request
+from trl_opsd.data.teacher_prompts import COLUMNS
 from trl_opsd.loop.ahead import Ahead
-from trl_opsd.loop.attributes import DATASETS, shown, why_no_effect
+from trl_opsd.loop.attributes import DATASETS, FIXED, shown, why_no_effect
 from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.collapse import Courses
 from trl_opsd.loop.dealing import Dealer
@@ -108,13 +110,13 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
     an engine: the subclass provides both.
     """
 
-    row_columns: tuple[str, ...] = ("prompt",)
+    row_columns: tuple[str, ...] = COLUMNS
     """Columns of a dataset that `remove_unused_columns` keeps."""
-    hidden_columns: ClassVar[tuple[str, ...]] = ()
-    """Columns that are hidden from TRL, which would use them."""
+    hidden_columns: ClassVar[tuple[str, ...]] = IMAGE_COLUMNS
+    """Columns that are hidden from TRL, which would treat them as images even when they are empty."""
     args: OPSDConfig
     divergence: Divergence
-    teacher: Any = None
+    teacher: Any
     reads_solutions: bool = False
     """Whether a column `solution` of a dataset is privileged context."""
     is_built: bool = False
@@ -663,7 +665,7 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
                 self.replace_dataset(name, value)
         elif why := why_no_effect(self, name, value, self._read_once.names):
             raise AttributeError(f"`trainer.{name} = {shown(value)}` would have no effect: {why}", name=name, obj=self)
-        else:
+        elif name not in FIXED:  # else it is the value that it has
             super().__setattr__(name, value)
 
     @property
@@ -729,19 +731,6 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
         # While it builds the student, TRL assigns None.
         if self.is_built and teacher_model is not self.teacher_model:
             self.replace_teacher(teacher_model)
-
-    def replace_dataset(self, name: str, dataset: Any) -> None:
-        """Checks other rows as the first were, and takes them; the implementation of assigning to a dataset."""
-        raise NotImplementedError
-
-    def replace_teacher(self, teacher_model: Any) -> None:
-        """Builds the teacher anew from another model or path; the implementation of assigning to `teacher_model`."""
-        raise NotImplementedError
-
-    @property
-    def teacher_names(self) -> tuple[str, ...]:
-        """Names of the teachers, in the order of their numbers; empty if there is one."""
-        return ()
 
     # ---- The model card -----------------------------------------------------------------------------------------
 
